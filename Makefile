@@ -1,0 +1,88 @@
+# What a user and the CI call. No root needed. Everything is installed into .venv, under constraints.txt.
+#   TORCH_INDEX=<url>   take torch from that package index: a CPU or CUDA build (default: pip's own index)
+#   PYTHON=python3.12   the interpreter that makes .venv (3.11 or newer)
+
+PYTHON      ?= python3
+TORCH_INDEX ?=
+ARGS        ?=
+NAME        ?=
+# One process for each of two cores; a file's tests stay together, so that its fixtures start their processes once.
+PYTEST_ARGS ?= -n 2 --dist loadfile
+
+SHELL       := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+MAKEFLAGS   += --no-print-directory
+.DEFAULT_GOAL := help
+
+# Paths that recipes write to or remove: `override`, so that no variable on the command line points them elsewhere.
+override VENV   := .venv
+override BIN    := .venv/bin
+override STAMP  := .venv/.installed
+override CHOICE := .venv/.torch-index
+PIP     := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore $(BIN)/python -m pip install --quiet --use-pep517
+TORCH   := $(shell grep '^torch==' constraints.txt)
+BENCHES := $(filter-out _%,$(notdir $(basename $(wildcard benchmarks/*.py))))
+
+# Another index than the one that torch was taken from: install again.
+ifneq ($(TORCH_INDEX),)
+ifneq ($(TORCH_INDEX),$(shell cat $(CHOICE) 2>/dev/null))
+$(STAMP): FORCE
+endif
+endif
+
+.PHONY: help venv demo test lint bench clean FORCE
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo "  TORCH_INDEX=<url> chooses the build of torch (CPU or CUDA); PYTHON=<python3.11 or newer> the interpreter"
+
+venv: $(STAMP) ## make .venv and install elasticd into it
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "elasticd needs Python 3.11 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo 'not there')." \
+	       "Install one, or name it: make PYTHON=python3.12" >&2; exit 1; }
+	@rm -f .venv/.installed
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  echo "making $(VENV) with $$($(PYTHON) --version)"; \
+	  $(PYTHON) -m venv --clear $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); \
+	    echo "'$(PYTHON) -m venv' failed: its venv module or pip is missing." \
+	         "On Debian: apt-get install python3-venv; or name a complete Python: make PYTHON=..." >&2; exit 1; }; }
+ifneq ($(TORCH_INDEX),)
+	@echo "installing $(TORCH) from $(TORCH_INDEX) (a large download the first time)"
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip uninstall --quiet --yes torch 2>/dev/null
+# Only torch itself is pinned here: such an index carries its own versions of what torch needs, and the
+# next step brings those to the tested ones.
+	@$(PIP) --index-url $(TORCH_INDEX) $(TORCH)
+	@echo $(TORCH_INDEX) > $(CHOICE)
+else
+	@echo "installing $(TORCH) (a large download the first time)"
+	@$(PIP) --constraint constraints.txt torch
+endif
+	@echo "installing elasticd and what it needs"
+	@$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@touch .venv/.installed
+
+demo: $(STAMP) ## a real job replans around a slowed worker, under 3 minutes (ARGS=...)
+	@$(BIN)/elasticd demo $(ARGS)
+
+test: $(STAMP) ## the whole test suite (PYTEST_ARGS=... instead of '-n 2 --dist loadfile')
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff, and mypy strict over all packages
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+bench: $(STAMP) ## benchmarks/NAME.py, or all of them without NAME
+	@names='$(or $(NAME),$(BENCHES))'; failed=; \
+	for name in $$names; do \
+	  [ -f "benchmarks/$$name.py" ] || { \
+	    echo "there is no benchmark '$$name'; there are: $(or $(BENCHES),none yet)" >&2; exit 2; }; \
+	  echo "== $$name"; \
+	  $(BIN)/python "benchmarks/$$name.py" $(ARGS) || failed="$$failed $$name"; \
+	done; \
+	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
+
+clean: ## remove .venv, caches and reports: all that make made
+	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo-report
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""The pure state machines that daemons and the simulator run."""

@@ -1,0 +1,293 @@
+"""Wire messages: worker and torchrun to agent (unix socket), agent to leader (WebSocket).
+
+JSON by msgspec, tagged by type. Plans, proposals and aborts reach a worker only as its agent reads them from
+the store; what travels over the WebSocket are reports, the bootstrap store's calls, and hints.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from elasticd_planner.measurement import Measurement
+
+from elasticd.records import JobSpec, NodeRecord, Proposal
+
+#: Version of all messages; a peer one older or one newer is accepted, others are refused at hello.
+WIRE_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The base of every wire message."""
+
+
+# -- worker to agent ---------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """A worker's first message. `world_size` is what torchrun started for the job in all."""
+
+    job: str
+    local_rank: int
+    world_size: int
+    pid: int
+    spec: JobSpec
+    version: int = WIRE_VERSION
+
+
+class Report(Message, frozen=True, kw_only=True):
+    """One step of one rank; rank 0 adds the step's loss (mean per token) and all its tokens. On an emulated
+    device: how many sections were paced, and how many took longer than they were to."""
+
+    measurement: Measurement
+    loss: float | None = None
+    tokens: int | None = None
+    paced: int = 0
+    overruns: int = 0
+
+
+class Prepared(Message, frozen=True, kw_only=True):
+    """All is ready for this proposal: the transition group stands, the number will be voted."""
+
+    number: int
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """This worker cannot prepare the proposal; the leader aborts it."""
+
+    number: int
+    reason: str
+
+
+class Swapped(Message, frozen=True, kw_only=True):
+    """The plan of this number is in force here after `step` updates; with what the switch cost in bytes
+    (received by this rank, lacking at it before, and beside them the job's whole state, each element once)
+    and in seconds of its step loop."""
+
+    number: int
+    step: int
+    pause_seconds: float
+    bytes_received: int
+    bytes_lacking: int
+    bytes_state: int
+
+
+class Kept(Message, frozen=True, kw_only=True):
+    """The proposal of this number is off here: the old plan goes on."""
+
+    number: int
+    step: int
+    reason: str = ""
+
+
+class Doubt(Message, frozen=True, kw_only=True):
+    """The last word of the switch failed to come: this rank holds both copies and does not know which holds."""
+
+    number: int
+    step: int
+    reason: str
+
+
+class Finished(Message, frozen=True, kw_only=True):
+    """The last step's vote is complete: `step` updates were applied in all."""
+
+    step: int
+
+
+class Goodbye(Message, frozen=True, kw_only=True):
+    """A clean end follows. Silence before an exit is a death."""
+
+    reason: str = ""
+
+
+class StoreCall(Message, frozen=True, kw_only=True):
+    """A call on the job's bootstrap store, which the leader keeps. `get` waits until the key is there."""
+
+    id: int
+    op: Literal["set", "get", "add", "check", "delete"]
+    key: str
+    value: bytes = b""
+    seconds: float = 30.0
+
+
+# -- torchrun's rendezvous handler to agent -----------------------------------------------------------------
+
+
+class Join(Message, frozen=True, kw_only=True):
+    """A torchrun asks to take part in a job."""
+
+    job: str
+    min_nodes: int
+    max_nodes: int
+    pid: int
+    version: int = WIRE_VERSION
+
+
+class Leave(Message, frozen=True, kw_only=True):
+    """That torchrun ends."""
+
+    job: str
+
+
+# -- agent to worker and to rendezvous handler ---------------------------------------------------------------
+
+
+class Pace(Message, frozen=True, kw_only=True):
+    """Emulated speed: seconds a token takes in one whole block on a normal device, and how many times slower
+    this device is now. Without times, `factor` stretches what the real computation took."""
+
+    forward: float | None = None
+    backward: float | None = None
+    factor: float = 1.0
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The worker's device, this incarnation of it, the address that it listens on for its peers."""
+
+    device: str
+    incarnation: str
+    address: str
+    pace: Pace | None = None
+
+
+class Rejected(Message, frozen=True, kw_only=True):
+    """No: why, and what to do."""
+
+    reason: str
+
+
+class Propose(Message, frozen=True, kw_only=True):
+    """The open proposal, as read from the store."""
+
+    proposal: Proposal
+
+
+class Abort(Message, frozen=True, kw_only=True):
+    """The proposal of this number was aborted, as read from the store."""
+
+    number: int
+    reason: str
+
+
+class Recorded(Message, frozen=True, kw_only=True):
+    """The plan of this number is recorded, as read from the store: a leaver may drop its copy."""
+
+    number: int
+
+
+class StoreAnswer(Message, frozen=True, kw_only=True):
+    """The answer to a `StoreCall`; `error` is set where it failed (a timeout, no leader)."""
+
+    id: int
+    value: bytes = b""
+    number: int = 0
+    error: str | None = None
+
+
+class Shutdown(Message, frozen=True, kw_only=True):
+    """The job cannot go on: say why and end."""
+
+    reason: str
+
+
+class Joined(Message, frozen=True, kw_only=True):
+    """The job's nodes are complete: this node's index among them."""
+
+    node_rank: int
+    nodes: int
+
+
+class Closed(Message, frozen=True, kw_only=True):
+    """The job is over; a torchrun that asks again ends gracefully."""
+
+    reason: str
+
+
+FromWorker = (
+    Hello
+    | Report
+    | Prepared
+    | Refused
+    | Swapped
+    | Kept
+    | Doubt
+    | Finished
+    | Goodbye
+    | StoreCall
+    | Join
+    | Leave
+)
+ToWorker = Welcome | Rejected | Propose | Abort | Recorded | StoreAnswer | Shutdown | Pace | Joined | Closed
+
+
+# -- agent to leader -------------------------------------------------------------------------------------------
+
+
+class AgentHello(Message, frozen=True, kw_only=True):
+    """An agent's first message on each connection; what its workers last said follows as `Up` messages."""
+
+    record: NodeRecord
+    version: int = WIRE_VERSION
+
+
+class Up(Message, frozen=True, kw_only=True):
+    """A message of a local client: of a worker (device and incarnation set) or of a torchrun (both empty)."""
+
+    client: str
+    job: str
+    device: str
+    incarnation: str
+    body: FromWorker
+
+
+class WorkerLost(Message, frozen=True, kw_only=True):
+    """A worker's process ended; `clean` if it had said goodbye."""
+
+    job: str
+    device: str
+    incarnation: str
+    clean: bool
+    how: str
+
+
+class Down(Message, frozen=True, kw_only=True):
+    """For one local client of the agent (`client` as in `Up`)."""
+
+    client: str
+    body: ToWorker
+
+
+class AgentRejected(Message, frozen=True, kw_only=True):
+    """The leader does not take this agent: why, and what to do."""
+
+    reason: str
+
+
+ToLeader = AgentHello | Up | WorkerLost
+ToAgent = Down | AgentRejected
+
+_encoder = msgspec.json.Encoder()
+_from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
+_to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
+_to_leader: msgspec.json.Decoder[ToLeader] = msgspec.json.Decoder(ToLeader)
+_to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def from_worker(data: bytes) -> FromWorker:
+    return _from_worker.decode(data)
+
+
+def to_worker(data: bytes) -> ToWorker:
+    return _to_worker.decode(data)
+
+
+def to_leader(data: bytes) -> ToLeader:
+    return _to_leader.decode(data)
+
+
+def to_agent(data: bytes) -> ToAgent:
+    return _to_agent.decode(data)

@@ -1,0 +1,228 @@
+"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, tied head.
+
+`Decoder` is a plain nn.Module that trains in one process as it is. `describe` gives elasticd what it needs to
+train it under any layout: the sections, the units that its dimensions are cut in, and the rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elasticd.runtime.model import Model, Region, Rule, UnitsOf
+
+#: The target that the loss leaves out (padding).
+IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes of a decoder. Defaults make a byte-level model that trains on a laptop."""
+
+    vocabulary: int = 256
+    width: int = 64
+    layers: int = 4
+    heads: int = 8
+    kv_heads: int = 4
+    hidden: int = 176
+    rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(f"width {self.width} must divide into {self.heads} heads of an even size")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads must divide into groups for {self.kv_heads} kv-heads")
+
+    @property
+    def head_size(self) -> int:
+        return self.width // self.heads
+
+
+def linear(inputs: int, outputs: int, dtype: torch.dtype) -> nn.Linear:
+    """A projection without bias."""
+    return nn.Linear(inputs, outputs, bias=False, dtype=dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation with a weight (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def rotate(x: Tensor, base: float) -> Tensor:
+    """Rotary position embedding (Su et al., 2021) of x: [batch, heads, tokens, head size]."""
+    tokens, size = x.shape[-2:]
+    inverse = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angles = torch.outer(torch.arange(tokens, dtype=torch.float64), inverse)
+    cos, sin = (f(angles).to(device=x.device, dtype=x.dtype) for f in (torch.cos, torch.sin))
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention. `heads` and `kv_heads` are the ones held here, of all by their index:
+    a tensor-parallel member holds a slice of them, and its kv-heads are those its heads read."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.heads = range(config.heads)
+        self.kv_heads = range(config.kv_heads)
+        kv_width = config.kv_heads * config.head_size
+        self.q = linear(config.width, config.width, config.dtype)
+        self.k = linear(config.width, kv_width, config.dtype)
+        self.v = linear(config.width, kv_width, config.dtype)
+        self.o = linear(config.width, config.width, config.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def split(y: Tensor) -> Tensor:
+            return y.view(*y.shape[:2], -1, self.config.head_size).transpose(1, 2)
+
+        per = self.config.heads // self.config.kv_heads
+        reads = torch.tensor([head // per - self.kv_heads.start for head in self.heads], device=x.device)
+        q = rotate(split(self.q(x)), self.config.rope_base)
+        k = rotate(split(self.k(x)), self.config.rope_base).index_select(1, reads)
+        v = split(self.v(x)).index_select(1, reads)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.o(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward (Shazeer, 2020)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate = linear(config.width, config.hidden, config.dtype)
+        self.up = linear(config.width, config.hidden, config.dtype)
+        self.down = linear(config.hidden, config.width, config.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind a norm and a residual."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.width, config.norm_eps, config.dtype)
+        self.attention = Attention(config)
+        self.feed_forward_norm = RMSNorm(config.width, config.norm_eps, config.dtype)
+        self.feed_forward = SwiGLU(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Embed(nn.Module):
+    """Tokens to vectors: batch["inputs"] [batch, tokens] to [batch, tokens, width]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocabulary, config.width, dtype=config.dtype)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        out: Tensor = self.tokens(batch["inputs"])
+        return out
+
+
+class Head(nn.Module):
+    """Vectors to logits: [batch, tokens, width] to [batch, tokens, vocabulary]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.width, config.norm_eps, config.dtype)
+        self.output = linear(config.width, config.vocabulary, config.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.output(self.norm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """The whole model; its head shares the embedding's weight."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embed(config)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.head = Head(config)
+        self.head.output.weight = self.embed.tokens.weight
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def describe(self) -> Model:
+        """This decoder as elasticd trains it."""
+        config = self.config
+        column = ("attention.q", "heads"), ("attention.k", "kv_heads"), ("attention.v", "kv_heads")
+        return Model(
+            name=f"decoder-{config.layers}x{config.width}",
+            embed=self.embed,
+            blocks=list(self.blocks),
+            head=self.head,
+            width=config.width,
+            units={
+                "heads": UnitsOf(config.heads, attribute="blocks.*.attention.heads"),
+                "kv_heads": UnitsOf(config.kv_heads, follows="heads", attribute="blocks.*.attention.kv_heads"),
+                "columns": UnitsOf(config.hidden),
+                "vocabulary": UnitsOf(config.vocabulary),
+            },
+            rules=[
+                *(
+                    Rule(f"blocks.*.{name}.weight", dim=0, units=units, replicas="add")
+                    for name, units in column
+                ),
+                Rule("blocks.*.attention.o.weight", dim=1, units="heads"),
+                Rule("blocks.*.feed_forward.gate.weight", dim=0, units="columns"),
+                Rule("blocks.*.feed_forward.up.weight", dim=0, units="columns"),
+                Rule("blocks.*.feed_forward.down.weight", dim=1, units="columns"),
+                Rule("embed.tokens.weight", dim=0, units="vocabulary"),
+                Rule("head.output.weight", dim=0, units="vocabulary"),
+            ],
+            regions=[
+                Region("blocks.*.attention", "reduce"),
+                Region("blocks.*.feed_forward", "reduce"),
+                Region("embed.tokens", "vocabulary"),
+                Region("head.output", "gather"),
+            ],
+            ties={"head.output.weight": "embed.tokens.weight"},
+            init=initial,
+        )
+
+
+def initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """The first value of a parameter: ones for norms, else normal with 1 / sqrt(fan in), embeddings 0.02."""
+    if len(shape) == 1:
+        return torch.ones(shape)
+    scale = 0.02 if name.startswith("embed.") else 1 / math.sqrt(shape[1])
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+
+
+def next_token_loss(output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+    """Cross entropy of logits [batch, tokens, vocabulary] against batch["targets"], summed over the targets
+    that are not `IGNORED`, and how many those are."""
+    targets = batch["targets"]
+    total = F.cross_entropy(output.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, int((targets != IGNORED).sum())

@@ -1,0 +1,160 @@
+"""What the store holds: the keys under one cluster's prefix and the value behind each.
+
+The agents write `nodes/` and `members/` under their lease; the leader writes the rest, each write fenced by
+a comparison with its leader key. `epoch` is that key's create revision: orders with a lower one are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from elasticd_planner.cluster import Device
+from elasticd_planner.plan import Plan
+from elasticd_planner.problem import Problem
+from elasticd_planner.rules import ModelSpec
+from elasticd_planner.value import Value, refuse
+
+RECORD_VERSION = 1
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Keys(Value, frozen=True, kw_only=True):
+    """The keys of one cluster."""
+
+    cluster: str
+
+    def __post_init__(self) -> None:
+        if not self.cluster or "/" in self.cluster:
+            refuse(f"cluster name {self.cluster!r} must not be empty or contain '/'")
+
+    @property
+    def root(self) -> str:
+        return f"/elasticd/{self.cluster}/"
+
+    @property
+    def leader(self) -> str:
+        return self.root + "leader"
+
+    @property
+    def nodes(self) -> str:
+        return self.root + "nodes/"
+
+    def node(self, node: str) -> str:
+        return self.nodes + node
+
+    @property
+    def jobs(self) -> str:
+        return self.root + "jobs/"
+
+    def job(self, job: str, part: Literal["spec", "plan", "proposal", "done", "members/", "history/"]) -> str:
+        return f"{self.jobs}{job}/{part}"
+
+    def member(self, job: str, device: str) -> str:
+        return self.job(job, "members/") + device.replace("/", ":")
+
+    def history(self, job: str, number: int) -> str:
+        return self.job(job, "history/") + f"{number:08d}"
+
+
+class LeaderRecord(Value, frozen=True, kw_only=True):
+    """Who leads, and where agents and commands reach it."""
+
+    name: str
+    url: str
+    version: int = RECORD_VERSION
+
+
+class NodeRecord(Value, frozen=True, kw_only=True):
+    """A node whose agent lives; `address` is what its workers listen on for each other."""
+
+    node: str
+    devices: tuple[Device, ...]
+    address: str
+    agent: str
+    emulated: bool = False
+    version: int = RECORD_VERSION
+
+
+class MemberRecord(Value, frozen=True, kw_only=True):
+    """A worker process: the device that it drives and this start of it."""
+
+    device: str
+    incarnation: str
+    pid: int
+    version: int = RECORD_VERSION
+
+
+class JobSpec(Value, frozen=True, kw_only=True):
+    """What a job trains, the same from every worker; a sample has `sample_tokens` tokens in the mean."""
+
+    job: str
+    model: ModelSpec
+    global_batch: int
+    micro_batch: int
+    samples: int
+    sample_tokens: float
+    seed: int
+    version: int = RECORD_VERSION
+
+    def __post_init__(self) -> None:
+        if self.micro_batch < 1 or self.global_batch % self.micro_batch:
+            refuse(
+                f"global_batch {self.global_batch} does not divide into micro-batches of {self.micro_batch}: "
+                f"choose a multiple of {self.micro_batch}"
+            )
+
+
+class Proposal(Value, frozen=True, kw_only=True):
+    """A plan that the members of `old` and `plan` are to prepare. One is open at a time."""
+
+    number: int
+    epoch: int
+    plan: Plan
+    old: Plan | None
+    status: Literal["open", "aborted"] = "open"
+    reason: str = ""
+    version: int = RECORD_VERSION
+
+
+class PlanRecord(Value, frozen=True, kw_only=True):
+    """The plan that the job runs, recorded from the first report of a swap; `step` updates were applied."""
+
+    plan: Plan
+    epoch: int
+    step: int
+    version: int = RECORD_VERSION
+
+
+class HistoryRecord(Value, frozen=True, kw_only=True):
+    """Why a plan was made, from what: enough to make it again."""
+
+    number: int
+    plan: Plan
+    problem: Problem
+    reason: str
+    version: int = RECORD_VERSION
+
+
+class DoneRecord(Value, frozen=True, kw_only=True):
+    """The job is over: its last vote was reported, or it stopped for a reason."""
+
+    step: int
+    epoch: int
+    reason: str = ""
+    version: int = RECORD_VERSION
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Raises `msgspec.ValidationError` naming the key; more than one version of skew is refused."""
+    version: Any = msgspec.json.decode(data, type=dict[str, Any]).get("version", RECORD_VERSION)
+    if not isinstance(version, int) or abs(version - RECORD_VERSION) > 1:
+        raise msgspec.ValidationError(
+            f"{kind.__name__} has version {version}, this program reads {RECORD_VERSION}: "
+            "run the same release everywhere"
+        )
+    return msgspec.json.decode(data, type=kind)

@@ -1,0 +1,297 @@
+"""Process groups made by their members alone, and every private torch API that this takes.
+
+A `Fabric` is the groups of one plan (or of one transition) on one gloo device of its own, so that shutting
+its sockets spares all others. Its bootstrap store is any `KeyValue`. A blocked collective is freed by polling
+and parking: `shut` marks the fabric dead and shuts its sockets; whoever polls leaves with `Cancelled`; the old
+groups are dropped in a daemon thread, because destroying one that still holds a payload can block.
+
+Facts about gloo that shape this file: abort has no effect on a blocked operation; a work's `is_completed`
+tells the truth for collectives, not for isend and irecv; irecv is woken by a shut socket; an isend is never
+waited for, its tensor is kept until a later collective proves that it was received.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+Address = tuple[str, int]
+
+
+class Cancelled(RuntimeError):
+    """The fabric was shut while this operation waited."""
+
+
+class KeyValue(Protocol):
+    """What bootstrap needs: `get` waits until the key is there or `seconds` passed (TimeoutError)."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str, seconds: float) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def check(self, keys: Sequence[str]) -> bool: ...
+
+
+class Stopwatch:
+    """Seconds spent in communication, by what it was for; the only clock that communication keeps."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, label: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[label] = self.seconds.get(label, 0.0) + time.perf_counter() - start
+
+    def read(self, label: str) -> float:
+        return self.seconds.get(label, 0.0)
+
+    def take(self) -> dict[str, float]:
+        """All seconds since the last take."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+class _BootstrapStore(Store):
+    """A torch Store over a `KeyValue`, whose waits end when the fabric is shut."""
+
+    def __init__(self, base: KeyValue, prefix: str, dead: Callable[[], bool], seconds: float) -> None:
+        super().__init__()
+        self._base, self._prefix, self._dead, self._seconds = base, prefix, dead, seconds
+
+    def set(self, key: str, value: Any) -> None:
+        self._base.set(self._prefix + key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        deadline = time.monotonic() + self._seconds
+        while not self._dead():
+            left = deadline - time.monotonic()
+            try:
+                return self._base.get(self._prefix + key, max(0.0, min(1.0, left)))
+            except TimeoutError:
+                if left <= 1.0:
+                    raise RuntimeError(f"peers did not arrive within {self._seconds:.0f} s ({key})") from None
+        raise Cancelled("shut while a group was being made")
+
+    def add(self, key: str, amount: int) -> int:
+        return self._base.add(self._prefix + key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._base.check([self._prefix + key for key in keys])
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+
+class Group:
+    """One group of a fabric; ranks count within `members`. All times go to the fabric's stopwatch."""
+
+    def __init__(self, fabric: Fabric, members: tuple[str, ...], me: str, label: str, backend: Any) -> None:
+        self.fabric, self.members, self.label, self._backend = fabric, members, label, backend
+        self.rank, self.size = members.index(me), len(members)
+        self._sent: list[tuple[Any, Tensor]] = []
+
+    def wait(self, work: Any) -> None:
+        """Polls a collective until it is complete; the pause grows with the time waited, to at most 0.5 ms."""
+        start = time.perf_counter()
+        turns = 0
+        while not work.is_completed():
+            if self.fabric.dead:
+                raise Cancelled("shut while waiting for a collective")
+            turns += 1
+            waited = time.perf_counter() - start
+            time.sleep(0 if turns < 20 else min(5e-4, max(5e-5, waited / 50)))
+        work.wait()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sums in place over the group."""
+        if self.size > 1:
+            with self.fabric.stopwatch.measure(self.label):
+                self.wait(self._backend.allreduce([tensor]))
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every member's tensor, by rank; all of one shape."""
+        if self.size == 1:
+            return [tensor]
+        out = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self.fabric.stopwatch.measure(self.label):
+            self.wait(self._backend.allgather([out], [tensor]))
+        return out
+
+    def send(self, tensor: Tensor, to: int, tag: int, label: str = "boundary") -> None:
+        """Starts to send; the tensor is kept until `received` says that it has arrived."""
+        with self.fabric.stopwatch.measure(label):
+            self._sent.append((self._backend.send([tensor], to, tag), tensor))
+
+    def receive(self, tensor: Tensor, source: int, tag: int, label: str = "boundary") -> Tensor:
+        with self.fabric.stopwatch.measure(label):
+            try:
+                self._backend.recv([tensor], source, tag).wait()
+            except RuntimeError:
+                if self.fabric.dead:
+                    raise Cancelled("shut while receiving") from None
+                raise
+        return tensor
+
+    def received(self) -> None:
+        """A collective over this group completed after all sends were received: lets their tensors go."""
+        self._sent.clear()
+
+    @property
+    def backend(self) -> Any:
+        """The torch ProcessGroup, for a transport of migration."""
+        return self._backend
+
+
+class Fabric:
+    """All groups of one plan or one transition, on one gloo device at `address`."""
+
+    def __init__(
+        self,
+        name: str,
+        me: str,
+        address: str,
+        store: KeyValue,
+        *,
+        seconds: float = 60.0,
+        patience: float = 600.0,
+    ) -> None:
+        """`seconds` is how long the making of a group waits for its members; `patience` how long a collective
+        waits for a peer that lives, longer than any step takes (one that dies is noticed at once)."""
+        self.name, self.me, self.dead = name, me, False
+        self.stopwatch = Stopwatch()
+        self._patience = patience
+        self._store = _BootstrapStore(store, f"{name}/", lambda: self.dead, seconds)
+        self._device, self._listener = _gloo_device(address)
+        self._peers: set[Address] = set()
+        self._groups: dict[tuple[str, ...], Any] = {}
+
+    def group(self, members: Sequence[str], label: str) -> Group:
+        """Makes (once) the group of exactly these members; each of them must call this.
+
+        Calls must come in one global order on all ranks (sorted by members, say), as each waits for all."""
+        names = tuple(members)
+        if self.dead:
+            raise Cancelled("the fabric is shut")
+        if len(names) > 1 and names not in self._groups:
+            self._meet(names)
+            self._groups[names] = self._make(names)
+        return Group(self, names, self.me, label, self._groups.get(names))
+
+    def _meet(self, members: tuple[str, ...]) -> None:
+        """Tells the others where our gloo listens, and learns where theirs does: for `shut` alone."""
+        self._store.set(f"at/{self.me}", f"{self._listener[0]} {self._listener[1]}")
+        for member in members:
+            host, port = self._store.get(f"at/{member}").decode().split()
+            self._peers.add((host, int(port)))
+
+    def _make(self, members: tuple[str, ...]) -> Any:
+        rank = members.index(self.me)
+        store = PrefixStore("group/" + "_".join(members), self._store)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=self._patience)
+        options._devices = [self._device]
+        options._threads = 1
+        backend = ProcessGroupGloo(store, rank, len(members), options)
+        backend._set_sequence_number_for_group()
+        return backend
+
+    def shut(self) -> int:
+        """Frees whoever waits in this fabric; from any thread. Returns how many sockets were shut."""
+        self.dead = True
+        shut = 0
+        for _, listening, local, peer, sock in _tcp_sockets():
+            with sock:
+                if not listening and (local == self._listener or peer in self._peers):
+                    try:
+                        sock.shutdown(socket.SHUT_RDWR)
+                        shut += 1
+                    except OSError:  # already gone
+                        pass
+        return shut
+
+    def park(self) -> None:
+        """Lets the groups go, in a thread of their own: destroying one may block on a stuck payload."""
+        held: list[Any] = [self._groups, self._device]
+        self._groups, self._device, self.dead = {}, None, True
+        threading.Thread(target=held.clear, name=f"park-{self.name}", daemon=True).start()
+
+
+_making_a_device = threading.Lock()
+
+
+def _gloo_device(address: str) -> tuple[Any, Address]:
+    """A gloo device and where it listens, found by what is new among our listening sockets."""
+    with _making_a_device:
+        before = _listeners()
+        device = ProcessGroupGloo.create_device(hostname=address)
+        new = _listeners() - before
+    if len(new) != 1:
+        raise RuntimeError(f"gloo opened {len(new)} listening sockets at {address} where one was expected")
+    return device, new.pop()
+
+
+def _listeners() -> set[Address]:
+    found = set()
+    for _, listening, local, _, sock in _tcp_sockets():
+        sock.close()
+        if listening:
+            found.add(local)
+    return found
+
+
+def _tcp_sockets() -> Iterator[tuple[int, bool, Address, Address | None, socket.socket]]:
+    """(fd, listening, local, peer, a duplicate) of every TCP socket of this process. Working on a duplicate
+    keeps a descriptor that is closed and used again meanwhile from fooling us. The caller closes it."""
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            duplicate = os.dup(int(entry))
+        except OSError:
+            continue
+        try:
+            if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
+                os.close(duplicate)
+                continue
+            sock = socket.socket(fileno=duplicate)
+        except OSError:
+            os.close(duplicate)
+            continue
+        try:
+            if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+                sock.close()
+                continue
+            listening = bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+            local = sock.getsockname()[:2]
+        except OSError:
+            sock.close()
+            continue
+        try:
+            peer = sock.getpeername()[:2]
+        except OSError:
+            peer = None
+        yield int(entry), listening, local, peer, sock

@@ -1,0 +1,180 @@
+"""The training loop: `elasticd.Job`, which is all that a training script needs to know."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from elasticd_planner.batch import Sampler
+from elasticd_planner.plan import Plan
+
+from elasticd.messages import Finished, Goodbye, Hello, Report
+from elasticd.packets import default_path
+from elasticd.records import JobSpec
+from elasticd.runtime.control import AgentKeyValue, Control
+from elasticd.runtime.data import Collate, Dataset, pad, sample_tokens
+from elasticd.runtime.emulation import Pacer
+from elasticd.runtime.engine import MakeOptimizer, Recipe, StepDone
+from elasticd.runtime.model import Model
+from elasticd.runtime.stage import Loss
+from elasticd.runtime.switching import JobOver, JobStopped, Switcher
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A finished step, the same on every rank: `loss` is the mean over all targets of the global batch, `norm`
+    the gradient's before clipping, `samples` the dataset indices that were trained on (the vote compared what
+    travelled through every rank with them), `plan` the number of the plan that it ran under."""
+
+    index: int
+    loss: float
+    norm: float
+    tokens: int
+    samples: tuple[int, ...]
+    plan: int
+    applied: bool
+
+
+class Job:
+    """Trains `model` under whatever plan the coordinator has in force, switching in place.
+
+    model: an `elasticd.Model`. loss(output, batch) -> (sum, count) over a micro-batch; sums are divided once
+    by the global count. optimizer(named parameters) makes a torch optimizer with element-wise state; it is
+    called after every switch, and its state is loaded. dataset: map-style, a sample is a mapping of 1-D
+    tensors; collate makes a batch of samples (default: padding). global_batch samples make a step, taken
+    micro_batch at a time. clip: the largest norm of the gradient.
+
+    Start the script with `torchrun --rdzv-backend=elasticd`. Raises SystemExit with one line where the job
+    cannot start or go on.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        loss: Loss,
+        optimizer: MakeOptimizer,
+        dataset: Dataset,
+        global_batch: int,
+        micro_batch: int = 1,
+        seed: int = 0,
+        clip: float | None = None,
+        collate: Collate = pad,
+    ) -> None:
+        try:
+            spec = JobSpec(
+                job=_environment("TORCHELASTIC_RUN_ID"),
+                model=model.spec,
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+                samples=len(dataset),
+                sample_tokens=sample_tokens(dataset),
+                seed=seed,
+            )
+            sampler = Sampler(size=len(dataset), global_batch=global_batch, seed=seed)
+            hello = Hello(
+                job=spec.job,
+                local_rank=int(_environment("LOCAL_RANK")),
+                world_size=int(_environment("WORLD_SIZE")),
+                pid=os.getpid(),
+                spec=spec,
+            )
+            self._control = Control(default_path(), hello)
+        except (ValueError, TypeError, RuntimeError, ConnectionError) as error:
+            raise JobStopped(f"elasticd: {error}") from error
+        recipe = Recipe(
+            model=model,
+            loss=loss,
+            optimizer=optimizer,
+            dataset=dataset,
+            collate=collate,
+            sampler=sampler,
+            clip=clip,
+        )
+        self._pacer = Pacer(self._control.welcome.pace)
+        store = AgentKeyValue(self._control)
+        self._switcher = Switcher(recipe, self._control, store, self._pacer, seed)
+        self._control.start(self._switcher.handle)
+
+    @property
+    def device(self) -> str:
+        """This worker's device, "node/index"."""
+        return self._control.welcome.device
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force; None while this device stands by."""
+        return self._switcher.engine.plan if self._switcher.engine else None
+
+    @property
+    def rank(self) -> int | None:
+        """The rank under the plan in force (torchrun's RANK is stale after the first switch)."""
+        return self._switcher.engine.rank if self._switcher.engine else None
+
+    @property
+    def world_size(self) -> int | None:
+        return len(self.plan.members) if self.plan else None
+
+    def steps(self, total: int) -> Iterator[Step]:
+        """Trains until `total` updates were made, and gives each step after it is done.
+
+        A device that the plan does not use waits here; when it is used, the steps go on from there."""
+        try:
+            yield from self._steps(total)
+        except JobOver:
+            pass
+        self._switcher.end()
+        self._control.close(Goodbye())
+
+    def _steps(self, total: int) -> Iterator[Step]:
+        switcher = self._switcher
+        while True:
+            engine = switcher.wait()
+            if switcher.step >= total:
+                return
+            try:
+                done = engine.step(switcher.step, switcher.prepared)
+            except RuntimeError as error:
+                raise switcher.bereaved(error) from error
+            switcher.step += 1
+            last = switcher.step >= total
+            self._report(done, first=engine.rank == 0)
+            if last:
+                self._control.send(Finished(step=switcher.step))
+            yield Step(
+                index=done.outcome.step,
+                loss=done.outcome.loss,
+                norm=done.outcome.norm,
+                tokens=done.outcome.tokens,
+                samples=done.samples,
+                plan=engine.plan.number,
+                applied=done.outcome.apply,
+            )
+            if last:
+                return
+            switcher.voted(done.outcome.prepared)
+
+    def _report(self, done: StepDone, *, first: bool) -> None:
+        paced, overruns = self._pacer.take()
+        self._control.send(
+            Report(
+                measurement=done.measurement,
+                loss=done.outcome.loss if first else None,
+                tokens=done.outcome.tokens if first else None,
+                paced=paced,
+                overruns=overruns,
+            )
+        )
+
+
+def _environment(name: str) -> str:
+    value = os.environ.get(name)
+    if value is None:
+        raise ValueError(
+            f"{name} is not set: start the script with torchrun --rdzv-backend=elasticd --rdzv-id=JOB ..."
+        )
+    return value

@@ -1,0 +1,228 @@
+"""A model as elasticd trains it: its sections, its tensor-parallel rules, and the local modules of a stage.
+
+The user's modules stay as they are. They describe the whole model once (kept without storage); `Stage modules`
+are copies of the sections that one device runs, with parameters of the local shape only, the attributes
+that count units set to the local ones, and the TP group's communication hooked around named submodules.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from elasticd_planner.boxes import Box
+from elasticd_planner.plan import Stage
+from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units, member_box, unit_range
+from torch import Tensor, nn
+
+Init = Callable[[str, tuple[int, ...], torch.Generator], Tensor]
+
+
+class ModelError(ValueError):
+    """The model cannot be trained as it is described: what is wrong and what would be right."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Parameters whose full name matches `pattern` are cut along `dim` in `units`. `replicas` says what
+    copies inside a TP group hold as gradient: the "same", or terms that "add" (see elasticd_planner.rules)."""
+
+    pattern: str
+    dim: int
+    units: str
+    replicas: Literal["same", "add"] = "same"
+
+
+@dataclass(frozen=True)
+class UnitsOf:
+    """`count` units of a kind; `attribute` names the attribute that a local module reads them from: a
+    range gets the local range, a number the local count."""
+
+    count: int
+    follows: str | None = None
+    attribute: str | None = None
+
+
+@dataclass(frozen=True)
+class Region:
+    """A submodule around which a TP group communicates. "reduce": a whole input, outputs that add up;
+    "vocabulary": an nn.Embedding whose rows are cut; "gather": a whole input, the last dimension of the
+    output cut."""
+
+    pattern: str
+    kind: Literal["reduce", "vocabulary", "gather"]
+
+
+class Model:
+    """A model in the one shape that elasticd trains: embed, an ordered list of blocks, head, with one
+    activation tensor [batch, tokens, width] between them.
+
+    `embed` is called with the collated batch, each block and `head` with the activation. `init(name, shape,
+    generator)` gives a parameter's whole first value; the generator is keyed by (seed, name), so that every
+    layout starts from the same model. `ties` maps a parameter's full name to the one that it shares.
+    """
+
+    def __init__(
+        self,
+        *,
+        embed: nn.Module,
+        blocks: Sequence[nn.Module],
+        head: nn.Module,
+        width: int,
+        init: Init,
+        name: str = "model",
+        rules: Sequence[Rule] = (),
+        units: Mapping[str, UnitsOf] | None = None,
+        regions: Sequence[Region] = (),
+        ties: Mapping[str, str] | None = None,
+    ) -> None:
+        if not blocks:
+            raise ModelError("model: blocks must be a non-empty list of modules, the layers in order")
+        self.name, self.init, self.width = name, init, width
+        self.rules, self.regions = tuple(rules), tuple(regions)
+        self.units, self.ties = dict(units or {}), dict(ties or {})
+        self.sections: dict[str, nn.Module] = {
+            "embed": _without_storage(embed),
+            **{f"blocks.{i}": _without_storage(block) for i, block in enumerate(blocks)},
+            "head": _without_storage(head),
+        }
+        self.layers = len(blocks)
+        self.spec = self._describe()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the activation between blocks: that of the first block's parameters."""
+        return next(self.sections["blocks.0"].parameters()).dtype
+
+    def _describe(self) -> ModelSpec:
+        kinds: list[tuple[Parameter, ...]] = []
+        layers: list[int] = []
+        for i in range(self.layers):
+            kind = tuple(self._parameters(f"blocks.{i}"))
+            if kind not in kinds:
+                kinds.append(kind)
+            layers.append(kinds.index(kind))
+        names = {
+            f"{section}.{name}" for section, m in self.sections.items() for name, _ in m.named_parameters()
+        }
+        for rule in self.rules:
+            if not any(fnmatchcase(name, rule.pattern) for name in names):
+                raise ModelError(f"rule {rule.pattern!r} matches no parameter of the model")
+        for tied in (*self.ties, *self.ties.values()):
+            if tied not in names:
+                raise ModelError(f"ties: {tied!r} is not a parameter of the model")
+        reduces = sum(
+            1
+            for path, _ in self.sections["blocks.0"].named_modules(prefix="blocks.0")
+            if self._region(path) == "reduce"
+        )
+        return ModelSpec(
+            name=self.name,
+            embed=tuple(self._parameters("embed")),
+            kinds=tuple(kinds),
+            layers=tuple(layers),
+            head=tuple(self._parameters("head")),
+            units=tuple(
+                Units(kind=kind, count=units.count, follows=units.follows) for kind, units in self.units.items()
+            ),
+            ties=tuple(self.ties.items()),
+            width=self.width,
+            dtype=str(self.dtype).removeprefix("torch."),
+            collectives=reduces,
+        )
+
+    def _parameters(self, section: str) -> Iterator[Parameter]:
+        for name, buffer in self.sections[section].named_buffers():
+            raise ModelError(
+                f"{section}.{name} is a buffer of shape {tuple(buffer.shape)}: only parameters are moved; "
+                "compute it in forward instead"
+            )
+        for name, parameter in self.sections[section].named_parameters():
+            rule = next((r for r in self.rules if fnmatchcase(f"{section}.{name}", r.pattern)), None)
+            yield Parameter(
+                name=name,
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                cut=Cut(dim=rule.dim, units=rule.units) if rule else None,
+                replicas=rule.replicas if rule else "same",
+            )
+
+    def _region(self, path: str) -> str | None:
+        return next((region.kind for region in self.regions if fnmatchcase(path, region.pattern)), None)
+
+    def local(self, stage: Stage, position: int) -> LocalModel:
+        """The sections of `stage` with parameters of the local shape, values not set."""
+        modules: dict[str, nn.Module] = {}
+        parameters: dict[str, tuple[Box, nn.Parameter]] = {}
+        for section in self.spec.sections(stage.start, stage.stop):
+            module = copy.deepcopy(self.sections[section])
+            for rule in self.spec.section(section):
+                name = self.spec.owner(f"{section}.{rule.name}")
+                if name not in parameters:
+                    box = member_box(self.spec, rule, stage.shares, position)
+                    empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype))
+                    parameters[name] = (box, nn.Parameter(empty))
+                owner, _, leaf = rule.name.rpartition(".")
+                setattr(module.get_submodule(owner), leaf, parameters[name][1])
+            self._set_units(section, module, stage, position)
+            modules[section] = module
+        return LocalModel(modules=modules, parameters=parameters)
+
+    def _set_units(self, section: str, module: nn.Module, stage: Stage, position: int) -> None:
+        for kind, units in self.units.items():
+            if units.attribute is None:
+                continue
+            local = unit_range(self.spec, kind, stage.shares, position)
+            pattern, _, attribute = units.attribute.rpartition(".")
+            for path, submodule in module.named_modules(prefix=section):
+                if fnmatchcase(path, pattern):
+                    whole = getattr(submodule, attribute)
+                    setattr(submodule, attribute, local if isinstance(whole, range) else len(local))
+
+    def communicating(self, section: str, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+        """The submodules of a section around which a TP group communicates, and how."""
+        for path, submodule in module.named_modules(prefix=section):
+            kind = self._region(path)
+            if kind is not None:
+                yield submodule, kind
+
+    def first_value(self, name: str, box: Box, seed: int) -> Tensor:
+        """The box of a parameter's first value, as every layout starts from it."""
+        section, _, rest = _split(name)
+        rule = next(parameter for parameter in self.spec.section(section) if parameter.name == rest)
+        key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
+        value = self.init(name, rule.shape, generator)
+        if tuple(value.shape) != rule.shape:
+            raise ModelError(f"init({name!r}) gave shape {tuple(value.shape)}, not {rule.shape}")
+        return value[box.slices(Box.whole(rule.shape))].to(getattr(torch, rule.dtype)).contiguous()
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The sections that one device runs, in order, and their parameters by full name with the box held."""
+
+    modules: dict[str, nn.Module]
+    parameters: dict[str, tuple[Box, nn.Parameter]]
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    head, dot, rest = name.partition(".")
+    if head == "blocks":
+        index, dot, rest = rest.partition(".")
+        return f"blocks.{index}", dot, rest
+    return head, dot, rest
+
+
+def _without_storage(module: nn.Module) -> nn.Module:
+    """A copy of the module on the meta device: shapes without memory."""
+    memo: dict[int, object] = {
+        id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        for parameter in module.parameters()
+    }
+    return copy.deepcopy(module, memo)

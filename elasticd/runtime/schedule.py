@@ -1,0 +1,29 @@
+"""The order of forward and backward passes on one stage: 1F1B over any number of micro-batches and stages.
+
+1F1B (PipeDream-flush; Narayanan et al., 2021) keeps at most min(micro_batches, stages - stage) activations
+alive on a stage, instead of all micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+Pass = tuple[Literal["forward", "backward"], int]
+
+
+def one_forward_one_backward(stages: int, stage: int, micro_batches: int) -> Iterator[Pass]:
+    """The passes of `stage` (0 is the first) of a pipeline of `stages`, by micro-batch index."""
+    warm = min(micro_batches, stages - stage - 1)
+    for index in range(warm):
+        yield "forward", index
+    for index in range(micro_batches - warm):
+        yield "forward", warm + index
+        yield "backward", index
+    for index in range(micro_batches - warm, micro_batches):
+        yield "backward", index
+
+
+def live_activations(stages: int, stage: int, micro_batches: int) -> int:
+    """The most micro-batches whose activations a stage holds at once."""
+    return min(micro_batches, stages - stage)

@@ -1,0 +1,349 @@
+"""A rank's side of a switch at work: runs the effects of `machines.switch` on real groups, models and state.
+
+Three threads meet here. The control thread feeds what it reads. A preparer thread, one for each proposal,
+makes modules and groups while training goes on. The main thread, which trains, feeds votes and is alone in
+moving and swapping. The machine's state is stepped under one lock; what the main thread is to do waits in a
+queue for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+from elasticd_migration.execute import Corrupt, Incomplete, migrate
+from elasticd_migration.reshard import Lost, bytes_lacking, whole_bytes
+from elasticd_migration.schema import Disagreement
+from elasticd_migration.state import LocalState, NotElementWise
+from elasticd_migration.transport import ProcessGroupTransport
+from elasticd_planner.layouts import Layouts
+
+from elasticd import messages
+from elasticd.machines import switch as sw
+from elasticd.messages import Abort, Pace, Propose, Recorded, Shutdown, ToWorker
+from elasticd.records import Proposal
+from elasticd.runtime.control import Control
+from elasticd.runtime.emulation import Pacer
+from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.groups import Fabric, Group, KeyValue
+
+log = logging.getLogger(__name__)
+
+#: What goes wrong in a move without the transition group being broken: said as not ok, by a whole group.
+_SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise)
+
+
+class JobStopped(SystemExit):
+    """The job cannot go on; the message says why. As a SystemExit it ends a script with that one line."""
+
+
+class JobOver(Exception):
+    """The job ended while this rank stood by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """All that a proposal needs here before the switch: `engine` for a member of its plan, without state."""
+
+    proposal: Proposal
+    old: Layouts | None
+    new: Layouts
+    engine: Engine | None
+    transition: Fabric
+    group: Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """What a move left in side buffers, for `Swap`; and what it cost."""
+
+    step: int
+    bytes_received: int
+    bytes_lacking: int
+    bytes_state: int
+
+
+class Switcher:
+    """Holds the engine in force (None on a standby device) and switches it. `step` is the number of updates
+    applied, set by the loop that trains."""
+
+    def __init__(self, recipe: Recipe, control: Control, store: KeyValue, pacer: Pacer, seed: int) -> None:
+        self.engine: Engine | None = None
+        self.step = 0
+        self._recipe, self._control, self._store, self._pacer, self._seed = (
+            recipe,
+            control,
+            store,
+            pacer,
+            seed,
+        )
+        self._device, self._address = control.welcome.device, control.welcome.address
+        self._state = sw.State()
+        self._lock = threading.RLock()
+        self._todo: queue.Queue[sw.Effect] = queue.Queue()
+        self._proposals: dict[int, Proposal] = {}
+        self._fabrics: dict[int, list[Fabric]] = {}
+        self._prepared: dict[int, _Prepared] = {}
+        self._side: _Side | None = None
+        self._old: Engine | None = None
+        self._stop: str | None = None
+        self._over: str | None = None
+        self._began = 0.0
+
+    # -- what the control thread does ---------------------------------------------------------------------
+
+    def handle(self, message: ToWorker) -> None:
+        """Takes one message of the agent."""
+        match message:
+            case Propose(proposal=proposal):
+                self._proposals[proposal.number] = proposal
+                self._feed(sw.Proposed(number=proposal.number, joins=self._device in proposal.plan.places))
+            case Abort(number=number, reason=reason):
+                self._feed(sw.Aborted(number=number, reason=reason))
+            case Recorded(number=number):
+                self._feed(sw.Recorded(number=number))
+            case Shutdown(reason=reason):
+                self._feed(sw.Ordered(reason=reason))
+            case messages.Closed(reason=reason):
+                self._over = reason
+                self._todo.put(sw.Stop(reason=reason))
+            case Pace():
+                self._pacer.pace = message
+            case _:
+                log.warning("the agent sent %s, which a running worker does not expect", type(message).__name__)
+
+    def _feed(self, event: sw.Event) -> None:
+        with self._lock:
+            self._state, effects = sw.step(self._state, event)
+            for effect in effects:
+                self._run(effect)
+
+    def _run(self, effect: sw.Effect) -> None:
+        """Effects that take no time are run where they arise; the rest waits for its thread."""
+        match effect:
+            case sw.Prepare(number=number):
+                thread = threading.Thread(
+                    target=self._prepare, args=(number,), name=f"elasticd-prepare-{number}", daemon=True
+                )
+                thread.start()
+            case sw.Cancel(number=number):
+                self._cancel(number)
+            case sw.Stop(reason=reason):
+                self._stop = reason
+                self._shut_all()
+                self._todo.put(effect)
+            case sw.Move() | sw.Say() | sw.Swap() | sw.DropOld():
+                self._todo.put(effect)
+            case sw.ReportPrepared(number=number):
+                self._control.send(messages.Prepared(number=number))
+            case sw.ReportRefused(number=number, reason=reason):
+                self._control.send(messages.Refused(number=number, reason=reason))
+            case sw.ReportKept(number=number, reason=reason):
+                self._control.send(messages.Kept(number=number, step=self.step, reason=reason))
+            case sw.ReportDoubt(number=number, reason=reason):
+                self._control.send(messages.Doubt(number=number, step=self.step, reason=reason))
+            case sw.ReportSwapped():
+                self._todo.put(effect)  # after the swap that it reports
+            case _:
+                raise AssertionError(effect)
+
+    # -- what a preparer thread does -----------------------------------------------------------------------
+
+    def _prepare(self, number: int) -> None:
+        try:
+            prepared = self._make(self._proposals[number])
+        except Exception as error:
+            log.debug("preparing %d", number, exc_info=True)
+            self._feed(sw.Failed(number=number, reason=f"{self._device}: {type(error).__name__}: {error}"))
+            return
+        with self._lock:
+            self._prepared[number] = prepared
+        self._feed(sw.Stands(number=number))
+
+    def _make(self, proposal: Proposal) -> _Prepared:
+        """New groups and modules, then the transition group: it stands only when all members are ready."""
+        number, plan, old = proposal.number, proposal.plan, proposal.old
+        new_layouts = Layouts(self._recipe.model.spec, plan)
+        engine = None
+        if self._device in plan.places:
+            fabric = self._fabric(number, f"plan/{number}/groups")
+            groups = connect(fabric, new_layouts)
+            local = build(self._recipe.model, plan, self._device)
+            engine = Engine(
+                recipe=self._recipe,
+                layouts=new_layouts,
+                local=local,
+                fabric=fabric,
+                groups=groups,
+                pace=self._pacer,
+            )
+        members = tuple(dict.fromkeys((*(old.members if old else ()), *plan.members)))
+        transition = self._fabric(number, f"plan/{number}/transition")
+        group = transition.group(members, "transition")
+        old_layouts = Layouts(self._recipe.model.spec, old) if old else None
+        return _Prepared(
+            proposal=proposal,
+            old=old_layouts,
+            new=new_layouts,
+            engine=engine,
+            transition=transition,
+            group=group,
+        )
+
+    def _fabric(self, number: int, name: str) -> Fabric:
+        fabric = Fabric(name, self._device, self._address, self._store)
+        with self._lock:
+            self._fabrics.setdefault(number, []).append(fabric)
+        return fabric
+
+    def _cancel(self, number: int) -> None:
+        self._prepared.pop(number, None)
+        self._side = None
+        for fabric in self._fabrics.pop(number, ()):
+            fabric.shut()
+            fabric.park()
+
+    def _shut_all(self) -> None:
+        for fabrics in self._fabrics.values():
+            for fabric in fabrics:
+                fabric.shut()
+
+    # -- what the main thread does ---------------------------------------------------------------------------
+
+    def prepared(self) -> int:
+        """The number for this step's vote."""
+        self._feed(sw.Voting())
+        return self._state.voting
+
+    def voted(self, numbers: tuple[int, ...]) -> None:
+        """A vote completed: switches, where all ranks agree to."""
+        self._feed(sw.Voted(prepared=numbers))
+        while not self._todo.empty():
+            self._do(self._todo.get())
+
+    def wait(self) -> Engine:
+        """Stands by until this device is used. Raises `JobOver` or `JobStopped`."""
+        while self.engine is None:
+            self._do(self._todo.get())
+        return self.engine
+
+    def bereaved(self, error: Exception, seconds: float = 10.0) -> JobStopped:
+        """A collective of the plan in force failed: what to raise. The leader knows best why, so its word is
+        waited for a moment."""
+        deadline = time.monotonic() + seconds
+        while self._stop is None and not self._control.lost and (left := deadline - time.monotonic()) > 0:
+            try:
+                self._do(self._todo.get(timeout=left))
+            except queue.Empty:
+                break
+            except JobStopped as stopped:
+                return stopped
+        return JobStopped(f"elasticd: {self._stop or f'lost the other ranks: {error}'}")
+
+    def _do(self, effect: sw.Effect) -> None:
+        match effect:
+            case sw.Move(number=number):
+                self._move(number)
+            case sw.Say(ok=ok):
+                self._say(ok)
+            case sw.Swap(number=number, member=member):
+                self._swap(number, member)
+            case sw.ReportSwapped(number=number):
+                self._report_swapped(number)
+            case sw.DropOld():
+                self._drop_old()
+            case sw.Stop(reason=reason):
+                if self._over is not None:
+                    raise JobOver(self._over)
+                raise JobStopped(f"elasticd: {reason}")
+
+    def _move(self, number: int) -> None:
+        self._began = time.perf_counter()
+        prepared = self._prepared.get(number)
+        if prepared is None:
+            return  # superseded meanwhile
+        try:
+            self._side = self._moved(prepared)
+        except _SOUND as error:
+            self._feed(sw.MoveFailed(reason=f"{self._device}: {error}"))
+        except Exception as error:
+            log.debug("moving to %d", number, exc_info=True)
+            prepared.transition.shut()  # frees the others, who learn it the same way
+            self._feed(sw.MoveFailed(reason=f"{self._device}: {error}"))
+        else:
+            self._feed(sw.Moved())
+
+    def _moved(self, prepared: _Prepared) -> _Side:
+        group, engine = prepared.group, prepared.engine
+        steps = group.all_gather(torch.tensor([self.step if self.engine else -1]))
+        step = max(0, *(int(s) for s in steps))
+        if prepared.old is None:
+            assert engine is not None
+            engine.adopt(first_state(self._recipe.model, engine.local, self._seed))
+            return _Side(step=step, bytes_received=0, bytes_lacking=0, bytes_state=0)
+        state = self.engine.state() if self.engine else LocalState()
+        transport = ProcessGroupTransport(group.backend, group.members, self._device, group.wait)
+        moved = migrate(prepared.old, prepared.new, state, transport)
+        if engine is not None:
+            engine.adopt(moved.state)
+        sizes = moved.schema.sizes
+        return _Side(
+            step=step,
+            bytes_received=moved.bytes_received,
+            bytes_lacking=bytes_lacking(prepared.old, prepared.new, sizes).get(self._device, 0),
+            bytes_state=whole_bytes(prepared.new, sizes),
+        )
+
+    def _say(self, ok: bool) -> None:
+        prepared = self._prepared.get(self._state.proposal)
+        if prepared is None:
+            return
+        try:
+            oks = prepared.group.all_gather(torch.tensor([int(ok)]))
+        except RuntimeError as error:
+            prepared.transition.shut()
+            self._feed(sw.GatherFailed(reason=str(error)))
+        else:
+            self._feed(sw.Gathered(oks=tuple(bool(o) for o in oks)))
+
+    def _swap(self, number: int, member: bool) -> None:
+        prepared = self._prepared.pop(number)
+        assert self._side is not None
+        prepared.transition.park()
+        with self._lock:
+            kept = [f for f in self._fabrics.pop(number, []) if f is not prepared.transition]
+            self._fabrics[number] = kept
+        self._old, self.engine = self.engine, prepared.engine if member else None
+        self.step = self._side.step
+
+    def _report_swapped(self, number: int) -> None:
+        side, self._side = self._side, None
+        assert side is not None
+        self._control.send(
+            messages.Swapped(
+                number=number,
+                step=side.step,
+                pause_seconds=time.perf_counter() - self._began,
+                bytes_received=side.bytes_received,
+                bytes_lacking=side.bytes_lacking,
+                bytes_state=side.bytes_state,
+            )
+        )
+
+    def _drop_old(self) -> None:
+        if self._old is not None:
+            with self._lock:
+                self._fabrics.pop(self._old.plan.number, None)
+            self._old.fabric.park()
+            self._old = None
+
+    def end(self) -> None:
+        """The last step is done: lets all groups go."""
+        with self._lock:
+            for number in list(self._fabrics):
+                for fabric in self._fabrics.pop(number):
+                    fabric.park()

@@ -1,0 +1,90 @@
+"""Communication inside a TP group, hooked around the submodules that a model names as regions.
+
+Column-parallel input: identity forward, all-reduce backward. Row-parallel output: all-reduce forward,
+identity backward (Shoeybi et al., Megatron-LM, 2019). Any cut is legal, so a gather is of unequal widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from elasticd_planner.boxes import Box
+from torch import Tensor, nn
+
+from elasticd.runtime.groups import Group
+
+
+class _CopyIn(torch.autograd.Function):
+    """A whole input used by all members: each holds a term of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.all_reduce(grad.contiguous().clone()), None
+
+
+class _SumOut(torch.autograd.Function):
+    """Each member holds a term of the output; the gradient of the sum is that of each term."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return group.all_reduce(x.contiguous().clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherOut(torch.autograd.Function):
+    """Each member holds a slice of the last dimension. All go on with the same whole output, so the gradient
+    of a slice is the slice of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, widths: list[int]) -> Tensor:
+        padded = nn.functional.pad(x, (0, max(widths) - x.shape[-1])).contiguous()
+        ctx.slice = (sum(widths[: group.rank]), x.shape[-1])
+        parts = group.all_gather(padded)
+        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.narrow(-1, *ctx.slice).contiguous(), None, None
+
+
+def attach(module: nn.Module, kind: str, group: Group, boxes: Sequence[Box]) -> None:
+    """Hooks the group's communication around `module`; `boxes` are its weight's, one for each member."""
+    if kind == "vocabulary":
+        if not isinstance(module, nn.Embedding):
+            raise TypeError(
+                f"a region of kind 'vocabulary' must be an nn.Embedding, not {type(module).__name__}"
+            )
+        _attach_vocabulary(module, group, boxes[group.rank].start[0], boxes[group.rank].stop[0])
+        return
+    module.register_forward_pre_hook(lambda _, args: (_CopyIn.apply(args[0], group), *args[1:]))
+    if kind == "reduce":
+        module.register_forward_hook(lambda _, args, output: _SumOut.apply(output, group))
+    else:
+        widths = [box.shape[0] for box in boxes]
+        module.register_forward_hook(lambda _, args, output: _GatherOut.apply(output, group, widths))
+
+
+def _attach_vocabulary(module: nn.Embedding, group: Group, start: int, stop: int) -> None:
+    """Looks up the rows [start, stop) that are here; others give zero, and the members' outputs add up."""
+    here: list[Tensor] = []
+
+    def shift(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        ids = args[0]
+        here[:] = [(ids >= start) & (ids < stop)]
+        return ((ids - start).clamp(0, stop - start - 1), *args[1:])
+
+    def add(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return _SumOut.apply(output * here[0].unsqueeze(-1), group)
+
+    module.register_forward_pre_hook(shift)
+    module.register_forward_hook(add)

@@ -1,0 +1,119 @@
+"""The vote: one all-gather of a small record per rank that ends every step.
+
+Every rank folds the same records in rank order, so all have the same bits: global loss, gradient norm,
+whether to apply, whether to switch, and the ledger of samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from elasticd.runtime.groups import Group
+
+#: step, prepared number, finite, tokens (int64); squares, loss sum, target count (float64); samples hash.
+_RECORD = struct.Struct("<qqqqdddQ")
+
+
+class LedgerError(RuntimeError):
+    """The samples that travelled through some rank are not those of the batch plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one rank brings. `squares` is the sum of squares of the gradient pieces that it owns; loss sum and
+    count are of the samples whose loss it computed (zero elsewhere); `samples` hashes the ids that came with
+    the tensors into its forward."""
+
+    step: int
+    prepared: int
+    finite: bool
+    tokens: int
+    squares: float
+    loss: float
+    count: float
+    samples: int
+
+    def pack(self) -> torch.Tensor:
+        data = _RECORD.pack(
+            self.step,
+            self.prepared,
+            self.finite,
+            self.tokens,
+            self.squares,
+            self.loss,
+            self.count,
+            self.samples,
+        )
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    @classmethod
+    def unpack(cls, tensor: torch.Tensor) -> Record:
+        step, prepared, finite, tokens, squares, loss, count, samples = _RECORD.unpack(bytes(tensor.tolist()))
+        return cls(
+            step=step,
+            prepared=prepared,
+            finite=bool(finite),
+            tokens=tokens,
+            squares=squares,
+            loss=loss,
+            count=count,
+            samples=samples,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the vote decided, the same on every rank: mean loss per target, gradient norm of the mean loss,
+    target count, tokens, whether to apply the update, and the numbers that the ranks had prepared."""
+
+    step: int
+    loss: float
+    norm: float
+    count: float
+    tokens: int
+    apply: bool
+    prepared: tuple[int, ...]
+
+
+def hash_samples(ids: Iterable[int]) -> int:
+    """A 64-bit hash of sample ids in order."""
+    data = b"".join(struct.pack("<q", i) for i in ids)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+def fold(records: Sequence[Record], expected: Sequence[int]) -> Outcome:
+    """Folds the records in rank order; `expected` are the hashes that the batch plan gives each rank.
+
+    Raises `LedgerError` on every rank alike where samples or steps differ."""
+    steps = sorted({record.step for record in records})
+    if len(steps) != 1:
+        raise LedgerError(f"ranks are at different steps: {steps}")
+    wrong = [rank for rank, record in enumerate(records) if record.samples != expected[rank]]
+    if wrong:
+        raise LedgerError(f"step {steps[0]}: ranks {wrong} did not see the samples of the batch plan")
+    count = math.fsum(record.count for record in records)
+    if not count:
+        raise LedgerError(f"step {steps[0]}: the loss counted no targets in the whole batch")
+    loss = math.fsum(record.loss for record in records)
+    squares = math.fsum(record.squares for record in records)
+    finite = all(record.finite for record in records) and math.isfinite(squares)
+    return Outcome(
+        step=steps[0],
+        loss=loss / count,
+        norm=math.sqrt(squares) / count if math.isfinite(squares) else math.inf,
+        count=count,
+        tokens=sum(record.tokens for record in records),
+        apply=finite,
+        prepared=tuple(record.prepared for record in records),
+    )
+
+
+def vote(group: Group, record: Record, expected: Sequence[int]) -> Outcome:
+    """Gathers all ranks' records and folds them."""
+    return fold([Record.unpack(tensor) for tensor in group.all_gather(record.pack())], expected)

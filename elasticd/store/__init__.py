@@ -1,0 +1,1 @@
+"""Where decisions are remembered: one protocol, one file per implementation."""

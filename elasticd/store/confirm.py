@@ -1,0 +1,52 @@
+"""Settles a transaction whose outcome is unknown, by doing it again and reading back.
+
+Reading alone would not do: a request that a frozen etcd still holds may land after the read.  Doing
+the same transaction again does, provided that at most one of the two can succeed or that a second
+success changes nothing of meaning: so it must compare what it overwrites (`Compare.modified`,
+`Compare.absent`), or be the write of a leader, who is its key's only writer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from elasticd.store.protocol import Compare, Delete, Op, OutcomeUnknown, Put, Store, TransactResult
+
+
+def settle(
+    store: Store, compares: Sequence[Compare], then: Sequence[Op], *, patience: float = 0.0
+) -> TransactResult:
+    """Do a transaction and find out what became of it; use values that nobody else would write.
+
+    Tries for `patience` seconds after the first unknown outcome, at least once more.  Raises
+    OutcomeUnknown when it is still unknown then, and what `Store.transact` raises otherwise.
+    """
+    try:
+        return store.transact(compares, then)
+    except OutcomeUnknown:
+        deadline = time.monotonic() + patience
+    while True:
+        try:
+            result = store.transact(compares, then)
+            if result.succeeded:
+                return result
+            return TransactResult(succeeded=_landed(store, then), revision=result.revision)
+        except OutcomeUnknown:
+            if time.monotonic() >= deadline:
+                raise
+
+
+def _landed(store: Store, then: Sequence[Op]) -> bool:
+    """Whether every key is as the operations leave it, all changed by one transaction."""
+    revisions = set()
+    for op in then:
+        found = store.get(op.key)
+        if isinstance(op, Delete):
+            if found is not None:
+                return False
+        elif found is None or found.value != op.value or found.lease != op.lease:
+            return False
+        else:
+            revisions.add(found.mod_revision)
+    return len(revisions) == 1 or not any(isinstance(op, Put) for op in then)

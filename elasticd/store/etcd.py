@@ -1,0 +1,325 @@
+"""The store in etcd, over sessions that are thrown away at their first error.
+
+What a caller sees: a read is tried once more on a new session; a change is not, it raises
+`OutcomeUnknown`; a watch goes on over every outage, from the last event's revision on.  Sessions open
+on the endpoints in turn, so that each error moves on to the next one.
+
+Every watch has a thread of its own, which sleeps in the stream while nothing happens and backs off to
+a second between attempts while etcd is away.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from elasticd.store.protocol import (
+    Compare,
+    Delete,
+    Identity,
+    KeyValue,
+    LeaseLost,
+    Op,
+    OutcomeUnknown,
+    Put,
+    Snapshot,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+    TransactResult,
+    WatchCompacted,
+    WatchReset,
+    check_ops,
+    check_prefix,
+    check_ttl,
+)
+from elasticd.store.session import (
+    EtcdOptions,
+    EtcdSession,
+    Guard,
+    TokenExpired,
+    WatchStream,
+    key_value,
+    prefix_end,
+)
+from elasticd.store.watch import Sink, Watch
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+# Seconds between attempts of a watch to get its stream back: doubled from the first to the second.
+_BACKOFF = (0.05, 1.0)
+
+
+class EtcdStore:
+    """A `Store` in etcd. It connects at its first use; `identity()` is the check to make at start-up.
+
+    `known` is what a daemon remembers of its cluster: another or an older etcd is then refused.
+    """
+
+    def __init__(self, options: EtcdOptions, *, known: Identity | None = None) -> None:
+        self._options = options
+        self._guard = Guard(known)
+        self._lock = threading.Lock()
+        self._session: EtcdSession | None = None
+        self._next_endpoint = 0
+        self._opened_once = False
+        self._failures = 0
+        self._failure: StoreError | None = None
+        self._closed = False
+        self._tails: list[_Tail] = []
+
+    def get(self, key: str) -> KeyValue | None:
+        def ask(session: EtcdSession) -> KeyValue | None:
+            request = session.rpc.RangeRequest(key=key.encode())
+            answer = session.unary("kvstub", "Range", request, linearizable=True)
+            return key_value(answer.kvs[0]) if answer.kvs else None
+
+        return self._read(ask)
+
+    def snapshot(self, prefix: str) -> Snapshot:
+        check_prefix(prefix)
+
+        def ask(session: EtcdSession) -> Snapshot:
+            request = session.rpc.RangeRequest(key=prefix.encode(), range_end=prefix_end(prefix))
+            answer = session.unary("kvstub", "Range", request, linearizable=True)
+            items = tuple(key_value(item) for item in answer.kvs)
+            return Snapshot(revision=answer.header.revision, items=items)
+
+        return self._read(ask)
+
+    def transact(
+        self, compares: Iterable[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()
+    ) -> TransactResult:
+        check_ops(then)
+        check_ops(otherwise)
+        conditions = tuple(compares)
+
+        def ask(session: EtcdSession) -> TransactResult:
+            request = session.rpc.TxnRequest(
+                compare=[_compare(session.rpc, condition) for condition in conditions],
+                success=[_request_op(session.rpc, op) for op in then],
+                failure=[_request_op(session.rpc, op) for op in otherwise],
+            )
+            answer = session.unary("kvstub", "Txn", request, linearizable=True)
+            return TransactResult(succeeded=answer.succeeded, revision=answer.header.revision)
+
+        return self._change(ask)
+
+    def put(self, key: str, value: bytes, lease: int = 0) -> int:
+        return self.transact((), (Put(key, value, lease),)).revision
+
+    def delete(self, key: str) -> int:
+        return self.transact((), (Delete(key),)).revision
+
+    def grant(self, ttl_seconds: int) -> int:
+        check_ttl(ttl_seconds)
+
+        # A lease whose grant went unanswered harms nobody: it expires. So this repeats like a read.
+        def ask(session: EtcdSession) -> int:
+            request = session.rpc.LeaseGrantRequest(TTL=ttl_seconds)
+            return int(session.unary("leasestub", "LeaseGrant", request).ID)
+
+        return self._read(ask)
+
+    def keep_alive(self, lease: int) -> int:
+        seconds = self._read(lambda session: session.keep_alive(lease))
+        if seconds <= 0:
+            raise LeaseLost(f"lease {lease:x} has expired or was revoked")
+        return seconds
+
+    def revoke(self, lease: int) -> None:
+        def ask(session: EtcdSession) -> None:
+            request = session.rpc.LeaseRevokeRequest(ID=lease)
+            try:
+                session.unary("leasestub", "LeaseRevoke", request)
+            except LeaseLost:
+                return
+
+        self._read(ask)
+
+    def watch(self, prefix: str, revision: int, sink: Sink | None = None) -> Watch:
+        check_prefix(prefix)
+        tail = _Tail(self, prefix, revision, sink)
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailable("this store was closed")
+            self._tails = [*(known for known in self._tails if not known.watch.cancelled), tail]
+        tail.start()
+        return tail.watch
+
+    def identity(self) -> Identity:
+        return self._read(lambda session: session.identify())
+
+    def known(self) -> Identity | None:
+        """The cluster and the highest revision seen so far, without asking: what a daemon persists."""
+        return self._guard.known()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            session, self._session = self._session, None
+            tails, self._tails = self._tails, []
+        for tail in tails:
+            tail.watch.cancel()
+        if session is not None:
+            session.close()
+
+    # Sessions.
+
+    def open_session(self) -> EtcdSession:
+        """The present session, or a new one on the first endpoint that takes us, beginning after the last."""
+        failures = self._failures
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailable("this store was closed")
+            if self._session is not None:
+                return self._session
+            if self._failures != failures and self._failure is not None:
+                # Another thread tried while we waited for the lock: do not queue up behind deadlines.
+                raise type(self._failure)(str(self._failure))
+            self._session = self._open()
+            return self._session
+
+    def discard(self, session: EtcdSession) -> None:
+        """Throw a session away after an error; its streams end, and their watches move to the next one."""
+        with self._lock:
+            if self._session is session:
+                self._session = None
+        session.close()
+
+    def _open(self) -> EtcdSession:
+        failures: list[StoreError] = []
+        for _ in self._options.endpoints:
+            endpoint = self._options.endpoints[self._next_endpoint % len(self._options.endpoints)]
+            self._next_endpoint += 1
+            try:
+                session = EtcdSession(self._options, endpoint, self._guard)
+            except StoreError as error:
+                failures.append(error)
+                continue
+            self._opened_once = True
+            return session
+        self._failures += 1
+        self._failure = self._summary(failures)
+        raise self._failure
+
+    def _summary(self, failures: list[StoreError]) -> StoreError:
+        said = "; ".join(dict.fromkeys(str(failure) for failure in failures))
+        refusals = [failure for failure in failures if isinstance(failure, StoreRefused)]
+        # One member that refuses while the others are silent is an outage, once we have been let in.
+        if refusals and (not self._opened_once or len(refusals) == len(failures)):
+            return StoreRefused(said)
+        return StoreUnavailable(said)
+
+    def _read(self, ask: Callable[[EtcdSession], T]) -> T:
+        session = self.open_session()
+        try:
+            return self._on(session, ask)
+        except StoreUnavailable:
+            return self._on(self.open_session(), ask)
+
+    def _change(self, ask: Callable[[EtcdSession], T]) -> T:
+        try:
+            return self._send(ask)
+        except TokenExpired:
+            return self._send(ask)
+
+    def _send(self, ask: Callable[[EtcdSession], T]) -> T:
+        session = self.open_session()
+        try:
+            return self._on(session, ask)
+        except TokenExpired:
+            raise
+        except StoreUnavailable as error:
+            raise OutcomeUnknown(f"{error}; the change may have been made or not") from error
+
+    def _on(self, session: EtcdSession, ask: Callable[[EtcdSession], T]) -> T:
+        try:
+            return ask(session)
+        except (StoreUnavailable, StoreRefused):
+            self.discard(session)
+            raise
+
+
+class _Tail:
+    """A watch's thread and its place: follows the prefix from one session to the next."""
+
+    def __init__(self, store: EtcdStore, prefix: str, revision: int, sink: Sink | None) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._next_revision = revision
+        self._stream: WatchStream | None = None
+        self.watch = Watch(sink, self._on_cancel)
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name=f"watch {self._prefix}", daemon=True).start()
+
+    def _run(self) -> None:
+        shortest, longest = _BACKOFF
+        delay = shortest
+        while not self.watch.cancelled:
+            begun, place = time.monotonic(), self._next_revision
+            try:
+                self._follow()
+                continue
+            except StoreError as error:
+                _log.debug("watch of %s: %s", self._prefix, error)
+            if self._next_revision != place or time.monotonic() - begun > longest:
+                delay = shortest
+            self.watch.wait_cancelled(delay)
+            delay = min(2 * delay, longest)
+
+    def _follow(self) -> None:
+        """Deliver until something ends the stream; returns only when the watch is cancelled or was reset."""
+        session = self._store.open_session()
+        stream: WatchStream | None = None
+        try:
+            stream = self._stream = session.watch(self._prefix, self._next_revision)
+            if self.watch.cancelled:
+                return
+            for batch in stream:
+                for event in batch:
+                    self.watch.deliver(event)
+                self._next_revision = batch[-1].mod_revision + 1
+        except WatchCompacted as error:
+            _log.info("watch of %s: %s; reading the prefix afresh", self._prefix, error)
+            self._reset()
+        except StoreError:
+            if self.watch.cancelled:
+                return
+            self._store.discard(session)
+            raise
+        finally:
+            if stream is not None:
+                stream.cancel()
+
+    def _reset(self) -> None:
+        snapshot = self._store.snapshot(self._prefix)
+        self.watch.deliver(WatchReset(snapshot=snapshot))
+        self._next_revision = snapshot.revision + 1
+
+    def _on_cancel(self) -> None:
+        if self._stream is not None:
+            self._stream.cancel()
+
+
+def _compare(rpc: Any, condition: Compare) -> Any:
+    message = rpc.Compare(key=condition.key.encode(), result=rpc.Compare.EQUAL)
+    if condition.target == "value":
+        message.target, message.value = rpc.Compare.VALUE, condition.expected
+    elif condition.target == "create":
+        message.target, message.create_revision = rpc.Compare.CREATE, condition.expected
+    else:
+        message.target, message.mod_revision = rpc.Compare.MOD, condition.expected
+    return message
+
+
+def _request_op(rpc: Any, op: Op) -> Any:
+    key = op.key.encode()
+    if isinstance(op, Delete):
+        return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key))
+    return rpc.RequestOp(request_put=rpc.PutRequest(key=key, value=op.value, lease=op.lease))

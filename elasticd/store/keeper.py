@@ -1,0 +1,83 @@
+"""Keeps a lease alive from a thread of its own, and tells when it is lost.
+
+An outage is no loss: an etcd that returns gives its leases their full time again.  So `on_lost` is
+called only when the store answers that the lease is gone; until then `silent_for` says for how long
+nobody has confirmed it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from elasticd.clock import Clock, WallClock
+from elasticd.store.protocol import LeaseLost, Store, StoreError
+
+_log = logging.getLogger(__name__)
+
+
+class LeaseKeeper:
+    """Refreshes `lease` three times every `ttl` seconds; `on_lost(reason)` is called once, on its thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        lease: int,
+        ttl: int,
+        on_lost: Callable[[str], None],
+        *,
+        clock: Clock | None = None,
+    ) -> None:
+        self._store = store
+        self._lease = lease
+        self._ttl = ttl
+        self._on_lost = on_lost
+        self._clock: Clock = clock if clock is not None else WallClock()
+        self._confirmed = self._clock.now()
+        self._stop = threading.Event()
+        self._lost = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def lost(self) -> bool:
+        return self._lost.is_set()
+
+    def silent_for(self) -> float:
+        """Seconds since the store last confirmed the lease."""
+        return self._clock.now() - self._confirmed
+
+    def start(self) -> LeaseKeeper:
+        self._thread = threading.Thread(target=self._run, name=f"lease {self._lease:x}", daemon=True)
+        self._thread.start()
+        return self
+
+    def refresh(self) -> bool:
+        """Refresh once, now; False when that told us that the lease is lost, or it was before."""
+        if self.lost:
+            return False
+        try:
+            self._store.keep_alive(self._lease)
+            self._confirmed = self._clock.now()
+        except LeaseLost as error:
+            self._lost.set()
+            self._on_lost(str(error))
+            return False
+        except StoreError as error:
+            _log.debug("lease %x was not refreshed: %s", self._lease, error)
+        return True
+
+    def stop(self, *, revoke: bool = False) -> None:
+        """End the thread; with `revoke` give the lease back, if the store can be reached."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        if revoke and not self.lost:
+            try:
+                self._store.revoke(self._lease)
+            except StoreError as error:
+                _log.debug("lease %x was left to expire: %s", self._lease, error)
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._ttl / 3) and self.refresh():
+            pass

@@ -1,0 +1,177 @@
+"""The leader's key: who leads, how one becomes it, and the fence that every write of a leader carries.
+
+The key lives under the leader's lease.  Its create revision is the *term*: it grows with every new
+leader and is never used again.  A leader adds `guard()` to each transaction, so that a leader who was
+replaced without noticing can no longer change anything; and it sends the term with each order, so that
+agents refuse those of an older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from elasticd.clock import Clock, WallClock
+from elasticd.store.confirm import settle
+from elasticd.store.protocol import (
+    Compare,
+    KeyValue,
+    Op,
+    OutcomeUnknown,
+    Put,
+    Store,
+    StoreError,
+    TransactResult,
+    WatchEvent,
+)
+
+RECORD_VERSION = 1
+
+
+class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The value of the leader's key: the leader's name, and what others need to reach it."""
+
+    name: str
+    value: str
+    version: int = RECORD_VERSION
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+class Leader(msgspec.Struct, frozen=True, kw_only=True):
+    """A leader as others see it; `term` is its key's create revision."""
+
+    name: str
+    value: str
+    term: int
+
+    @classmethod
+    def of(cls, item: KeyValue) -> Leader:
+        """From the key as read or watched. Raises ValueError when it is not a leader's record."""
+        try:
+            record = msgspec.json.decode(item.value, type=LeaderRecord)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"the key {item.key!r} does not hold a leader's record: {error}") from error
+        return cls(name=record.name, value=record.value, term=item.create_revision)
+
+
+class AlreadyLed(StoreError):
+    """Somebody else leads and lives; `leader` says who."""
+
+    def __init__(self, key: str, leader: Leader) -> None:
+        super().__init__(
+            f"{leader.name!r} at {leader.value} leads already (key {key}, term {leader.term}); "
+            "stop it first, or choose another cluster name"
+        )
+        self.leader = leader
+
+
+class LeadershipLost(StoreError):
+    """The leader's key is no longer ours: nothing was written; stop deciding."""
+
+
+class Leadership(msgspec.Struct, frozen=True, kw_only=True):
+    """Proof of being elected. It says nothing about still leading: only a guarded write does."""
+
+    key: str
+    create_revision: int
+    lease: int
+    ttl: int
+
+    @property
+    def term(self) -> int:
+        return self.create_revision
+
+    def guard(self) -> Compare:
+        """The condition that every transaction of this leader must carry."""
+        return Compare.created(self.key, self.create_revision)
+
+    def transact(
+        self, store: Store, compares: Sequence[Compare], then: Sequence[Op], *, patience: float = 0.0
+    ) -> TransactResult:
+        """A settled, guarded transaction. Raises LeadershipLost when it failed and the guard would too."""
+        result = settle(store, (self.guard(), *compares), then, patience=patience)
+        if not result.succeeded and not self.guard().holds(store.get(self.key)):
+            raise LeadershipLost(f"the leader's key {self.key} is no longer that of term {self.term}")
+        return result
+
+    def resign(self, store: Store) -> None:
+        """Give the key back at once, so that a successor need not wait for the lease."""
+        store.revoke(self.lease)
+
+
+def read_leader(store: Store, key: str) -> Leader | None:
+    """Who leads now, or None."""
+    item = store.get(key)
+    return Leader.of(item) if item is not None else None
+
+
+def campaign(
+    store: Store,
+    key: str,
+    name: str,
+    value: str,
+    ttl: int,
+    *,
+    patience: float | None = None,
+    clock: Clock | None = None,
+) -> Leadership:
+    """Become the leader, waiting up to `patience` seconds for a predecessor's key to vanish.
+
+    `value` says how to reach us.  The default patience is a second more than `ttl`: whoever refreshes
+    its key for longer than that lives, and a coordinator that was restarted quickly outwaits its own
+    former lease.  Raises AlreadyLed when somebody still leads then.
+    """
+    clock = clock if clock is not None else WallClock()
+    deadline = clock.now() + (ttl + 1.0 if patience is None else patience)
+    lease = store.grant(ttl)
+    try:
+        while True:
+            won = _try(store, key, LeaderRecord(name=name, value=value), lease)
+            if won is not None:
+                return Leadership(key=key, create_revision=won, lease=lease, ttl=ttl)
+            incumbent = store.get(key)
+            if incumbent is None:
+                continue
+            left = deadline - clock.now()
+            if left <= 0:
+                raise AlreadyLed(key, Leader.of(incumbent))
+            _wait_until_gone(store, incumbent, min(left, ttl / 3))
+            store.keep_alive(lease)
+    except BaseException:
+        _revoke_quietly(store, lease)
+        raise
+
+
+def _try(store: Store, key: str, record: LeaderRecord, lease: int) -> int | None:
+    """The create revision if we got the key, None if it is another's."""
+    try:
+        result = store.transact((Compare.absent(key),), (Put(key, record.encode(), lease),))
+        if result.succeeded:
+            return result.revision
+    except OutcomeUnknown:
+        # The lease is ours alone, so the key tells; and if the request lands later than this, the
+        # next attempt finds the key and recognises it just so.
+        pass
+    found = store.get(key)
+    return found.create_revision if found is not None and found.lease == lease else None
+
+
+def _wait_until_gone(store: Store, item: KeyValue, seconds: float) -> None:
+    watch = store.watch(item.key, item.mod_revision + 1)
+    try:
+        event = watch.get(timeout=seconds)
+        while isinstance(event, WatchEvent) and (event.key != item.key or event.kind != "delete"):
+            event = watch.get(timeout=seconds)
+    finally:
+        watch.cancel()
+
+
+def _revoke_quietly(store: Store, lease: int) -> None:
+    try:
+        store.revoke(lease)
+    except StoreError:
+        # It expires by itself.
+        return

@@ -1,0 +1,270 @@
+"""What a store is: keys with revisions, transactions, leases and watches, and the errors they raise.
+
+The words are etcd's.  Every change gives the whole store a new *revision*; a key remembers the
+revision that created it and the one that last changed it; a *lease* takes its keys along when it
+expires; a *watch* reports every change of a prefix from a revision on, each exactly once and in order.
+
+An operation ends in one of four ways:
+
+1. it answers (a transaction whose comparison failed is an answer: `succeeded=False`);
+2. `StoreUnavailable`: an outage. Nothing was changed; try again later;
+3. `OutcomeUnknown`, a `StoreUnavailable`: the deadline passed or the connection was lost after a
+   change was sent. It may have happened, or may yet: settle it with `confirm.settle`;
+4. `StoreRefused`: wrong credentials, or an etcd that is older than, or another than, the one seen
+   before. Repeating does not help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+from elasticd.store.watch import Sink, Watch
+
+
+class StoreError(Exception):
+    """Anything a store can raise; a daemon that runs already treats every one as an outage."""
+
+
+class StoreUnavailable(StoreError):
+    """The store cannot be reached; the operation was not carried out."""
+
+
+class OutcomeUnknown(StoreUnavailable):
+    """A change was sent and its answer never came: it may have been carried out, or may yet be."""
+
+
+class StoreRefused(StoreError):
+    """The store is there but must not be used: credentials, permissions, or an older or other cluster."""
+
+
+class LeaseLost(StoreError):
+    """The lease has expired or was revoked; its keys are gone."""
+
+
+class WatchCompacted(StoreError):
+    """The history that a watch asked for was compacted away.
+
+    Consumers never see it: the watch reads its prefix afresh and delivers a `WatchReset` instead.
+    """
+
+    def __init__(self, compact_revision: int) -> None:
+        super().__init__(f"history before revision {compact_revision} has been compacted")
+        self.compact_revision = compact_revision
+
+
+class KeyValue(msgspec.Struct, frozen=True, kw_only=True):
+    """A key as the store holds it. `version` counts its changes since creation; `lease` is 0 for none."""
+
+    key: str
+    value: bytes
+    create_revision: int
+    mod_revision: int
+    version: int
+    lease: int = 0
+
+
+class Put(msgspec.Struct, frozen=True):
+    """Set a key; the key dies with `lease` unless that is 0."""
+
+    key: str
+    value: bytes
+    lease: int = 0
+
+    def __post_init__(self) -> None:
+        _check_key(self.key)
+        if not isinstance(self.value, bytes):
+            raise TypeError(f"the value of {self.key!r} must be bytes, not {type(self.value).__name__}")
+
+
+class Delete(msgspec.Struct, frozen=True):
+    """Remove a key; nothing happens when it is absent."""
+
+    key: str
+
+    def __post_init__(self) -> None:
+        _check_key(self.key)
+
+
+Op = Put | Delete
+
+
+class Compare(msgspec.Struct, frozen=True):
+    """One condition of a transaction, made by `created`, `modified`, `equals` or `absent`."""
+
+    key: str
+    target: Literal["create", "mod", "value"]
+    expected: int | bytes
+
+    def __post_init__(self) -> None:
+        _check_key(self.key)
+        wanted = bytes if self.target == "value" else int
+        if not isinstance(self.expected, wanted):
+            raise TypeError(f"comparing the {self.target} of {self.key!r} needs {wanted.__name__}")
+
+    @classmethod
+    def created(cls, key: str, revision: int) -> Compare:
+        """The key exists and was created at `revision` (0: it is absent)."""
+        return cls(key, "create", revision)
+
+    @classmethod
+    def modified(cls, key: str, revision: int) -> Compare:
+        """The key was last changed at `revision` (0: it is absent)."""
+        return cls(key, "mod", revision)
+
+    @classmethod
+    def equals(cls, key: str, value: bytes) -> Compare:
+        """The key exists and has this value."""
+        return cls(key, "value", value)
+
+    @classmethod
+    def absent(cls, key: str) -> Compare:
+        """The key does not exist."""
+        return cls(key, "create", 0)
+
+    def holds(self, found: KeyValue | None) -> bool:
+        """Whether the condition is true of what the store holds under the key."""
+        if self.target == "value":
+            return found is not None and found.value == self.expected
+        if found is None:
+            return self.expected == 0
+        return (found.create_revision if self.target == "create" else found.mod_revision) == self.expected
+
+
+class TransactResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether all conditions held, and the store's revision after the transaction."""
+
+    succeeded: bool
+    revision: int
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All keys of a prefix at one revision, by key. Watching from `revision + 1` misses nothing."""
+
+    revision: int
+    items: tuple[KeyValue, ...]
+
+    def by_key(self) -> Mapping[str, KeyValue]:
+        return {item.key: item for item in self.items}
+
+
+class WatchEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One change. Of a deletion only `item.key` and `item.mod_revision` mean anything."""
+
+    kind: Literal["put", "delete"]
+    item: KeyValue
+
+    @property
+    def key(self) -> str:
+        return self.item.key
+
+    @property
+    def mod_revision(self) -> int:
+        return self.item.mod_revision
+
+
+class WatchReset(msgspec.Struct, frozen=True, kw_only=True):
+    """History was compacted: forget what you knew of the prefix, it is now `snapshot`.
+
+    Later items begin at `snapshot.revision + 1`.
+    """
+
+    snapshot: Snapshot
+
+
+WatchItem = WatchEvent | WatchReset
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Which store this is and how far it has come: what a daemon remembers to refuse an older one."""
+
+    cluster_id: int
+    revision: int
+
+
+class Store(Protocol):
+    """A store: synchronous, thread-safe. All but `watch` and `close` may raise `StoreUnavailable`."""
+
+    def get(self, key: str) -> KeyValue | None:
+        """The key as it is now (linearizable), or None."""
+        ...
+
+    def snapshot(self, prefix: str) -> Snapshot:
+        """All keys that begin with `prefix`, at one revision."""
+        ...
+
+    def transact(
+        self, compares: Iterable[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()
+    ) -> TransactResult:
+        """If all conditions hold do `then`, else `otherwise`: at once and as one revision.
+
+        Raises ValueError when one side touches a key twice, LeaseLost when a put names a dead lease,
+        OutcomeUnknown when the answer never came.
+        """
+        ...
+
+    def put(self, key: str, value: bytes, lease: int = 0) -> int:
+        """Set a key whatever it is; the revision. Raises as `transact`."""
+        ...
+
+    def delete(self, key: str) -> int:
+        """Remove a key if it is there; the revision. Raises as `transact`."""
+        ...
+
+    def grant(self, ttl_seconds: int) -> int:
+        """A new lease that lives for `ttl_seconds` (at least 1) after each refresh; its id."""
+        ...
+
+    def keep_alive(self, lease: int) -> int:
+        """Refresh the lease once; the seconds it now has. Raises LeaseLost when it is gone."""
+        ...
+
+    def revoke(self, lease: int) -> None:
+        """End the lease and delete its keys; harmless when it is gone."""
+        ...
+
+    def watch(self, prefix: str, revision: int, sink: Sink | None = None) -> Watch:
+        """Every change of the prefix from `revision` on, over any number of outages; never raises an outage.
+
+        Without `sink`, items are read from the watch; with it, `sink(item)` is called for each, one at
+        a time and in order, on a thread of the store: it must not block.
+        """
+        ...
+
+    def identity(self) -> Identity:
+        """Which store this is. Also the check to make at start-up: it raises StoreRefused early."""
+        ...
+
+    def close(self) -> None:
+        """Cancel the watches and let go of the connection; later calls raise StoreUnavailable.
+
+        Leases live on until they expire."""
+        ...
+
+
+def check_ops(ops: Sequence[Op]) -> None:
+    """Refuse a list of operations that touches one key twice: etcd does, so every store does."""
+    seen: set[str] = set()
+    for op in ops:
+        if op.key in seen:
+            raise ValueError(f"a transaction touches {op.key!r} twice; each key may appear once")
+        seen.add(op.key)
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse the empty prefix: it means the whole store, which is never ours alone."""
+    if not prefix:
+        raise ValueError("the prefix is empty; name the keys that are meant, for example '/elasticd/'")
+
+
+def check_ttl(ttl_seconds: int) -> None:
+    """Refuse a time to live that etcd would round."""
+    if not isinstance(ttl_seconds, int) or ttl_seconds < 1:
+        raise ValueError(f"a lease lives whole seconds, at least 1; got {ttl_seconds!r}")
+
+
+def _check_key(key: str) -> None:
+    if not isinstance(key, str) or not key:
+        raise ValueError(f"a key is a non-empty string; got {key!r}")

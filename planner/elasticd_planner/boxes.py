@@ -1,0 +1,154 @@
+"""Box arithmetic: half-open hyper-rectangles of global tensors, who holds them, and who lacks what.
+
+A layout is a set of holdings. Everything that elasticd derives (migration, gradient reduction, stage
+boundaries) comes from overlap, difference and cutting of boxes, which are all here and pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise, product
+
+from elasticd_planner.value import Value, refuse
+
+
+class Box(Value, frozen=True, kw_only=True, order=True):
+    """Indices start <= i < stop in each dimension of a global tensor. A scalar's box has no dimensions."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop):
+            refuse(f"box: start {self.start} and stop {self.stop} differ in their number of dimensions")
+        if any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
+            refuse(f"box: start {self.start} must be between 0 and stop {self.stop} in each dimension")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls(start=(0,) * len(shape), stop=tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def empty(self) -> bool:
+        return any(a == b for a, b in zip(self.start, self.stop, strict=True))
+
+    def overlap(self, other: Box) -> Box | None:
+        """The common part, or None where there is none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start=start, stop=stop)
+
+    def contains(self, other: Box) -> bool:
+        return all(
+            a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True)
+        )
+
+    def minus(self, other: Box) -> tuple[Box, ...]:
+        """This box without `other`, as disjoint boxes."""
+        common = self.overlap(other)
+        if common is None:
+            return () if self.empty else (self,)
+        rest: list[Box] = []
+        start, stop = list(self.start), list(self.stop)
+        for dim in range(len(start)):
+            for a, b in ((start[dim], common.start[dim]), (common.stop[dim], stop[dim])):
+                if a < b:
+                    rest.append(
+                        Box(
+                            start=(*start[:dim], a, *start[dim + 1 :]),
+                            stop=(*stop[:dim], b, *stop[dim + 1 :]),
+                        )
+                    )
+            start[dim], stop[dim] = common.start[dim], common.stop[dim]
+        return tuple(rest)
+
+    def slices(self, within: Box) -> tuple[slice, ...]:
+        """Where this box lies in an array that holds the box `within`."""
+        return tuple(
+            slice(a - origin, b - origin)
+            for a, b, origin in zip(self.start, self.stop, within.start, strict=True)
+        )
+
+
+def subtract(box: Box, others: Iterable[Box]) -> tuple[Box, ...]:
+    """`box` without all of `others`, as disjoint boxes."""
+    rest: tuple[Box, ...] = (box,)
+    for other in others:
+        rest = tuple(piece for part in rest for piece in part.minus(other))
+    return rest
+
+
+def cut(boxes: Sequence[Box]) -> Iterator[Box]:
+    """The cells of the grid that all borders of `boxes` draw, of which at least one box covers each.
+
+    Every box is a disjoint union of cells, and no border of a box runs through a cell.
+    """
+    distinct = sorted(set(boxes))
+    if not distinct:
+        return
+    dims = range(len(distinct[0].start))
+    borders = [sorted({edge for box in distinct for edge in (box.start[d], box.stop[d])}) for d in dims]
+    for corner in product(*(pairwise(edges) for edges in borders)):
+        cell = Box(start=tuple(a for a, _ in corner), stop=tuple(b for _, b in corner))
+        if not cell.empty and any(box.contains(cell) for box in distinct):
+            yield cell
+
+
+class Holding(Value, frozen=True, kw_only=True):
+    """One device's box of a tensor.
+
+    `partial` is None where the box holds the value itself. Otherwise the value is a sum, this box holds one
+    term of it, and `partial` names the term: boxes with the same name hold the same term (count it once).
+    """
+
+    device: str
+    box: Box
+    partial: str | None = None
+
+
+class TensorLayout(Value, frozen=True, kw_only=True):
+    """Which device holds which box of one global tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    holdings: tuple[Holding, ...]
+
+    def __post_init__(self) -> None:
+        whole = Box.whole(self.shape)
+        for holding in self.holdings:
+            if not whole.contains(holding.box):
+                refuse(f"{self.name}: {holding.device} holds {holding.box}, outside of shape {self.shape}")
+
+    def of(self, device: str) -> tuple[Box, ...]:
+        return tuple(holding.box for holding in self.holdings if holding.device == device)
+
+    @property
+    def covered(self) -> bool:
+        """Whether every element is held by some device."""
+        return not subtract(Box.whole(self.shape), (holding.box for holding in self.holdings))
+
+
+def lacking(old: TensorLayout | None, new: TensorLayout) -> dict[str, tuple[Box, ...]]:
+    """For each device of `new`, the boxes that it is to hold and does not hold in `old`, disjoint."""
+    lacks: dict[str, tuple[Box, ...]] = {}
+    for device in dict.fromkeys(holding.device for holding in new.holdings):
+        held = old.of(device) if old is not None else ()
+        rest: list[Box] = []
+        for box in new.of(device):
+            rest.extend(subtract(box, (*held, *rest)))
+        if rest:
+            lacks[device] = tuple(rest)
+    return lacks

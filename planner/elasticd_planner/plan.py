@@ -1,0 +1,211 @@
+"""The plan: which device trains which part of the model, and the invariants that every plan keeps."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import msgspec
+
+from elasticd_planner.value import Value, refuse
+
+#: Version of the JSON form of a plan; a reader accepts its own and one older.
+PLAN_VERSION = 1
+
+
+class Stage(Value, frozen=True, kw_only=True):
+    """Blocks [start, stop) on one TP group; `shares` is an integer weight for each member."""
+
+    start: int
+    stop: int
+    devices: tuple[str, ...]
+    shares: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            refuse(f"stage: layers [{self.start}, {self.stop}) must not be empty")
+        if not self.devices or len(self.devices) != len(self.shares):
+            refuse(f"stage: {len(self.devices)} devices need as many shares, not {len(self.shares)}")
+        if any(share < 1 for share in self.shares):
+            refuse(f"stage: shares must be positive integers, not {self.shares}")
+
+    @property
+    def layers(self) -> int:
+        return self.stop - self.start
+
+    def fraction(self, position: int) -> float:
+        """The part of each layer that the member at `position` holds."""
+        return self.shares[position] / sum(self.shares)
+
+
+class Pipeline(Value, frozen=True, kw_only=True):
+    """Stages in order, and how many micro-batches of a step pass through them."""
+
+    stages: tuple[Stage, ...]
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        if not self.stages or self.stages[0].start != 0:
+            refuse("pipeline: the first stage must start at layer 0")
+        for before, after in zip(self.stages, self.stages[1:], strict=False):
+            if before.stop != after.start:
+                refuse(f"pipeline: a stage ends at layer {before.stop}, the next starts at {after.start}")
+        if self.micro_batches < 1:
+            refuse(f"pipeline: micro_batches must be at least 1, not {self.micro_batches}")
+
+    @property
+    def layers(self) -> int:
+        return self.stages[-1].stop
+
+
+class ModulePlan(Value, frozen=True, kw_only=True):
+    """The pipelines of one module; a plain language model has one module."""
+
+    module: str
+    pipelines: tuple[Pipeline, ...]
+    trainable: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.pipelines:
+            refuse(f"module {self.module}: needs at least one pipeline")
+        if len({pipeline.layers for pipeline in self.pipelines}) != 1:
+            refuse(f"module {self.module}: its pipelines hold different numbers of layers")
+
+
+class Edge(Value, frozen=True, kw_only=True):
+    """The output of one module feeds another."""
+
+    source: str
+    target: str
+
+
+class Strategy(Value, frozen=True, kw_only=True):
+    """The modules of a step and the edges between them."""
+
+    modules: tuple[ModulePlan, ...]
+    edges: tuple[Edge, ...] = ()
+
+
+class StatePolicy(Value, frozen=True, kw_only=True):
+    """The layout of master weights and optimizer state: ZeRO stage, replicas of each box (None: wherever
+    the parameter is held, which is plain data parallel)."""
+
+    zero: int = 0
+    replicas: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.zero != 0 or self.replicas is not None:
+            refuse("state policy: only ZeRO stage 0 with a replica at every holder is supported")
+
+
+class Prediction(Value, frozen=True, kw_only=True):
+    """What the planner expects of a plan: seconds a step, a lower bound of it over all plans of the problem,
+    and the bytes of the fullest device by device name."""
+
+    step_seconds: float
+    bound_seconds: float
+    memory: dict[str, int] = msgspec.field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """How far from optimal the plan can be at most, as a fraction."""
+        return self.step_seconds / self.bound_seconds - 1 if self.bound_seconds else 0.0
+
+
+class Place(NamedTuple):
+    """Where a device stands in a plan."""
+
+    module: int
+    pipeline: int
+    stage: int
+    position: int
+
+
+class Plan(Value, frozen=True, kw_only=True, dict=True):
+    """A layout of the whole job. It changes slowly and lives in the store.
+
+    `binding` ties each member device to one incarnation of a worker; `idle` devices are standby.
+    """
+
+    number: int
+    strategies: tuple[Strategy, ...]
+    micro_batch: int
+    global_batch: int
+    state: StatePolicy = StatePolicy()
+    idle: tuple[str, ...] = ()
+    binding: dict[str, str] = msgspec.field(default_factory=dict)
+    prediction: Prediction | None = None
+    reason: str = ""
+    version: int = PLAN_VERSION
+
+    def __post_init__(self) -> None:
+        if len(self.strategies) != 1:
+            refuse(f"plan {self.number}: exactly one strategy is supported, not {len(self.strategies)}")
+        if self.number < 0 or self.micro_batch < 1:
+            refuse(f"plan {self.number}: number and micro-batch size must be positive")
+        devices = [name for name, _ in self._walk()]
+        twice = sorted({name for name in devices if devices.count(name) > 1} | ({*devices} & {*self.idle}))
+        if twice:
+            refuse(f"plan {self.number}: device {twice[0]} is placed twice")
+        for module in self.modules:
+            samples = sum(pipeline.micro_batches for pipeline in module.pipelines) * self.micro_batch
+            if samples != self.global_batch:
+                refuse(
+                    f"plan {self.number}: module {module.module} takes {samples} samples a step, "
+                    f"the global batch is {self.global_batch}"
+                )
+        if self.binding and set(self.binding) != set(devices):
+            refuse(f"plan {self.number}: binding must name exactly the members {sorted(devices)}")
+
+    def _walk(self) -> list[tuple[str, Place]]:
+        return [
+            (device, Place(m, p, s, position))
+            for m, module in enumerate(self.modules)
+            for p, pipeline in enumerate(module.pipelines)
+            for s, stage in enumerate(pipeline.stages)
+            for position, device in enumerate(stage.devices)
+        ]
+
+    @property
+    def modules(self) -> tuple[ModulePlan, ...]:
+        return self.strategies[0].modules
+
+    @cached_property
+    def places(self) -> dict[str, Place]:
+        """Each member's place, in rank order: by (module, pipeline, stage, position)."""
+        return dict(self._walk())
+
+    @cached_property
+    def members(self) -> tuple[str, ...]:
+        """The members in rank order."""
+        return tuple(self.places)
+
+    def rank(self, device: str) -> int:
+        return self.members.index(device)
+
+    def stage(self, place: Place) -> Stage:
+        return self.modules[place.module].pipelines[place.pipeline].stages[place.stage]
+
+    def replace(self, **changes: Any) -> Plan:
+        return msgspec.structs.replace(self, **changes)
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hex digits over layout, batch, state policy and binding: equal digests train alike."""
+        body = (
+            self.strategies,
+            self.state,
+            self.micro_batch,
+            self.global_batch,
+            sorted(self.binding.items()),
+        )
+        return hashlib.sha256(msgspec.json.encode(body)).hexdigest()[:16]
+
+    def to_json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Plan:
+        """Raises `msgspec.ValidationError` (a ValueError) that names the key and what is wrong."""
+        return msgspec.json.decode(text, type=cls)

@@ -1,0 +1,38 @@
+"""A planning problem and its answer: all that the planner reads, and all that it says."""
+
+from __future__ import annotations
+
+import msgspec
+
+from elasticd_planner.cluster import Cluster, check_rates
+from elasticd_planner.plan import Plan
+from elasticd_planner.profiles import ModelProfile
+from elasticd_planner.value import Value, refuse
+
+
+class Problem(Value, frozen=True, kw_only=True):
+    """Plan `profile`'s model on `cluster` at `rates` (device name to how many times slower than normal;
+    a dead device is left out of the cluster). `current` is the running plan, which near-equal plans are
+    compared with. The profile's bytes and units come from the model's spec."""
+
+    cluster: Cluster
+    profile: ModelProfile
+    global_batch: int
+    micro_batch: int
+    rates: dict[str, float] = msgspec.field(default_factory=dict)
+    current: Plan | None = None
+
+    def __post_init__(self) -> None:
+        if self.micro_batch < 1 or self.global_batch < 1 or self.global_batch % self.micro_batch:
+            refuse(f"global_batch {self.global_batch} does not divide into micro-batches of {self.micro_batch}")
+        check_rates(self.rates, self.cluster)
+
+
+class Answer(Value, frozen=True, kw_only=True):
+    """The best plan (its prediction and reason inside), or why there is none: what does not fit, by how
+    much, and what would help. `current_seconds` is the current plan's step time at the problem's rates."""
+
+    plan: Plan | None
+    refusal: str = ""
+    current_seconds: float | None = None
+    candidates: int = 0

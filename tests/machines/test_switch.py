@@ -1,0 +1,265 @@
+"""The switch, rank by rank: every interleaving keeps all that live on one and the same plan, or in doubt.
+
+`World` plays the ranks' machines against each other. Its collectives behave as real ones do: each rank
+arrives by itself, and a rank gets the result once all have arrived, or an error once a member is dead.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticd.machines import switch as sw
+from elasticd.machines.switch import Phase, State
+
+OLD, NEW = ("a", "b", "c"), ("b", "c", "d")  # a leaves, d joins
+
+
+@dataclass
+class Rank:
+    state: State
+    alive: bool = True
+    inbox: list[sw.Event] = field(default_factory=list)
+    copies: set[int] = field(default_factory=set)
+    reports: list[sw.Effect] = field(default_factory=list)
+    waits: str | None = None
+    said: dict[str, object] = field(default_factory=dict)
+
+
+class World:
+    """Three old members, three new ones, one leader that proposes once and may abort once."""
+
+    def __init__(self, initial: bool = False) -> None:
+        self.initial = initial
+        names = NEW if initial else sorted({*OLD, *NEW})
+        self.ranks = {name: Rank(State()) for name in names}
+        if not initial:
+            for name in OLD:
+                self.ranks[name].state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
+                self.ranks[name].copies = {1}
+        self.votes = 0
+        self.recorded = False
+
+    # what a rank does when it is given a turn -------------------------------------------------------------
+
+    def feed(self, name: str, event: sw.Event) -> None:
+        rank = self.ranks[name]
+        rank.state, effects = sw.step(rank.state, event)
+        for effect in effects:
+            self._effect(name, rank, effect)
+
+    def _effect(self, name: str, rank: Rank, effect: sw.Effect) -> None:
+        match effect:
+            case sw.Prepare(number=n):
+                rank.inbox.append(sw.Stands(number=n))
+            case sw.Move():
+                rank.waits = "move"
+                rank.said["move"] = True
+            case sw.Say(ok=ok):
+                rank.waits = "ok"
+                rank.said["ok"] = ok
+            case sw.Swap(number=n, member=member):
+                if member:
+                    rank.copies.add(n)
+                rank.waits = None
+                rank.said = {}
+            case sw.Cancel():
+                rank.waits = None
+                rank.said = {}
+            case sw.DropOld():
+                rank.copies.discard(1)
+            case sw.Stop():
+                rank.waits = None
+            case _:
+                rank.reports.append(effect)
+
+    def turn(self, name: str, coin: Callable[[], bool]) -> None:
+        """One thing that this rank can do now: read a message, vote, or get on with a collective."""
+        rank = self.ranks[name]
+        if not rank.alive:
+            return
+        if rank.inbox and (rank.waits is None or coin()):
+            self.feed(name, rank.inbox.pop(0))
+            return
+        if rank.waits is None and rank.state.trains and rank.state.phase not in (Phase.DOUBT, Phase.STOPPED):
+            self.feed(name, sw.Voting())
+            rank.waits, rank.said["vote"] = "vote", rank.state.voting
+        elif rank.waits is not None:
+            self._collective(name, rank, rank.waits, coin)
+
+    def _collective(self, name: str, rank: Rank, kind: str, coin: Callable[[], bool]) -> None:
+        members = self._members(rank, kind)
+        left = [m for m in members if not self.ranks[m].alive or self.ranks[m].state.phase is Phase.DOUBT]
+        arrived = {m: self.ranks[m].said.get(kind) for m in members if kind in self.ranks[m].said}
+        done = rank.said.get(kind + "/done")
+        if done is None and len(arrived) == len(members):
+            result = tuple(arrived[m] for m in members)
+            for m in members:
+                self.ranks[m].said[kind + "/done"] = result
+            done = result
+        if done is not None and not (left and coin()):  # a death may cut off the result on its way
+            del rank.said[kind], rank.said[kind + "/done"]
+            rank.waits = None
+            self._completed(name, rank, kind, done)
+        elif left:
+            rank.said = {}
+            rank.waits = None
+            event: sw.Event
+            if kind == "vote":
+                event = sw.Ordered(reason="a member died")
+            elif kind == "ok":
+                event = sw.GatherFailed(reason="a member died")
+            else:
+                event = sw.MoveFailed(reason="a member died")
+            self.feed(name, event)
+
+    def _completed(self, name: str, rank: Rank, kind: str, result: object) -> None:
+        assert isinstance(result, tuple)
+        if kind == "vote":
+            self.votes += 1
+            self.feed(name, sw.Voted(prepared=result))
+        elif kind == "move":
+            self.feed(name, sw.Moved())
+        else:
+            self.feed(name, sw.Gathered(oks=result))
+            assert all(result) or rank.state.number != 2, "somebody said not ok, and this rank swapped"
+
+    def _members(self, rank: Rank, kind: str) -> tuple[str, ...]:
+        if kind == "vote":
+            return OLD if rank.state.number == 1 else NEW
+        return tuple(self.ranks)
+
+    # invariants -----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        living = {name: rank for name, rank in self.ranks.items() if rank.alive}
+        swapped = {
+            n for n, r in self.ranks.items() if any(isinstance(e, sw.ReportSwapped) for e in r.reports)
+        }
+        kept = {n for n, r in self.ranks.items() if any(isinstance(e, sw.ReportKept) for e in r.reports)}
+        assert not (swapped and kept), f"{swapped} swapped and {kept} kept"
+        for name, rank in living.items():
+            if rank.state.trains:
+                assert rank.state.number in rank.copies, f"{name} trains a plan that it does not hold"
+            if rank.state.phase is Phase.DOUBT:
+                assert rank.copies >= ({1} if name in OLD and not self.initial else set())
+        if not self.initial and any(1 not in self.ranks[n].copies for n in OLD):
+            assert swapped or self.recorded, "the old copy is gone although nobody swapped"
+            if not self.recorded:
+                assert swapped >= {n for n in NEW if self.ranks[n].alive}
+
+    def settle(self, rng: random.Random, turns: int = 4000) -> None:
+        names = list(self.ranks)
+        for _ in range(turns):
+            self.turn(rng.choice(names), lambda: rng.random() < 0.5)
+            self.check()
+
+
+def propose(world: World) -> None:
+    for name, rank in world.ranks.items():
+        rank.inbox.append(sw.Proposed(number=2, joins=name in NEW))
+
+
+@given(seed=st.integers(0, 10**9), abort=st.integers(0, 60) | st.none(), death=st.integers(0, 90) | st.none())
+@settings(max_examples=300, deadline=None)
+def test_any_order_with_an_abort_and_a_death_at_any_moment(
+    seed: int, abort: int | None, death: int | None
+) -> None:
+    rng = random.Random(seed)
+    world = World()
+    propose(world)
+    names = list(world.ranks)
+    for turn in range(140):
+        if turn == abort:
+            for rank in world.ranks.values():
+                rank.inbox.append(sw.Aborted(number=2, reason="the leader said so"))
+        if turn == death:
+            world.ranks[rng.choice(names)].alive = False
+        world.turn(rng.choice(names), lambda: rng.random() < 0.5)
+        world.check()
+    world.settle(rng, 600)
+    living = [rank for rank in world.ranks.values() if rank.alive]
+    if death is None:
+        numbers = {world.ranks[name].state.number for name in ("b", "c")}
+        assert numbers in ({1}, {2})
+        assert world.votes > 0
+        assert not any(rank.state.phase is Phase.DOUBT for rank in living)
+        if abort is None:
+            assert numbers == {2}, "without an abort or a death the switch happens"
+            assert world.ranks["b"].copies == world.ranks["c"].copies == {2}, "the old copy is dropped"
+            assert world.ranks["a"].state.phase is Phase.STANDBY
+            assert world.ranks["a"].copies == {1}, "a leaver keeps its copy until the plan is recorded"
+            world.recorded = True
+            world.feed("a", sw.Recorded(number=2))
+            assert world.ranks["a"].copies == set()
+
+
+@given(seed=st.integers(0, 10**9))
+@settings(max_examples=50, deadline=None)
+def test_a_job_starts_as_a_switch_from_nothing(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(initial=True)
+    propose(world)
+    world.settle(rng, 300)
+    assert {rank.state.number for rank in world.ranks.values()} == {2}
+
+
+def test_the_life_of_one_rank_interrupted_by_an_abort_after_every_prefix() -> None:
+    """Wherever the abort falls, one report follows, and the rank trains on under one plan."""
+    life: list[sw.Event] = [
+        sw.Proposed(number=2, joins=True),
+        sw.Voting(),
+        sw.Voted(prepared=(0, 0)),
+        sw.Stands(number=2),
+        sw.Voting(),
+        sw.Voted(prepared=(2, 2)),
+        sw.Moved(),
+    ]
+    for cut in range(1, len(life) + 1):
+        state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
+        reports: list[sw.Effect] = []
+        said: list[bool] = []
+        for event in [*life[:cut], sw.Aborted(number=2, reason="x"), *life[cut:]]:
+            if isinstance(event, sw.Voted) and event.prepared == (2, 2) and state.voting != 2:
+                event = sw.Voted(prepared=(state.voting, 2))
+            if (state.phase, type(event)) not in sw.TABLE:
+                continue  # the rest of a life that the abort ended
+            state, effects = sw.step(state, event)
+            reports += [e for e in effects if isinstance(e, sw.ReportKept | sw.ReportSwapped)]
+            said += [e.ok for e in effects if isinstance(e, sw.Say)]
+        if state.phase is Phase.SAYING:
+            assert said == [cut == len(life)], "after an abort not ok is said"
+            state, effects = sw.step(state, sw.Gathered(oks=(said[0], True)))
+            reports += [e for e in effects if isinstance(e, sw.ReportKept | sw.ReportSwapped)]
+        assert len(reports) == 1
+        assert state.phase is Phase.TRAINING
+        assert state.number == (2 if isinstance(reports[0], sw.ReportSwapped) else 1)
+
+
+def test_a_refusal_votes_zero_until_the_abort() -> None:
+    state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
+    state, _ = sw.step(state, sw.Proposed(number=2, joins=True))
+    state, effects = sw.step(state, sw.Failed(number=2, reason="no memory"))
+    assert effects == (sw.ReportRefused(number=2, reason="no memory"),)
+    state, _ = sw.step(state, sw.Voting())
+    assert state.voting == 0
+    state, _ = sw.step(state, sw.Voted(prepared=(2, 0)))
+    state, effects = sw.step(state, sw.Aborted(number=2, reason="refused"))
+    assert effects == (sw.Cancel(number=2), sw.ReportKept(number=2, reason="refused"))
+    assert state.phase is Phase.TRAINING
+
+
+def test_an_event_that_a_phase_cannot_meet_raises() -> None:
+    with pytest.raises(sw.Unexpected, match="Moved in phase training"):
+        sw.step(State(phase=Phase.TRAINING, number=1, trains=True), sw.Moved())
+
+
+def test_a_proposal_read_twice_is_prepared_once() -> None:
+    state, _ = sw.step(State(), sw.Proposed(number=1, joins=True))
+    again, effects = sw.step(state, sw.Proposed(number=1, joins=True))
+    assert (again, effects) == (state, ())

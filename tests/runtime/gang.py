@@ -1,0 +1,102 @@
+"""Runs one function in several worker processes, each with a key-value store for bootstrap, and ends them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class FileKeyValue:
+    """A key-value store in a folder: each key a file, written whole."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key.encode().hex()
+
+    def set(self, key: str, value: bytes) -> None:
+        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False, prefix=".") as file:
+            file.write(value)
+        os.replace(file.name, self._path(key))
+
+    def get(self, key: str, seconds: float) -> bytes:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return self._path(key).read_bytes()
+            except FileNotFoundError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(key) from None
+                time.sleep(0.002)
+
+    def add(self, key: str, amount: int) -> int:
+        raise NotImplementedError("gloo's bootstrap does not add")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(self._path(key).exists() for key in keys)
+
+
+def run(module: str, function: str, names: Sequence[str], *args: Any, seconds: float = 90) -> dict[str, Any]:
+    """Calls `function(name, store, *args)` of the test module file `module` in one process per name; their
+    results by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        payload = Path(folder) / ".payload"
+        payload.write_bytes(pickle.dumps(args))
+        environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+        workers = {
+            name: subprocess.Popen(
+                [sys.executable, __file__, module, function, name, folder],
+                env=environment,
+                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+            )
+            for name in names
+        }
+        deadline = time.monotonic() + seconds
+        try:
+            results, errors = {}, []
+            for name, worker in workers.items():
+                _, stderr = worker.communicate(timeout=max(1.0, deadline - time.monotonic()))
+                if worker.returncode:
+                    errors.append(f"{name} exited with {worker.returncode}:\n{stderr.decode()[-3000:]}")
+                else:
+                    result = Path(folder) / f".result-{name.replace('/', ':')}"
+                    results[name] = pickle.loads(result.read_bytes())
+            assert not errors, "\n".join(errors)
+            return results
+        finally:
+            for worker in workers.values():
+                if worker.poll() is None:
+                    worker.kill()
+                worker.wait()
+
+
+def main() -> None:
+    import importlib.util
+
+    module, function, name, folder = sys.argv[1:]
+    spec = importlib.util.spec_from_file_location("gang_target", module)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules["gang_target"] = loaded
+    spec.loader.exec_module(loaded)
+    args = pickle.loads((Path(folder) / ".payload").read_bytes())
+    result = getattr(loaded, function)(name, FileKeyValue(folder), *args)
+    (Path(folder) / f".result-{name.replace('/', ':')}").write_bytes(pickle.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)  # as a worker ends: groups that still stand must not hold it up
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Every layout trains like plain torch in one process: same batches, same losses, same weights, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from elasticd_planner.batch import Sampler
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Layouts
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+
+from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.runtime.data import pad
+from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.groups import Fabric
+from elasticd.runtime.schedule import live_activations
+from tests.runtime import gang
+
+CONFIG = DecoderConfig(
+    vocabulary=37 + 3, width=32, layers=6, heads=8, kv_heads=2, hidden=44, dtype=torch.float64
+)
+STEPS, BATCH, SEED, CLIP = 5, 8, 3, 0.7
+
+
+class Text:
+    """Samples of unequal length, each a function of its index."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        length = 5 + index % 9
+        ids = torch.randint(0, CONFIG.vocabulary, (length + 1,), generator=generator)
+        return {"inputs": ids[:-1], "targets": ids[1:]}
+
+
+def stage(start: int, stop: int, *members: tuple[str, int]) -> Stage:
+    return Stage(
+        start=start, stop=stop, devices=tuple(d for d, _ in members), shares=tuple(s for _, s in members)
+    )
+
+
+def plan_of(*pipelines: tuple[int, list[Stage]], micro_batch: int = 1) -> Plan:
+    made = tuple(Pipeline(stages=tuple(stages), micro_batches=m) for m, stages in pipelines)
+    strategy = Strategy(modules=(ModulePlan(module="model", pipelines=made),))
+    return Plan(number=1, strategies=(strategy,), micro_batch=micro_batch, global_batch=BATCH)
+
+
+PLANS = {
+    "tp3+tp1 beside tp2": plan_of(
+        (5, [stage(0, 4, ("a/0", 3), ("a/1", 3), ("a/2", 2)), stage(4, 6, ("b/0", 1))]),
+        (3, [stage(0, 6, ("b/1", 1), ("b/2", 1))]),
+    ),
+    "pipelines of 2 and 3 stages": plan_of(
+        (5, [stage(0, 1, ("a/0", 1)), stage(1, 6, ("a/1", 1))]),
+        (3, [stage(0, 3, ("b/0", 1)), stage(3, 4, ("b/1", 1)), stage(4, 6, ("b/2", 1))]),
+    ),
+    "tp wider than the kv-heads, very unequal": plan_of(
+        (8, [stage(0, 6, ("a/0", 4), ("a/1", 2), ("a/2", 1), ("a/3", 1))]),
+    ),
+    "tp1 to tp3 and back": plan_of(
+        (
+            4,
+            [
+                stage(0, 2, ("a/0", 1)),
+                stage(2, 4, ("a/1", 5), ("a/2", 2), ("a/3", 1)),
+                stage(4, 6, ("b/0", 1)),
+            ],
+        ),
+        micro_batch=2,
+    ),
+}
+
+
+def make_recipe() -> Recipe:
+    with torch.device("meta"):
+        model = Decoder(CONFIG).describe()
+    return Recipe(
+        model=model,
+        loss=next_token_loss,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1),
+        dataset=Text(),
+        collate=pad,
+        sampler=Sampler(size=64, global_batch=BATCH, seed=SEED),
+        clip=CLIP,
+    )
+
+
+def unpaced(kind: str, tokens: int, share: float, start: float, communicated: float) -> None:
+    pass
+
+
+def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
+    recipe = make_recipe()
+    layouts = Layouts(recipe.model.spec, plan)
+    fabric = Fabric("plan/1", device, "127.0.0.1", store)
+    groups = connect(fabric, layouts)
+    local = build(recipe.model, plan, device)
+    engine = Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=unpaced)
+    engine.adopt(first_state(recipe.model, local, SEED))
+    done = [engine.step(step, lambda: 0) for step in range(STEPS)]
+    place = plan.places[device]
+    stages = plan.modules[0].pipelines[place.pipeline].stages
+    return {
+        "losses": [d.outcome.loss for d in done],
+        "norms": [d.outcome.norm for d in done],
+        "weights": {n: (box.start, box.stop, p.detach().numpy()) for n, (box, p) in local.parameters.items()},
+        "alive": engine.runner.most_alive,
+        "promised": live_activations(
+            len(stages), place.stage, plan.modules[0].pipelines[place.pipeline].micro_batches
+        ),
+    }
+
+
+def reference() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Plain torch: the whole nn.Module, torch.optim, clip_grad_norm_; one sample at a time."""
+    recipe = make_recipe()
+    model = Decoder(CONFIG)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(recipe.model.first_value(name, Box.whole(parameter.shape), SEED))
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = pad([Text()[i] for i in recipe.sampler.samples(step)])
+        total, count = next_token_loss(model(batch), batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(float(total.detach()) / count)
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
+def test_a_layout_trains_like_one_process(name: str) -> None:
+    plan = PLANS[name]
+    losses, norms, weights = reference()
+    assert max(norms) > CLIP, "clipping must be active"
+    results = gang.run(__file__, "worker", plan.members, plan)
+    assert set(Layouts(make_recipe().model.spec, plan).names) == set(weights)
+    for device, result in results.items():
+        assert result["losses"] == results[plan.members[0]]["losses"], "all ranks fold the same bits"
+        assert result["losses"] == pytest.approx(losses, abs=1e-10)
+        assert result["norms"] == pytest.approx(norms, abs=1e-9)
+        assert result["alive"] == result["promised"], f"{device}: live activations as 1F1B promises"
+        for parameter, (start, stop, value) in result["weights"].items():
+            box = Box(start=start, stop=stop)
+            expected = weights[parameter][box.slices(Box.whole(weights[parameter].shape))]
+            worst = float((torch.from_numpy(value) - expected).abs().max())
+            assert worst < 1e-10, f"{device} {parameter}: {worst}"

@@ -1,0 +1,242 @@
+"""What only the etcd store has: endpoints, deadlines, credentials, and refusing another or older etcd."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from elasticd.store.etcd import EtcdStore
+from elasticd.store.protocol import (
+    Identity,
+    OutcomeUnknown,
+    StoreRefused,
+    StoreUnavailable,
+    WatchEvent,
+)
+from elasticd.store.server import EtcdServer
+from elasticd.store.session import EtcdOptions, EtcdSession, Guard, prefix_end, split_endpoint
+
+PATIENCE = 15.0
+
+
+def store_on(*endpoints: str, **options) -> EtcdStore:
+    known = options.pop("known", None)
+    return EtcdStore(EtcdOptions(endpoints=endpoints, **options), known=known)
+
+
+@pytest.fixture
+def closed_port():
+    # Bound but not listening: nobody else can take it, and connections are refused.
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+def test_an_etcd_that_is_not_there_is_named(closed_port):
+    store = store_on(closed_port)
+    with pytest.raises(
+        StoreUnavailable, match=f"etcd at {closed_port} does not answer: nothing listens there"
+    ):
+        store.identity()
+    store.close()
+
+
+def test_dead_endpoints_are_passed_over(etcd_server, closed_port):
+    store = store_on(closed_port, etcd_server.endpoint)
+    assert store.identity().revision >= 1
+    store.close()
+
+
+def test_a_silent_endpoint_costs_a_read_one_deadline_and_the_next_answers(etcd_server, lossy_proxy):
+    store = store_on(lossy_proxy.endpoint, etcd_server.endpoint, call_timeout=0.5)
+    watch = store.watch("/silent", store.put("/silent", b"1") + 1)
+    lossy_proxy.swallow_answers()
+    begun = time.monotonic()
+    assert store.get("/silent").value == b"1"
+    assert time.monotonic() - begun >= 0.5
+    store.put("/silent", b"2")
+    event = watch.get(timeout=PATIENCE)
+    assert isinstance(event, WatchEvent)
+    assert event.item.value == b"2"
+    store.close()
+
+
+def test_a_frozen_etcd_is_an_outage_that_ends_when_it_thaws():
+    with EtcdServer(fsync=False) as frozen:
+        store = store_on(frozen.endpoint, call_timeout=0.5)
+        watch = store.watch("/a", store.put("/a", b"1") + 1)
+        frozen.freeze()
+        with pytest.raises(OutcomeUnknown, match="no answer in time"):
+            store.put("/a", b"2")
+        with pytest.raises(StoreUnavailable):
+            store.get("/a")
+        frozen.thaw()
+        revision = store.put("/a", b"3")
+        event = watch.get(timeout=PATIENCE)
+        while isinstance(event, WatchEvent) and event.mod_revision < revision:
+            event = watch.get(timeout=PATIENCE)
+        assert isinstance(event, WatchEvent)
+        assert event.item.value == b"3"
+        store.close()
+
+
+def test_a_role_that_may_read_only_our_prefix_is_enough(guarded_etcd):
+    root = EtcdOptions(endpoints=(guarded_etcd.endpoint,), user="root", password="right")
+    session = EtcdSession(root, guarded_etcd.endpoint, Guard())
+    rpc, login = session.rpc, {"metadata": session._metadata}
+    auth = rpc.AuthStub(session._client.channel)
+    everything = rpc.Permission(permType=rpc.Permission.READWRITE, key=b"/elasticd/", range_end=b"/elasticd0")
+    auth.UserAdd(rpc.AuthUserAddRequest(name="ours", password="p"), 5, **login)
+    auth.RoleAdd(rpc.AuthRoleAddRequest(name="ours"), 5, **login)
+    auth.RoleGrantPermission(rpc.AuthRoleGrantPermissionRequest(name="ours", perm=everything), 5, **login)
+    auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="ours", role="ours"), 5, **login)
+    session.close()
+    store = store_on(guarded_etcd.endpoint, user="ours", password="p")
+    store.put("/elasticd/a", b"1")
+    with pytest.raises(StoreRefused, match="denies access"):
+        store.put("/other", b"1")
+    store.close()
+
+
+def test_another_cluster_is_refused(etcd_server):
+    store = store_on(etcd_server.endpoint)
+    known = store.identity()
+    store.close()
+    other = store_on(etcd_server.endpoint, known=Identity(cluster_id=known.cluster_id ^ 1, revision=1))
+    with pytest.raises(StoreRefused, match="point it at its own etcd"):
+        other.identity()
+    other.close()
+
+
+def test_an_older_etcd_is_refused(etcd_server):
+    store = store_on(etcd_server.endpoint)
+    known = store.identity()
+    store.close()
+    later = Identity(cluster_id=known.cluster_id, revision=known.revision + 1000)
+    older = store_on(etcd_server.endpoint, known=later)
+    with pytest.raises(StoreRefused, match=f"revision {later.revision} was seen before"):
+        older.put("/older", b"")
+    older.close()
+
+
+def test_an_etcd_that_comes_back_without_its_data_is_refused_and_its_watches_wait(tmp_path):
+    server = EtcdServer(tmp_path / "one", fsync=False)
+    store = None
+    try:
+        server.start()
+        store = store_on(server.endpoint)
+        for _ in range(3):
+            revision = store.put("/a", b"1")
+        watch = store.watch("/a", revision + 1)
+        server.kill()
+        (tmp_path / "one" / "data").rename(tmp_path / "kept")
+        server.start()
+        with pytest.raises(StoreRefused, match="revision 1, but revision 4 was seen"):
+            store.get("/a")
+        assert store.known().revision == revision
+        server.kill()
+        (tmp_path / "one" / "data").rename(tmp_path / "wiped")
+        (tmp_path / "kept").rename(tmp_path / "one" / "data")
+        server.start()
+        store.put("/a", b"2")
+        event = watch.get(timeout=PATIENCE)
+        assert isinstance(event, WatchEvent)
+        assert event.item.value == b"2"
+    finally:
+        if store is not None:
+            store.close()
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def guarded_etcd():
+    """An etcd with a root user whose password is 'right'."""
+    with EtcdServer(fsync=False) as server:
+        session = EtcdSession(EtcdOptions(endpoints=(server.endpoint,)), server.endpoint, Guard())
+        auth, rpc = session.rpc.AuthStub(session._client.channel), session.rpc
+        auth.UserAdd(rpc.AuthUserAddRequest(name="root", password="right"), 5)
+        auth.RoleAdd(rpc.AuthRoleAddRequest(name="root"), 5)
+        auth.UserGrantRole(rpc.AuthUserGrantRoleRequest(user="root", role="root"), 5)
+        auth.AuthEnable(rpc.AuthEnableRequest(), 5)
+        session.close()
+        yield server
+
+
+def test_the_right_password_is_let_in_for_calls_and_watches_and_again_after_a_restart(guarded_etcd):
+    store = store_on(guarded_etcd.endpoint, user="root", password="right")
+    watch = store.watch("/a", store.put("/a", b"1") + 1)
+    guarded_etcd.restart()
+    store.identity()
+    store.put("/a", b"2")
+    event = watch.get(timeout=PATIENCE)
+    assert isinstance(event, WatchEvent)
+    assert event.item.value == b"2"
+    store.close()
+
+
+@pytest.mark.parametrize("login", [{"user": "root", "password": "wrong"}, {}])
+def test_wrong_or_missing_credentials_are_refused(guarded_etcd, login):
+    store = store_on(guarded_etcd.endpoint, **login)
+    with pytest.raises(StoreRefused, match="check user"):
+        store.identity()
+    store.close()
+
+
+def test_a_quiet_watch_costs_little_with_and_without_its_server():
+    with EtcdServer(fsync=False) as server:
+        store = store_on(server.endpoint)
+        for number in range(4):
+            store.watch(f"/{number}/", store.identity().revision + 1)
+        for _ in range(2):
+            begun, cpu = time.monotonic(), time.process_time()
+            while time.monotonic() - begun < 1.5:
+                store._tails[0].watch.get(timeout=0.5)
+            assert (time.process_time() - cpu) / (time.monotonic() - begun) < 0.10
+            server.kill()
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"endpoints": ()}, "no etcd endpoint"),
+        ({"endpoints": ("localhost",)}, "write host:port"),
+        ({"endpoints": ("ftp://localhost:1",)}, "write host:port"),
+        ({"endpoints": ("localhost:99999",)}, "write host:port"),
+        ({"endpoints": ("h:1",), "user": "u"}, "user and password go together"),
+        ({"endpoints": ("h:1",), "cert": "c"}, "certificate and key go together"),
+        ({"endpoints": ("h:1",), "cert": "c", "key": "k"}, "needs ca_cert"),
+        ({"endpoints": ("h:1",), "call_timeout": 0.0}, "positive seconds"),
+    ],
+)
+def test_bad_options_are_named(options, says):
+    with pytest.raises(ValueError, match=says):
+        EtcdOptions(**options)
+
+
+def test_endpoints_may_carry_a_scheme():
+    assert split_endpoint("127.0.0.1:2379") == ("127.0.0.1", 2379, False)
+    assert split_endpoint("http://[::1]:2379/") == ("[::1]", 2379, False)
+    assert split_endpoint("https://etcd.example:1") == ("etcd.example", 1, True)
+
+
+def test_tls_without_its_authority_is_refused_with_the_remedy():
+    store = store_on("https://127.0.0.1:1")
+    with pytest.raises(StoreRefused, match="name its ca_cert"):
+        store.identity()
+    store.close()
+
+
+@pytest.mark.parametrize("prefix", ["/a/", "a", "/ü", "/\U0010ffff"])
+def test_a_prefix_ends_right_after_its_last_key(prefix):
+    assert prefix.encode() < (prefix + "\U0010ffff" * 3).encode() < prefix_end(prefix)
+    assert not prefix_end(prefix).startswith(prefix.encode())
+
+
+def test_importing_the_protocol_and_the_store_in_memory_brings_no_grpc():
+    script = "import sys, elasticd.store.memory, elasticd.store.leader; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,127 @@
+"""Election and fencing, on every store: one leader at a time, and none that writes after it was replaced."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from elasticd.store.keeper import LeaseKeeper
+from elasticd.store.leader import AlreadyLed, Leader, LeadershipLost, campaign, read_leader
+from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.store.protocol import Compare, Put
+
+PATIENCE = 15.0
+
+
+def test_the_winner_leads_and_everybody_sees_who_it_is(store, world):
+    key = world.prefix + "leader"
+    assert read_leader(store, key) is None
+    won = campaign(store, key, "alpha", "127.0.0.1:8000", 5)
+    assert read_leader(world.client(), key) == Leader(name="alpha", value="127.0.0.1:8000", term=won.term)
+    assert store.get(key).lease == won.lease
+
+
+def test_a_second_coordinator_is_told_who_leads(store, world):
+    key = world.prefix + "leader"
+    campaign(store, key, "alpha", "127.0.0.1:8000", 60)
+    with pytest.raises(
+        AlreadyLed, match=r"'alpha' at 127\.0\.0\.1:8000 leads already.*stop it first"
+    ) as error:
+        campaign(world.client(), key, "beta", "127.0.0.1:8001", 60, patience=0.2)
+    assert error.value.leader.name == "alpha"
+    assert read_leader(store, key).name == "alpha"
+
+
+def test_a_restarted_leader_outwaits_its_own_former_lease(store, world):
+    key = world.prefix + "leader"
+    before = campaign(store, key, "alpha", "127.0.0.1:8000", 1)
+    waiting = threading.Thread(target=world.age, args=(1.0,))
+    waiting.start()
+    after = campaign(world.client(), key, "alpha", "127.0.0.1:8000", 2, patience=PATIENCE)
+    waiting.join()
+    assert after.term > before.term
+
+
+def test_resigning_lets_a_waiting_successor_in_at_once(store, world):
+    key = world.prefix + "leader"
+    first = campaign(store, key, "alpha", "a", 60)
+    won = []
+    successor = threading.Thread(
+        target=lambda: won.append(campaign(world.client(), key, "beta", "b", 60, patience=PATIENCE))
+    )
+    successor.start()
+    first.resign(store)
+    successor.join(PATIENCE)
+    assert won[0].term > first.term
+    assert read_leader(store, key).name == "beta"
+
+
+def test_a_replaced_leader_can_write_nothing(store, world):
+    key, plan = world.prefix + "leader", world.prefix + "plan"
+    old = campaign(store, key, "alpha", "a", 60)
+    assert old.transact(store, [], [Put(plan, b"old")]).succeeded
+    old.resign(store)
+    new = campaign(world.client(), key, "beta", "b", 60)
+    assert not store.transact([old.guard()], [Put(plan, b"stale")]).succeeded
+    with pytest.raises(LeadershipLost, match=f"no longer that of term {old.term}"):
+        old.transact(store, [], [Put(plan, b"stale")])
+    assert new.transact(store, [], [Put(plan, b"new")]).succeeded
+    assert store.get(plan).value == b"new"
+
+
+def test_a_failed_comparison_is_not_taken_for_lost_leadership(store, world):
+    leadership = campaign(store, world.prefix + "leader", "alpha", "a", 60)
+    absent = Compare.equals(world.prefix + "plan", b"never")
+    assert not leadership.transact(store, [absent], [Put(world.prefix + "plan", b"")]).succeeded
+
+
+def test_a_candidate_recognises_its_own_key_when_the_answer_was_lost(world):
+    # The lossy client loses what it sends first, on etcd the lease's grant, in memory the key's put.
+    store = world.client_that_loses_an_answer()
+    won = campaign(store, world.prefix + "leader", "alpha", "a", 60)
+    assert store.get(world.prefix + "leader").create_revision == won.term
+
+
+def test_a_candidate_that_fails_leaves_no_lease_behind(world):
+    store = MemoryStore(MemoryServer())
+    campaign(store, "/leader", "alpha", "a", 60)
+    with pytest.raises(AlreadyLed):
+        campaign(store, "/leader", "beta", "b", 60, patience=0.0)
+    assert len(store.server._leases) == 1
+
+
+def test_a_foreign_value_under_the_leaders_key_is_named(store, world):
+    key = world.prefix + "leader"
+    store.put(key, b"not json")
+    with pytest.raises(ValueError, match="does not hold a leader's record"):
+        read_leader(store, key)
+
+
+def test_the_keeper_keeps_the_lease_and_tells_once_when_it_is_lost(store, world):
+    lost: list[str] = []
+    gone = threading.Event()
+
+    def on_lost(reason: str) -> None:
+        lost.append(reason)
+        gone.set()
+
+    lease = store.grant(1)
+    keeper = LeaseKeeper(store, lease, 1, on_lost).start()
+    store.revoke(lease)
+    assert gone.wait(PATIENCE)
+    assert keeper.lost
+    assert not keeper.refresh()
+    keeper.stop()
+    assert len(lost) == 1
+
+
+def test_the_keeper_takes_an_outage_for_no_loss(store, world):
+    lease = store.grant(60)
+    keeper = LeaseKeeper(store, lease, 60, lambda reason: pytest.fail(reason))
+    world.stop()
+    assert keeper.refresh()
+    world.start()
+    assert keeper.refresh()
+    assert not keeper.lost
+    keeper.stop(revoke=True)
