@@ -46,9 +46,16 @@ class FileKeyValue:
         return all(self._path(key).exists() for key in keys)
 
 
-def run(module: str, function: str, names: Sequence[str], *args: Any, seconds: float = 90) -> dict[str, Any]:
-    """Calls `function(name, store, *args)` of the test module file `module` in one process per name; their
-    results by name."""
+def run(
+    module: str,
+    function: str,
+    names: Sequence[str],
+    *args: Any,
+    seconds: float = 90,
+    dying: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Calls `function(name, store, *args)` of the test module file `module` in one process per name; the
+    results of all but the `dying` by name."""
     with tempfile.TemporaryDirectory() as folder:
         payload = Path(folder) / ".payload"
         payload.write_bytes(pickle.dumps(args))
@@ -69,7 +76,7 @@ def run(module: str, function: str, names: Sequence[str], *args: Any, seconds: f
                 _, stderr = worker.communicate(timeout=max(1.0, deadline - time.monotonic()))
                 if worker.returncode:
                     errors.append(f"{name} exited with {worker.returncode}:\n{stderr.decode()[-3000:]}")
-                else:
+                elif name not in dying:
                     result = Path(folder) / f".result-{name.replace('/', ':')}"
                     results[name] = pickle.loads(result.read_bytes())
             assert not errors, "\n".join(errors)

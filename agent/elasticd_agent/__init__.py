@@ -1,0 +1,1 @@
+"""The daemon on each node: its workers, its senses, its link to the coordinator."""

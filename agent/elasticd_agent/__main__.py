@@ -1,0 +1,92 @@
+"""`elasticd-agent`: the command that runs a node's agent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+
+import click
+
+from elasticd.config import Config, ConfigError, load, with_overrides
+from elasticd.packets import PacketError, SocketTaken
+from elasticd.store.compat import EtcdClientMissing
+from elasticd.store.protocol import StoreError
+from elasticd_agent.daemon import Agent, AgentError, check_store
+from elasticd_agent.probe import ProbeError
+from elasticd_agent.registrar import NodeTaken
+
+_EXPECTED = (
+    AgentError,
+    ConfigError,
+    EtcdClientMissing,
+    NodeTaken,
+    PacketError,
+    ProbeError,
+    SocketTaken,
+    StoreError,
+)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--config", "path", metavar="FILE", help="TOML configuration (default: $ELASTICD_CONFIG).")
+@click.option("--node", metavar="NAME", help="This node's name (default: the host's).")
+@click.option("--socket", metavar="PATH", help="Where trainers on this node find the agent.")
+@click.option("--address", metavar="HOST", help="Where workers of this node listen for the others.")
+@click.option("--devices", type=click.IntRange(min=1), help="How many devices (default: ask the machine).")
+@click.option("--memory", metavar="SIZE", help="Memory of each device, as '8 GiB' (default: ask).")
+@click.option("--etcd", metavar="HOST:PORT,...", help="etcd's endpoints.")
+@click.option("--cluster", metavar="NAME", help="The cluster's name.")
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+def command(
+    path: str | None,
+    node: str | None,
+    socket: str | None,
+    address: str | None,
+    devices: int | None,
+    memory: str | None,
+    etcd: str | None,
+    cluster: str | None,
+    log_level: str,
+) -> None:
+    """Run the elasticd agent of this node, until Ctrl-C or SIGTERM. Training workers are left alone."""
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("websockets").setLevel(logging.WARNING)
+    options = {
+        "agent.node": node,
+        "agent.socket": socket,
+        "agent.address": address,
+        "agent.devices": devices,
+        "agent.memory": memory,
+        "etcd.endpoints": etcd,
+        "cluster.name": cluster,
+    }
+    try:
+        asyncio.run(run(with_overrides(load(path), options)))
+    except _EXPECTED as error:
+        raise click.ClickException(str(error)) from None
+
+
+async def run(config: Config) -> None:
+    """Serve by `config` on the running loop until a signal comes."""
+    from elasticd.store.etcd import EtcdStore
+    from elasticd.store.session import EtcdOptions
+
+    store = EtcdStore(EtcdOptions(endpoints=config.etcd.endpoints))
+    try:
+        agent = Agent(config, store)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, agent.stop)
+        await check_store(store, config.etcd.endpoints)
+        await agent.run()
+    finally:
+        store.close()
+
+
+def main() -> None:
+    command(prog_name="elasticd-agent")
+
+
+if __name__ == "__main__":
+    main()

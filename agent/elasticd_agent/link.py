@@ -1,0 +1,137 @@
+"""The agent's WebSocket to the leading coordinator: follows the leader, and comes back after every break.
+
+It carries what the machine wants sent, in order, and nothing survives a break here: the machine says again
+what must not be lost when `LinkUp` tells it that a new connection stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidURI, WebSocketException
+
+from elasticd import messages
+from elasticd.machines.agent_state import Event, Heard, LinkDown, LinkUp
+from elasticd.messages import ToLeader
+
+#: Seconds between attempts: doubled from the first to the second, and jittered.
+_BACKOFF = (0.05, 2.0)
+#: Seconds for opening a connection, between pings, and for their answers.
+_OPEN_SECONDS = 3.0
+_PING_SECONDS = 5.0
+_LARGEST_MESSAGE = 64 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class Link:
+    """Emits LinkUp, Heard and LinkDown on the running loop; `follow` says where the leader is."""
+
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        self._emit = emit
+        self._url: str | None = None
+        self._moved = asyncio.Event()
+        self._outgoing: asyncio.Queue[ToLeader] | None = None
+        self._task = asyncio.create_task(self._run(), name="link to the leader")
+
+    def follow(self, url: str | None) -> None:
+        """The leader is at `url` ("http://host:port"), or there is none. Leaves a link to another one."""
+        if url != self._url:
+            self._url = url
+            self._moved.set()
+
+    def send(self, message: ToLeader) -> None:
+        """Queue a message on the present connection; without one it is dropped."""
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(message)
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        pause = _BACKOFF[0]
+        while True:
+            url = self._url
+            self._moved.clear()
+            if url is None:
+                await self._moved.wait()
+                continue
+            if await self._visit(url):
+                pause = _BACKOFF[0]
+            if self._url == url:
+                await self._wait_moved(pause * random.uniform(0.5, 1.0))
+                pause = min(2 * pause, _BACKOFF[1])
+
+    async def _visit(self, url: str) -> bool:
+        """One connection from begin to end; whether it stood."""
+        address = url.replace("http", "ws", 1).rstrip("/") + "/v1/agent"
+        try:
+            connection = await connect(
+                address,
+                open_timeout=_OPEN_SECONDS,
+                ping_interval=_PING_SECONDS,
+                ping_timeout=_PING_SECONDS,
+                max_size=_LARGEST_MESSAGE,
+                compression=None,
+                proxy=None,
+            )
+        except (OSError, TimeoutError, WebSocketException, InvalidURI) as error:
+            _log.debug("the leader at %s cannot be reached: %s", url, error)
+            return False
+        self._outgoing = asyncio.Queue()
+        _log.info("linked to the leader at %s", url)
+        try:
+            self._emit(LinkUp())
+            await self._serve(connection, self._outgoing)
+        finally:
+            self._outgoing = None
+            self._emit(LinkDown())
+            _log.info("the link to the leader at %s is gone", url)
+            # Not the closing handshake: a leader that is stuck would keep us here.
+            connection.transport.abort()
+        return True
+
+    async def _serve(self, connection: ClientConnection, outgoing: asyncio.Queue[ToLeader]) -> None:
+        """Until the connection ends or the leader moves."""
+        parts = [
+            asyncio.create_task(self._read(connection)),
+            asyncio.create_task(self._write(connection, outgoing)),
+            asyncio.create_task(self._moved.wait()),
+        ]
+        try:
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for part in parts:
+                part.cancel()
+            results = await asyncio.gather(*parts, return_exceptions=True)
+        for part, result in zip(parts, results, strict=True):
+            if part in done and isinstance(result, Exception) and not isinstance(result, WebSocketException):
+                raise result
+
+    async def _read(self, connection: ClientConnection) -> None:
+        async for data in connection:
+            try:
+                message = messages.to_agent(data.encode() if isinstance(data, str) else data)
+            except msgspec.MsgspecError as error:
+                _log.warning(
+                    "a message of the leader's is not understood, is it of another release? %s", error
+                )
+                continue
+            self._emit(Heard(message=message))
+
+    async def _write(self, connection: ClientConnection, outgoing: asyncio.Queue[ToLeader]) -> None:
+        while True:
+            await connection.send(messages.encode(await outgoing.get()))
+
+    async def _wait_moved(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._moved.wait()
+        except TimeoutError:
+            return

@@ -1,0 +1,99 @@
+"""What the agent reads from the store: who leads, and each job's proposal, recorded plan and end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from elasticd.machines.agent_state import DoneRead, Event, LeaderRead, PlanRead, ProposalRead
+from elasticd.records import Keys, PlanRecord, Proposal, decode
+from elasticd.store.leader import Leader
+from elasticd.store.protocol import KeyValue, Store, WatchEvent, WatchItem
+from elasticd.store.watch import Watch
+
+_PARTS = ("proposal", "plan", "done")
+R = TypeVar("R", bound=msgspec.Struct)
+
+_log = logging.getLogger(__name__)
+
+
+class Records:
+    """Turns the store's keys into events, on the running loop, in the order of their revisions.
+
+    `follow` is called with the leader's url, or None when there is no leader.
+    """
+
+    def __init__(
+        self, store: Store, keys: Keys, emit: Callable[[Event], None], follow: Callable[[str | None], None]
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._emit = emit
+        self._follow = follow
+        self._known: set[str] = set()
+        self._watch: Watch | None = None
+
+    async def start(self) -> None:
+        """Read everything once, then watch. Raises StoreError when the store is not there."""
+        snapshot = await asyncio.to_thread(self._store.snapshot, self._keys.root)
+        self._adopt(snapshot.items)
+        loop = asyncio.get_running_loop()
+
+        def sink(item: WatchItem) -> None:
+            loop.call_soon_threadsafe(self._take, item)
+
+        self._watch = self._store.watch(self._keys.root, snapshot.revision + 1, sink)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+
+    def _take(self, item: WatchItem) -> None:
+        if isinstance(item, WatchEvent):
+            self._read(item.key, item.item if item.kind == "put" else None)
+        else:
+            self._adopt(item.snapshot.items)
+
+    def _adopt(self, items: tuple[KeyValue, ...]) -> None:
+        """The whole of what the store holds: also what it does not hold any more."""
+        for key in self._known - {item.key for item in items}:
+            self._read(key, None)
+        # The leader first: its epoch is what the orders of the others are measured by.
+        for item in sorted(items, key=lambda item: item.key != self._keys.leader):
+            self._read(item.key, item)
+
+    def _read(self, key: str, item: KeyValue | None) -> None:
+        job, _, part = key.removeprefix(self._keys.jobs).rpartition("/")
+        if key != self._keys.leader and (not key.startswith(self._keys.jobs) or part not in _PARTS):
+            return
+        (self._known.discard if item is None else self._known.add)(key)
+        try:
+            if key == self._keys.leader:
+                self._read_leader(item)
+            elif part == "proposal":
+                self._emit(ProposalRead(job=job, proposal=_decoded(item, Proposal)))
+            elif part == "plan":
+                self._emit(PlanRead(job=job, record=_decoded(item, PlanRecord)))
+            else:
+                self._emit(DoneRead(job=job, done=item is not None))
+        except ValueError as error:
+            _log.error("the record %s in the store cannot be read: %s", key, error)
+
+    def _read_leader(self, item: KeyValue | None) -> None:
+        if item is None:
+            self._follow(None)
+            return
+        self._emit(LeaderRead(epoch=item.create_revision))
+        self._follow(_leader_url(item))
+
+
+def _leader_url(item: KeyValue) -> str:
+    return Leader.of(item).value
+
+
+def _decoded(item: KeyValue | None, kind: type[R]) -> R | None:
+    return decode(item.value, kind) if item is not None else None

@@ -1,0 +1,238 @@
+"""The agent's end of the unix socket: who connected, what they say, when their processes end.
+
+A client is a worker (its first message is `Hello`) or a torchrun (`Join`). The kernel tells whose process is
+at the other end, and a pidfd when that process ends: a death is seen at once and cannot be mistaken for
+another process with the same number. What happens is emitted, on one event loop, as the machine's events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from elasticd import messages, packets
+from elasticd.machines.agent_state import Ended, Event, Opened, Said
+from elasticd.messages import Hello, Join, Rejected, ToWorker
+
+#: Seconds that a process has to end after it closed its connection, before it counts as gone without.
+_LINGER_SECONDS = 2.0
+#: Messages that may wait for a client that does not read; one that is further behind is cut off.
+_MOST_WAITING = 1024
+_PEER = struct.Struct("3i")
+
+_log = logging.getLogger(__name__)
+
+
+class Workers:
+    """Serves the socket at `path`; `emit` is called for each event, on the running loop."""
+
+    def __init__(self, path: str, node: str, emit: Callable[[Event], None]) -> None:
+        self._path = path
+        self._node = node
+        self._emit = emit
+        self._loop = asyncio.get_running_loop()
+        self._connections: dict[str, _Connection] = {}
+        self._listener = packets.listen(path)
+        self._inode = os.stat(path).st_ino
+
+    def start(self) -> None:
+        """Let in who connects; whoever came earlier has waited in the kernel's queue."""
+        self._loop.add_reader(self._listener, self._accept)
+
+    def send(self, client: str, body: ToWorker) -> None:
+        """To a client; what is for one that is gone is dropped."""
+        if connection := self._connections.get(client):
+            connection.send(messages.encode(body))
+
+    def dismiss(self, client: str, reason: str) -> None:
+        """Say no, and let go once that is said."""
+        if connection := self._connections.get(client):
+            connection.send(messages.encode(Rejected(reason=reason)))
+            connection.finish()
+
+    def close(self) -> None:
+        """Stop serving and remove the socket file, if it still is ours. The processes are left alone."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        with suppress(FileNotFoundError):
+            if os.stat(self._path).st_ino == self._inode:
+                os.unlink(self._path)
+        for connection in list(self._connections.values()):
+            connection.close()
+        self._connections.clear()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                _log.error("cannot accept a connection at %s: %s", self._path, error)
+                return
+            sock.setblocking(False)
+            pid, _, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            name = f"{self._node}:{pid}:{secrets.token_hex(4)}"
+            self._connections[name] = _Connection(name, pid, sock, self._loop, self._emit, self._forget)
+
+    def _forget(self, name: str) -> None:
+        self._connections.pop(name, None)
+
+
+class _Connection:
+    """One client: its socket, and the pidfd of its process."""
+
+    def __init__(
+        self,
+        name: str,
+        pid: int,
+        sock: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        emit: Callable[[Event], None],
+        forget: Callable[[str], None],
+    ) -> None:
+        self._name, self._pid, self._sock = name, pid, sock
+        self._loop, self._emit, self._forget = loop, emit, forget
+        self._opening: Hello | Join | None = None
+        self._waiting: deque[bytes] = deque()
+        self._finishing = False
+        self._open = True
+        self._linger: asyncio.TimerHandle | None = None
+        self._pidfd = _open_pidfd(pid)
+        self._loop.add_reader(sock, self._readable)
+        if self._pidfd is not None:
+            self._loop.add_reader(self._pidfd, self._exited)
+
+    def send(self, data: bytes) -> None:
+        if not self._open:
+            return
+        if len(self._waiting) >= _MOST_WAITING:
+            _log.warning("%s does not read its messages: its connection is closed", self._name)
+            self._end_of_stream()
+            return
+        self._waiting.append(data)
+        if len(self._waiting) == 1:
+            self._flush()
+
+    def finish(self) -> None:
+        """Close once everything is sent."""
+        self._finishing = True
+        if not self._waiting:
+            self.close()
+
+    def close(self) -> None:
+        self._close_socket()
+        if self._linger is not None:
+            self._linger.cancel()
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        self._forget(self._name)
+
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                packets.send(self._sock, self._waiting[0])
+                self._waiting.popleft()
+        except BlockingIOError:
+            self._loop.add_writer(self._sock, self._flush)
+            return
+        except OSError:
+            # It is gone or going; its end is seen when we read.
+            self._waiting.clear()
+        self._loop.remove_writer(self._sock)
+        if self._finishing:
+            self.close()
+
+    def _readable(self) -> None:
+        """One message for each wakeup, so that one client's flood does not keep the others waiting."""
+        try:
+            data = packets.receive(self._sock)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._refuse(str(error))
+            return
+        if data is None:
+            self._end_of_stream()
+            return
+        try:
+            body = messages.from_worker(data)
+        except msgspec.MsgspecError as error:
+            self._refuse(f"the agent does not understand this message ({error}): use one release everywhere")
+            return
+        if self._opening is not None:
+            self._emit(Said(client=self._name, body=body))
+        elif isinstance(body, Hello | Join):
+            self._opening = body
+            self._emit(Opened(client=self._name, body=body, pid=self._pid, incarnation=secrets.token_hex(4)))
+        else:
+            self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
+
+    def _refuse(self, reason: str) -> None:
+        _log.warning("%s is cut off: %s", self._name, reason)
+        self.send(messages.encode(Rejected(reason=reason)))
+        self._end_of_stream()
+
+    def _end_of_stream(self) -> None:
+        """The connection is over. A worker lives on as long as its process does, or a little while."""
+        self._close_socket()
+        if not isinstance(self._opening, Hello) or self._pidfd is None:
+            self._gone("it closed its connection")
+        elif self._linger is None:
+            self._linger = self._loop.call_later(
+                _LINGER_SECONDS, self._gone, "it closed its connection to the agent, but its process runs on"
+            )
+
+    def _exited(self) -> None:
+        if self._open:
+            self._drain()
+        self._gone("its process ended")
+
+    def _drain(self) -> None:
+        """Hear what it said before it ended: a goodbye, most of all."""
+        while self._open and self._linger is None:
+            before = self._sock.fileno()
+            if not _has_data(self._sock):
+                return
+            self._readable()
+            if self._sock.fileno() != before:
+                return
+
+    def _gone(self, how: str) -> None:
+        self.close()
+        if self._opening is not None:
+            self._emit(Ended(client=self._name, how=how))
+
+    def _close_socket(self) -> None:
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
+
+
+def _open_pidfd(pid: int) -> int | None:
+    """None when the process has ended already, or belongs to another PID namespace (pid 0)."""
+    try:
+        return os.pidfd_open(pid) if pid > 0 else None
+    except ProcessLookupError:
+        return None
+
+
+def _has_data(sock: socket.socket) -> bool:
+    try:
+        sock.recv(1, socket.MSG_PEEK)
+    except OSError:
+        return False
+    return True

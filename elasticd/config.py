@@ -1,0 +1,253 @@
+"""The configuration: one TOML file, read once into frozen values, refused with a message that helps.
+
+Every daemon and command reads the same file (`--config`, else `$ELASTICD_CONFIG`; without either the defaults
+hold) and uses its own sections. Command-line options go through `with_overrides`, so that they meet the
+same checks. `[emulate]` is for agents and workers alone: no section of the planner's knows of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import platform
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from elasticd_planner.policy import PolicySettings
+from elasticd_planner.rates import DetectSettings
+from elasticd_planner.value import Value, refuse
+
+#: Names the file where `--config` does not.
+CONFIG_VARIABLE = "ELASTICD_CONFIG"
+DEFAULT_PORT = 7471
+
+_UNITS: dict[str, int] = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong: the message names source, key and value, and what would be right."""
+
+
+def _host_name() -> str:
+    return platform.node().split(".")[0] or "localhost"
+
+
+class ClusterSection(Value, frozen=True, kw_only=True):
+    """Which cluster: all that it writes to etcd lies under `/elasticd/{name}/`."""
+
+    name: str = "default"
+
+    def __post_init__(self) -> None:
+        _check_name("name", self.name)
+
+
+class EtcdSection(Value, frozen=True, kw_only=True):
+    """Where etcd answers, each as host:port."""
+
+    endpoints: tuple[str, ...] = ("127.0.0.1:2379",)
+
+    def __post_init__(self) -> None:
+        if not self.endpoints:
+            refuse("endpoints must name at least one etcd, for example 127.0.0.1:2379")
+        for endpoint in self.endpoints:
+            host, _, port = endpoint.rpartition("://")[2].rstrip("/").rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+                refuse(f"endpoints: {endpoint!r} is not host:port, as in 127.0.0.1:2379")
+
+
+class CoordinatorSection(Value, frozen=True, kw_only=True):
+    """The coordinator's name among those that stand by, and where it serves; port 0 takes a free one."""
+
+    name: str = msgspec.field(default_factory=_host_name)
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+
+    def __post_init__(self) -> None:
+        _check_name("name", self.name)
+        if not self.host:
+            refuse("host must be an address that the agents can reach, for example 127.0.0.1")
+        if not 0 <= self.port < 65536:
+            refuse(f"port = {self.port} must be between 0 and 65535")
+
+
+class AgentSection(Value, frozen=True, kw_only=True):
+    """One node: its name, its socket for the workers, the address at which they listen for each other.
+
+    Without `devices` and `memory` (bytes of each device) the machine is asked; without `socket`
+    it is `$ELASTICD_SOCKET`, else a path of the user's own.
+    """
+
+    node: str = msgspec.field(default_factory=_host_name)
+    socket: str | None = None
+    address: str = "127.0.0.1"
+    devices: int | None = None
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_name("node", self.node)
+        if not self.address:
+            refuse("address must be one of this machine's, as 127.0.0.1")
+        if self.devices is not None and self.devices < 1:
+            refuse(f"devices = {self.devices} must be at least 1")
+        if self.memory is not None and self.memory < 1:
+            refuse(f"memory = {self.memory} must be a positive number of bytes, as 8 GiB")
+
+
+class EmulateSection(Value, frozen=True, kw_only=True):
+    """Emulated devices: seconds a token takes in one whole block on a normal device, forward and backward,
+    and the bytes of memory that each device claims to have."""
+
+    enabled: bool = False
+    forward: float | None = None
+    backward: float | None = None
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.forward is None) != (self.backward is None):
+            refuse("forward and backward go together: give both, in seconds per token, or neither")
+        for name, seconds in (("forward", self.forward), ("backward", self.backward)):
+            if seconds is not None and not 0 < seconds < 3600:
+                refuse(f"{name} = {seconds} must be the seconds that one token takes, as 0.0002")
+        if self.memory is not None and self.memory < 1:
+            refuse(f"memory = {self.memory} must be a positive number of bytes, as 3 MiB")
+        if self.enabled and self.forward is None:
+            refuse("enabled = true needs forward and backward, in seconds per token of one block")
+
+
+class ChaosSection(Value, frozen=True, kw_only=True):
+    """Whether `elasticd chaos` may harm the cluster on purpose."""
+
+    enabled: bool = False
+
+
+class Config(Value, frozen=True, kw_only=True):
+    """The whole configuration."""
+
+    cluster: ClusterSection = msgspec.field(default_factory=ClusterSection)
+    etcd: EtcdSection = msgspec.field(default_factory=EtcdSection)
+    coordinator: CoordinatorSection = msgspec.field(default_factory=CoordinatorSection)
+    agent: AgentSection = msgspec.field(default_factory=AgentSection)
+    detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
+    policy: PolicySettings = msgspec.field(default_factory=PolicySettings)
+    emulate: EmulateSection = msgspec.field(default_factory=EmulateSection)
+    chaos: ChaosSection = msgspec.field(default_factory=ChaosSection)
+
+
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    field.name: field.type for field in msgspec.structs.fields(Config)
+}
+
+
+def load(path: str | Path | None = None) -> Config:
+    """The configuration of the file at `path`, else of `$ELASTICD_CONFIG`, else the defaults.
+
+    Raises ConfigError.
+    """
+    named_by = "--config" if path is not None else CONFIG_VARIABLE
+    chosen = path if path is not None else os.environ.get(CONFIG_VARIABLE) or None
+    if chosen is None:
+        return Config()
+    try:
+        text = Path(chosen).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise ConfigError(
+            f"cannot read the configuration {chosen} (named by {named_by}): {said}; name a readable TOML file"
+        ) from error
+    return parse(text, str(chosen))
+
+
+def parse(text: str, source: str) -> Config:
+    """The configuration in TOML `text`; `source` names it in messages. Raises ConfigError."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not TOML: {error}") from error
+    sections: dict[str, Any] = {}
+    for name, body in table.items():
+        if name not in _SECTIONS:
+            raise ConfigError(f"{source}: there is no section [{name}]{_suggest(name, _SECTIONS)}")
+        if not isinstance(body, dict):
+            raise ConfigError(
+                f"{source}: {name} = {body!r} must be a section: write [{name}] and keys below it"
+            )
+        sections[name] = section(name, _SECTIONS[name](), body, source)
+    return Config(**sections)
+
+
+def with_overrides(config: Config, options: Mapping[str, Any]) -> Config:
+    """`config` with values from the command line, by dotted key: {"agent.node": "alpha"}; None leaves a key.
+
+    Raises ConfigError, and KeyError for a key that no section has (an error of the program).
+    """
+    changed: dict[str, dict[str, Any]] = {}
+    for key, value in options.items():
+        name, _, field = key.partition(".")
+        if field not in {known.name for known in msgspec.structs.fields(_SECTIONS[name])}:
+            raise KeyError(key)
+        if value is not None:
+            changed.setdefault(name, {})[field] = value
+    sections = {
+        name: section(name, getattr(config, name), body, "the command line", strict=False)
+        for name, body in changed.items()
+    }
+    return msgspec.structs.replace(config, **sections)
+
+
+def section(name: str, base: S, body: Mapping[str, Any], source: str, *, strict: bool = True) -> S:
+    """`base` with the keys of `body`, each checked. Not strict, text is read as a number where one is due."""
+    fields = {field.name: field for field in msgspec.structs.fields(base)}
+    values: dict[str, Any] = {}
+    for key, value in body.items():
+        if key not in fields:
+            raise ConfigError(f"{source}: [{name}] has no key {key!r} (= {value!r}){_suggest(key, fields)}")
+        values[key] = _convert(value, fields[key].type, f"{source}: [{name}] {key} = {value!r}", key, strict)
+    try:
+        return msgspec.structs.replace(base, **values)
+    except ValueError as error:
+        raise ConfigError(f"{source}: [{name}]: {error}") from error
+
+
+def size(text: str) -> int:
+    """Bytes of "3 MiB", "512MB" or "1024". Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise ValueError(f"{text!r} is not a size: write bytes, or a number and KiB, MiB, GiB, as '3 MiB'")
+    return round(float(match[1]) * units[match[2].lower()])
+
+
+def _convert(value: Any, kind: Any, where: str, key: str, strict: bool) -> Any:
+    try:
+        if key == "memory" and isinstance(value, str):
+            return size(value)
+        if not strict and isinstance(value, str) and kind == tuple[str, ...]:
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        # msgspec says: Expected `int | null`, got `str`. TOML has no null.
+        said = str(error).replace(" | null", "").replace("`", "")
+        raise ConfigError(f"{where}: {said[0].lower()}{said[1:]}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f": did you mean {near[0]!r}?" if near else f"; it may be one of {', '.join(sorted(names))}"
+
+
+def _check_name(key: str, value: str) -> None:
+    """A name becomes a part of keys in etcd and of device names."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", value):
+        refuse(f"{key} = {value!r} may hold letters, digits, '.', '_' and '-' alone")

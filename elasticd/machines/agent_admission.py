@@ -1,0 +1,36 @@
+"""Whom an agent lets in: the reasons against a client's first message, each with the remedy."""
+
+from __future__ import annotations
+
+from elasticd.machines.agent_state import Opened, State
+from elasticd.messages import WIRE_VERSION, Join
+
+
+def refusal(state: State, event: Opened) -> str:
+    """Why this worker or torchrun is not let in, or the empty string."""
+    body, node = event.body, state.record.node
+    if abs(body.version - WIRE_VERSION) > 1:
+        return (
+            f"this process speaks version {body.version} of the protocol and its agent {WIRE_VERSION}: "
+            "install the same release of elasticd for both"
+        )
+    if body.pid != event.pid:
+        return (
+            f"process {event.pid} says that it is {body.pid}: agent and trainer must share one PID namespace "
+            "(with containers, run the agent in the same one or share the host's)"
+        )
+    if isinstance(body, Join):
+        return ""
+    devices = len(state.record.devices)
+    if not 0 <= body.local_rank < devices:
+        return (
+            f"local rank {body.local_rank} has no device: node {node!r} has {devices}; "
+            f"start torchrun with --nproc-per-node={devices} at most"
+        )
+    other = state.worker_of(f"{node}/{body.local_rank}")
+    if other is not None:
+        return (
+            f"device {other.device} is driven by process {other.opening.pid} of job {other.job!r}: a device "
+            "belongs to one job at a time; end that job first, or use another node"
+        )
+    return ""

@@ -1,0 +1,234 @@
+"""What the agent's machine knows, hears and asks for: its state, its events, its effects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from elasticd.messages import (
+    Doubt,
+    Finished,
+    FromWorker,
+    Hello,
+    Join,
+    Kept,
+    Pace,
+    Prepared,
+    Refused,
+    StoreCall,
+    Swapped,
+    ToAgent,
+    ToLeader,
+    ToWorker,
+    Up,
+)
+from elasticd.records import MemberRecord, NodeRecord, PlanRecord, Proposal
+
+Outcome = Prepared | Refused | Swapped | Kept | Doubt | Finished
+
+
+class Phase(Enum):
+    """Of the link to the leader; `OVER` once this agent has to end."""
+
+    AWAY = "away"
+    LINKED = "linked"
+    OVER = "over"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Client:
+    """A worker (with device and incarnation) or a torchrun; `said` is what a new leader must hear again."""
+
+    id: str
+    opening: Hello | Join
+    device: str = ""
+    incarnation: str = ""
+    said: tuple[Outcome, ...] = ()
+    goodbye: bool = False
+    ended: str = ""
+
+    @property
+    def job(self) -> str:
+        return self.opening.job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A call on the bootstrap store without an answer yet."""
+
+    call: StoreCall
+    deadline: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """All that an agent knows. `pace` holds the emulated times of a normal device, if there are any."""
+
+    record: NodeRecord
+    pace: Pace | None = None
+    phase: Phase = Phase.AWAY
+    epoch: int = 0
+    clients: Mapping[str, Client] = field(default_factory=dict)
+    departed: tuple[Client, ...] = ()
+    proposals: Mapping[str, Proposal] = field(default_factory=dict)
+    plans: Mapping[str, PlanRecord] = field(default_factory=dict)
+    done: frozenset[str] = frozenset()
+    factors: Mapping[str, float] = field(default_factory=dict)
+    reports: tuple[Up, ...] = ()
+    calls: Mapping[tuple[str, int], Call] = field(default_factory=dict)
+
+    def worker_of(self, device: str) -> Client | None:
+        """The worker that drives a device now."""
+        return next((client for client in self.clients.values() if client.device == device), None)
+
+
+# -- events ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A client's first message; `pid` is the kernel's word, `incarnation` is minted for this hello."""
+
+    client: str
+    body: Hello | Join
+    pid: int
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """A later message of a client."""
+
+    client: str
+    body: FromWorker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """A client's process ended, or let go of its connection."""
+
+    client: str
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUp:
+    """A connection to the leader stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDown:
+    """It is gone; what was sent last may not have arrived."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heard:
+    """A message from the leader."""
+
+    message: ToAgent
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaderRead:
+    """The leader's key, as read from the store; `epoch` is its create revision."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProposalRead:
+    """A job's proposal, as read from the store; None when the key is gone."""
+
+    job: str
+    proposal: Proposal | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRead:
+    """A job's recorded plan, as read from the store; None when the key is gone."""
+
+    job: str
+    record: PlanRecord | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DoneRead:
+    """Whether a job is over, as read from the store."""
+
+    job: str
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Opened | Said | Ended | LinkUp | LinkDown | Heard | LeaderRead | ProposalRead | PlanRead | DoneRead | Tick
+)
+
+
+# -- effects -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Send:
+    """Send this to a client."""
+
+    client: str
+    body: ToWorker
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dismiss:
+    """Say why and let go of a connection that was not let in."""
+
+    client: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tell:
+    """Send this to the leader."""
+
+    message: ToLeader
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetMember:
+    """Write a worker's member key."""
+
+    job: str
+    record: MemberRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClearMember:
+    """Delete a worker's member key."""
+
+    job: str
+    device: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note:
+    """One sentence for the log."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stop:
+    """This agent has to end: why, and what to do."""
+
+    reason: str
+
+
+Effect = Send | Dismiss | Tell | SetMember | ClearMember | Note | Stop
+Result = tuple[State, tuple[Effect, ...]]
+
+
+class UnknownEvent(TypeError):
+    """An event that the table lacks: an error of the program."""

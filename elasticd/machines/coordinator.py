@@ -1,0 +1,151 @@
+"""The coordinator's machine: which nodes are there, and every job's machine beside each other.
+
+It takes what the agents say and hands it to the job that it is about. Jobs know nothing of each other, except
+that a device belongs to one of them at a time. The leader's daemon executes the effects in order; its
+writes carry the leader's key, so that a leader that was replaced changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+from elasticd_planner.value import Value
+
+from elasticd.machines.job import machine
+from elasticd.machines.job.effects import (
+    AgentDown,
+    AgentUp,
+    Effect,
+    Event,
+    Note,
+    Paced,
+    Planned,
+    Received,
+    Send,
+    Stored,
+)
+from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, fresh, restored
+from elasticd.messages import Down, Hello, Join, Pace, Rejected, Up
+
+#: The address of whoever drives a device, now or later; agents know it.
+DEVICE_PREFIX = "device:"
+
+
+class State(Value, frozen=True, kw_only=True):
+    """All that a leader knows. `epoch` is its key's create revision."""
+
+    epoch: int
+    settings: Settings = msgspec.field(default_factory=Settings)
+    nodes: dict[str, NodeState] = msgspec.field(default_factory=dict)
+    jobs: dict[str, JobState] = msgspec.field(default_factory=dict)
+
+
+Result = tuple[State, tuple[Effect, ...]]
+
+
+def takeover(epoch: int, stored: Iterable[Stored], settings: Settings, now: float) -> State:
+    """A new leader's state, from the store alone."""
+    jobs = {found.job: restored(found, now, settings) for found in stored}
+    return State(epoch=epoch, settings=settings, jobs=jobs)
+
+
+def step(state: State, event: Event, now: float) -> Result:
+    """The state after `event` at `now` (seconds of a clock that never runs back), and what is to be done."""
+    if isinstance(event, AgentUp):
+        return _agent_up(state, event, now)
+    if isinstance(event, AgentDown):
+        return _agent_down(state, event, now)
+    if isinstance(event, Received):
+        return _received(state, event, now)
+    if isinstance(event, Paced):
+        return _paced(state, event)
+    if isinstance(event, Planned):
+        return _jobs(state, event, now, (event.job,))
+    return _jobs(state, event, now, tuple(state.jobs))
+
+
+def _agent_up(state: State, event: AgentUp, now: float) -> Result:
+    record = event.record
+    known = state.nodes.get(record.node)
+    node = NodeState(record=record, connected=True, since=now, paces=known.paces if known is not None else {})
+    state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node})
+    text = f"node {record.node} is there with {len(record.devices)} devices"
+    note = Note(kind="node_up", text=text, data={"node": record.node})
+    state, effects = _jobs(state, event, now, tuple(state.jobs))
+    return state, (note, *effects)
+
+
+def _agent_down(state: State, event: AgentDown, now: float) -> Result:
+    known = state.nodes.get(event.node)
+    if known is None or not known.connected:
+        return state, ()
+    node = msgspec.structs.replace(known, connected=False, since=now)
+    state = msgspec.structs.replace(state, nodes={**state.nodes, event.node: node})
+    text = f"node {event.node} cannot be reached; its workers may well train on"
+    note = Note(kind="node_down", text=text, data={"node": event.node})
+    state, effects = _jobs(state, event, now, tuple(state.jobs))
+    return state, (note, *effects)
+
+
+def _received(state: State, event: Received, now: float) -> Result:
+    message = event.message
+    if event.node not in state.nodes:
+        return state, ()
+    if message.job not in state.jobs:
+        body = message.body if isinstance(message, Up) else None
+        if not isinstance(body, Join | Hello):
+            return state, ()
+        # A worker of an unknown job started under a leader that ended before anything was written.
+        phase = Phase.GATHERING if isinstance(body, Join) else Phase.ASSEMBLING
+        jobs = {**state.jobs, message.job: fresh(message.job, phase, now)}
+        state = msgspec.structs.replace(state, jobs=jobs)
+    taken = _taken(state, message) if isinstance(message, Up) else ""
+    if taken and isinstance(message, Up):
+        rejected = Down(client=message.client, body=Rejected(reason=taken))
+        return state, (Send(node=event.node, message=rejected),)
+    return _jobs(state, event, now, (message.job,))
+
+
+def _taken(state: State, up: Up) -> str:
+    """Why a worker cannot have its device: another living job has it."""
+    if not isinstance(up.body, Hello):
+        return ""
+    for name, job in state.jobs.items():
+        if name != up.job and job.phase in LIVE and up.device in job.workers:
+            return (
+                f"device {up.device} belongs to job {name}: a device belongs to one job at a time; "
+                "wait for its end or use other nodes"
+            )
+    return ""
+
+
+def _paced(state: State, event: Paced) -> Result:
+    """Chaos: a hint to the device's agent, which keeps the table of paces."""
+    name = event.device.rpartition("/")[0]
+    node = state.nodes.get(name)
+    if node is None:
+        return state, ()
+    node = msgspec.structs.replace(node, paces={**node.paces, event.device: event.factor})
+    down = Down(client=DEVICE_PREFIX + event.device, body=Pace(factor=event.factor))
+    speed = f"{event.factor:g} times slower than normal" if event.factor != 1 else "at normal speed"
+    text = f"chaos: {event.device} is to run {speed}"
+    data = {"device": event.device, "factor": event.factor}
+    effects = (Note(kind="chaos", text=text, data=data), Send(node=name, message=down))
+    return msgspec.structs.replace(state, nodes={**state.nodes, name: node}), effects
+
+
+def _jobs(state: State, event: Event, now: float, names: tuple[str, ...]) -> Result:
+    changed: dict[str, JobState] = {}
+    effects: list[Effect] = []
+    for name in names:
+        job = state.jobs.get(name)
+        if job is None:
+            continue
+        after, asked = machine.step(job, event, state.nodes, state.epoch, state.settings, now)
+        effects += asked
+        if after is not job:
+            changed[name] = after
+    if changed:
+        state = msgspec.structs.replace(state, jobs={**state.jobs, **changed})
+    return state, tuple(effects)

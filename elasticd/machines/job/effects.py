@@ -1,0 +1,135 @@
+"""What the coordinator's machine hears (events) and asks of its daemon (effects)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.value import Value
+
+from elasticd.messages import Down, Up, WorkerLost
+from elasticd.records import DoneRecord, HistoryRecord, JobSpec, NodeRecord, PlanRecord, Proposal
+
+EventKind = Literal[
+    "node_up",
+    "node_down",
+    "worker_lost",
+    "job_gathered",
+    "planning",
+    "proposed",
+    "prepared",
+    "swapped",
+    "recorded",
+    "aborted",
+    "slow",
+    "recovered",
+    "kept_plan",
+    "refused",
+    "fitted",
+    "chaos",
+    "finished",
+    "stopped",
+]
+
+# -- events --------------------------------------------------------------------------------------------------
+
+
+class AgentUp(Value, frozen=True, kw_only=True):
+    """An agent said hello on a connection of its own; what its workers last said follows."""
+
+    record: NodeRecord
+
+
+class AgentDown(Value, frozen=True, kw_only=True):
+    """That connection is gone: the node is unreachable, its workers may well train on."""
+
+    node: str
+
+
+class Received(Value, frozen=True, kw_only=True):
+    """A message from a connected agent."""
+
+    node: str
+    message: Up | WorkerLost
+
+
+class Planned(Value, frozen=True, kw_only=True):
+    """The planner's answer to the request with this token; `error` where it failed to give one."""
+
+    job: str
+    token: int
+    answer: Answer | None = None
+    error: str = ""
+
+
+class Paced(Value, frozen=True, kw_only=True):
+    """Chaos: this device is to run `factor` times slower than normal."""
+
+    device: str
+    factor: float
+
+
+class Tick(Value, frozen=True, kw_only=True):
+    """Time has passed."""
+
+
+Event = AgentUp | AgentDown | Received | Planned | Paced | Tick
+
+# -- effects -------------------------------------------------------------------------------------------------
+
+
+class Stored(Value, frozen=True, kw_only=True):
+    """A job's records as the store holds them: all that a new leader starts from. `highest` is the highest
+    number in its history; `history` tells why the proposal, else the plan, was made."""
+
+    job: str
+    spec: JobSpec | None = None
+    plan: PlanRecord | None = None
+    proposal: Proposal | None = None
+    done: DoneRecord | None = None
+    history: HistoryRecord | None = None
+    highest: int = 0
+
+
+class Note(Value, frozen=True, kw_only=True):
+    """Something that people want to know of: one line for them, data for programs."""
+
+    kind: EventKind
+    text: str
+    job: str = ""
+    data: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Send(Value, frozen=True, kw_only=True):
+    """To the agent of `node`, if it is connected."""
+
+    node: str
+    message: Down
+
+
+class Write(Value, frozen=True, kw_only=True):
+    """One transaction under the leader's key, in the order in which such effects were made; `notes` are told
+    when it is done. `close` deletes the proposal: the plan recorded with it took its place."""
+
+    job: str
+    records: tuple[JobSpec | PlanRecord | Proposal | HistoryRecord | DoneRecord, ...]
+    close: bool = False
+    notes: tuple[Note, ...] = ()
+
+
+class RequestPlan(Value, frozen=True, kw_only=True):
+    """Ask the planner; a request of this job that is still under way is stale and ends."""
+
+    job: str
+    token: int
+    problem: Problem
+
+
+class CancelPlan(Value, frozen=True, kw_only=True):
+    """Nobody waits for this job's plan any more."""
+
+    job: str
+
+
+Effect = Note | Send | Write | RequestPlan | CancelPlan

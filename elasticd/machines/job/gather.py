@@ -1,0 +1,210 @@
+"""How a job comes together: torchruns join, their workers say hello."""
+
+from __future__ import annotations
+
+from elasticd.machines.job.ending import AGAIN, stop
+from elasticd.machines.job.state import OVER, Joiner, Phase, Worker
+from elasticd.machines.job.turn import Turn
+from elasticd.messages import Closed, Hello, Join, Joined, Rejected, Shutdown, Up
+from elasticd.records import JobSpec
+
+
+def join(turn: Turn, node: str, up: Up, body: Join) -> None:
+    """A torchrun asks to take part."""
+    job = turn.job
+    if job.phase in OVER:
+        why = job.reason or f"it finished at step {job.progress.step}"
+        text = f"job {job.job} is over: {why}" + ("" if job.reason else f"; {AGAIN}")
+        turn.send(node, up.client, Closed(reason=text))
+        return
+    known = job.joiners.get(node)
+    if job.phase is Phase.ASSEMBLING and node in job.joined:
+        if not _has_workers(turn, node):  # the answer was lost on the way, or torchrun was started again
+            _answer(turn, node, up.client)
+        return
+    if not _gathering(turn):
+        if known is None and node in _nodes_of_members(turn):
+            _remember(turn, node, up, body)  # an agent tells a new leader again who had joined before
+        elif known is None or known.pid != body.pid:
+            text = (
+                f"job {job.job} already runs on {', '.join(sorted(_nodes_of_members(turn)))}: joining a "
+                "running job is not supported yet; wait for its end or use another --rdzv-id"
+            )
+            turn.send(node, up.client, Rejected(reason=text))
+        return
+    wrong = _disagreement(turn, node, body)
+    if wrong:
+        turn.send(node, up.client, Rejected(reason=wrong))
+        return
+    _remember(turn, node, up, body)
+
+
+def _remember(turn: Turn, node: str, up: Up, body: Join) -> None:
+    joiner = Joiner(
+        node=node, client=up.client, pid=body.pid, min_nodes=body.min_nodes, max_nodes=body.max_nodes
+    )
+    turn.set(joiners={**turn.job.joiners, node: joiner})
+
+
+def _gathering(turn: Turn) -> bool:
+    """Whether nodes are still being counted. A leader that took over while workers were starting counts
+    again, from what the agents repeat."""
+    job = turn.job
+    return job.phase is Phase.GATHERING or (job.phase is Phase.ASSEMBLING and not job.joined)
+
+
+def _has_workers(turn: Turn, node: str) -> bool:
+    return any(worker.node == node for worker in turn.job.workers.values())
+
+
+def _nodes_of_members(turn: Turn) -> set[str]:
+    plans = (turn.job.plan, turn.job.proposal.plan if turn.job.proposal is not None else None)
+    devices = [device for plan in plans if plan is not None for device in (*plan.members, *plan.idle)]
+    return {device.rpartition("/")[0] for device in devices} | {*turn.job.joined}
+
+
+def _disagreement(turn: Turn, node: str, body: Join) -> str:
+    if not 1 <= body.min_nodes <= body.max_nodes:
+        return f"--nnodes={body.min_nodes}:{body.max_nodes}: the least must be between 1 and the most"
+    for other in turn.job.joiners.values():
+        theirs = (other.min_nodes, other.max_nodes)
+        if other.node != node and theirs != (body.min_nodes, body.max_nodes):
+            return (
+                f"job {turn.job.job}: node {node} has --nnodes={body.min_nodes}:{body.max_nodes}, "
+                f"node {other.node} --nnodes={theirs[0]}:{theirs[1]}: start all with the same"
+            )
+    return ""
+
+
+def leave(turn: Turn, node: str, up: Up) -> None:
+    """A torchrun ends. What that means for its workers, their own ends tell; before they are there it
+    means that they never come."""
+    job = turn.job
+    if _gathering(turn):
+        forget(turn, node, up.client)
+    elif job.phase is Phase.ASSEMBLING and node in job.joined:
+        stop(turn, f"torchrun on node {node} ended before all workers were there")
+
+
+def forget(turn: Turn, node: str, client: str | None = None) -> None:
+    """A joiner is gone, with its agent or by itself."""
+    joiner = turn.job.joiners.get(node)
+    if _gathering(turn) and joiner is not None and client in (None, joiner.client):
+        turn.set(joiners={name: other for name, other in turn.job.joiners.items() if name != node})
+
+
+def complete(turn: Turn) -> None:
+    """Starts the job once enough nodes have been there for a while, or the most are."""
+    job = turn.job
+    if not _gathering(turn):
+        return
+    first = next(iter(job.joiners.values()), None)
+    if first is None or len(job.joiners) < first.min_nodes:
+        turn.set(enough_since=None)
+        return
+    since = turn.now if job.enough_since is None else job.enough_since
+    turn.set(enough_since=since)
+    if len(job.joiners) < first.max_nodes and turn.now - since < turn.settings.gather_seconds:
+        return
+    names = tuple(sorted(job.joiners)[: first.max_nodes])
+    if job.phase is Phase.GATHERING:
+        turn.enter(Phase.ASSEMBLING)
+    turn.set(joined=names)
+    turn.note("job_gathered", f"{len(names)} nodes take part: {', '.join(names)}", nodes=list(names))
+    for name in names:
+        if not _has_workers(turn, name):  # one that has them was answered by a leader before
+            _answer(turn, name, job.joiners[name].client)
+
+
+def _answer(turn: Turn, node: str, client: str) -> None:
+    joined = turn.job.joined
+    turn.send(node, client, Joined(node_rank=joined.index(node), nodes=len(joined)))
+
+
+def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
+    """A worker is there: a new one, or one whose agent says again what it said (to a new leader, too)."""
+    job = turn.job
+    known = job.workers.get(up.device)
+    if known is not None and known.incarnation == up.incarnation:
+        turn.worker(known, node=node, client=up.client, pid=body.pid)
+        if job.phase is Phase.STOPPED:  # it was cut off when the others were told
+            turn.send(node, up.client, Shutdown(reason=job.reason))
+        return
+    refusal = _unwelcome(turn, up, body)
+    if refusal:
+        turn.send(node, up.client, Rejected(reason=refusal))
+        if job.phase is Phase.ASSEMBLING:  # one of those that all others wait for: they would wait for ever
+            stop(turn, refusal)
+        return
+    if job.phase is Phase.STOPPED:
+        turn.send(node, up.client, Shutdown(reason=job.reason))
+    if job.phase in OVER:
+        return
+    if job.spec is None:
+        turn.write(body.spec)
+    turn.set(spec=body.spec, world_size=job.world_size or body.world_size)
+    turn.worker(
+        Worker(device=up.device, incarnation=up.incarnation, node=node, client=up.client, pid=body.pid)
+    )
+
+
+def assemble(turn: Turn) -> None:
+    """The first plan is due once all workers that torchrun started are there."""
+    job = turn.job
+    if job.phase is Phase.ASSEMBLING and job.world_size and len(job.workers) >= job.world_size:
+        turn.enter(Phase.PLANNING)
+
+
+def _unwelcome(turn: Turn, up: Up, body: Hello) -> str:
+    """Why this worker cannot take part, or nothing."""
+    job = turn.job
+    if job.phase in OVER:
+        ours = job.plan is not None and job.plan.binding.get(up.device) == up.incarnation
+        return "" if ours else f"job {job.job} is over; {AGAIN}"
+    if body.spec.job != job.job:
+        return f"worker {up.device} is of job {body.spec.job}, not {job.job}: start it with that --rdzv-id"
+    if job.spec is not None and (wrong := difference(job.spec, body.spec)):
+        return (
+            f"worker {up.device} trains something else than job {job.job}: {wrong}; "
+            "start all nodes with the same script and options"
+        )
+    if job.world_size is not None and body.world_size != job.world_size:
+        return (
+            f"worker {up.device} was started as one of {body.world_size}, the others as one of "
+            f"{job.world_size}: start all nodes with the same --nnodes and --nproc-per-node"
+        )
+    if job.phase in (Phase.GATHERING, Phase.ASSEMBLING):
+        return "" if up.device not in job.workers else f"device {up.device} already has a worker in {job.job}"
+    return (
+        ""
+        if _expected(turn, up)
+        else (
+            f"job {job.job} already runs without this worker of {up.device}: "
+            "joining a running job is not supported yet"
+        )
+    )
+
+
+def _expected(turn: Turn, up: Up) -> bool:
+    """Whether a leader that took over waits for this worker: bound by a plan, or standby in one."""
+    job = turn.job
+    plans = [plan for plan in (job.plan, job.proposal.plan if job.proposal else None) if plan is not None]
+    bound = {plan.binding[up.device] for plan in plans if up.device in plan.binding}
+    if bound:
+        return up.incarnation in bound
+    return up.device not in job.workers and any(up.device in plan.idle for plan in plans)
+
+
+def difference(ours: JobSpec, theirs: JobSpec) -> str:
+    """What differs between two specs, in words; nothing if they are equal."""
+    told = []
+    for name in ours.__struct_fields__:
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine == other:
+            continue
+        if name == "model":
+            parts = [part for part in mine.__struct_fields__ if getattr(mine, part) != getattr(other, part)]
+            told.append(f"the model differs in {', '.join(parts)}")
+        else:
+            told.append(f"{name} is {other}, not {mine}")
+    return ", ".join(told)

@@ -1,0 +1,120 @@
+"""One job's step: an event, then whatever has become due; a pure function of state, event and time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from elasticd.machines.job import ending, gather, replan, switch
+from elasticd.machines.job.effects import AgentDown, AgentUp, Effect, Event, Planned, Received
+from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, Worker
+from elasticd.machines.job.turn import Turn
+from elasticd.messages import (
+    Doubt,
+    Finished,
+    Hello,
+    Join,
+    Kept,
+    Leave,
+    Prepared,
+    Refused,
+    Report,
+    Swapped,
+    Up,
+    WorkerLost,
+)
+
+
+def step(
+    job: JobState, event: Event, nodes: Mapping[str, NodeState], epoch: int, settings: Settings, now: float
+) -> tuple[JobState, tuple[Effect, ...]]:
+    """The job after `event` at time `now` (seconds), and what its daemon is to do, in order."""
+    turn = Turn(job, nodes, epoch, settings, now)
+    if isinstance(event, Received):
+        _message(turn, event.node, event.message)
+    elif isinstance(event, Planned):
+        replan.answered(turn, event)
+    elif isinstance(event, AgentDown):
+        gather.forget(turn, event.node)
+    elif isinstance(event, AgentUp):
+        pass  # what it means for a job, its workers' messages tell
+    _due(turn)
+    return turn.job, tuple(turn.effects)
+
+
+def _message(turn: Turn, node: str, message: Up | WorkerLost) -> None:
+    if isinstance(message, WorkerLost):
+        ending.lost(turn, message)
+        return
+    body = message.body
+    if isinstance(body, Join):
+        gather.join(turn, node, message, body)
+    elif isinstance(body, Leave):
+        gather.leave(turn, node, message)
+    elif isinstance(body, Hello):
+        gather.hello(turn, node, message, body)
+    else:
+        _report(turn, message)
+
+
+def _report(turn: Turn, up: Up) -> None:
+    """What a worker says of itself. A process that another took the place of has no say; one that ended
+    before this leader met it does, if a plan is bound to it: its agent repeats its last words."""
+    worker = turn.job.workers.get(up.device)
+    if turn.over:
+        return
+    if worker is None and ending.bound(turn, up.device, up.incarnation):
+        node = up.device.rpartition("/")[0]
+        worker = turn.worker(
+            Worker(device=up.device, incarnation=up.incarnation, node=node, client=up.client, pid=0)
+        )
+    if worker is None or worker.incarnation != up.incarnation:
+        return
+    body = up.body
+    if isinstance(body, Report):
+        replan.measured(turn, body)
+    elif isinstance(body, Prepared):
+        switch.prepared(turn, worker, body)
+    elif isinstance(body, Refused):
+        switch.refused(turn, worker, body)
+    elif isinstance(body, Swapped):
+        switch.swapped(turn, worker, body)
+    elif isinstance(body, Kept):
+        switch.kept(turn, worker, body)
+    elif isinstance(body, Doubt):
+        switch.doubt(turn, worker, body)
+    elif isinstance(body, Finished):
+        ending.finished(turn, body)
+    # A Goodbye needs no answer: its WorkerLost follows and says that it was clean.
+
+
+def _due(turn: Turn) -> None:
+    """What the state and the time ask for, whatever the event was; each looks at its own phase."""
+    gather.complete(turn)
+    gather.assemble(turn)
+    _settle(turn)
+    switch.overdue(turn)
+    switch.abort(turn)
+    switch.all_kept(turn)
+    replan.request(turn)
+
+
+def _settle(turn: Turn) -> None:
+    """A new leader's patience ends when all members have reported, or when it has waited long enough; who
+    is missing then, on a node that did return, died while nobody led."""
+    job = turn.job
+    if job.settle_until is None or job.phase not in LIVE:
+        return
+    missing = job.unreported()
+    if missing and turn.now < job.settle_until:
+        return
+    if not missing or job.phase is Phase.ASSEMBLING:
+        turn.set(settle_until=None)
+        return
+    returned = [turn.nodes.get(device.rpartition("/")[0]) for device in missing]
+    patience = turn.settings.reconnect_seconds
+    for device, node in zip(missing, returned, strict=True):
+        if node is not None and node.connected and turn.now - node.since >= patience:
+            ending.stop(turn, f"worker {device} is gone: it ended while no coordinator led")
+            return
+    if not any(node is not None and node.connected for node in returned):
+        turn.set(settle_until=None)

@@ -1,0 +1,191 @@
+"""From measurements to plans: rates, the fitted profile, requests to the planner, and whether to move."""
+
+from __future__ import annotations
+
+import math
+
+from elasticd_planner.cluster import Cluster, Device, Node
+from elasticd_planner.fit import fit
+from elasticd_planner.measurement import Measurement
+from elasticd_planner.placement import bytes_to_move
+from elasticd_planner.plan import Plan
+from elasticd_planner.policy import Decision, decide
+from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.profiles import derive
+from elasticd_planner.rates import observe
+from elasticd_planner.value import Invalid
+
+from elasticd.machines.job.effects import CancelPlan, Planned, RequestPlan
+from elasticd.machines.job.ending import stop
+from elasticd.machines.job.state import Asked, Basis, Phase, Progress
+from elasticd.machines.job.switch import propose
+from elasticd.machines.job.turn import Turn
+from elasticd.messages import Report
+
+#: Steps that some members have not reported are kept until this many newer ones have begun.
+MOST_PARTIAL = 64
+
+
+def measured(turn: Turn, report: Report) -> None:
+    """One rank's step. What the members measured of a step counts once all have reported it."""
+    job, measurement = turn.job, report.measurement
+    if report.loss is not None or report.tokens is not None:  # rank 0's, which speaks for the step
+        seconds = measurement.step_seconds
+        speed = report.tokens / seconds if report.tokens is not None and seconds > 0 else None
+        turn.set(progress=Progress(step=measurement.step, loss=report.loss, tokens_per_second=speed))
+    plan = job.plan
+    if plan is None or measurement.plan != plan.number or measurement.device not in plan.binding:
+        return
+    step = {**job.partial.get(measurement.step, {}), measurement.device: measurement}
+    partial = {
+        number: found
+        for number, found in {**job.partial, measurement.step: step}.items()
+        if number > measurement.step - MOST_PARTIAL
+    }
+    if len(step) < len(plan.binding):
+        turn.set(partial=partial)
+        return
+    del partial[measurement.step]
+    turn.set(partial=partial)
+    _observe(turn, plan, tuple(step[device] for device in plan.members))
+
+
+def _observe(turn: Turn, plan: Plan, step: tuple[Measurement, ...]) -> None:
+    """A whole step: who became slow or recovered, and one more sample for the profile's fit."""
+    rates, changes = observe(turn.job.rates, step, turn.settings.detect)
+    turn.set(rates=rates)
+    for change in changes:
+        turn.note(
+            "slow" if change.after > change.before else "recovered",
+            change.reason,
+            device=change.device,
+            before=change.before,
+            after=change.after,
+            step=change.step,
+        )
+    if turn.job.profile is None or turn.job.profile.fitted:
+        return
+    # The first step has the cost of everything that is done once; a step before a rate changed was made at
+    # others than those that the fit would take it for.
+    first = turn.job.first_step if turn.job.first_step is not None else step[0].step
+    samples = () if changes or step[0].step == first else (*turn.job.samples, step)
+    turn.set(first_step=first, samples=samples)
+    if len(samples) < turn.settings.fit_steps:
+        return
+    measurements = [measurement for sample in samples for measurement in sample]
+    devices = _devices(turn)
+    profile = fit(turn.job.profile, plan, measurements, _cluster(devices), _rates(turn, devices))
+    turn.set(profile=profile, samples=())
+    text = f"profile fitted from {len(samples)} steps of plan {plan.number}"
+    turn.note("fitted", text, number=plan.number, block_seconds=profile.block.seconds)
+
+
+def request(turn: Turn) -> None:
+    """Asks for a plan where one is due: for the start, and whenever rates, profile or devices are not those
+    of the last decision. A request about others is stale, and this one takes its place. Until the profile is
+    fitted a running plan stays: derived seconds cannot tell whether a move pays."""
+    job = turn.job
+    if job.phase not in (Phase.PLANNING, Phase.RUNNING):
+        if job.asked is not None:
+            turn.set(asked=None)
+            turn.effects.append(CancelPlan(job=job.job))
+        return
+    if job.spec is None or not _all_there(turn):
+        return
+    try:
+        _request(turn)
+    except Invalid as error:
+        stop(turn, f"job {job.job} cannot be planned: {error}")
+
+
+def _request(turn: Turn) -> None:
+    job = turn.job
+    assert job.spec is not None
+    profile = job.profile or derive(job.spec.model, job.spec.sample_tokens, job.spec.micro_batch)
+    turn.set(profile=profile)
+    if job.plan is not None and not profile.fitted:
+        return
+    devices = _devices(turn)
+    basis = Basis(devices=devices, rates=_rates(turn, devices), profile=profile)
+    if job.asked is not None:
+        if job.asked.basis == basis:
+            return
+    elif basis == job.decided or turn.now < job.not_before:
+        return
+    problem = Problem(
+        cluster=_cluster(devices),
+        profile=profile,
+        global_batch=job.spec.global_batch,
+        micro_batch=job.spec.micro_batch,
+        rates=basis.rates,
+        current=job.plan,
+    )
+    token = job.token + 1
+    turn.set(asked=Asked(token=token, basis=basis, problem=problem), token=token)
+    turn.effects.append(RequestPlan(job=job.job, token=token, problem=problem))
+    slow = ", ".join(f"{device} {rate:.2f}x" for device, rate in sorted(basis.rates.items()))
+    turn.note("planning", f"planning for {len(devices)} devices, slow: {slow or 'none'}", rates=basis.rates)
+
+
+def answered(turn: Turn, event: Planned) -> None:
+    """The planner's answer, if it is to the newest request: a plan to propose, or a reason to stay."""
+    job = turn.job
+    asked = job.asked
+    if asked is None or asked.token != event.token:
+        return
+    turn.set(asked=None, decided=asked.basis)
+    answer = event.answer
+    if answer is None or answer.plan is None:
+        why = event.error if answer is None else answer.refusal
+        if job.plan is None:
+            stop(turn, f"there is no plan for this job: {why}")
+        else:
+            turn.note("refused", f"plan {job.number} stays, there is no other: {why}", number=job.number)
+        return
+    reason = answer.plan.reason or "the first plan"
+    if job.plan is not None:
+        decision = _worth_it(turn, job.plan, answer, asked.problem)
+        reason = decision.reason
+        if not decision.replan:
+            turn.note("kept_plan", f"plan {job.number} stays: {reason}", number=job.number, reason=reason)
+            return
+    propose(turn, answer.plan, asked.problem, reason)
+
+
+def _worth_it(turn: Turn, plan: Plan, answer: Answer, problem: Problem) -> Decision:
+    new = answer.plan
+    assert new is not None
+    if new.strategies == plan.strategies:
+        return Decision(replan=False, reason="it is the best plan still")
+    seconds = new.prediction.step_seconds if new.prediction is not None else math.inf
+    moved = bytes_to_move(problem.profile, plan, new)
+    return decide(turn.settings.policy, answer.current_seconds, seconds, moved)
+
+
+def _all_there(turn: Turn) -> bool:
+    """Whether a proposal could be prepared now: all members reported, on nodes that can be reached."""
+    job = turn.job
+    if job.settle_until is not None and job.phase is Phase.RUNNING:
+        return False
+    nodes = [turn.nodes.get(worker.node) for worker in job.workers.values()]
+    return not job.unreported() and all(node is not None and node.connected for node in nodes)
+
+
+def _devices(turn: Turn) -> tuple[Device, ...]:
+    """The devices that have a worker of this job, by name."""
+    there = {worker.device for worker in turn.job.workers.values() if not worker.left}
+    nodes = {worker.node for worker in turn.job.workers.values()}
+    found = [device for node in sorted(nodes) for device in turn.nodes[node].record.devices]
+    return tuple(device for device in found if device.name in there)
+
+
+def _rates(turn: Turn, devices: tuple[Device, ...]) -> dict[str, float]:
+    names = {device.name for device in devices}
+    return {name: rate for name, rate in turn.job.rates.rates.items() if name in names}
+
+
+def _cluster(devices: tuple[Device, ...]) -> Cluster:
+    names = dict.fromkeys(device.node for device in devices)
+    return Cluster(
+        nodes=tuple(Node(name=name, devices=tuple(d for d in devices if d.node == name)) for name in names)
+    )

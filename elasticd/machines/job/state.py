@@ -1,0 +1,274 @@
+"""The state of one job as its leader knows it: the table of phases, and the values that a phase goes on.
+
+    gathering ─► assembling ─► planning ─► proposed ─► running ⇄ proposed
+                                               └─► aborting ─► running
+    any of these ─► done | stopped
+
+gathering   torchruns ask to take part, until enough nodes are there.
+assembling  their workers say hello, until all that torchrun started are there.
+planning    the first plan is being made. (A later one is made while the job runs: `asked`.)
+proposed    a proposal is open: members prepare it while they train on under the old plan, if there is one.
+aborting    the proposal is marked aborted: waiting until every member of the old plan says that it kept it.
+running     a plan is recorded and nothing is proposed.
+done        the last step's vote was reported.
+stopped     the job cannot go on, and its workers were told why.
+
+Invariants, which the tests check after every prefix of whole lives:
+
+1. At most one proposal is open; the next opens only after `plan` was recorded or after every member of the
+   old plan reported that it kept it.
+2. Numbers only grow: a proposal's number is above every number that the store ever held.
+3. No two different plans are recorded under one number, and a plan is recorded only after a member reported
+   that it swapped to it. Such a report overrides an abort.
+4. A leader that took over neither aborts nor proposes before all members have reported to it or
+   `reconnect_seconds` have passed.
+5. done and stopped are final.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+from elasticd_planner.cluster import Device
+from elasticd_planner.fit import STEPS
+from elasticd_planner.measurement import Measurement
+from elasticd_planner.plan import Plan
+from elasticd_planner.policy import PolicySettings
+from elasticd_planner.problem import Problem
+from elasticd_planner.profiles import ModelProfile
+from elasticd_planner.rates import DetectSettings, DeviceRate, RateState
+from elasticd_planner.value import Value, refuse
+
+from elasticd.machines.job.effects import Stored
+from elasticd.records import JobSpec, NodeRecord, Proposal
+
+
+class Phase(enum.Enum):
+    """Where a job is in its life; the module's docstring says what each means."""
+
+    GATHERING = "gathering"
+    ASSEMBLING = "assembling"
+    PLANNING = "planning"
+    PROPOSED = "proposed"
+    ABORTING = "aborting"
+    RUNNING = "running"
+    DONE = "done"
+    STOPPED = "stopped"
+
+
+_ENDS = frozenset({Phase.DONE, Phase.STOPPED})
+
+#: From each phase, those that may follow; `documentation` draws the diagram from it.
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.GATHERING: frozenset({Phase.ASSEMBLING}) | _ENDS,
+    Phase.ASSEMBLING: frozenset({Phase.PLANNING}) | _ENDS,
+    Phase.PLANNING: frozenset({Phase.PROPOSED}) | _ENDS,
+    Phase.PROPOSED: frozenset({Phase.RUNNING, Phase.ABORTING}) | _ENDS,
+    Phase.ABORTING: frozenset({Phase.RUNNING}) | _ENDS,
+    Phase.RUNNING: frozenset({Phase.PROPOSED}) | _ENDS,
+    Phase.DONE: frozenset(),
+    Phase.STOPPED: frozenset(),
+}
+
+#: The phases in which a plan is in force or about to be, so that a lost worker costs the job.
+LIVE = frozenset({Phase.ASSEMBLING, Phase.PLANNING, Phase.PROPOSED, Phase.ABORTING, Phase.RUNNING})
+OVER = _ENDS
+
+
+class Settings(Value, frozen=True, kw_only=True):
+    """Times in seconds, counts in steps. gather: from enough nodes to the start; prepare: for members to
+    prepare a proposal; reconnect: for agents to return to a new leader, or after a broken connection;
+    retry: from an abort to the next proposal; fit: measured steps that a profile is fitted from."""
+
+    gather_seconds: float = 1.0
+    prepare_seconds: float = 30.0
+    reconnect_seconds: float = 3.0
+    retry_seconds: float = 30.0
+    fit_steps: int = STEPS
+    detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
+    policy: PolicySettings = msgspec.field(default_factory=PolicySettings)
+
+    def __post_init__(self) -> None:
+        times = (self.gather_seconds, self.prepare_seconds, self.reconnect_seconds, self.retry_seconds)
+        if min(times) < 0 or self.fit_steps < STEPS:
+            refuse(f"coordinator: times must not be negative and fit_steps at least {STEPS}, not {self}")
+
+
+class NodeState(Value, frozen=True, kw_only=True):
+    """A node whose agent has said hello to this leader; `since` its connection came or went. `paces` are the
+    factors that chaos set, by device."""
+
+    record: NodeRecord
+    connected: bool
+    since: float
+    paces: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class Joiner(Value, frozen=True, kw_only=True):
+    """A torchrun that asked to take part."""
+
+    node: str
+    client: str
+    pid: int
+    min_nodes: int
+    max_nodes: int
+
+
+class Worker(Value, frozen=True, kw_only=True):
+    """A worker process that said hello, and the last that it said about a proposal (0: nothing yet)."""
+
+    device: str
+    incarnation: str
+    node: str
+    client: str
+    pid: int
+    prepared: int = 0
+    kept: int = 0
+    swapped: int = 0
+    left: bool = False
+
+
+class Basis(Value, frozen=True, kw_only=True):
+    """What a plan is made from, beside the job's spec: another basis asks for another decision."""
+
+    devices: tuple[Device, ...]
+    rates: dict[str, float]
+    profile: ModelProfile
+
+
+class Asked(Value, frozen=True, kw_only=True):
+    """A plan that is being made."""
+
+    token: int
+    basis: Basis
+    problem: Problem
+
+
+class Progress(Value, frozen=True, kw_only=True):
+    """The newest step that rank 0 reported: `step` updates were applied; None where nothing was yet."""
+
+    step: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+
+
+class JobState(Value, frozen=True, kw_only=True):
+    """One job. Its values by what they are for:
+
+    gathering: `joiners` by node, `enough_since` there are enough of them, `joined` in rank order.
+    workers: by device; `world_size` is how many torchrun started, `spec` what all of them train.
+    switch: `plan` is in force, `proposal` open or aborting, `highest` the highest number ever used, `give_up`
+        why the proposal is to be aborted; `settle_until` a new leader's patience (invariant 4), then None.
+    planning: `decided` is what the last decision was made from, None where one is due, but not before
+        `not_before`; `asked` is under way; `token` counts requests.
+    measuring: `partial` steps that some members have not reported yet; `samples` for the fit, from the step
+        after `first_step` on.
+    """
+
+    job: str
+    phase: Phase
+    since: float
+    reason: str = ""
+    joiners: dict[str, Joiner] = msgspec.field(default_factory=dict)
+    enough_since: float | None = None
+    joined: tuple[str, ...] = ()
+    spec: JobSpec | None = None
+    world_size: int | None = None
+    workers: dict[str, Worker] = msgspec.field(default_factory=dict)
+    plan: Plan | None = None
+    proposal: Proposal | None = None
+    highest: int = 0
+    settle_until: float | None = None
+    give_up: str = ""
+    profile: ModelProfile | None = None
+    rates: RateState = msgspec.field(default_factory=RateState)
+    decided: Basis | None = None
+    not_before: float = 0.0
+    asked: Asked | None = None
+    token: int = 0
+    partial: dict[int, dict[str, Measurement]] = msgspec.field(default_factory=dict)
+    first_step: int | None = None
+    samples: tuple[tuple[Measurement, ...], ...] = ()
+    progress: Progress = Progress()
+
+    @property
+    def number(self) -> int:
+        """The running plan's number, 0 without one."""
+        return self.plan.number if self.plan is not None else 0
+
+    def bound(self, plan: Plan | None) -> tuple[Worker, ...]:
+        """The workers that `plan` binds and that are known here, in rank order."""
+        binding = plan.binding if plan is not None else {}
+        found = ((incarnation, self.workers.get(device)) for device, incarnation in binding.items())
+        return tuple(worker for incarnation, worker in found if worker and worker.incarnation == incarnation)
+
+    def unreported(self) -> tuple[str, ...]:
+        """Devices of members, of the running or the proposed plan, whose worker has not said hello."""
+        plans = (self.plan, self.proposal.plan if self.proposal is not None else None)
+        return tuple(
+            dict.fromkeys(
+                device
+                for plan in plans
+                if plan is not None
+                for device, incarnation in plan.binding.items()
+                if (worker := self.workers.get(device)) is None or worker.incarnation != incarnation
+            )
+        )
+
+
+def fresh(job: str, phase: Phase, now: float) -> JobState:
+    """A job that nobody has heard of before."""
+    return JobState(job=job, phase=phase, since=now)
+
+
+def restored(stored: Stored, now: float, settings: Settings) -> JobState:
+    """The job as a new leader finds it in the store. What only agents know comes as they reconnect."""
+    plan = stored.plan.plan if stored.plan is not None else None
+    proposal = stored.proposal
+    if proposal is not None and plan is not None and proposal.number <= plan.number:
+        proposal = None
+    phase, reason = _restored_phase(stored, proposal)
+    last = stored.done or stored.plan
+    problem = stored.history.problem if stored.history is not None else None
+    return JobState(
+        job=stored.job,
+        phase=phase,
+        since=now,
+        reason=reason,
+        spec=stored.spec,
+        plan=plan,
+        proposal=None if phase in OVER else proposal,
+        highest=max(
+            stored.highest,
+            plan.number if plan is not None else 0,
+            stored.proposal.number if stored.proposal is not None else 0,
+        ),
+        settle_until=None if phase in OVER else now + settings.reconnect_seconds,
+        profile=problem.profile if problem is not None else None,
+        rates=_restored_rates(problem),
+        decided=_restored_basis(problem) if phase in (Phase.RUNNING, Phase.PROPOSED) else None,
+        progress=Progress(step=last.step if last is not None else 0),
+    )
+
+
+def _restored_phase(stored: Stored, proposal: Proposal | None) -> tuple[Phase, str]:
+    if stored.done is not None:
+        return (Phase.STOPPED if stored.done.reason else Phase.DONE), stored.done.reason
+    if proposal is not None and proposal.status == "open":
+        return Phase.PROPOSED, ""
+    if proposal is not None:
+        return Phase.ABORTING, proposal.reason
+    return (Phase.RUNNING if stored.plan is not None else Phase.ASSEMBLING), ""
+
+
+def _restored_rates(problem: Problem | None) -> RateState:
+    """The rates that the last plan was made for: until they are measured anew, nothing says otherwise."""
+    rates = problem.rates if problem is not None else {}
+    return RateState(devices={name: DeviceRate(rate=rate) for name, rate in rates.items()})
+
+
+def _restored_basis(problem: Problem | None) -> Basis | None:
+    if problem is None:
+        return None
+    return Basis(devices=problem.cluster.devices, rates=dict(problem.rates), profile=problem.profile)

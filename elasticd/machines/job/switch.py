@@ -1,0 +1,166 @@
+"""The life of one proposal: opened, prepared, and then recorded or given up."""
+
+from __future__ import annotations
+
+from elasticd_planner.plan import Plan
+from elasticd_planner.problem import Problem
+
+from elasticd.machines.job.ending import aborted, called, stop
+from elasticd.machines.job.state import Phase, Worker
+from elasticd.machines.job.turn import Turn
+from elasticd.messages import Doubt, Kept, Prepared, Refused, Swapped
+from elasticd.records import HistoryRecord, PlanRecord, Proposal
+
+
+def propose(turn: Turn, plan: Plan, problem: Problem, reason: str) -> None:
+    """Opens a proposal of `plan` under a number of its own, bound to the workers that are there."""
+    job = turn.job
+    number = job.highest + 1
+    plan = plan.replace(
+        number=number, binding={device: job.workers[device].incarnation for device in plan.members}
+    )
+    proposal = Proposal(number=number, epoch=turn.epoch, plan=plan, old=job.plan)
+    turn.enter(Phase.PROPOSED, proposal=proposal, highest=number, give_up="")
+    seconds = plan.prediction.step_seconds if plan.prediction is not None else None
+    turn.write(
+        proposal,
+        HistoryRecord(number=number, plan=plan, problem=problem, reason=reason),
+        notes=(turn.told("proposed", f"plan {number}: {reason}", number=number, step_seconds=seconds),),
+    )
+
+
+def prepared(turn: Turn, worker: Worker, body: Prepared) -> None:
+    """A member votes for the proposal from now on."""
+    proposal = turn.job.proposal
+    if proposal is None or proposal.number != body.number or worker.prepared >= body.number:
+        return
+    turn.worker(worker, prepared=body.number)
+    members = turn.job.bound(proposal.plan)
+    waiting = len(proposal.plan.binding) - sum(member.prepared == body.number for member in members)
+    if not waiting:
+        turn.note("prepared", f"all members prepared plan {body.number}", number=body.number)
+
+
+def refused(turn: Turn, worker: Worker, body: Refused) -> None:
+    """A member cannot prepare it."""
+    if _open(turn, body.number) and not turn.job.give_up:
+        turn.set(give_up=f"{worker.device} cannot prepare it: {body.reason}")
+
+
+def kept(turn: Turn, worker: Worker, body: Kept) -> None:
+    """A member goes on under the old plan. It may say so of an open proposal: its all-gather said no."""
+    proposal = turn.job.proposal
+    if proposal is None or proposal.number != body.number:
+        return
+    turn.worker(worker, kept=body.number)
+    if _open(turn, body.number) and not turn.job.give_up:
+        turn.set(give_up=f"{worker.device} kept the old plan: {body.reason or 'no reason given'}")
+
+
+def swapped(turn: Turn, worker: Worker, body: Swapped) -> None:
+    """A member runs the proposal's plan: that decides it for all. The first such report records it."""
+    if worker.swapped >= body.number:
+        return
+    turn.worker(worker, swapped=body.number)
+    proposal = turn.job.proposal
+    record = proposal is not None and proposal.number == body.number
+    if not record and turn.job.number != body.number:
+        return  # of a plan that another one followed
+    turn.note(
+        "swapped",
+        f"{worker.device} runs plan {body.number} from step {body.step} on, after a pause of "
+        f"{body.pause_seconds:.3f} s",
+        number=body.number,
+        step=body.step,
+        pause_seconds=body.pause_seconds,
+        bytes_received=body.bytes_received,
+        bytes_lacking=body.bytes_lacking,
+        bytes_state=body.bytes_state,
+        device=worker.device,
+    )
+    if record and proposal is not None:
+        _record(turn, proposal, body.step)
+
+
+def _record(turn: Turn, proposal: Proposal, step: int) -> None:
+    kept_it = [other.device for other in turn.job.workers.values() if other.kept == proposal.number]
+    turn.enter(Phase.RUNNING, plan=proposal.plan, proposal=None, give_up="", partial={})
+    turn.write(
+        PlanRecord(plan=proposal.plan, epoch=turn.epoch, step=step),
+        notes=(
+            turn.told("recorded", f"plan {proposal.number} is recorded", number=proposal.number, step=step),
+        ),
+        close=True,
+    )
+    if kept_it:  # all ranks act on one all-gather, so that this cannot be; going on would mix two plans
+        stop(
+            turn,
+            f"{', '.join(kept_it)} kept the plan before {proposal.number} while others swapped to it",
+        )
+
+
+def doubt(turn: Turn, worker: Worker, body: Doubt) -> None:
+    """A member does not know which plan holds, and stands still."""
+    if body.number >= turn.job.number:
+        stop(
+            turn,
+            f"{called(worker)} does not know whether the switch to plan "
+            f"{body.number} at step {body.step} took place: {body.reason}",
+        )
+
+
+def overdue(turn: Turn) -> None:
+    """Gives an open proposal up that is not prepared in time, or that an unreachable node cannot hear of."""
+    job = turn.job
+    if job.phase is not Phase.PROPOSED or job.give_up or job.proposal is None or job.settle_until is not None:
+        return
+    if turn.now - job.since >= turn.settings.prepare_seconds:
+        late = [
+            device
+            for device in job.proposal.plan.members
+            if (worker := job.workers.get(device)) is None or worker.prepared < job.proposal.number
+        ]
+        if late:  # once all are prepared the vote decides, however long a step takes
+            turn.set(give_up=f"not ready within {turn.settings.prepare_seconds:g} s: {', '.join(late)}")
+    old = job.plan.members if job.plan is not None else ()
+    for name in dict.fromkeys(device.rpartition("/")[0] for device in (*old, *job.proposal.plan.members)):
+        node = turn.nodes.get(name)
+        if node is not None and node.connected:
+            continue
+        if turn.now - (node.since if node is not None else job.since) >= turn.settings.reconnect_seconds:
+            turn.set(give_up=f"node {name} is unreachable")
+            return
+
+
+def abort(turn: Turn) -> None:
+    """Marks a proposal aborted that was given up; with no plan to go on under the job stops."""
+    job = turn.job
+    if job.phase is not Phase.PROPOSED or not job.give_up or job.settle_until is not None:
+        return
+    assert job.proposal is not None
+    if job.plan is None:
+        stop(turn, f"the first plan failed: {job.give_up}")
+        return
+    proposal = aborted(job.proposal, turn.epoch, job.give_up)
+    turn.enter(Phase.ABORTING, proposal=proposal)
+    told = turn.told("aborted", f"plan {proposal.number} is given up: {job.give_up}", number=proposal.number)
+    turn.write(proposal, notes=(told,))
+
+
+def all_kept(turn: Turn) -> None:
+    """The old plan goes on once every one of its members has said so."""
+    job = turn.job
+    if job.phase is not Phase.ABORTING or job.proposal is None:
+        return
+    if job.plan is None:  # found so in the store: the leader that aborted it ended before it could say more
+        stop(turn, f"the first plan failed: {job.proposal.reason}")
+        return
+    members = job.bound(job.plan)
+    if len(members) == len(job.plan.binding) and all(w.kept == job.proposal.number for w in members):
+        retry = turn.now + turn.settings.retry_seconds
+        turn.enter(Phase.RUNNING, proposal=None, give_up="", decided=None, not_before=retry)
+
+
+def _open(turn: Turn, number: int) -> bool:
+    proposal = turn.job.proposal
+    return turn.job.phase is Phase.PROPOSED and proposal is not None and proposal.number == number

@@ -1,0 +1,67 @@
+"""One step under way: the state so far and the effects collected. It never outlives its step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from elasticd.machines.job.effects import Effect, EventKind, Note, Send, Write
+from elasticd.machines.job.state import OVER, TRANSITIONS, JobState, NodeState, Phase, Settings, Worker
+from elasticd.messages import Closed, Down, Joined, Rejected, Shutdown
+from elasticd.records import DoneRecord, HistoryRecord, JobSpec, PlanRecord, Proposal
+
+
+class IllegalTransition(RuntimeError):
+    """A phase followed another that the table does not let it follow: an error of this program."""
+
+
+class Turn:
+    """Collects what one event does to one job. `nodes` and `epoch` are the leader's, read only here."""
+
+    def __init__(
+        self, job: JobState, nodes: Mapping[str, NodeState], epoch: int, settings: Settings, now: float
+    ) -> None:
+        self.job, self.nodes, self.epoch, self.settings, self.now = job, nodes, epoch, settings, now
+        self.effects: list[Effect] = []
+
+    @property
+    def over(self) -> bool:
+        return self.job.phase in OVER
+
+    def set(self, **changes: Any) -> None:
+        self.job = msgspec.structs.replace(self.job, **changes)
+
+    def enter(self, phase: Phase, **changes: Any) -> None:
+        """The next phase; raises `IllegalTransition` where the table lacks it."""
+        if phase not in TRANSITIONS[self.job.phase]:
+            raise IllegalTransition(f"job {self.job.job}: {self.job.phase.value} to {phase.value}")
+        self.set(phase=phase, since=self.now, **changes)
+
+    def worker(self, worker: Worker, **changes: Any) -> Worker:
+        """`worker` with changes, put in its place."""
+        changed = msgspec.structs.replace(worker, **changes)
+        self.set(workers={**self.job.workers, worker.device: changed})
+        return changed
+
+    def drop(self, device: str) -> None:
+        self.set(workers={name: worker for name, worker in self.job.workers.items() if name != device})
+
+    def note(self, kind: EventKind, text: str, **data: Any) -> None:
+        self.effects.append(self.told(kind, text, **data))
+
+    def told(self, kind: EventKind, text: str, **data: Any) -> Note:
+        """A note to be told later, as when a write is done."""
+        return Note(kind=kind, job=self.job.job, text=text, data=data)
+
+    def send(self, node: str, client: str, body: Rejected | Joined | Closed | Shutdown) -> None:
+        self.effects.append(Send(node=node, message=Down(client=client, body=body)))
+
+    def write(
+        self,
+        *records: JobSpec | PlanRecord | Proposal | HistoryRecord | DoneRecord,
+        notes: tuple[Note, ...] = (),
+        close: bool = False,
+    ) -> None:
+        self.effects.append(Write(job=self.job.job, records=records, notes=notes, close=close))

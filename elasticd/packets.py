@@ -1,0 +1,217 @@
+"""Messages over an agent's unix socket: one SOCK_SEQPACKET packet each, large ones in a memfd.
+
+    listener = listen(path)                agent
+    sock = connect(path)                   worker, torchrun
+    send(sock, data); receive(sock)        both; None is the other's end
+
+A packet keeps its borders, so there is nothing to reassemble. Above `LARGEST_PACKET` the kernel would refuse
+it sooner or later; then a sealed memory file travels in its place, which the receiver reads and closes.
+All functions work on blocking and on non-blocking sockets; the latter raise BlockingIOError as usual.
+Standard library only: a trainer imports this.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import os
+import socket
+import stat
+import struct
+import tempfile
+import time
+from pathlib import Path
+
+#: Bytes; larger messages travel by memfd.
+LARGEST_PACKET = 64 * 1024
+#: Bytes; a larger message is refused on both sides, for it is an error and not a message.
+LARGEST_MESSAGE = 1 << 30
+#: Names the agent's socket for everything that runs on a node.
+SOCKET_VARIABLE = "ELASTICD_SOCKET"
+
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_LONGEST_PATH = 107
+_RETRY_SECONDS = 0.05
+_ABSENT = (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR)
+
+
+class NoAgent(ConnectionError):
+    """Nobody listens at the socket; the message says what to do."""
+
+
+class SocketTaken(OSError):
+    """The path cannot be listened at: a living agent or another file is there."""
+
+
+class PacketError(OSError):
+    """The other end sent what is no message of ours, or a message is too large."""
+
+
+def default_path() -> str:
+    """`$ELASTICD_SOCKET`, else a path of this user's own, which agent and trainers agree upon."""
+    if named := os.environ.get(SOCKET_VARIABLE):
+        return named
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return os.path.join(runtime, "elasticd", "agent.sock")
+    return os.path.join(tempfile.gettempdir(), f"elasticd-{os.getuid()}", "agent.sock")
+
+
+def listen(path: str) -> socket.socket:
+    """A non-blocking listening socket at `path`, for this user alone. A dead agent's socket file is replaced.
+
+    Raises SocketTaken with the remedy.
+    """
+    _check_length(path)
+    _make_folder(Path(path).parent)
+    _remove_stale(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # Before the bind, so that there is no moment at which others could connect.
+        os.fchmod(listener.fileno(), 0o600)
+        listener.bind(path)
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise SocketTaken(f"cannot listen at {path}: {error.strerror}; choose another --socket") from error
+    listener.setblocking(False)
+    return listener
+
+
+def connect(path: str, timeout: float = 0.0) -> socket.socket:
+    """A blocking connection to the agent at `path`, tried for `timeout` seconds (at least once).
+
+    Raises NoAgent, which says how to start one.
+    """
+    _check_length(path)
+    deadline = time.monotonic() + timeout
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.connect(path)
+            return sock
+        except OSError as error:
+            sock.close()
+            if error.errno not in _ABSENT:
+                raise NoAgent(f"cannot reach the agent at {path}: {error.strerror}") from error
+            if time.monotonic() >= deadline:
+                raise NoAgent(
+                    f"no agent listens at {path}: start one with elasticd-agent, or set {SOCKET_VARIABLE}"
+                ) from None
+        time.sleep(_RETRY_SECONDS)
+
+
+def send(sock: socket.socket, data: bytes) -> None:
+    """Hand one message over. Raises BrokenPipeError when the other end is gone, ValueError for no bytes."""
+    if not data:
+        raise ValueError("an empty message cannot be told from the end of the connection")
+    if len(data) <= LARGEST_PACKET:
+        sock.send(data, socket.MSG_NOSIGNAL)
+        return
+    if len(data) > LARGEST_MESSAGE:
+        raise PacketError(f"a message of {len(data)} bytes is above the limit of {LARGEST_MESSAGE}")
+    fd = _filled_memfd(data)
+    try:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        sock.sendmsg([struct.pack("=Q", len(data))], rights, socket.MSG_NOSIGNAL)
+    finally:
+        os.close(fd)
+
+
+def receive(sock: socket.socket) -> bytes | None:
+    """The next message, or None at the end of the connection. Raises PacketError for what no `send` sent."""
+    try:
+        data, ancillary, flags, _ = sock.recvmsg(
+            LARGEST_PACKET, socket.CMSG_SPACE(struct.calcsize("i")), socket.MSG_CMSG_CLOEXEC
+        )
+    except ConnectionResetError:
+        # The other end closed with messages of ours unread.
+        return None
+    fds = _descriptors(ancillary)
+    try:
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 1:
+            raise PacketError("a packet was cut short: its sender does not speak elasticd's framing")
+        if not fds:
+            return data or None
+        return _read_memfd(fds[0], data)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _filled_memfd(data: bytes) -> int:
+    fd = os.memfd_create("elasticd-message", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        # Sealed, so that the receiver may trust that it neither shrinks nor changes while it reads.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _read_memfd(fd: int, header: bytes) -> bytes:
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    except OSError:
+        sealed = False
+    if not sealed or len(header) != 8:
+        raise PacketError("a descriptor came that is no sealed memory file: not elasticd's framing")
+    (size,) = struct.unpack("=Q", header)
+    if not 0 < size <= LARGEST_MESSAGE or os.fstat(fd).st_size != size:
+        raise PacketError(f"a memory file of {os.fstat(fd).st_size} bytes came where {size} were announced")
+    parts: list[bytes] = []
+    at = 0
+    while at < size:
+        parts.append(os.pread(fd, size - at, at))
+        at += len(parts[-1])
+    return b"".join(parts)
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)
+
+
+def _check_length(path: str) -> None:
+    if not path or len(os.fsencode(path)) > _LONGEST_PATH:
+        raise SocketTaken(
+            f"the socket path {path!r} has {len(os.fsencode(path))} bytes, and a unix socket's has 1 to "
+            f"{_LONGEST_PATH}: choose a shorter one with --socket or {SOCKET_VARIABLE}"
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SocketTaken(
+            f"cannot make {folder} for the socket: {error.strerror}; choose another --socket"
+        ) from error
+
+
+def _remove_stale(path: str) -> None:
+    """Clear the way if nobody listens at `path` any more."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise SocketTaken(f"{path} is a file and no socket: remove it, or choose another --socket")
+    try:
+        connect(path).close()
+    except NoAgent as gone:
+        if gone.__cause__ is not None:
+            raise SocketTaken(f"{gone}; choose another --socket") from gone
+        os.unlink(path)
+        return
+    raise SocketTaken(
+        f"another agent listens at {path}: stop it, or give this one its own --socket "
+        f"and set {SOCKET_VARIABLE} to it for the trainers"
+    )

@@ -1,0 +1,290 @@
+"""The rendezvous of the live mode: one torchrun, its agent, and nobody else.
+
+A torchrun asks its agent to take part in the job, starts its workers once the nodes are
+complete, and is left alone from then on: nodes that come or go never restart it. What torchrun's agents would
+exchange over a shared store (how many workers each starts, hence the ranks) goes through the leader's store,
+where a late node finds it without the others; each computes the ranks for itself. The rest, the exit barrier
+above all, stays in the process, so that a torchrun that ends waits for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from elasticd import messages, packets
+from elasticd.messages import (
+    Closed,
+    Join,
+    Joined,
+    Leave,
+    Rejected,
+    Shutdown,
+    StoreAnswer,
+    StoreCall,
+    ToWorker,
+)
+
+BACKEND = "elasticd"
+#: Seconds to wait for the agent's socket, so that agent and torchrun may be started side by side.
+AGENT_SECONDS = 5.0
+#: torch's own keys: what each agent says of itself, the ranks that follow, the end of the exit barrier.
+ROLE_INFO = "torchelastic/role_info/"
+ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
+EXIT_BARRIER = "torchelastic/agent/terminal_state/last_member"
+#: In the leader's store; every round of a job says the same there.
+PREFIX = "rdzv/"
+_STORE_SECONDS = 60.0
+
+
+class Refusal(RendezvousError, SystemExit):
+    """Taking part is impossible. A RendezvousError to a program; uncaught, it ends torchrun with its message
+    and without a traceback."""
+
+    def __init__(self, reason: str) -> None:
+        self.code = f"elasticd: {reason}"
+        super().__init__(self.code)
+
+
+class JobOver(RendezvousClosedError, SystemExit):
+    """The job has ended. Not torch's RendezvousGracefulExitError: after that one at its first rendezvous
+    torchrun 2.13 fails on an AttributeError. Uncaught, this ends torchrun in good order, with code 0."""
+
+    def __init__(self, reason: str) -> None:
+        self.code = 0
+        super().__init__(reason)
+
+
+def create_handler(parameters: RendezvousParameters) -> Handler:
+    """The handler for torchrun's options. Raises Refusal for options that cannot work."""
+    mode = str(parameters.get("mode", "live"))
+    if mode == "restart":
+        raise Refusal("--rdzv-conf mode=restart is not supported yet: leave it out for the live mode")
+    if mode != "live":
+        raise Refusal(f"--rdzv-conf mode={mode} is unknown: leave it out, or say mode=live")
+    if parameters.run_id in ("", "none"):
+        raise Refusal("name the job: torchrun --rdzv-id=NAME; torch's default 'none' would be shared by all")
+    if "/" in parameters.run_id:
+        raise Refusal(
+            f"--rdzv-id={parameters.run_id} must not contain '/': it becomes a part of keys in etcd"
+        )
+    wait = str(parameters.get("agent_timeout", AGENT_SECONDS))
+    try:
+        seconds = float(wait)
+    except ValueError:
+        raise Refusal(f"--rdzv-conf agent_timeout={wait} must be a number of seconds, as 5") from None
+    return Handler(parameters, seconds)
+
+
+class Handler(RendezvousHandler):
+    """One torchrun's part in a job."""
+
+    def __init__(self, parameters: RendezvousParameters, agent_seconds: float) -> None:
+        self._job = parameters.run_id
+        self._nodes = (parameters.min_nodes, parameters.max_nodes)
+        self._path = parameters.endpoint or packets.default_path()
+        self._agent_seconds = agent_seconds
+        self._agent: AgentCalls | None = None
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._job
+
+    @property
+    def use_agent_store(self) -> bool:
+        # No worker is to serve a store at MASTER_ADDR: there is no group over the whole job.
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Blocks until the job's nodes are complete. Raises Refusal or JobOver."""
+        joined = self._join()
+        assert self._agent is not None
+        store = RankStore(self._agent, joined)
+        return RendezvousInfo(store, joined.node_rank, joined.nodes, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """A job ends by its last step, not by one of its torchruns."""
+
+    def num_nodes_waiting(self) -> int:
+        """Always 0: nodes that come or go restart nobody."""
+        return 0
+
+    def shutdown(self) -> bool:
+        if self._agent is not None:
+            self._agent.leave(self._job)
+            self._agent = None
+        return True
+
+    def _join(self) -> Joined:
+        join = Join(job=self._job, min_nodes=self._nodes[0], max_nodes=self._nodes[1], pid=os.getpid())
+        while True:
+            if self._agent is None:
+                self._agent = AgentCalls(self._path, self._agent_seconds)
+            answer = self._agent.join(join)
+            if answer is None:
+                # The agent ended; its successor is asked anew, if there is one.
+                self._agent = None
+            elif isinstance(answer, Joined):
+                return answer
+            else:
+                self._turned_away(answer)
+
+    def _turned_away(self, answer: Closed | Rejected | Shutdown) -> None:
+        self.shutdown()
+        if isinstance(answer, Closed):
+            print(f"elasticd: nothing to do: {answer.reason}", file=sys.stderr, flush=True)
+            raise JobOver(answer.reason)
+        raise Refusal(answer.reason)
+
+
+class AgentCalls:
+    """Questions to the agent, one at a time, over a connection of this torchrun's own."""
+
+    def __init__(self, path: str, seconds: float) -> None:
+        self._ids = itertools.count(1)
+        try:
+            self._sock = packets.connect(path, seconds)
+        except OSError as error:
+            raise Refusal(str(error)) from None
+
+    def join(self, body: Join) -> Joined | Closed | Rejected | Shutdown | None:
+        """Ask to take part and wait for the answer; None when the agent is gone."""
+        # Whoever hung up may have said why before.
+        with contextlib.suppress(OSError):
+            packets.send(self._sock, messages.encode(body))
+        for answer in self._answers(None):
+            if isinstance(answer, Joined | Closed | Rejected | Shutdown):
+                return answer
+        self._sock.close()
+        return None
+
+    def call(self, op: Any, key: str, value: bytes = b"", seconds: float = _STORE_SECONDS) -> StoreAnswer:
+        """A call on the leader's store. Raises RuntimeError, as torch's stores do, when it fails."""
+        call = StoreCall(id=next(self._ids), op=op, key=key, value=value, seconds=seconds)
+        packets.send(self._sock, messages.encode(call))
+        # The agent answers for the leader a little after the deadline, at the latest.
+        for answer in self._answers(seconds + 5.0):
+            if isinstance(answer, StoreAnswer) and answer.id == call.id:
+                if answer.error is not None:
+                    raise RuntimeError(f"{op} {key} in the leader's store: {answer.error}")
+                return answer
+            if isinstance(answer, Rejected | Shutdown):
+                raise Refusal(answer.reason)
+        raise RuntimeError(f"{op} {key} in the leader's store: no answer from the agent")
+
+    def leave(self, job: str) -> None:
+        """Say that this torchrun ends, if anybody still listens."""
+        try:
+            packets.send(self._sock, messages.encode(Leave(job=job)))
+        except OSError:
+            return
+        finally:
+            self._sock.close()
+
+    def _answers(self, seconds: float | None) -> Iterator[ToWorker]:
+        """What the agent says, until it hangs up or `seconds` have passed."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            self._sock.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
+            try:
+                data = packets.receive(self._sock)
+            except TimeoutError:
+                return
+            finally:
+                self._sock.settimeout(None)
+            if data is None:
+                return
+            yield messages.to_worker(data)
+
+
+class RankStore(Store):
+    """torchrun's own store: private to this process, but for `role_info`, which the leader keeps for all.
+
+    The ranks of a node are computed from that (the workers of the nodes before it come first, as torch counts
+    them), so that no node waits for node 0 to assign them.
+    """
+
+    def __init__(self, agent: AgentCalls, joined: Joined) -> None:
+        super().__init__()
+        self._agent = agent
+        self._joined = joined
+        self._values: dict[str, bytes] = {EXIT_BARRIER: b"1"}
+        self._timeout = timedelta(seconds=_STORE_SECONDS)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._values[key] = data
+        if key.startswith(ROLE_INFO):
+            self._agent.call("set", PREFIX + key, data)
+
+    def get(self, key: str) -> bytes:
+        if key.startswith(ASSIGNED_RANKS):
+            return self._assigned(int(key.removeprefix(ASSIGNED_RANKS)))
+        if key not in self._values:
+            if not key.startswith(ROLE_INFO):
+                raise RuntimeError(f"{key} is not in this torchrun's private store, and nobody else sets it")
+            seconds = self._timeout.total_seconds()
+            self._values[key] = self._agent.call("get", PREFIX + key, seconds=seconds).value
+        return self._values[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values or key.startswith(ASSIGNED_RANKS) for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(self._values)
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def _assigned(self, node: int) -> bytes:
+        """[first rank, world size, first rank in the role, role's size], as torch's own agents write it."""
+        infos = [json.loads(self.get(f"{ROLE_INFO}{i}")) for i in range(self._joined.nodes)]
+        role = infos[node]["role"]
+        sizes = [int(info["local_world_size"]) for info in infos]
+        alike = [size if info["role"] == role else 0 for size, info in zip(sizes, infos, strict=True)]
+        return json.dumps([sum(sizes[:node]), sum(sizes), sum(alike[:node]), sum(alike)]).encode()

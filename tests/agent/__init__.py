@@ -1,0 +1,1 @@
+"""Tests of the agent, by itself and with a real torchrun."""

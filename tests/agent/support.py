@@ -1,0 +1,223 @@
+"""What the agent's tests talk to: a leader of a few lines on the real wire, an agent on a thread, trainers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from elasticd_agent.daemon import Agent
+from elasticd_planner.rules import ModelSpec
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.server import Server, ServerConnection, serve
+
+from elasticd import messages, packets
+from elasticd.config import Config
+from elasticd.messages import (
+    AgentHello,
+    Closed,
+    Down,
+    Hello,
+    Join,
+    Joined,
+    Leave,
+    StoreAnswer,
+    StoreCall,
+    ToLeader,
+    ToWorker,
+    Up,
+    Welcome,
+)
+from elasticd.records import JobSpec, Keys
+from elasticd.store.leader import Leadership, campaign
+from elasticd.store.protocol import Store
+
+DEADLINE = 20.0
+CLUSTER = "test"
+T = TypeVar("T")
+M = TypeVar("M", bound=messages.Message)
+
+
+def until(condition: Callable[[], T], seconds: float = DEADLINE) -> T:
+    """The first true value of `condition`; fails when none comes in time."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "this never became true"
+        time.sleep(0.01)
+    return value
+
+
+def spec(job: str) -> JobSpec:
+    model = ModelSpec(name="m", embed=(), kinds=((),), layers=(0, 0), head=())
+    return JobSpec(job=job, model=model, global_batch=2, micro_batch=1, samples=10, sample_tokens=8.0, seed=0)
+
+
+class Leader:
+    """Elected in a real store; keeps what it hears, answers joins once `nodes` of them came, keeps keys."""
+
+    def __init__(self, store: Store, nodes: int = 1, ttl: int = 60) -> None:
+        self.heard: list[ToLeader] = []
+        self.connections: list[ServerConnection] = []
+        self.over = ""
+        self._store, self._nodes, self._ttl = store, nodes, ttl
+        self._joined: dict[str, tuple[ServerConnection, str]] = {}
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._server: Server = serve(self._agent, "127.0.0.1", 0, max_size=None)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.socket.getsockname()[1]}"
+        self._leadership: Leadership | None = None
+
+    def lead(self) -> Leader:
+        keys = Keys(cluster=CLUSTER)
+        self._leadership = campaign(self._store, keys.leader, "mini", self.url, self._ttl)
+        return self
+
+    @property
+    def epoch(self) -> int:
+        assert self._leadership is not None
+        return self._leadership.term
+
+    def close(self) -> None:
+        self.hang_up()
+        self._server.shutdown()
+        self._thread.join(DEADLINE)
+        if self._leadership is not None:
+            self._leadership.resign(self._store)
+
+    def hang_up(self) -> None:
+        """Break every connection, as a network would."""
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_RDWR)
+
+    def send(self, message: Down) -> None:
+        """To every agent that is connected; each drops what is not for it."""
+        for connection in self.connections:
+            with contextlib.suppress(ConnectionClosed):
+                connection.send(messages.encode(message))
+
+    def bodies(self, kind: type[M]) -> list[M]:
+        """What clients said of this kind, through all connections."""
+        return [m.body for m in list(self.heard) if isinstance(m, Up) and isinstance(m.body, kind)]
+
+    def client(self, device: str) -> str:
+        return next(m.client for m in reversed(self.heard) if isinstance(m, Up) and m.device == device)
+
+    def _agent(self, connection: ServerConnection) -> None:
+        assert connection.request is not None
+        assert connection.request.path == "/v1/agent"
+        self.connections.append(connection)
+        node = ""
+        with contextlib.suppress(ConnectionClosed, OSError):
+            for data in connection:
+                message = messages.to_leader(data if isinstance(data, bytes) else data.encode())
+                self.heard.append(message)
+                if isinstance(message, AgentHello):
+                    node = message.record.node
+                elif isinstance(message, Up):
+                    self._answer(connection, node, message)
+        self.connections.remove(connection)
+
+    def _answer(self, connection: ServerConnection, node: str, up: Up) -> None:
+        if isinstance(up.body, StoreCall):
+            threading.Thread(target=self._call, args=(connection, up, up.body), daemon=True).start()
+        elif isinstance(up.body, Leave):
+            self._joined.pop(node, None)
+        elif isinstance(up.body, Join) and self.over:
+            connection.send(messages.encode(Down(client=up.client, body=Closed(reason=self.over))))
+        elif isinstance(up.body, Join):
+            self._joined[node] = (connection, up.client)
+            if len(self._joined) == self._nodes:
+                for rank, (_, (to, client)) in enumerate(sorted(self._joined.items())):
+                    joined = Joined(node_rank=rank, nodes=self._nodes)
+                    to.send(messages.encode(Down(client=client, body=joined)))
+
+    def _call(self, connection: ServerConnection, up: Up, call: StoreCall) -> None:
+        with self._changed:
+            if call.op == "set":
+                self._values[call.key] = call.value
+                self._changed.notify_all()
+                answer = StoreAnswer(id=call.id)
+            elif self._changed.wait_for(lambda: call.key in self._values, call.seconds):
+                answer = StoreAnswer(id=call.id, value=self._values[call.key])
+            else:
+                answer = StoreAnswer(id=call.id, error="it never came")
+        with contextlib.suppress(ConnectionClosed, OSError):
+            connection.send(messages.encode(Down(client=up.client, body=answer)))
+
+
+class RunningAgent:
+    """An agent on a thread of its own; `error` is what its `run` raised."""
+
+    def __init__(self, config: Config, store: Store, lease_seconds: int = 3) -> None:
+        self.agent = Agent(config, store, lease_seconds=lease_seconds)
+        self.error: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self.agent.stop)
+        self.join()
+
+    def join(self) -> None:
+        self._thread.join(DEADLINE)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        async def main() -> None:
+            self._loop = asyncio.get_running_loop()
+            await self.agent.run()
+
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            self.error = error
+
+
+class Trainer:
+    """A worker's or a torchrun's end of the agent's socket, played by the test's own process."""
+
+    def __init__(self, path: str) -> None:
+        self.sock = packets.connect(path, DEADLINE)
+        self.sock.settimeout(DEADLINE)
+
+    def say(self, body: messages.Message) -> None:
+        packets.send(self.sock, messages.encode(body))
+
+    def hear(self) -> ToWorker | None:
+        data = packets.receive(self.sock)
+        return None if data is None else messages.to_worker(data)
+
+    def hello(self, rank: int, job: str = "job") -> ToWorker | None:
+        self.say(Hello(job=job, local_rank=rank, world_size=2, pid=os.getpid(), spec=spec(job)))
+        return self.hear()
+
+    def welcomed(self, rank: int, job: str = "job") -> Welcome:
+        answer = self.hello(rank, job)
+        assert isinstance(answer, Welcome), answer
+        return answer
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+@contextlib.contextmanager
+def closing_all() -> Iterator[Callable[[T], T]]:
+    """Register what has `close` or `stop`; it is called on every path, last first."""
+    with contextlib.ExitStack() as stack:
+
+        def register(thing: T) -> T:
+            stack.callback(getattr(thing, "stop", None) or thing.close)  # type: ignore[attr-defined]
+            return thing
+
+        yield register

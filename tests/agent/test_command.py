@@ -1,0 +1,94 @@
+"""`elasticd-agent` as a command: it serves, it ends cleanly, and bad input ends in one message."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd.records import Keys
+from elasticd.store.etcd import EtcdStore
+from elasticd.store.server import EtcdServer
+from elasticd.store.session import EtcdOptions
+from tests.agent.support import CLUSTER, DEADLINE, Trainer, until
+
+COMMAND = [sys.executable, "-m", "elasticd_agent"]
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
+
+
+def refused(*options: str) -> str:
+    """What the command says on its way to a non-zero end."""
+    done = subprocess.run(
+        [*COMMAND, *options], capture_output=True, text=True, timeout=60, env=environment(), check=False
+    )
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer(fsync=False) as server:
+        yield server
+
+
+def test_etcd_that_is_not_there_is_named_with_the_remedy(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, not listening: nobody answers, nobody else takes it
+        endpoint = f"127.0.0.1:{unused.getsockname()[1]}"
+        said = refused("--etcd", endpoint, "--socket", str(tmp_path / "a.sock"), "--node", "n0")
+    assert f"no etcd can be used at {endpoint}" in said
+    assert "start it, or name yours with --etcd" in said
+    assert not (tmp_path / "a.sock").exists()
+
+
+def test_unknown_key_in_the_configuration_is_named(tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text("[agent]\ndevises = 2\n")
+    said = refused("--config", str(tmp_path / "e.toml"))
+    assert "[agent] has no key 'devises' (= 2): did you mean 'devices'?" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_wrong_option_is_named() -> None:
+    assert "No such option" in refused("--nod", "a")
+    assert "node = 'a/b'" in refused("--node", "a/b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_agent_cleanly_and_spares_its_workers(
+    etcd: EtcdServer, tmp_path: Path, number: signal.Signals
+) -> None:
+    path = str(tmp_path / "a.sock")
+    options = ["--node", "n0", "--socket", path, "--devices", "2", "--memory", "1 MiB"]
+    process = subprocess.Popen(
+        [*COMMAND, *options, "--etcd", etcd.endpoint, "--cluster", CLUSTER],
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    store = EtcdStore(EtcdOptions(endpoints=(etcd.endpoint,)))
+    try:
+        trainer = Trainer(path)
+        assert trainer.welcomed(1).device == "n0/1"
+        until(lambda: len(store.snapshot(Keys(cluster=CLUSTER).root).items) == 2)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=DEADLINE)
+        assert process.returncode == 0, said
+        assert "Traceback" not in said
+        assert trainer.hear() is None
+        assert store.snapshot(Keys(cluster=CLUSTER).root).items == ()
+        assert not Path(path).exists()
+    finally:
+        process.kill()
+        process.wait()
+        store.close()

@@ -1,0 +1,364 @@
+"""The agent as a whole, on a real socket and a real WebSocket, over the store in memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elasticd_agent.daemon import AgentError
+from elasticd_agent.registrar import NodeTaken
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+
+from elasticd import messages, packets
+from elasticd.config import AgentSection, ClusterSection, Config, EmulateSection
+from elasticd.messages import (
+    AgentHello,
+    AgentRejected,
+    Down,
+    Finished,
+    Goodbye,
+    Hello,
+    Join,
+    Joined,
+    Kept,
+    Pace,
+    Propose,
+    Rejected,
+    StoreAnswer,
+    StoreCall,
+    Welcome,
+    WorkerLost,
+)
+from elasticd.records import Keys, MemberRecord, NodeRecord, Proposal, decode, encode
+from elasticd.store.memory import MemoryServer, MemoryStore
+from tests.agent.support import CLUSTER, Leader, RunningAgent, Trainer, closing_all, spec, until
+
+KEYS = Keys(cluster=CLUSTER)
+WORKER = """
+import os, sys
+from elasticd import messages, packets
+sock = packets.connect(sys.argv[1], 20)
+data = sys.stdin.buffer.readline()
+hello = messages.from_worker(data)
+import msgspec
+packets.send(sock, messages.encode(msgspec.structs.replace(hello, pid=os.getpid())))
+print(packets.receive(sock).decode(), flush=True)
+if sys.stdin.buffer.readline().strip() == b"goodbye":
+    packets.send(sock, messages.encode(messages.Goodbye()))
+"""
+
+
+class Node:
+    """A store, a leader and a way to start agents, all ended with the test."""
+
+    def __init__(self, register: Callable[[Any], Any], folder: Path) -> None:
+        self.register = register
+        self.folder = folder
+        self.server = MemoryServer()
+        self.store = MemoryStore(self.server)
+        self.path = str(folder / "a.sock")
+
+    def leader(self) -> Leader:
+        leader: Leader = self.register(Leader(self.store))
+        return leader.lead()
+
+    def config(self, node: str = "n0", path: str | None = None, **sections: Any) -> Config:
+        agent = AgentSection(node=node, socket=path or self.path, devices=2, memory=1 << 20)
+        return Config(cluster=ClusterSection(name=CLUSTER), agent=agent, **sections)
+
+    def agent(self, node: str = "n0", path: str | None = None, ttl: int = 3, **sections: Any) -> RunningAgent:
+        config = self.config(node, path, **sections)
+        running: RunningAgent = self.register(RunningAgent(config, MemoryStore(self.server), ttl))
+        return running
+
+    def trainer(self, path: str | None = None) -> Trainer:
+        trainer: Trainer = self.register(Trainer(path or self.path))
+        return trainer
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    with closing_all() as register:
+        yield Node(register, tmp_path)
+
+
+@pytest.fixture
+def worker_process(node: Node) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WORKER, node.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    hello = Hello(job="job", local_rank=1, world_size=1, pid=0, spec=spec("job"))
+    process.stdin.write(messages.encode(hello) + b"\n")
+    process.stdin.flush()
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def lost(leader: Leader) -> list[WorkerLost]:
+    return [message for message in list(leader.heard) if isinstance(message, WorkerLost)]
+
+
+def plan(number: int, binding: dict[str, str]) -> Plan:
+    stage = Stage(start=0, stop=2, devices=tuple(binding), shares=(1,) * len(binding))
+    module = ModulePlan(module="m", pipelines=(Pipeline(stages=(stage,), micro_batches=2),))
+    strategies = (Strategy(modules=(module,)),)
+    return Plan(number=number, strategies=strategies, micro_batch=1, global_batch=2, binding=binding)
+
+
+def test_worker_is_welcomed_and_written_to_the_store(node: Node) -> None:
+    leader = node.leader()
+    node.agent()
+    welcome = node.trainer().welcomed(1)
+    assert (welcome.device, welcome.address, welcome.pace) == ("n0/1", "127.0.0.1", None)
+    item = until(lambda: node.store.get(KEYS.member("job", "n0/1")))
+    member = decode(item.value, MemberRecord)
+    assert member == MemberRecord(device="n0/1", incarnation=welcome.incarnation, pid=os.getpid())
+    found = node.store.get(KEYS.node("n0"))
+    assert found is not None
+    assert found.lease == item.lease != 0
+    assert [device.name for device in decode(found.value, NodeRecord).devices] == ["n0/0", "n0/1"]
+    until(lambda: leader.bodies(Hello))
+    assert isinstance(leader.heard[0], AgentHello)
+
+
+def test_every_hello_is_another_incarnation(node: Node) -> None:
+    node.agent()
+    first = node.trainer()
+    one = first.welcomed(0).incarnation
+    first.close()
+    trainer = node.trainer()
+    while isinstance(answer := trainer.hello(0), Rejected):  # its process lives, so it may linger a little
+        assert "one job at a time" in answer.reason
+        trainer = node.trainer()
+    assert isinstance(answer, Welcome)
+    assert answer.incarnation != one
+    assert len(one) == 8
+
+
+def test_rank_without_a_device_is_told_how_many_there_are(node: Node) -> None:
+    node.agent()
+    trainer = node.trainer()
+    answer = trainer.hello(2)
+    assert isinstance(answer, Rejected)
+    assert "--nproc-per-node=2 at most" in answer.reason
+    assert trainer.hear() is None
+
+
+def test_words_that_are_none_end_the_connection_with_the_reason(node: Node) -> None:
+    node.agent()
+    for words, reason in ((b"{}", "does not understand"), (messages.encode(Goodbye()), "Hello or Join")):
+        trainer = node.trainer()
+        packets.send(trainer.sock, words)
+        answer = trainer.hear()
+        assert isinstance(answer, Rejected)
+        assert reason in answer.reason
+        assert trainer.hear() is None
+    assert node.trainer().welcomed(0)
+
+
+def test_killed_worker_is_lost_at_once_and_its_key_goes(
+    node: Node, worker_process: subprocess.Popen[bytes]
+) -> None:
+    leader = node.leader()
+    node.agent()
+    assert worker_process.stdout is not None
+    welcome = messages.to_worker(worker_process.stdout.readline())
+    assert isinstance(welcome, Welcome)
+    until(lambda: node.store.get(KEYS.member("job", "n0/1")))
+    until(lambda: leader.bodies(Hello))
+    worker_process.send_signal(signal.SIGKILL)
+    (gone,) = until(lambda: lost(leader))
+    assert (gone.device, gone.incarnation, gone.clean) == ("n0/1", welcome.incarnation, False)
+    assert gone.how == "its process ended"
+    until(lambda: node.store.get(KEYS.member("job", "n0/1")) is None)
+
+
+def test_worker_that_says_goodbye_ended_cleanly(node: Node, worker_process: subprocess.Popen[bytes]) -> None:
+    leader = node.leader()
+    node.agent()
+    assert worker_process.stdin is not None
+    worker_process.stdin.write(b"goodbye\n")
+    worker_process.stdin.close()
+    worker_process.stdin = None
+    (gone,) = until(lambda: lost(leader))
+    assert gone.clean
+
+
+def test_outcome_said_while_the_leader_is_away_reaches_its_successor(node: Node) -> None:
+    leader = node.leader()
+    node.agent()
+    trainer = node.trainer()
+    trainer.welcomed(0)
+    until(lambda: leader.bodies(Hello))
+    leader.close()
+    trainer.say(Kept(number=3, step=7))
+    trainer.say(Finished(step=8))
+    successor = node.leader()
+    until(lambda: successor.bodies(Finished))
+    assert successor.bodies(Kept) == [Kept(number=3, step=7)]
+    kinds = [type(getattr(message, "body", message)) for message in successor.heard]
+    assert kinds == [AgentHello, Hello, Kept, Finished]
+
+
+def test_broken_link_comes_back_and_says_everything_again(node: Node) -> None:
+    leader = node.leader()
+    node.agent()
+    trainer = node.trainer()
+    trainer.welcomed(0)
+    until(lambda: leader.bodies(Hello))
+    leader.hang_up()
+    until(lambda: len(leader.bodies(Hello)) == 2)
+
+
+def test_proposal_in_the_store_reaches_the_worker_and_a_stale_one_does_not(node: Node) -> None:
+    leader = node.leader()
+    node.agent()
+    trainer = node.trainer()
+    binding = {"n0/0": trainer.welcomed(0).incarnation}
+    until(lambda: leader.bodies(Hello))
+    for number, epoch in ((1, leader.epoch - 1), (2, leader.epoch)):
+        record = Proposal(number=number, epoch=epoch, plan=plan(number, binding), old=None)
+        node.store.put(KEYS.job("job", "proposal"), encode(record))
+    answer = trainer.hear()
+    assert isinstance(answer, Propose)
+    assert answer.proposal == record
+
+
+def test_call_on_the_bootstrap_store_and_its_answer_pass_through(node: Node) -> None:
+    leader = node.leader()
+    node.agent()
+    trainer = node.trainer()
+    trainer.welcomed(0)
+    trainer.say(StoreCall(id=1, op="set", key="k", value=b"\x00\xff" * 100_000))
+    assert trainer.hear() == StoreAnswer(id=1)
+    trainer.say(StoreCall(id=2, op="get", key="k"))
+    assert trainer.hear() == StoreAnswer(id=2, value=b"\x00\xff" * 100_000)
+    assert leader.bodies(StoreCall)
+
+
+def test_call_without_a_leader_fails_at_its_deadline(node: Node) -> None:
+    node.agent()
+    trainer = node.trainer()
+    trainer.welcomed(0)
+    trainer.say(StoreCall(id=1, op="get", key="k", seconds=0.1))
+    answer = trainer.hear()
+    assert isinstance(answer, StoreAnswer)
+    assert answer.error == "no leader can be reached"
+
+
+def test_chaos_reaches_the_device_with_the_emulated_times(node: Node) -> None:
+    leader = node.leader()
+    node.agent(emulate=EmulateSection(enabled=True, forward=1e-4, backward=2e-4, memory=1 << 20))
+    trainer = node.trainer()
+    assert trainer.welcomed(0).pace == Pace(forward=1e-4, backward=2e-4)
+    until(lambda: leader.bodies(Hello))
+    leader.send(Down(client="device:n0/0", body=Pace(factor=3.0)))
+    assert trainer.hear() == Pace(forward=1e-4, backward=2e-4, factor=3.0)
+
+
+def test_torchrun_joins_and_a_leader_that_comes_later_hears_of_it(node: Node) -> None:
+    node.agent()
+    torchrun = node.trainer()
+    torchrun.say(Join(job="job", min_nodes=1, max_nodes=1, pid=os.getpid()))
+    leader = node.leader()
+    assert torchrun.hear() == Joined(node_rank=0, nodes=1)
+    assert leader.bodies(Join)
+
+
+def test_agent_that_the_leader_rejects_ends_with_its_reason(node: Node) -> None:
+    leader = node.leader()
+    running = node.agent()
+    until(lambda: leader.connections)
+    leader.connections[0].send(messages.encode(AgentRejected(reason="wrong release")))
+    running.join()
+    assert isinstance(running.error, AgentError)
+    assert str(running.error) == "wrong release"
+
+
+def test_outage_of_the_store_leaves_the_workers_alone_and_the_keys_catch_up(node: Node) -> None:
+    leader = node.leader()
+    node.agent()
+    until(lambda: leader.connections)
+    node.server.outage(True)
+    trainer = node.trainer()
+    trainer.welcomed(0)
+    trainer.say(Kept(number=1, step=1))
+    until(lambda: leader.bodies(Kept))
+    node.server.outage(False)
+    until(lambda: node.store.get(KEYS.member("job", "n0/0")))
+
+
+def test_lost_lease_is_replaced_and_all_keys_written_again(node: Node) -> None:
+    node.agent()
+    node.trainer().welcomed(0)
+    item = until(lambda: node.store.get(KEYS.member("job", "n0/0")))
+    node.store.revoke(item.lease)
+    again = until(lambda: node.store.get(KEYS.member("job", "n0/0")))
+    assert again.lease != item.lease
+    assert until(lambda: node.store.get(KEYS.node("n0"))).lease == again.lease
+
+
+# -- one agent for a node ------------------------------------------------------------------------------------
+
+
+def test_second_agent_under_one_node_name_ends_and_the_first_goes_on(node: Node) -> None:
+    first = node.agent(ttl=1)
+    until(lambda: node.store.get(KEYS.node("n0")))
+    second = node.agent(path=str(node.folder / "b.sock"), ttl=1)
+    second.join()
+    assert isinstance(second.error, NodeTaken)
+    assert f"node 'n0' is served by agent {first.agent.record.agent}" in str(second.error)
+    assert "--node" in str(second.error)
+    assert not (node.folder / "b.sock").exists()
+    assert node.trainer().welcomed(0)
+
+
+def test_successor_of_a_crashed_agent_waits_for_its_lease_and_serves(node: Node) -> None:
+    lease = node.store.grant(1)
+    node.store.put(KEYS.node("n0"), encode(NodeRecord(node="n0", devices=(), address="x", agent="dead")), lease)
+    packets.listen(node.path).close()  # a crashed agent leaves its socket file, too
+    running = node.agent(ttl=1)
+    assert node.trainer().welcomed(0)
+    found = node.store.get(KEYS.node("n0"))
+    assert found is not None
+    assert decode(found.value, NodeRecord).agent == running.agent.record.agent
+
+
+def test_second_agent_at_one_socket_ends_and_the_first_goes_on(node: Node) -> None:
+    node.agent()
+    node.trainer().welcomed(0)
+    second = node.agent(node="n1")
+    second.join()
+    assert isinstance(second.error, packets.SocketTaken)
+    assert node.trainer().welcomed(1)
+
+
+def test_stopped_agent_leaves_no_key_and_no_socket_behind(node: Node) -> None:
+    running = node.agent()
+    trainer = node.trainer()
+    trainer.welcomed(0)
+    until(lambda: node.store.get(KEYS.member("job", "n0/0")))
+    running.stop()
+    assert running.error is None
+    assert node.store.snapshot(KEYS.root).items == ()
+    assert not Path(node.path).exists()
+    assert trainer.hear() is None
+
+
+def test_messages_wait_for_a_worker_that_reads_late(node: Node) -> None:
+    leader = node.leader()
+    node.agent()
+    trainer = node.trainer()
+    trainer.welcomed(0)
+    until(lambda: leader.bodies(Hello))
+    for _ in range(400):  # more than the socket takes without a reader
+        leader.send(Down(client="device:n0/0", body=Rejected(reason="x" * 3000)))
+    assert all(isinstance(trainer.hear(), Rejected) for _ in range(400))

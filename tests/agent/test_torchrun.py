@@ -1,0 +1,188 @@
+"""A real torchrun over real agents: ranks, clean ends, and what stands in its way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticd.config import AgentSection, ClusterSection, Config
+from elasticd.messages import Goodbye, Hello, Join, Leave, WorkerLost
+from elasticd.store.memory import MemoryServer, MemoryStore
+from tests.agent.support import CLUSTER, Leader, RunningAgent, closing_all, until
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import json, os, sys
+from tests.agent.support import Trainer, spec
+from elasticd.messages import Goodbye, Hello
+job = os.environ["TORCHELASTIC_RUN_ID"]
+trainer = Trainer(sys.argv[1])
+hello = Hello(job=job, local_rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
+              pid=os.getpid(), spec=spec(job))
+trainer.say(hello)
+welcome = trainer.hear()
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+with open(os.path.join(sys.argv[2], f"{os.getpid()}.json"), "w") as file:
+    json.dump({"device": getattr(welcome, "device", None), "pid": os.getpid(),
+               **{name: int(os.environ[name]) for name in names}}, file)
+if not hasattr(welcome, "device"):
+    sys.exit(welcome.reason)
+if "wait" in sys.argv:
+    trainer.hear()
+trainer.say(Goodbye())
+"""
+
+
+class Nodes:
+    """Two agents, a leader, and torchruns on either node."""
+
+    def __init__(self, register: Callable[[Any], Any], folder: Path, nodes: int) -> None:
+        server = MemoryServer()
+        self.folder, self.register = folder, register
+        self.leader: Leader = register(Leader(MemoryStore(server), nodes=nodes)).lead()
+        self.script = folder / "train.py"
+        self.script.write_text(SCRIPT)
+        (folder / "out").mkdir()
+        for name in ("alpha", "beta"):
+            agent = AgentSection(node=name, socket=self.path(name), devices=2, memory=1 << 20)
+            config = Config(cluster=ClusterSection(name=CLUSTER), agent=agent)
+            register(RunningAgent(config, MemoryStore(server)))
+
+    def path(self, node: str) -> str:
+        return str(self.folder / f"{node}.sock")
+
+    def torchrun(self, node: str, *extra: str, nnodes: int = 2, nproc: int = 2) -> subprocess.Popen[str]:
+        process = start(
+            f"--nnodes={nnodes}",
+            f"--nproc-per-node={nproc}",
+            f"--rdzv-endpoint={self.path(node)}",
+            "--rdzv-id=job",
+            str(self.script),
+            self.path(node),
+            str(self.folder / "out"),
+            *extra,
+        )
+        self.register(Ending(process))
+        return process
+
+    def workers(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in (self.folder / "out").iterdir()]
+
+
+class Ending:
+    """Ends a torchrun and its workers on every path."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def stop(self) -> None:
+        # SIGTERM first: torchrun then ends its workers, which live in sessions of their own.
+        self.process.terminate()
+        try:
+            self.process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
+
+
+def start(*options: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
+    root = str(Path(__file__).resolve().parents[2])
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=elasticd", *options],
+        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    said, _ = process.communicate(timeout=60)
+    return process.returncode, said
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Callable[[int], Nodes]]:
+    with closing_all() as register:
+        yield lambda nodes: Nodes(register, tmp_path, nodes)
+
+
+def test_unequal_nodes_get_the_ranks_that_torch_gives_them_and_all_end_cleanly(
+    cluster: Callable[[int], Nodes],
+) -> None:
+    nodes = cluster(2)
+    runs = [nodes.torchrun("alpha"), nodes.torchrun("beta", nproc=1)]
+    for run in runs:
+        code, said = ended(run)
+        assert code == 0, said
+        assert "Traceback" not in said
+    workers = sorted(nodes.workers(), key=lambda worker: int(worker["RANK"]))
+    assert [worker["device"] for worker in workers] == ["alpha/0", "alpha/1", "beta/0"]
+    assert [worker["RANK"] for worker in workers] == [0, 1, 2]
+    assert {worker["WORLD_SIZE"] for worker in workers} == {3}
+    assert [worker["GROUP_RANK"] for worker in workers] == [0, 0, 1]
+    until(lambda: len([m for m in nodes.leader.heard if isinstance(m, WorkerLost) and m.clean]) == 3)
+    assert len(nodes.leader.bodies(Hello)) == len(nodes.leader.bodies(Goodbye)) == 3
+    until(lambda: len(nodes.leader.bodies(Leave)) == 2)
+    assert not [worker for worker in workers if Path(f"/proc/{worker['pid']}").exists()]
+
+    nodes.leader.over = "the job finished at step 9"
+    code, said = ended(nodes.torchrun("alpha"))
+    assert code == 0, said
+    assert "nothing to do: the job finished at step 9" in said
+    assert "Traceback" not in said
+    assert len(nodes.workers()) == 3
+
+
+def test_one_torchrun_does_not_wait_for_another_to_end(cluster: Callable[[int], Nodes]) -> None:
+    nodes = cluster(2)
+    stays, goes = nodes.torchrun("alpha", "wait", nproc=1), nodes.torchrun("beta", nproc=1)
+    code, said = ended(goes)
+    assert code == 0, said
+    assert stays.poll() is None
+    stays.terminate()  # its worker waits for ever
+    assert ended(stays)[0] != 0
+
+
+def test_killed_torchrun_takes_its_leave_through_its_agent(cluster: Callable[[int], Nodes]) -> None:
+    nodes = cluster(2)
+    alone = nodes.torchrun("alpha")
+    until(lambda: nodes.leader.bodies(Join), seconds=60)
+    alone.kill()
+    code, _ = ended(alone)
+    assert code != 0
+    until(lambda: nodes.leader.bodies(Leave))
+
+
+def test_more_processes_than_devices_are_refused_with_the_number(cluster: Callable[[int], Nodes]) -> None:
+    nodes = cluster(1)
+    code, said = ended(nodes.torchrun("alpha", nnodes=1, nproc=3))
+    assert code != 0
+    assert "local rank 2 has no device: node 'alpha' has 2" in said
+    assert "--nproc-per-node=2 at most" in said
+
+
+def test_torchrun_without_an_agent_says_what_to_start_and_shows_no_traceback(tmp_path: Path) -> None:
+    path = str(tmp_path / "none.sock")
+    run = start(
+        "--nnodes=2", f"--rdzv-endpoint={path}", "--rdzv-id=job", "--rdzv-conf=agent_timeout=0.1", "x.py"
+    )
+    try:
+        code, said = ended(run)
+    finally:
+        Ending(run).stop()
+    assert code == 1
+    assert (
+        f"elasticd: no agent listens at {path}: start one with elasticd-agent, or set ELASTICD_SOCKET" in said
+    )
+    assert "Traceback" not in said

@@ -1,0 +1,130 @@
+"""The cast of the coordinator's machine tests: a model, nodes, workers, and how fast they really are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+from elasticd_planner.cluster import Cluster, Device, Node
+from elasticd_planner.cost import ProfileCost, step_seconds
+from elasticd_planner.plan import Plan
+from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.profiles import ModelProfile, derive
+from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units
+from elasticd_planner.search import plan as search
+
+from elasticd.messages import Doubt, Finished, FromWorker, Kept, Prepared, Refused, Swapped, Up
+from elasticd.records import JobSpec, NodeRecord
+
+JOB = "demo"
+MEMORY = 3_000_000
+Outcome = Prepared | Refused | Swapped | Kept | Doubt | Finished
+
+
+def model(layers: int = 8) -> ModelSpec:
+    """A decoder in shapes: attention with 8 heads over 4 kv-heads, a gated MLP, a head of its own."""
+    width, ffn = 64, 192
+    heads, ffn_cut = Cut(dim=0, units="heads"), Cut(dim=0, units="ffn")
+    block = (
+        Parameter(name="norm", shape=(width,), dtype="float32"),
+        Parameter(name="q", shape=(width, width), dtype="float32", cut=heads),
+        Parameter(
+            name="kv", shape=(width, width), dtype="float32", cut=Cut(dim=0, units="kv_heads"), replicas="add"
+        ),
+        Parameter(name="o", shape=(width, width), dtype="float32", cut=Cut(dim=1, units="heads")),
+        Parameter(name="up", shape=(ffn, width), dtype="float32", cut=ffn_cut),
+        Parameter(name="down", shape=(width, ffn), dtype="float32", cut=Cut(dim=1, units="ffn")),
+    )
+    vocabulary = (Parameter(name="weight", shape=(256, width), dtype="float32"),)
+    units = (
+        Units(kind="heads", count=8),
+        Units(kind="kv_heads", count=4, follows="heads"),
+        Units(kind="ffn", count=192),
+    )
+    return ModelSpec(
+        name="tiny",
+        embed=vocabulary,
+        kinds=(block,),
+        layers=(0,) * layers,
+        head=vocabulary,
+        units=units,
+        width=width,
+    )
+
+
+def _truth() -> ModelProfile:
+    """What the devices really do: 1 ms for a token in a whole block; the planner is not told."""
+    derived = derive(model(), 64.0, 1)
+    return msgspec.structs.replace(derived, block=msgspec.structs.replace(derived.block, seconds=1e-3))
+
+
+TRUTH = _truth()
+
+
+def spec(**changes: object) -> JobSpec:
+    values = {
+        "job": JOB,
+        "model": model(),
+        "global_batch": 8,
+        "micro_batch": 1,
+        "samples": 1000,
+        "sample_tokens": 64.0,
+        "seed": 0,
+    }
+    return JobSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def node_record(name: str, devices: int = 2, memory: int = MEMORY, agent: str = "") -> NodeRecord:
+    return NodeRecord(
+        node=name,
+        devices=tuple(Device(name=f"{name}/{i}", memory=memory) for i in range(devices)),
+        address="127.0.0.1",
+        agent=agent or f"agent-{name}",
+        emulated=True,
+    )
+
+
+@dataclass
+class FakeWorker:
+    """A worker's side of the protocol: it prepares, votes, swaps or keeps, and says so."""
+
+    device: str
+    incarnation: str
+    plan: int = 0
+    prepared: int = 0
+    aborted: int = 0
+    said: list[Outcome] = field(default_factory=list)
+    alive: bool = True
+
+    @property
+    def node(self) -> str:
+        return self.device.rpartition("/")[0]
+
+    def up(self, body: FromWorker) -> Up:
+        return Up(
+            client=f"w{self.device}", job=JOB, device=self.device, incarnation=self.incarnation, body=body
+        )
+
+
+#: Answers of the planner and times of plans, shared by all worlds: a life is lived many times.
+ANSWERS: dict[bytes, Answer] = {}
+SECONDS: dict[tuple[str, tuple[tuple[str, float], ...]], tuple[float, float]] = {}
+
+
+def answer_to(problem: Problem) -> Answer:
+    """The real planner's answer."""
+    key = msgspec.json.encode(problem)
+    if key not in ANSWERS:
+        ANSWERS[key] = search(problem)
+    return ANSWERS[key]
+
+
+def true_seconds(plan: Plan, records: dict[str, NodeRecord], rates: dict[str, float]) -> tuple[float, float]:
+    """What a step of this plan really takes, and the reduction in it."""
+    key = (plan.digest, tuple(sorted(rates.items())))
+    if key not in SECONDS:
+        cluster = Cluster(nodes=tuple(Node(name=name, devices=r.devices) for name, r in records.items()))
+        free = ProfileCost(msgspec.structs.replace(TRUTH, reduction_scale=0.0))
+        total = step_seconds(plan, cluster, rates, ProfileCost(TRUTH))
+        SECONDS[key] = (total, total - step_seconds(plan, cluster, rates, free))
+    return SECONDS[key]

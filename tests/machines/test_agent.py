@@ -1,0 +1,312 @@
+"""The agent's machine, rule by rule: who is let in, what is forwarded, what is told again."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from elasticd.machines.agent import DEVICE_PREFIX, MOST_REPORTS, TABLE, UnknownEvent, step
+from elasticd.machines.agent_state import (
+    ClearMember,
+    Dismiss,
+    DoneRead,
+    Ended,
+    Event,
+    Heard,
+    LeaderRead,
+    LinkDown,
+    LinkUp,
+    Note,
+    Opened,
+    Phase,
+    PlanRead,
+    ProposalRead,
+    SetMember,
+    State,
+    Stop,
+    Tick,
+)
+from elasticd.messages import (
+    WIRE_VERSION,
+    Abort,
+    AgentHello,
+    AgentRejected,
+    Finished,
+    Goodbye,
+    Hello,
+    Join,
+    Joined,
+    Leave,
+    Pace,
+    Prepared,
+    Propose,
+    Recorded,
+    Report,
+    StoreAnswer,
+    StoreCall,
+    Welcome,
+    WorkerLost,
+)
+from elasticd.records import MemberRecord, PlanRecord
+from tests.machines.agent_scene import (
+    JOB,
+    RECORD,
+    aborted,
+    down,
+    hello,
+    join,
+    plan,
+    proposal,
+    report,
+    run,
+    said,
+    sent,
+    told,
+)
+
+# -- who is let in -------------------------------------------------------------------------------------------
+
+
+def test_worker_gets_its_device_an_incarnation_and_a_member_key() -> None:
+    state, effects = run(LinkUp(), hello(1))
+    assert sent(effects) == [("w1", Welcome(device="n0/1", incarnation="i1", address="127.0.0.1"))]
+    assert SetMember(job=JOB, record=MemberRecord(device="n0/1", incarnation="i1", pid=101)) in effects
+    assert isinstance(told(effects)[0], Hello)
+    assert state.clients["w1"].device == "n0/1"
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (hello(2), "node 'n0' has 2; start torchrun with --nproc-per-node=2 at most"),
+        (hello(-1), "local rank -1 has no device"),
+        (hello(0, claims=999), "must share one PID namespace"),
+        (hello(0, version=WIRE_VERSION + 2), "install the same release"),
+        (join(pid=8), "process 8 says that it is 7"),
+    ],
+)
+def test_client_that_cannot_be_served_is_told_why(event: Opened, reason: str) -> None:
+    state, effects = run(LinkUp(), event)
+    (dismissed,) = effects
+    assert isinstance(dismissed, Dismiss)
+    assert reason in dismissed.reason
+    assert not state.clients
+
+
+def test_device_belongs_to_one_worker_until_its_process_ends() -> None:
+    state, effects = run(hello(0), hello(0, client="other", job="second"))
+    (dismissed,) = effects
+    assert isinstance(dismissed, Dismiss)
+    assert "n0/0 is driven by process 100 of job 'job'" in dismissed.reason
+    state, _ = run(Ended(client="w0", how="x"), state=state)
+    _, effects = run(hello(0, client="other"), state=state)
+    assert sent(effects)[0][0] == "other"
+
+
+def test_release_one_older_or_newer_is_let_in() -> None:
+    for version in (WIRE_VERSION - 1, WIRE_VERSION + 1):
+        assert not any(isinstance(e, Dismiss) for e in run(hello(0, version=version))[1])
+
+
+# -- orders --------------------------------------------------------------------------------------------------
+
+
+def test_proposal_reaches_members_of_old_and_new_alone() -> None:
+    mine = proposal(2, {"n0/0": "i0"}, old={"n0/1": "i1"})
+    _, effects = run(hello(0), hello(1), ProposalRead(job=JOB, proposal=mine))
+    assert sent(effects) == [("w0", Propose(proposal=mine)), ("w1", Propose(proposal=mine))]
+    other = proposal(2, {"n0/0": "i0", "n1/0": "x"})
+    _, effects = run(hello(0), hello(1), ProposalRead(job=JOB, proposal=other))
+    assert [client for client, _ in sent(effects)] == ["w0"]
+    _, effects = run(hello(0), hello(1), ProposalRead(job="another", proposal=mine))
+    assert sent(effects) == []
+
+
+def test_proposal_is_not_for_another_incarnation_of_the_device() -> None:
+    _, effects = run(hello(0), ProposalRead(job=JOB, proposal=proposal(2, {"n0/0": "former"})))
+    assert sent(effects) == []
+
+
+def test_worker_that_connects_gets_the_open_proposal_after_its_welcome() -> None:
+    mine = proposal(2, {"n0/0": "i0"})
+    _, effects = run(ProposalRead(job=JOB, proposal=mine), hello(0))
+    assert [type(body) for _, body in sent(effects)] == [Welcome, Propose]
+    _, effects = run(
+        ProposalRead(job=JOB, proposal=mine), ProposalRead(job=JOB, proposal=aborted(mine)), hello(0)
+    )
+    assert [type(body) for _, body in sent(effects)] == [Welcome]
+
+
+def test_abort_and_record_are_forwarded_and_the_leaver_hears_of_the_record() -> None:
+    mine = proposal(2, {"n0/0": "i0"}, old={"n0/1": "i1"})
+    begin = (hello(0), hello(1), ProposalRead(job=JOB, proposal=mine))
+    _, effects = run(*begin, ProposalRead(job=JOB, proposal=aborted(mine)))
+    assert sent(effects) == [(w, Abort(number=2, reason="why")) for w in ("w0", "w1")]
+    record = PlanRecord(plan=mine.plan, epoch=5, step=3)
+    _, effects = run(*begin, PlanRead(job=JOB, record=record))
+    assert sent(effects) == [(w, Recorded(number=2)) for w in ("w0", "w1")]
+
+
+@pytest.mark.parametrize("learned", ["leader", "proposal", "plan"])
+def test_order_below_the_highest_epoch_is_refused(learned: str) -> None:
+    seen: dict[str, Event] = {
+        "leader": LeaderRead(epoch=9),
+        "proposal": ProposalRead(job="x", proposal=proposal(1, {"n1/0": "z"}, epoch=9)),
+        "plan": PlanRead(job="x", record=PlanRecord(plan=plan(1, {"n1/0": "z"}), epoch=9, step=0)),
+    }
+    mine = proposal(2, {"n0/0": "i0"}, epoch=8)
+    for stale in (
+        ProposalRead(job=JOB, proposal=mine),
+        ProposalRead(job=JOB, proposal=aborted(mine, epoch=8)),
+        PlanRead(job=JOB, record=PlanRecord(plan=mine.plan, epoch=8, step=1)),
+    ):
+        state, effects = run(hello(0), seen[learned], stale)
+        assert [type(effect) for effect in effects] == [Note]
+        assert state.epoch == 9
+    current = proposal(2, {"n0/0": "i0"}, epoch=9)
+    assert sent(run(hello(0), seen[learned], ProposalRead(job=JOB, proposal=current))[1])
+
+
+def test_open_proposal_of_a_replaced_leader_is_not_handed_to_a_new_worker() -> None:
+    mine = proposal(2, {"n0/0": "i0"}, epoch=5)
+    _, effects = run(ProposalRead(job=JOB, proposal=mine), LeaderRead(epoch=6), hello(0))
+    assert [type(body) for _, body in sent(effects)] == [Welcome]
+
+
+@pytest.mark.parametrize(
+    "order", [Propose(proposal=proposal(2, {"n0/0": "i0"})), Abort(number=2, reason=""), Recorded(number=2)]
+)
+def test_order_over_the_link_is_dropped(order: object) -> None:
+    for address in ("w0", DEVICE_PREFIX + "n0/0"):
+        _, effects = run(hello(0), LinkUp(), down(address, order))
+        assert [type(effect) for effect in effects] == [Note]
+
+
+def test_same_record_read_again_is_forwarded_once() -> None:
+    read = ProposalRead(job=JOB, proposal=proposal(2, {"n0/0": "i0"}))
+    assert run(hello(0), read, read)[1] == []
+
+
+# -- the link ------------------------------------------------------------------------------------------------
+
+
+def test_new_link_begins_with_the_agents_hello_then_each_client_again() -> None:
+    _, effects = run(join(), hello(0), said(Prepared(number=2)), LinkUp())
+    assert [type(word) for word in told(effects)] == [AgentHello, Join, Hello, Prepared]
+
+
+def test_torchrun_that_left_while_the_link_was_away_is_not_spoken_of() -> None:
+    _, effects = run(join(), said(Leave(job=JOB), "t"), LinkUp())
+    assert [type(word) for word in told(effects)] == [AgentHello]
+    _, effects = run(LinkUp(), join(), Ended(client="t", how="killed"))
+    assert told(effects) == [Leave(job=JOB)]
+
+
+def test_worker_that_ended_while_the_link_was_away_has_its_last_words_told() -> None:
+    end = (said(Finished(step=9)), said(Goodbye()), Ended(client="w0", how="its process ended"))
+    _, effects = run(LinkUp(), hello(0), LinkDown(), *end, LinkUp())
+    words = told(effects)
+    assert [type(word) for word in words] == [AgentHello, Hello, Finished, WorkerLost]
+    assert isinstance(words[-1], WorkerLost)
+    assert words[-1].clean
+    _, effects = run(LinkUp(), hello(0), LinkDown(), *end, DoneRead(job=JOB, done=True), LinkUp())
+    assert [type(word) for word in told(effects)] == [AgentHello]
+
+
+def test_death_is_told_and_the_member_key_goes() -> None:
+    _, effects = run(LinkUp(), hello(0), Ended(client="w0", how="its process ended"))
+    assert ClearMember(job=JOB, device="n0/0") in effects
+    (lost,) = told(effects)
+    assert isinstance(lost, WorkerLost)
+    assert (lost.device, lost.incarnation, lost.clean) == ("n0/0", "i0", False)
+
+
+def test_reports_wait_in_a_bounded_buffer_and_the_newest_stay() -> None:
+    state, _ = run(hello(0))
+    for n in range(MOST_REPORTS + 10):
+        state, effects = step(state, said(report(n)), 0.0)
+        assert effects == ()
+    state, effects = step(state, LinkUp(), 0.0)
+    reports = [word for word in told(list(effects)) if isinstance(word, Report)]
+    assert [word.measurement.step for word in reports] == list(range(10, MOST_REPORTS + 10))
+    assert state.reports == ()
+
+
+def test_agent_that_the_leader_rejects_stops_and_minds_nothing_after() -> None:
+    state, effects = run(LinkUp(), Heard(message=AgentRejected(reason="taken")))
+    assert effects == [Stop(reason="taken")]
+    assert run(hello(0), LinkDown(), Tick(), state=state) == (state, [])
+
+
+def test_event_that_the_table_lacks_is_an_error() -> None:
+    with pytest.raises(UnknownEvent, match="LinkDown may not come while away"):
+        run(LinkDown())
+    assert (Phase.LINKED, LinkUp) not in TABLE
+
+
+# -- the bootstrap store -------------------------------------------------------------------------------------
+
+
+def call(number: int, op: str = "get") -> StoreCall:
+    return msgspec.convert({"id": number, "op": op, "key": "k", "seconds": 2.0}, StoreCall)
+
+
+def test_answer_of_the_leader_reaches_its_client_once() -> None:
+    state, effects = run(LinkUp(), hello(0), said(call(1)))
+    assert told(effects) == [call(1)]
+    answer = StoreAnswer(id=1, value=b"v")
+    state, effects = run(down("w0", answer), state=state)
+    assert sent(effects) == [("w0", answer)]
+    assert run(down("w0", answer), state=state)[1] == []
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_call_without_an_answer_fails_at_its_deadline(linked: bool) -> None:
+    state, _ = run(hello(0), *([LinkUp()] if linked else []), said(call(1)))
+    assert step(state, Tick(), 2.9)[1] == ()
+    state, effects = step(state, Tick(), 3.0)
+    ((_, answer),) = sent(list(effects))
+    assert isinstance(answer, StoreAnswer)
+    assert "leader" in (answer.error or "")
+    assert step(state, Tick(), 9.0)[1] == ()
+
+
+def test_calls_are_asked_again_on_a_new_link_but_an_add_is_never_done_twice() -> None:
+    state, effects = run(LinkUp(), hello(0), said(call(1)), said(call(2, "add")), LinkDown())
+    ((_, answer),) = sent(effects)
+    assert isinstance(answer, StoreAnswer)
+    assert answer.id == 2
+    assert "link" in (answer.error or "")
+    _, effects = run(LinkUp(), state=state)
+    assert call(1) in told(effects)
+    assert call(2, "add") not in told(effects)
+
+
+def test_joined_reaches_its_torchrun_and_nobody_else() -> None:
+    answer = Joined(node_rank=0, nodes=1)
+    assert sent(run(LinkUp(), join(), hello(0), down("t", answer))[1]) == [("t", answer)]
+    assert run(LinkUp(), join(), down("gone", answer))[1] == []
+
+
+# -- emulation and chaos -------------------------------------------------------------------------------------
+
+
+def test_chaos_paces_the_device_now_and_its_next_worker() -> None:
+    slow = down(DEVICE_PREFIX + "n0/0", Pace(factor=3.0))
+    state, effects = run(LinkUp(), hello(0), slow)
+    assert sent(effects) == [("w0", Pace(factor=3.0))]
+    _, effects = run(Ended(client="w0", how="x"), hello(0, client="next"), state=state)
+    ((_, welcome),) = sent(effects)
+    assert isinstance(welcome, Welcome)
+    assert welcome.pace == Pace(factor=3.0)
+
+
+def test_emulated_times_go_with_every_pace() -> None:
+    start = State(record=RECORD, pace=Pace(forward=1e-4, backward=2e-4))
+    state, effects = run(LinkUp(), hello(0), state=start)
+    ((_, welcome),) = sent(effects)
+    assert isinstance(welcome, Welcome)
+    assert welcome.pace == Pace(forward=1e-4, backward=2e-4)
+    for factor in (3.0, 1.0):
+        _, effects = run(down(DEVICE_PREFIX + "n0/0", Pace(factor=factor)), state=state)
+        assert sent(effects) == [("w0", Pace(forward=1e-4, backward=2e-4, factor=factor))]

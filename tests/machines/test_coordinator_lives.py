@@ -1,0 +1,398 @@
+"""Whole lives of a job, driven through the coordinator's machine with the real planner."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from elasticd_planner.policy import PolicySettings
+
+from elasticd.machines.job.effects import AgentUp, Paced, Planned, Received
+from elasticd.machines.job.state import TRANSITIONS, Phase, Settings
+from elasticd.messages import Closed, Doubt, Hello, Joined, Kept, Pace, Rejected, Shutdown, Up
+from tests.machines.cast import JOB, answer_to
+from tests.machines.world import World, refused
+
+
+def started() -> World:
+    world = World()
+    world.start()
+    assert world.phase is Phase.RUNNING
+    return world
+
+
+def fitted() -> World:
+    """A job whose profile was fitted, and whose plan was made anew from it."""
+    world = started()
+    world.train(16)
+    assert number(world) == 2
+    assert world.phase is Phase.RUNNING
+    return world
+
+
+def slowed() -> World:
+    """A job whose plan was changed because beta/1 became three times slower."""
+    world = fitted()
+    world.rates = {"beta/1": 3.0}
+    world.train(8)
+    return world
+
+
+def number(world: World) -> int:
+    """Of the recorded plan."""
+    plan = world.plan()
+    return plan.number if plan is not None else 0
+
+
+def test_job_starts_when_its_nodes_are_complete_and_all_workers_said_hello() -> None:
+    world = started()
+    assert {name: joined.node_rank for name, joined in world.joined.items()} == {"alpha": 0, "beta": 1}
+    plan = world.plan()
+    assert plan is not None
+    assert plan.number == 1
+    assert plan.binding == {device: f"i-{device}" for device in plan.members}
+    for kind in ("job_gathered", "planning", "proposed", "prepared", "swapped", "recorded"):
+        assert kind in world.kinds()
+    assert world.proposal() is None, "the recorded plan took the proposal's place"
+
+
+def test_gathering_waits_a_second_for_more_than_the_least() -> None:
+    world = World(("alpha", "beta", "gamma"))
+    world.join("alpha", 2, 3)
+    world.settle()
+    world.tick(5.0)
+    assert world.phase is Phase.GATHERING, "one of two"
+    world.join("beta", 2, 3)
+    world.settle()
+    world.tick(0.9)
+    assert world.phase is Phase.GATHERING
+    world.tick(0.2)
+    assert world.phase is Phase.ASSEMBLING
+    assert world.job.joined == ("alpha", "beta")
+
+
+def test_gathering_forgets_who_left() -> None:
+    world = World()
+    world.join("alpha")
+    world.leave("alpha")
+    world.join("beta")
+    world.settle()
+    world.tick(2.0)
+    assert world.phase is Phase.GATHERING
+    world.disconnect("beta")
+    world.settle()
+    assert not world.job.joiners
+
+
+def test_join_with_other_limits_is_refused_with_both_named() -> None:
+    world = World()
+    world.join("alpha", 2, 2)
+    world.join("beta", 1, 2)
+    world.settle()
+    (reason,) = refused(world, "tbeta")
+    assert "--nnodes=1:2" in reason
+    assert "alpha --nnodes=2:2" in reason
+
+
+def test_join_of_a_running_job_is_refused_and_of_a_finished_one_closed() -> None:
+    world = started()
+    world.records["gamma"] = msgspec.structs.replace(
+        world.records["alpha"], node="gamma", devices=(), agent="agent-gamma"
+    )
+    world.say(AgentUp(record=world.records["gamma"]))
+    world.join("gamma")
+    world.settle()
+    assert isinstance(world.told["tgamma"][-1], Rejected)
+    world.finish()
+    world.settle()
+    world.join("gamma")
+    world.settle()
+    assert isinstance(world.told["tgamma"][-1], Closed)
+    assert world.phase is Phase.DONE
+
+
+def test_torchrun_whose_join_is_repeated_by_its_agent_hears_nothing_twice() -> None:
+    world = started()
+    before = len(world.told["talpha"])
+    world.reconnect("alpha")
+    world.settle()
+    assert len(world.told["talpha"]) == before
+    assert world.phase is Phase.RUNNING
+
+
+def test_worker_with_another_spec_is_refused_with_the_difference_and_nobody_waits_for_ever() -> None:
+    world = World()
+    world.join("alpha", 1, 1)
+    world.settle()
+    worker = world.workers["alpha/0"]
+    other = Hello(
+        job=JOB,
+        local_rank=1,
+        world_size=4,
+        pid=9,
+        spec=msgspec.structs.replace(world.hello(worker).spec, seed=5, global_batch=16),
+    )
+    up = Up(client="odd", job=JOB, device="alpha/7", incarnation="x", body=other)
+    world.say(Received(node="alpha", message=up))
+    world.settle()
+    (reason,) = refused(world, "odd")
+    assert "global_batch is 16, not 8" in reason
+    assert "seed is 5, not 0" in reason
+    assert world.phase is Phase.STOPPED
+
+
+def test_slow_device_leads_to_a_plan_that_gives_it_less() -> None:
+    world = slowed()
+    assert number(world) == 3
+    kinds = world.kinds()
+    assert kinds.index("fitted") < kinds.index("slow") < len(kinds) - kinds[::-1].index("recorded")
+    assert world.phase is Phase.RUNNING
+    before = next(note for note in world.notes if note.kind == "slow")
+    assert before.data["device"] == "beta/1"
+    assert before.data["after"] == pytest.approx(3.0, abs=0.1)
+
+
+def test_recovered_device_gets_its_work_back() -> None:
+    world = slowed()
+    world.rates = {}
+    world.train(12)
+    assert "recovered" in world.kinds()
+    assert number(world) == 4
+    before, after = world.recorded[2].prediction, world.recorded[4].prediction
+    assert before is not None
+    assert after is not None
+    assert after.step_seconds == pytest.approx(before.step_seconds), "as fast as it was before"
+
+
+def test_plan_that_saves_too_little_is_not_proposed() -> None:
+    world = fitted()
+    world.state = msgspec.structs.replace(
+        world.state, settings=Settings(policy=PolicySettings(minimum_saving=0.9))
+    )
+    world.rates = {"beta/1": 3.0}
+    world.train(10)
+    assert number(world) == 2
+    assert world.kinds()[-1] == "kept_plan"
+    assert "less than 90% saved" in world.notes[-1].text
+    assert world.kinds().count("kept_plan") == 1, "decided once"
+
+
+def test_proposal_refused_by_a_member_is_aborted_and_tried_again_later() -> None:
+    world = fitted()
+    world.refuse = {"alpha/0"}
+    world.rates = {"beta/1": 3.0}
+    world.train(6)
+    assert "aborted" in world.kinds()
+    assert number(world) == 2, "the old plan goes on"
+    assert world.phase is Phase.RUNNING
+    world.refuse = set()
+    world.train(8)
+    assert number(world) > 3, "3 was aborted and is never used again"
+
+
+def test_proposal_not_prepared_in_time_is_aborted_naming_who_is_late() -> None:
+    world = fitted()
+    world.rates = {"beta/1": 3.0}
+    world.deaf = {"alpha/1"}
+    world.train(16)
+    aborted = next(note for note in world.notes if note.kind == "aborted")
+    assert "alpha/1" in aborted.text
+    assert world.phase is Phase.ABORTING, "alpha/1 has not said that it kept the old plan"
+    worker = world.workers["alpha/1"]
+    world.deaf = set()
+    world.outcome(worker, Kept(number=3, step=world.steps))
+    world.settle()
+    assert world.phase is Phase.RUNNING
+
+
+def test_proposal_is_aborted_when_a_node_stays_unreachable() -> None:
+    world = fitted()
+    world.deaf = {"alpha/1"}
+    world.rates = {"beta/1": 3.0}
+    world.train(5)
+    assert world.phase is Phase.PROPOSED
+    world.disconnect("alpha")
+    world.tick(2.9)
+    assert world.phase is Phase.PROPOSED
+    world.tick(0.2)
+    assert world.phase is Phase.ABORTING
+    assert "node alpha is unreachable" in world.notes[-1].text
+
+
+def test_reported_swap_overrides_an_abort() -> None:
+    world = fitted()
+    world.rates = {"beta/1": 3.0}
+    while world.phase is not Phase.PROPOSED:
+        world.train(1)
+    world._vote()  # all swapped, and nothing of it has been heard yet
+    heard, world.inbox = list(world.inbox), type(world.inbox)()
+    for device in ("alpha/0", "alpha/1", "beta/0", "beta/1"):
+        world.deaf.add(device)
+    world.disconnect("beta")
+    world.tick(3.5)
+    assert world.phase is Phase.ABORTING
+    world.inbox.extend(heard)
+    world.settle()
+    assert number(world) == 3
+    assert world.proposal() is None
+
+
+def test_refused_first_plan_stops_the_job_and_says_so_to_every_worker() -> None:
+    world = World()
+    world.refuse = {"beta/0"}
+    world.start()
+    assert world.phase is Phase.STOPPED
+    done = world.done()
+    assert done is not None
+    assert "beta/0 cannot prepare it" in done.reason
+    for device in world.workers:
+        assert any("start the job again" in reason for reason in refused(world, f"w{device}"))
+
+
+def test_job_that_fits_nowhere_stops_with_the_planners_reason() -> None:
+    world = World()
+    for name, record in world.records.items():
+        small = tuple(msgspec.structs.replace(device, memory=1000) for device in record.devices)
+        world.records[name] = msgspec.structs.replace(record, devices=small)
+        world.say(AgentUp(record=world.records[name]))
+    world.start()
+    assert world.phase is Phase.STOPPED
+    assert "there is no plan for this job" in world.job.reason
+    assert "does not fit" in world.job.reason
+
+
+def test_doubt_stops_the_job() -> None:
+    world = slowed()
+    world.outcome(world.workers["alpha/0"], Doubt(number=3, step=30, reason="the last word did not come"))
+    world.settle()
+    assert world.phase is Phase.STOPPED
+    assert "worker alpha/0 (pid 100) does not know" in world.job.reason
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_lost_worker_stops_the_job_naming_it_and_how(steps: int) -> None:
+    world = started()
+    world.train(steps)
+    world.kill("beta/1")
+    world.settle()
+    assert world.phase is Phase.STOPPED
+    done = world.done()
+    assert done is not None
+    assert "worker beta/1 (pid 100) died: killed by signal 9" in done.reason
+    assert any(isinstance(body, Shutdown) for body in world.told["walpha/0"])
+
+
+def test_worker_lost_while_a_proposal_is_open_leaves_it_aborted() -> None:
+    world = fitted()
+    world.rates = {"beta/1": 3.0}
+    world.deaf = {"alpha/1"}
+    world.train(5)
+    world.kill("alpha/1")
+    world.settle()
+    proposal = world.proposal()
+    assert proposal is not None
+    assert proposal.status == "aborted"
+    assert world.phase is Phase.STOPPED
+
+
+def test_finished_job_is_done_and_its_workers_may_end() -> None:
+    world = slowed()
+    world.finish()
+    world.settle()
+    assert world.phase is Phase.DONE
+    for worker in world.workers.values():
+        world.say(Received(node=worker.node, message=world.lost(worker, clean=True)))
+    world.settle()
+    done = world.done()
+    assert done is not None
+    assert (done.step, done.reason) == (world.steps, "")
+    assert world.phase is Phase.DONE
+
+
+def test_workers_that_all_leave_early_end_the_job_with_a_reason() -> None:
+    world = started()
+    for worker in world.workers.values():
+        world.say(Received(node=worker.node, message=world.lost(worker, clean=True)))
+    world.settle()
+    assert world.phase is Phase.STOPPED
+    assert "before the last step" in world.job.reason
+
+
+def test_words_of_a_former_incarnation_mean_nothing() -> None:
+    world = started()
+    stale = Up(
+        client="old",
+        job=JOB,
+        device="alpha/0",
+        incarnation="another",
+        body=Doubt(number=9, step=1, reason="?"),
+    )
+    world.say(Received(node="alpha", message=stale))
+    world.settle()
+    assert world.phase is Phase.RUNNING
+
+
+def test_device_of_a_running_job_is_not_given_to_another() -> None:
+    world = started()
+    hello = world.hello(world.workers["alpha/0"])
+    other = msgspec.structs.replace(hello, job="other", spec=msgspec.structs.replace(hello.spec, job="other"))
+    up = Up(client="late", job="other", device="alpha/0", incarnation="y", body=other)
+    world.say(Received(node="alpha", message=up))
+    world.settle()
+    assert "belongs to job demo" in refused(world, "late")[0]
+    assert world.phase is Phase.RUNNING
+
+
+def test_answer_for_rates_that_moved_since_is_dropped_and_asked_again() -> None:
+    world = fitted()
+    world.rates = {"beta/1": 3.0}
+    world.planner_waits = True
+    while world.job.asked is None:
+        world.train(1)
+    first = world.planning
+    world.rates = {"beta/1": 6.0}
+    world.train(8)
+    second = world.planning
+    assert first is not None
+    assert second is not None
+    assert second.token > first.token
+    world.say(Planned(job=JOB, token=first.token, answer=answer_to(first.problem)))
+    world.settle()
+    assert world.numbers == [1, 2], "nothing is proposed from rates that moved"
+    world.planner_waits = False
+    world.settle()
+    assert world.numbers == [1, 2, 3]
+
+
+def test_chaos_is_sent_to_whoever_drives_the_device() -> None:
+    world = started()
+    world.say(Paced(device="beta/1", factor=3.0))
+    world.settle()
+    assert world.told["device:beta/1"] == [Pace(factor=3.0)]
+    assert world.state.nodes["beta"].paces == {"beta/1": 3.0}
+
+
+def test_every_phase_can_end_and_none_follows_an_end() -> None:
+    for phase, following in TRANSITIONS.items():
+        if phase in (Phase.DONE, Phase.STOPPED):
+            assert not following
+        else:
+            assert {Phase.DONE, Phase.STOPPED} <= following
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="fit_steps"):
+        Settings(fit_steps=3)
+
+
+def test_answer_to_a_join_that_was_lost_is_given_again() -> None:
+    world = World()
+    world.join("alpha", 1, 1)
+    while not world.joined:
+        world._event(world.inbox.popleft())
+    world.workers.clear()
+    world.inbox.clear()
+    world.join("alpha", 1, 1)
+    world.settle()
+    assert [body for body in world.told["talpha"] if isinstance(body, Joined)] == [
+        Joined(node_rank=0, nodes=1)
+    ] * 2

@@ -1,0 +1,374 @@
+"""A small world around the coordinator's machine: a store, agents, and workers that train and switch.
+
+It executes effects, checks the machine's invariants at every write, and can replace the leader at any event:
+the new one starts from the store's content and from what the agents say again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from elasticd_planner.measurement import Measurement
+from elasticd_planner.plan import Plan
+
+from elasticd.coordinator.writer import operations, stored
+from elasticd.machines import coordinator
+from elasticd.machines.coordinator import State
+from elasticd.machines.job.effects import (
+    AgentDown,
+    AgentUp,
+    CancelPlan,
+    Effect,
+    Event,
+    Note,
+    Planned,
+    Received,
+    RequestPlan,
+    Send,
+    Tick,
+    Write,
+)
+from elasticd.machines.job.state import JobState, Phase, Settings
+from elasticd.messages import (
+    Closed,
+    Finished,
+    FromWorker,
+    Hello,
+    Join,
+    Joined,
+    Kept,
+    Leave,
+    Prepared,
+    Refused,
+    Rejected,
+    Report,
+    Shutdown,
+    Swapped,
+    ToWorker,
+    Up,
+    WorkerLost,
+)
+from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
+from elasticd.store.memory import MemoryStore
+from tests.machines.cast import JOB, FakeWorker, Outcome, answer_to, node_record, spec, true_seconds
+
+KEYS = Keys(cluster="test")
+
+
+class World:
+    """Time stands still but for `tick`. `inbox` holds the messages on their way to the leader."""
+
+    def __init__(self, nodes: tuple[str, ...] = ("alpha", "beta"), settings: Settings | None = None) -> None:
+        self.settings = settings or Settings(prepare_seconds=10.0, retry_seconds=5.0)
+        self.now = 0.0
+        self.store = MemoryStore()
+        self.records = {name: node_record(name) for name in nodes}
+        self.state = State(epoch=1, settings=self.settings)
+        self.inbox: deque[Event] = deque()
+        self.notes: list[Note] = []
+        self.sent: list[Send] = []
+        self.joins: dict[str, Join] = {}
+        self.joined: dict[str, Joined] = {}
+        self.told: dict[str, list[ToWorker]] = {}
+        self.workers: dict[str, FakeWorker] = {}
+        self.planning: RequestPlan | None = None
+        self.planner_waits = False
+        self.numbers: list[int] = []
+        self.recorded: dict[int, Plan] = {}
+        self.rates: dict[str, float] = {}
+        self.refuse: set[str] = set()
+        self.deaf: set[str] = set()
+        self.forgotten: set[str] = set()
+        self.steps = 0
+        self.crash_at: int | None = None
+        self.crash_how = "after"
+        self.events = 0
+        for name in nodes:
+            self.say(AgentUp(record=self.records[name]))
+
+    # -- the leader ----------------------------------------------------------------------------------------
+
+    @property
+    def job(self) -> JobState:
+        return self.state.jobs[JOB]
+
+    @property
+    def phase(self) -> Phase:
+        return self.job.phase
+
+    def kinds(self) -> list[str]:
+        return [note.kind for note in self.notes]
+
+    def say(self, event: Event) -> None:
+        self.inbox.append(event)
+
+    def up(self, device: str, body: FromWorker) -> None:
+        self.say(Received(node=device.rpartition("/")[0], message=self.workers[device].up(body)))
+
+    def tick(self, seconds: float = 0.5) -> None:
+        self.now += seconds
+        self.say(Tick())
+        self.settle()
+
+    def settle(self) -> None:
+        """Events until there are none, and the planner has answered."""
+        while self.inbox or (self.planning is not None and not self.planner_waits):
+            if self.inbox:
+                self._event(self.inbox.popleft())
+            else:
+                assert self.planning is not None
+                asked, self.planning = self.planning, None
+                self._event(Planned(job=JOB, token=asked.token, answer=answer_to(asked.problem)))
+
+    def _event(self, event: Event) -> None:
+        self.events += 1
+        crash = self.events == self.crash_at
+        self.state, effects = coordinator.step(self.state, event, self.now)
+        if crash and self.crash_how == "before":
+            effects = ()
+        for effect in effects:
+            if not (crash and self.crash_how == "between" and not isinstance(effect, Write)):
+                self._execute(effect)
+        if crash:
+            self.new_leader()
+
+    def new_leader(self) -> None:
+        """The leader is gone with all that was on its way to it; another begins."""
+        self.inbox.clear()
+        self.planning = None
+        snapshot = self.store.snapshot(KEYS.jobs)
+        found = stored(KEYS, snapshot.items)
+        self.state = coordinator.takeover(self.state.epoch + 1, found, self.settings, self.now)
+        self.now += 0.1
+        for name in self.records:
+            self.reconnect(name)
+
+    def reconnect(self, node: str) -> None:
+        """The agent's hello, and what its clients last said, as the agent's machine repeats it."""
+        self.say(AgentUp(record=self.records[node]))
+        for worker in self.workers.values():
+            if worker.node == node and not worker.alive and worker.device not in self.forgotten:
+                for body in worker.said:
+                    self.say(Received(node=node, message=worker.up(body)))
+                self.say(Received(node=node, message=self.lost(worker)))
+        if node in self.joins:
+            self._join(node)
+        for worker in self.workers.values():
+            if worker.node == node and worker.alive:
+                self.up(worker.device, self.hello(worker))
+                for body in worker.said:
+                    self.up(worker.device, body)
+
+    # -- effects -------------------------------------------------------------------------------------------
+
+    def _execute(self, effect: Effect) -> None:
+        if isinstance(effect, Note):
+            self.notes.append(effect)
+        elif isinstance(effect, Send):
+            self.sent.append(effect)
+            self.told.setdefault(effect.message.client, []).append(effect.message.body)
+            if isinstance(effect.message.body, Joined):
+                self._started(effect.node, effect.message.body)
+        elif isinstance(effect, RequestPlan):
+            self.planning = effect
+        elif isinstance(effect, CancelPlan):
+            self.planning = None
+        else:
+            self._write(effect)
+
+    def _write(self, effect: Write) -> None:
+        self._check(effect)
+        self.store.transact((), operations(KEYS, effect))
+        self.notes += effect.notes
+        for record in effect.records:
+            if isinstance(record, Proposal):
+                self._read(record)
+
+    def _check(self, effect: Write) -> None:
+        """Invariants 1 to 3 and 5 of the job's machine."""
+        part = {name: self.store.get(KEYS.job(JOB, name)) for name in ("plan", "proposal", "done")}
+        assert part["done"] is None, "nothing is written after the end"
+        before = decode(part["proposal"].value, Proposal) if part["proposal"] else None
+        for record in effect.records:
+            if isinstance(record, Proposal) and record.status == "open":
+                assert before is None or before.status == "aborted", "one proposal is open at a time"
+                assert record.number > max(self.numbers, default=0), "numbers only grow"
+                self._check_kept(before, record)
+                self.numbers.append(record.number)
+            elif isinstance(record, Proposal):
+                assert before is not None
+                assert before.number == record.number, "only the open one is aborted"
+            elif isinstance(record, PlanRecord):
+                number = record.plan.number
+                assert self.recorded.setdefault(number, record.plan) == record.plan, "one plan a number"
+                assert any(worker.plan == number for worker in self.workers.values()), "a member swapped"
+
+    def _check_kept(self, before: Proposal | None, record: Proposal) -> None:
+        if before is not None and before.old is not None:
+            for device in before.old.members:
+                kept = {body.number for body in self.workers[device].said if isinstance(body, Kept)}
+                assert before.number in kept, "the next opens only after all kept the old plan"
+        else:
+            assert before is None, "an abort of the first plan stops the job"
+        assert record.epoch == self.state.epoch
+
+    # -- nodes and workers ---------------------------------------------------------------------------------
+
+    def join(self, node: str, least: int = 2, most: int = 2, pid: int = 7) -> None:
+        self.joins[node] = Join(job=JOB, min_nodes=least, max_nodes=most, pid=pid)
+        self._join(node)
+
+    def _join(self, node: str) -> None:
+        up = Up(client=f"t{node}", job=JOB, device="", incarnation="", body=self.joins[node])
+        self.say(Received(node=node, message=up))
+
+    def leave(self, node: str) -> None:
+        self.joins.pop(node)
+        up = Up(client=f"t{node}", job=JOB, device="", incarnation="", body=Leave(job=JOB))
+        self.say(Received(node=node, message=up))
+
+    def _started(self, node: str, joined: Joined) -> None:
+        """torchrun got its answer and starts the node's workers."""
+        assert self.joined.setdefault(node, joined) == joined, "a node's rank never changes"
+        for device in self.records[node].devices:
+            if device.name not in self.workers:
+                worker = FakeWorker(device=device.name, incarnation=f"i-{device.name}")
+                self.workers[device.name] = worker
+                self.up(device.name, self.hello(worker))
+
+    def hello(self, worker: FakeWorker, **changes: object) -> Hello:
+        world_size = sum(len(record.devices) for record in self.records.values())
+        return Hello(job=JOB, local_rank=0, world_size=world_size, pid=100, spec=spec(**changes))
+
+    def _read(self, proposal: Proposal) -> None:
+        """What the members of both plans do about a proposal as their agents read it."""
+        old = proposal.old.members if proposal.old is not None else ()
+        for device in dict.fromkeys((*old, *proposal.plan.members)):
+            worker = self.workers[device]
+            if not worker.alive or worker.plan >= proposal.number or device in self.deaf:
+                continue
+            if proposal.status == "aborted":
+                worker.aborted = proposal.number
+                if device in old:
+                    self.outcome(worker, Kept(number=proposal.number, step=self.steps))
+            elif device in self.refuse:
+                self.outcome(worker, Refused(number=proposal.number, reason="no memory for both copies"))
+            else:
+                worker.prepared = proposal.number
+                self.outcome(worker, Prepared(number=proposal.number))
+
+    def outcome(self, worker: FakeWorker, body: Outcome) -> None:
+        worker.said = [*(old for old in worker.said if isinstance(old, Finished)), body]
+        self.up(worker.device, body)
+
+    def proposal(self) -> Proposal | None:
+        item = self.store.get(KEYS.job(JOB, "proposal"))
+        return decode(item.value, Proposal) if item is not None else None
+
+    def plan(self) -> Plan | None:
+        item = self.store.get(KEYS.job(JOB, "plan"))
+        return decode(item.value, PlanRecord).plan if item is not None else None
+
+    def done(self) -> DoneRecord | None:
+        item = self.store.get(KEYS.job(JOB, "done"))
+        return decode(item.value, DoneRecord) if item is not None else None
+
+    def train(self, steps: int = 1) -> None:
+        """Steps of a second each: a vote, which switches when all have prepared, and everybody's report."""
+        for _ in range(steps):
+            self._vote()
+            running = max((worker.plan for worker in self.workers.values()), default=0)
+            plan = next((plan for plan in self._plans() if plan.number == running), None)
+            if plan is not None and self.done() is None:
+                self.steps += 1
+                for device in plan.members:
+                    self.up(device, self.report(plan, device))
+            self.tick(1.0)
+
+    def _plans(self) -> list[Plan]:
+        proposal, plan = self.proposal(), self.plan()
+        return [
+            found for found in (plan, proposal.plan if proposal is not None else None) if found is not None
+        ]
+
+    def _vote(self) -> None:
+        proposal = self.proposal()
+        if proposal is None or self.done() is not None:
+            return
+        old = proposal.old.members if proposal.old is not None else ()
+        members = [self.workers[device] for device in dict.fromkeys((*old, *proposal.plan.members))]
+        if all(w.alive and w.prepared == proposal.number != w.aborted for w in members):
+            for worker in members:
+                if worker.plan < proposal.number:
+                    worker.plan = proposal.number
+                    swapped = Swapped(
+                        number=proposal.number,
+                        step=self.steps,
+                        pause_seconds=0.1,
+                        bytes_received=10,
+                        bytes_lacking=10,
+                        bytes_state=100,
+                    )
+                    self.outcome(worker, swapped)
+
+    def report(self, plan: Plan, device: str) -> Report:
+        """A measurement as a device of this rate would make it: 1 ms for a token in a whole layer."""
+        place = plan.places[device]
+        stage, pipeline = plan.stage(place), plan.modules[0].pipelines[place.pipeline]
+        tokens = 64 * plan.micro_batch * pipeline.micro_batches
+        work = tokens * stage.layers * stage.fraction(place.position)
+        rank_zero = plan.members[0] == device
+        total, reduction = true_seconds(plan, self.records, self.rates)
+        measured = Measurement(
+            device=device,
+            plan=plan.number,
+            step=self.steps,
+            tokens=tokens,
+            block_seconds=work * 1e-3 * self.rates.get(device, 1.0),
+            block_work=work,
+            step_seconds=total,
+            reduce_seconds=reduction,
+            micro_batches=pipeline.micro_batches,
+        )
+        all_tokens = 64 * plan.global_batch
+        return Report(
+            measurement=measured, loss=2.0 if rank_zero else None, tokens=all_tokens if rank_zero else None
+        )
+
+    def lost(self, worker: FakeWorker, clean: bool = False) -> WorkerLost:
+        return WorkerLost(
+            job=JOB,
+            device=worker.device,
+            incarnation=worker.incarnation,
+            clean=clean,
+            how="exit status 0" if clean else "killed by signal 9",
+        )
+
+    def kill(self, device: str) -> None:
+        self.workers[device].alive = False
+        self.say(Received(node=device.rpartition("/")[0], message=self.lost(self.workers[device])))
+
+    def finish(self) -> None:
+        """The last step's vote: every member says so."""
+        plan = self.plan()
+        assert plan is not None
+        for device in plan.members:
+            self.outcome(self.workers[device], Finished(step=self.steps))
+
+    def disconnect(self, node: str) -> None:
+        self.say(AgentDown(node=node))
+        self.settle()
+
+    def start(self) -> None:
+        """Both nodes join, their workers come, the first plan runs."""
+        for name in self.records:
+            self.join(name, len(self.records), len(self.records))
+        self.settle()
+        self.train(1)
+
+
+def refused(world: World, client: str) -> list[str]:
+    """Reasons in what a client was told."""
+    return [
+        body.reason for body in world.told.get(client, []) if isinstance(body, Rejected | Closed | Shutdown)
+    ]

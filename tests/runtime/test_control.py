@@ -1,0 +1,153 @@
+"""The worker's end of the agent's socket, against a listener that plays the agent."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from elasticd_planner.measurement import Measurement
+
+from elasticd import messages, packets
+from elasticd.messages import Goodbye, Hello, Kept, Recorded, Rejected, Report, StoreAnswer, Welcome
+from elasticd.records import JobSpec
+from elasticd.runtime.control import AgentKeyValue, Control, RejectedByAgent
+from tests.runtime.test_model import decoder
+
+
+def hello() -> Hello:
+    spec = JobSpec(
+        job="j", model=decoder().spec, global_batch=4, micro_batch=1, samples=9, sample_tokens=8.0, seed=0
+    )
+    return Hello(job="j", local_rank=0, world_size=2, pid=1, spec=spec)
+
+
+class Agent:
+    """Accepts one worker and answers its hello."""
+
+    def __init__(self, path: str, answer: messages.ToWorker | None) -> None:
+        self._listener = packets.listen(path)
+        self._listener.setblocking(True)
+        self._answer = answer
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        self.socket, _ = self._listener.accept()
+        self.socket.settimeout(10)
+        self.hello = self.receive()
+        if self._answer is not None:
+            self.send(self._answer)
+        else:
+            self.socket.close()
+
+    def receive(self) -> messages.FromWorker | None:
+        data = packets.receive(self.socket)
+        return messages.from_worker(data) if data is not None else None
+
+    def send(self, message: messages.Message) -> None:
+        packets.send(self.socket, messages.encode(message))
+
+    def ready(self) -> Agent:
+        self._thread.join(10)
+        return self
+
+
+WELCOME = Welcome(device="a/0", incarnation="1f", address="127.0.0.1")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Agent, Control]]:
+    agent = Agent(str(tmp_path / "s"), WELCOME)
+    control = Control(str(tmp_path / "s"), hello())
+    yield agent.ready(), control
+    agent.socket.close()
+
+
+def report(step: int) -> Report:
+    measurement = Measurement(device="a/0", plan=1, step=step, tokens=1, block_seconds=1.0, block_work=1.0)
+    return Report(measurement=measurement)
+
+
+def test_a_worker_says_hello_and_hears_what_is_sent(pair: tuple[Agent, Control]) -> None:
+    agent, control = pair
+    assert agent.hello == hello()
+    heard: list[object] = []
+    came = threading.Event()
+    control.start(lambda message: (heard.append(message), came.set()))
+    agent.send(Recorded(number=3))
+    assert came.wait(10)
+    assert heard == [Recorded(number=3)]
+    control.close(Goodbye(reason="done"))
+    assert agent.receive() == Goodbye(reason="done")
+    assert agent.receive() is None
+
+
+def test_store_calls_are_answered_by_number(pair: tuple[Agent, Control]) -> None:
+    agent, control = pair
+    control.start(lambda message: None)
+    store = AgentKeyValue(control)
+
+    def serve() -> None:
+        first, second = agent.receive(), agent.receive()
+        agent.send(StoreAnswer(id=second.id, value=second.key.encode()))
+        agent.send(StoreAnswer(id=first.id, value=first.key.encode()))
+        third = agent.receive()
+        agent.send(StoreAnswer(id=third.id, error="nobody set it"))
+
+    server = threading.Thread(target=serve)
+    server.start()
+    got: dict[str, bytes] = {}
+    threads = [
+        threading.Thread(target=lambda key=key: got.update({key: store.get(key, 10)})) for key in ("x", "y")
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert got == {"x": b"x", "y": b"y"}
+    with pytest.raises(TimeoutError, match="nobody set it"):
+        store.get("z", 5)
+    server.join(10)
+
+
+def test_a_full_socket_drops_reports_and_keeps_outcomes(pair: tuple[Agent, Control]) -> None:
+    agent, control = pair
+    control.start(lambda message: None)
+    for step in range(5000):
+        control.send(report(step))
+    assert control.dropped > 0
+    control.send(Kept(number=4, step=5))
+    received = []
+    while not received or not isinstance(received[-1], Kept):
+        received.append(agent.receive())
+    assert received[-1] == Kept(number=4, step=5)
+
+
+def test_a_lost_agent_fails_calls_and_nothing_else(pair: tuple[Agent, Control]) -> None:
+    agent, control = pair
+    control.start(lambda message: None)
+    threading.Timer(0.1, lambda: agent.socket.shutdown(socket.SHUT_RDWR)).start()
+    with pytest.raises(TimeoutError, match="the agent is gone"):
+        AgentKeyValue(control).get("x", 20)
+    control.send(report(1))
+    control.close(Goodbye())
+
+
+def test_a_rejection_carries_its_reason(tmp_path: Path) -> None:
+    Agent(str(tmp_path / "s"), Rejected(reason="use --nproc-per-node=2 at most"))
+    with pytest.raises(RejectedByAgent, match="--nproc-per-node=2"):
+        Control(str(tmp_path / "s"), hello())
+
+
+def test_an_agent_that_hangs_up_is_named(tmp_path: Path) -> None:
+    Agent(str(tmp_path / "s"), None)
+    with pytest.raises(RejectedByAgent, match="closed the connection"):
+        Control(str(tmp_path / "s"), hello())
+
+
+def test_no_agent_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(packets.NoAgent, match="start one with elasticd-agent"):
+        Control(str(tmp_path / "none"), hello(), connect_seconds=0.0)

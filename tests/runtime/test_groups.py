@@ -1,0 +1,125 @@
+"""Groups of one fabric: made by their members alone, freed from a blocked collective, parked and made anew."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from elasticd.runtime.groups import Cancelled, Fabric
+from tests.runtime import gang
+
+
+def overlapping(name: str, store: Any) -> list[float]:
+    """Groups that share members, made in sorted order by each member alone."""
+    fabric = Fabric("plan/1", name, "127.0.0.1", store)
+    results = []
+    for members in (("a", "b"), ("a", "b", "c"), ("b", "c")):
+        if name in members:
+            group = fabric.group(members, "reduce")
+            results.append(float(group.all_reduce(torch.tensor([float(group.rank + 1)]))))
+    assert fabric.stopwatch.read("reduce") > 0
+    return results
+
+
+@pytest.mark.slow
+def test_groups_are_made_by_their_members_alone() -> None:
+    results = gang.run(__file__, "overlapping", ["a", "b", "c"])
+    assert results == {"a": [3.0, 6.0], "b": [3.0, 6.0, 3.0], "c": [6.0, 3.0]}
+
+
+def shut_while_blocked(name: str, store: Any) -> dict[str, Any]:
+    """c never comes to the collective; a shuts its fabric from another thread; all leave and meet anew."""
+    members = ("a", "b", "c")
+    other = Fabric("plan/2", name, "127.0.0.1", store)
+    untouched = other.group(members, "vote")
+    fabric = Fabric("plan/1", name, "127.0.0.1", store)
+    group = fabric.group(members, "vote")
+    group.all_reduce(torch.ones(1))
+    left = ""
+    start = time.monotonic()
+    if name == "c":
+        store.get("left/a", 20)
+        fabric.shut()
+        left = "late"
+    else:
+        if name == "a":
+            threading.Timer(0.2, fabric.shut).start()
+        try:
+            group.all_reduce(torch.ones(1))
+        except Cancelled:
+            left = "cancelled"
+        except RuntimeError:
+            left = "error"
+        store.set(f"left/{name}", b"")
+    fabric.park()
+    spent = time.monotonic() - start
+    total = float(untouched.all_reduce(torch.ones(1)))  # the other fabric's sockets were spared
+    again = Fabric("plan/3", name, "127.0.0.1", store).group(members, "vote")
+    return {"left": left, "seconds": spent, "spared": total, "again": float(again.all_reduce(torch.ones(1)))}
+
+
+@pytest.mark.slow
+def test_shutting_a_fabric_frees_its_ranks_and_spares_the_others() -> None:
+    results = gang.run(__file__, "shut_while_blocked", ["a", "b", "c"])
+    assert results["a"]["left"] == "cancelled"
+    assert results["b"]["left"] in ("error", "cancelled"), "its peer's socket closed"
+    for result in results.values():
+        assert result["seconds"] < 10
+        assert result["spared"] == result["again"] == 3.0
+
+
+def killed(name: str, store: Any) -> str:
+    """c dies in the collective: the others see an error, soon."""
+    fabric = Fabric("plan/1", name, "127.0.0.1", store)
+    group = fabric.group(("a", "b", "c"), "vote")
+    group.all_reduce(torch.ones(1))
+    if name == "c":
+        os._exit(0)
+    try:
+        group.all_reduce(torch.ones(1))
+    except RuntimeError:
+        fabric.shut()
+        return "error"
+    return "completed"
+
+
+@pytest.mark.slow
+def test_a_death_in_a_collective_reaches_the_others() -> None:
+    results = gang.run(__file__, "killed", ["a", "b", "c"], dying=["c"])
+    assert results == {"a": "error", "b": "error"}
+
+
+class Silent:
+    """A bootstrap store to which nobody else ever comes."""
+
+    def set(self, key: str, value: bytes) -> None:
+        pass
+
+    def get(self, key: str, seconds: float) -> bytes:
+        if key.endswith("/a"):
+            return b"127.0.0.1 1"
+        time.sleep(min(seconds, 0.05))
+        raise TimeoutError(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return amount
+
+    def check(self, keys: Any) -> bool:
+        return False
+
+
+def test_making_a_group_gives_up_when_the_peers_do_not_come() -> None:
+    with pytest.raises(RuntimeError, match="peers did not arrive within 0 s"):
+        Fabric("plan/1", "a", "127.0.0.1", Silent(), seconds=0.2).group(("a", "b"), "vote")
+
+
+def test_making_a_group_ends_when_the_fabric_is_shut() -> None:
+    fabric = Fabric("plan/1", "a", "127.0.0.1", Silent(), seconds=30)
+    threading.Timer(0.1, fabric.shut).start()
+    with pytest.raises(Cancelled):
+        fabric.group(("a", "b"), "vote")

@@ -1,0 +1,92 @@
+"""The description of a model: local modules of a stage, first values, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from elasticd_planner.boxes import Box
+from elasticd_planner.plan import Stage
+from torch import nn
+
+from elasticd.models import Decoder, DecoderConfig
+from elasticd.runtime.model import Model, ModelError, Rule, UnitsOf
+
+CONFIG = DecoderConfig(vocabulary=16, width=16, layers=3, heads=4, kv_heads=2, hidden=12)
+
+
+def decoder() -> Model:
+    with torch.device("meta"):
+        return Decoder(CONFIG).describe()
+
+
+def test_a_member_holds_its_slices_and_knows_its_units() -> None:
+    stage = Stage(start=0, stop=2, devices=("a/0", "a/1"), shares=(3, 1))
+    local = decoder().local(stage, 0)
+    assert list(local.modules) == ["embed", "blocks.0", "blocks.1"]
+    attention = local.modules["blocks.1"].attention
+    assert (attention.heads, attention.kv_heads) == (range(3), range(2))
+    assert attention.q.weight.shape == (12, 16)
+    other = decoder().local(stage, 1).modules["blocks.0"].attention
+    assert (other.heads, other.kv_heads) == (range(3, 4), range(1, 2))
+    assert local.parameters["embed.tokens.weight"][0] == Box(start=(0, 0), stop=(12, 16))
+
+
+def test_a_tied_head_is_one_parameter_where_both_are_held() -> None:
+    whole = decoder().local(Stage(start=0, stop=3, devices=("a/0",), shares=(1,)), 0)
+    assert whole.modules["head"].output.weight is whole.modules["embed"].tokens.weight
+    assert "head.output.weight" not in whole.parameters
+    last = decoder().local(Stage(start=2, stop=3, devices=("a/0",), shares=(1,)), 0)
+    assert last.modules["head"].output.weight is last.parameters["embed.tokens.weight"][1]
+
+
+def test_first_values_do_not_depend_on_the_layout() -> None:
+    model = decoder()
+    whole = model.first_value("blocks.1.attention.q.weight", Box.whole((16, 16)), seed=1)
+    part = model.first_value("blocks.1.attention.q.weight", Box(start=(4, 0), stop=(9, 16)), seed=1)
+    assert torch.equal(whole[4:9], part)
+    assert not torch.equal(whole, model.first_value("blocks.2.attention.q.weight", Box.whole((16, 16)), seed=1))
+    assert not torch.equal(whole, model.first_value("blocks.1.attention.q.weight", Box.whole((16, 16)), seed=2))
+
+
+def test_the_description_holds_no_weights() -> None:
+    model = Decoder(CONFIG).describe()
+    assert all(p.is_meta for section in model.sections.values() for p in section.parameters())
+
+
+def plain(**changes: object) -> Model:
+    given: dict[str, object] = {
+        "embed": nn.Embedding(8, 4),
+        "blocks": [nn.Linear(4, 4)],
+        "head": nn.Linear(4, 8),
+        "width": 4,
+        "init": lambda name, shape, generator: torch.zeros(shape),
+    }
+    return Model(**{**given, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blocks": []}, "blocks must be a non-empty list"),
+        ({"rules": [Rule("blocks.*.wieght", dim=0, units="columns")]}, "matches no parameter"),
+        ({"ties": {"head.weight": "embed.weights"}}, "'embed.weights' is not a parameter"),
+        ({"head": nn.BatchNorm1d(4)}, "is a buffer"),
+        ({"rules": [Rule("head.weight", dim=0, units="rows")], "units": {"rows": UnitsOf(3)}}, "does not divide"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plain(**changes)
+
+
+def test_an_init_of_the_wrong_shape_is_named() -> None:
+    model = plain(init=lambda name, shape, generator: torch.zeros(1))
+    with pytest.raises(ModelError, match=r"init\('head.weight'\) gave shape \(1,\), not \(8, 4\)"):
+        model.first_value("head.weight", Box.whole((8, 4)), seed=0)
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="must divide into 3 heads"):
+        DecoderConfig(width=16, heads=3)
+    with pytest.raises(ValueError, match="groups for 3 kv-heads"):
+        DecoderConfig(width=16, heads=4, kv_heads=3)

@@ -1,0 +1,69 @@
+"""The vote's fold: the same on every rank, and unforgiving about samples."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticd.runtime.vote import LedgerError, Record, fold, hash_samples
+
+
+def record(**changes: object) -> Record:
+    given: dict[str, object] = {
+        "step": 3,
+        "prepared": 0,
+        "finite": True,
+        "tokens": 8,
+        "squares": 4.0,
+        "loss": 2.0,
+        "count": 4.0,
+        "samples": 7,
+    }
+    return Record(**{**given, **changes})  # type: ignore[arg-type]
+
+
+@given(
+    step=st.integers(0, 2**40),
+    prepared=st.integers(0, 2**40),
+    squares=st.floats(0, 1e300),
+    loss=st.floats(-1e300, 1e300),
+    samples=st.integers(0, 2**64 - 1),
+    finite=st.booleans(),
+)
+def test_a_record_survives_the_wire(**fields: object) -> None:
+    made = record(**fields)
+    assert Record.unpack(made.pack()) == made
+
+
+def test_sums_are_divided_once_by_the_global_count() -> None:
+    outcome = fold([record(loss=2.0, count=4.0), record(loss=10.0, count=2.0, squares=5.0)], [7, 7])
+    assert outcome.loss == pytest.approx(2.0)
+    assert outcome.norm == pytest.approx(math.sqrt(9.0) / 6.0)
+    assert outcome.apply
+
+
+def test_one_rank_that_is_not_finite_keeps_all_from_applying() -> None:
+    assert not fold([record(), record(finite=False)], [7, 7]).apply
+    assert not fold([record(), record(squares=math.inf)], [7, 7]).apply
+
+
+def test_other_samples_than_those_of_the_batch_plan_are_an_error_on_every_rank() -> None:
+    with pytest.raises(LedgerError, match=r"ranks \[1\] did not see the samples"):
+        fold([record(), record(samples=8)], [7, 7])
+
+
+def test_ranks_at_different_steps_are_an_error() -> None:
+    with pytest.raises(LedgerError, match="different steps"):
+        fold([record(), record(step=4)], [7, 7])
+
+
+def test_a_batch_without_a_single_target_is_an_error() -> None:
+    with pytest.raises(LedgerError, match="no targets"):
+        fold([record(count=0.0)], [7])
+
+
+def test_the_hash_depends_on_the_order_of_samples() -> None:
+    assert hash_samples([1, 2]) != hash_samples([2, 1])

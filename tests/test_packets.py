@@ -1,0 +1,187 @@
+"""Packets keep their borders, large ones travel by memfd, and a missing agent is named."""
+
+import array
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticd import packets
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with a, b:
+        yield a, b
+
+
+def flood(sock: socket.socket, times: int) -> None:
+    for _ in range(times):
+        packets.send(sock, b"x" * 1000)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=20))
+def test_messages_arrive_whole_and_in_order(parts: list[bytes]) -> None:
+    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with a, b:
+        for part in parts:
+            packets.send(a, part)
+        assert [packets.receive(b) for _ in parts] == parts
+
+
+@pytest.mark.parametrize(
+    "size", [1, packets.LARGEST_PACKET - 1, packets.LARGEST_PACKET, packets.LARGEST_PACKET + 1, 5_000_000]
+)
+def test_message_of_any_size_arrives_and_leaves_no_descriptor_open(
+    pair: tuple[socket.socket, socket.socket], size: int
+) -> None:
+    data = os.urandom(size)
+    before = open_descriptors()
+    packets.send(pair[0], data)
+    assert packets.receive(pair[1]) == data
+    assert open_descriptors() == before
+
+
+def test_end_of_the_connection_is_none(pair: tuple[socket.socket, socket.socket]) -> None:
+    packets.send(pair[0], b"last")
+    pair[0].close()
+    assert packets.receive(pair[1]) == b"last"
+    assert packets.receive(pair[1]) is None
+
+
+def test_end_with_unread_messages_is_none_too(pair: tuple[socket.socket, socket.socket]) -> None:
+    packets.send(pair[1], b"never read")
+    pair[0].close()
+    assert packets.receive(pair[1]) is None
+
+
+def test_sending_to_one_that_is_gone_says_so(pair: tuple[socket.socket, socket.socket]) -> None:
+    pair[1].close()
+    with pytest.raises(BrokenPipeError):
+        packets.send(pair[0], b"hello")
+
+
+def test_empty_message_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
+    with pytest.raises(ValueError, match="end of the connection"):
+        packets.send(pair[0], b"")
+
+
+def test_nonblocking_socket_never_waits(pair: tuple[socket.socket, socket.socket]) -> None:
+    for sock in pair:
+        sock.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        packets.receive(pair[1])
+    with pytest.raises(BlockingIOError):
+        flood(pair[0], 100_000)
+    assert packets.receive(pair[1]) == b"x" * 1000
+
+
+def test_blocked_receiver_wakes_when_a_message_comes(pair: tuple[socket.socket, socket.socket]) -> None:
+    got: list[bytes | None] = []
+    reader = threading.Thread(target=lambda: got.append(packets.receive(pair[1])))
+    reader.start()
+    packets.send(pair[0], b"now")
+    reader.join(5)
+    assert got == [b"now"]
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_descriptor_that_is_no_message_is_refused_and_closed(
+    pair: tuple[socket.socket, socket.socket], tmp_path: Path, sealed: bool
+) -> None:
+    before = open_descriptors()
+    with (tmp_path / "file").open("wb") as file:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()]))]
+        pair[0].sendmsg([b"12345678" if sealed else b"x"], rights)
+        with pytest.raises(packets.PacketError, match="sealed memory file"):
+            packets.receive(pair[1])
+    assert open_descriptors() == before
+
+
+def test_oversized_packet_is_refused(pair: tuple[socket.socket, socket.socket]) -> None:
+    pair[0].send(b"x" * (packets.LARGEST_PACKET + 1))
+    with pytest.raises(packets.PacketError, match="cut short"):
+        packets.receive(pair[1])
+
+
+# -- finding each other --------------------------------------------------------------------------------------
+
+
+def test_listener_is_found_and_private(tmp_path: Path) -> None:
+    path = str(tmp_path / "deep" / "agent.sock")
+    with packets.listen(path) as listener:
+        assert os.stat(path).st_mode & 0o777 == 0o600
+        assert os.stat(tmp_path / "deep").st_mode & 0o777 == 0o700
+        with packets.connect(path) as client:
+            server, _ = listener.accept()
+            with server:
+                packets.send(client, b"hello")
+                assert packets.receive(server) == b"hello"
+
+
+def test_agent_that_is_not_running_is_named_with_the_remedy(tmp_path: Path) -> None:
+    path = str(tmp_path / "agent.sock")
+    with pytest.raises(packets.NoAgent, match=f"no agent listens at {path}: start one with elasticd-agent"):
+        packets.connect(path)
+
+
+def test_dead_agents_socket_counts_as_no_agent_and_is_replaced(tmp_path: Path) -> None:
+    path = str(tmp_path / "agent.sock")
+    packets.listen(path).close()
+    with pytest.raises(packets.NoAgent, match="ELASTICD_SOCKET"):
+        packets.connect(path)
+    with packets.listen(path), packets.connect(path):
+        pass
+
+
+def test_living_agents_socket_is_not_taken(tmp_path: Path) -> None:
+    path = str(tmp_path / "agent.sock")
+    with packets.listen(path):
+        with pytest.raises(packets.SocketTaken, match="another agent listens at"):
+            packets.listen(path)
+        packets.connect(path).close()
+
+
+def test_ordinary_file_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_text("data")
+    with pytest.raises(packets.SocketTaken, match="is a file and no socket"):
+        packets.listen(str(path))
+    assert path.read_text() == "data"
+
+
+def test_path_beyond_the_kernels_limit_is_named(tmp_path: Path) -> None:
+    with pytest.raises(packets.SocketTaken, match="choose a shorter one"):
+        packets.listen(str(tmp_path / ("x" * 120)))
+
+
+def test_connect_waits_for_an_agent_that_is_starting(tmp_path: Path) -> None:
+    path = str(tmp_path / "agent.sock")
+    connected: list[socket.socket] = []
+    trainer = threading.Thread(target=lambda: connected.append(packets.connect(path, timeout=10)))
+    trainer.start()
+    with packets.listen(path):
+        trainer.join(10)
+        assert len(connected) == 1
+        connected[0].close()
+
+
+def test_default_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ELASTICD_SOCKET", "/somewhere/a.sock")
+    assert packets.default_path() == "/somewhere/a.sock"
+    monkeypatch.delenv("ELASTICD_SOCKET")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert packets.default_path() == "/run/user/7/elasticd/agent.sock"
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert str(os.getuid()) in packets.default_path()

@@ -1,0 +1,117 @@
+"""The live mode's handler without a torchrun: what it refuses, and the ranks it computes as torch would."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.utils import store as torch_store
+
+from elasticd import rendezvous
+from elasticd.messages import Joined, StoreAnswer
+from elasticd.rendezvous.live import EXIT_BARRIER, JobOver, RankStore, Refusal, create_handler
+
+
+def parameters(run_id: str = "job", **conf: str) -> RendezvousParameters:
+    return RendezvousParameters(
+        backend="elasticd", endpoint="/nowhere/a.sock", run_id=run_id, min_nodes=1, max_nodes=2, **conf
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (parameters("none"), r"torchrun --rdzv-id=NAME; torch's default 'none' would be shared"),
+        (parameters("a/b"), "--rdzv-id=a/b must not contain '/'"),
+        (parameters(mode="restart"), "mode=restart is not supported yet: leave it out"),
+        (parameters(mode="dead"), "mode=dead is unknown"),
+        (parameters(agent_timeout="soon"), "agent_timeout=soon must be a number of seconds"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(wrong: RendezvousParameters, reason: str) -> None:
+    with pytest.raises(Refusal, match=reason):
+        create_handler(wrong)
+
+
+def test_handler_comes_from_the_entry_point_under_its_name() -> None:
+    handler = rendezvous.get_handler()(parameters())
+    assert (handler.get_backend(), handler.get_run_id()) == ("elasticd", "job")
+    assert handler.num_nodes_waiting() == 0
+    assert handler.use_agent_store
+    assert not handler.is_closed()
+
+
+def test_missing_agent_is_a_rendezvous_error_that_names_it() -> None:
+    with pytest.raises(RendezvousError, match=r"no agent listens at /nowhere/a\.sock"):
+        create_handler(parameters(agent_timeout="0")).next_rendezvous()
+
+
+def test_refusal_ends_a_program_with_its_message_and_the_end_of_a_job_in_good_order() -> None:
+    assert Refusal("why").code == "elasticd: why"
+    assert JobOver("done").code == 0
+
+
+class Agent:
+    """The leader's store for role infos, without the way there."""
+
+    def __init__(self, values: dict[str, bytes]) -> None:
+        self.values = values
+
+    def call(self, op: str, key: str, value: bytes = b"", seconds: float = 0.0) -> StoreAnswer:
+        if op == "set":
+            self.values[key] = value
+        elif key not in self.values:
+            raise RuntimeError(f"{key} never came")
+        return StoreAnswer(id=1, value=self.values[key])
+
+
+def stores(nodes: int) -> list[RankStore]:
+    shared: dict[str, bytes] = {}
+    return [RankStore(Agent(shared), Joined(node_rank=i, nodes=nodes)) for i in range(nodes)]  # type: ignore[arg-type]
+
+
+def ranks(store: Any, node: int, nodes: int, role: str, size: int) -> list[Any]:
+    spec = SimpleNamespace(role=role, local_world_size=size)
+    workers = LocalElasticAgent._assign_worker_ranks(None, store, node, nodes, spec)  # type: ignore[arg-type]
+    return [(w.global_rank, w.world_size, w.role_rank, w.role_world_size) for w in workers]
+
+
+NODES = st.lists(st.tuples(st.sampled_from(["default", "other"]), st.integers(1, 4)), min_size=1, max_size=5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(NODES)
+def test_ranks_are_those_that_torch_assigns_over_one_shared_store(nodes: list[tuple[str, int]]) -> None:
+    ours, shared = stores(len(nodes)), dist.HashStore()
+    for each in [*ours, shared]:
+        for i, (role, size) in enumerate(nodes):  # all nodes have spoken, whatever the order they read in
+            info = {"role": role, "rank": i, "local_world_size": size}
+            if each is shared or each is ours[i]:
+                each.set(f"torchelastic/role_info/{i}", json.dumps(info))
+    for i, (role, size) in enumerate(nodes):
+        assert ranks(ours[i], i, len(nodes), role, size) == ranks(shared, i, len(nodes), role, size)
+
+
+def test_late_node_finds_its_ranks_without_the_others() -> None:
+    first, late = stores(2)
+    first.set("torchelastic/role_info/0", json.dumps({"role": "default", "rank": 0, "local_world_size": 3}))
+    del first
+    assert ranks(late, 1, 2, "default", 2) == [(3, 5, 3, 5), (4, 5, 4, 5)]
+
+
+def test_exit_barrier_waits_for_nobody() -> None:
+    store = stores(4)[0]
+    torch_store.barrier(store, 4, EXIT_BARRIER.removesuffix("/last_member"), barrier_timeout=1)
+    assert store.get(EXIT_BARRIER) == b"1"
+
+
+def test_key_that_nobody_will_set_is_an_error_and_no_wait() -> None:
+    with pytest.raises(RuntimeError, match="nobody else sets it"):
+        stores(1)[0].get("some/key")
