@@ -57,14 +57,6 @@ class Keys(Value, frozen=True, kw_only=True):
         return self.job(job, "history/") + f"{number:08d}"
 
 
-class LeaderRecord(Value, frozen=True, kw_only=True):
-    """Who leads, and where agents and commands reach it."""
-
-    name: str
-    url: str
-    version: int = RECORD_VERSION
-
-
 class NodeRecord(Value, frozen=True, kw_only=True):
     """A node whose agent lives; `address` is what its workers listen on for each other."""
 

@@ -211,9 +211,7 @@ def _heard(state: State, event: Heard, now: float) -> Result:
         return replace(state, phase=Phase.OVER), (Stop(reason=message.reason),)
     body = message.body
     if isinstance(body, Propose | Abort | Recorded | Welcome):
-        text = (
-            f"the leader sent {type(body).__name__} over the link, but only the store gives orders: dropped"
-        )
+        text = f"the leader sent {type(body).__name__} over the link, but only the store gives orders: dropped"
         return state, (Note(text=text),)
     if message.client.startswith(DEVICE_PREFIX):
         return _to_device(state, message.client.removeprefix(DEVICE_PREFIX), body)
@@ -305,9 +303,7 @@ def _workers(state: State, job: str) -> list[Client]:
 
 
 def _wrap(client: Client, body: FromWorker) -> Up:
-    return Up(
-        client=client.id, job=client.job, device=client.device, incarnation=client.incarnation, body=body
-    )
+    return Up(client=client.id, job=client.job, device=client.device, incarnation=client.incarnation, body=body)
 
 
 def _up(state: State, client: Client, body: FromWorker) -> tuple[Effect, ...]:

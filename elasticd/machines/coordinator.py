@@ -92,6 +92,10 @@ def _received(state: State, event: Received, now: float) -> Result:
     message = event.message
     if event.node not in state.nodes:
         return state, ()
+    if isinstance(message, Up) and (not message.job or "/" in message.job):
+        why = f"job name {message.job!r} must not be empty or contain '/': choose another --rdzv-id"
+        rejected = Down(client=message.client, body=Rejected(reason=why))
+        return state, (Send(node=event.node, message=rejected),)
     if message.job not in state.jobs:
         body = message.body if isinstance(message, Up) else None
         if not isinstance(body, Join | Hello):

@@ -38,7 +38,7 @@ class Phase(Enum):
     WITHDRAWN = "withdrawn"  # could not prepare: votes 0 and waits for the abort
     MOVING = "moving"  # training is over: state moves into side buffers
     SAYING = "saying"  # this rank has said ok or not ok
-    DOUBT = "doubt"  # said ok, and did not hear what the others said
+    DOUBT = "doubt"  # said ok, and did not hear what the others said: waits for the leader's word
     STOPPED = "stopped"
 
 
@@ -335,12 +335,7 @@ def _gathered(state: State, event: Gathered) -> Step:
 def _gather_failed(state: State, event: GatherFailed) -> Step:
     if not state.ok:  # without this rank's ok nobody can have swapped
         return _keep(state, state.aborted or event.reason)
-    reason = (
-        f"in doubt about plan {state.proposal}: this rank said ok, and lost the others before it heard whether "
-        f"they did ({event.reason}); it holds both copies and cannot decide alone"
-    )
-    stop = Stop(reason=reason)
-    return _to(state, phase=Phase.DOUBT), (ReportDoubt(number=state.proposal, reason=event.reason), stop)
+    return _to(state, phase=Phase.DOUBT), (ReportDoubt(number=state.proposal, reason=event.reason),)
 
 
 def _stop(state: State, event: Ordered) -> Step:
@@ -350,7 +345,7 @@ def _stop(state: State, event: Ordered) -> Step:
 P = Phase
 Handler = Callable[[State, Any], Step]
 TABLE: dict[tuple[Phase, type[Event]], Handler] = {
-    **{(phase, Ordered): _stop for phase in (*P,) if phase not in (P.DOUBT, P.STOPPED)},
+    **{(phase, Ordered): _stop for phase in P if phase is not P.STOPPED},
     **{(phase, Recorded): _recorded for phase in P},
     **{(phase, Proposed): _proposed for phase in (P.STANDBY, P.TRAINING)},
     **{(phase, Proposed): _superseded for phase in (P.PREPARING, P.READY, P.WITHDRAWN)},
@@ -373,5 +368,6 @@ TABLE: dict[tuple[Phase, type[Event]], Handler] = {
         for phase in (P.STANDBY, P.PREPARING, P.STOPPED, P.DOUBT)
         for kind in (Moved, MoveFailed, GatherFailed)
     },
-    **{(phase, kind): _ignore for phase in (P.STOPPED, P.DOUBT) for kind in (Proposed, Aborted, Ordered)},
+    **{(phase, kind): _ignore for phase in (P.STOPPED, P.DOUBT) for kind in (Proposed, Aborted)},
+    (P.STOPPED, Ordered): _ignore,
 }

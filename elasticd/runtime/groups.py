@@ -13,6 +13,7 @@ waited for, its tensor is kept until a later collective proves that it was recei
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 import threading
@@ -31,6 +32,10 @@ Address = tuple[str, int]
 
 class Cancelled(RuntimeError):
     """The fabric was shut while this operation waited."""
+
+
+class PeerLost(RuntimeError):
+    """A member of the group is gone, or its connection is."""
 
 
 class KeyValue(Protocol):
@@ -80,9 +85,9 @@ class _BootstrapStore(Store):
         while not self._dead():
             left = deadline - time.monotonic()
             try:
-                return self._base.get(self._prefix + key, max(0.0, min(1.0, left)))
+                return self._base.get(self._prefix + key, max(0.0, min(0.5, left)))
             except TimeoutError:
-                if left <= 1.0:
+                if left <= 0.5:
                     raise RuntimeError(f"peers did not arrive within {self._seconds:.0f} s ({key})") from None
         raise Cancelled("shut while a group was being made")
 
@@ -125,7 +130,19 @@ class Group:
             turns += 1
             waited = time.perf_counter() - start
             time.sleep(0 if turns < 20 else min(5e-4, max(5e-5, waited / 50)))
-        work.wait()
+        with self._told():
+            work.wait()
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Gloo's errors in a few words: a shut fabric, or a peer that is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.fabric.dead:
+                raise Cancelled("shut while waiting for the others") from None
+            text = re.sub(r"^\[[^\]]*\] ", "", str(error).splitlines()[0])[:120].rstrip(". ")
+            raise PeerLost(f"{self.label} among {', '.join(self.members)}: {text}") from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums in place over the group."""
@@ -145,17 +162,12 @@ class Group:
 
     def send(self, tensor: Tensor, to: int, tag: int, label: str = "boundary") -> None:
         """Starts to send; the tensor is kept until `received` says that it has arrived."""
-        with self.fabric.stopwatch.measure(label):
+        with self.fabric.stopwatch.measure(label), self._told():
             self._sent.append((self._backend.send([tensor], to, tag), tensor))
 
     def receive(self, tensor: Tensor, source: int, tag: int, label: str = "boundary") -> Tensor:
-        with self.fabric.stopwatch.measure(label):
-            try:
-                self._backend.recv([tensor], source, tag).wait()
-            except RuntimeError:
-                if self.fabric.dead:
-                    raise Cancelled("shut while receiving") from None
-                raise
+        with self.fabric.stopwatch.measure(label), self._told():
+            self._backend.recv([tensor], source, tag).wait()
         return tensor
 
     def received(self) -> None:
@@ -235,11 +247,13 @@ class Fabric:
                         pass
         return shut
 
-    def park(self) -> None:
+    def park(self) -> threading.Thread:
         """Lets the groups go, in a thread of their own: destroying one may block on a stuck payload."""
         held: list[Any] = [self._groups, self._device]
         self._groups, self._device, self.dead = {}, None, True
-        threading.Thread(target=held.clear, name=f"park-{self.name}", daemon=True).start()
+        thread = threading.Thread(target=held.clear, name=f"park-{self.name}", daemon=True)
+        thread.start()
+        return thread
 
 
 _making_a_device = threading.Lock()

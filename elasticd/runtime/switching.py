@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from elasticd_migration.execute import Corrupt, Incomplete, migrate
+from elasticd_migration.execute import Corrupt, Incomplete, agree, migrate
 from elasticd_migration.reshard import Lost, bytes_lacking, whole_bytes
 from elasticd_migration.schema import Disagreement
 from elasticd_migration.state import LocalState, NotElementWise
@@ -32,6 +32,12 @@ from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
 from elasticd.runtime.groups import Fabric, Group, KeyValue
 
 log = logging.getLogger(__name__)
+
+#: Seconds that a rank in doubt, or one that lost the others, waits for the leader's word.
+_PATIENCE = 20.0
+
+#: Seconds that the end of a job waits for threads that let groups go.
+_LEAVE = 5.0
 
 #: What goes wrong in a move without the transition group being broken: said as not ok, by a whole group.
 _SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise)
@@ -59,8 +65,10 @@ class _Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class _Side:
-    """What a move left in side buffers, for `Swap`; and what it cost."""
+    """Where a move leads, and what it cost. It keeps the transport, whose last messages may still be on their
+    way, until all ranks have said ok."""
 
+    transport: ProcessGroupTransport | None
     step: int
     bytes_received: int
     bytes_lacking: int
@@ -90,7 +98,7 @@ class Switcher:
         self._prepared: dict[int, _Prepared] = {}
         self._side: _Side | None = None
         self._old: Engine | None = None
-        self._stop: str | None = None
+        self._threads: list[threading.Thread] = []
         self._over: str | None = None
         self._began = 0.0
 
@@ -109,12 +117,18 @@ class Switcher:
             case Shutdown(reason=reason):
                 self._feed(sw.Ordered(reason=reason))
             case messages.Closed(reason=reason):
-                self._over = reason
-                self._todo.put(sw.Stop(reason=reason))
+                self._close(reason)
             case Pace():
                 self._pacer.pace = message
             case _:
                 log.warning("the agent sent %s, which a running worker does not expect", type(message).__name__)
+
+    def _close(self, reason: str) -> None:
+        """The members made the last step; one that stands by, or waits for them to let it join, ends too."""
+        if self.engine is None:
+            self._over = reason
+            self._shut_all()
+            self._todo.put(sw.Stop(reason=reason))
 
     def _feed(self, event: sw.Event) -> None:
         with self._lock:
@@ -129,11 +143,11 @@ class Switcher:
                 thread = threading.Thread(
                     target=self._prepare, args=(number,), name=f"elasticd-prepare-{number}", daemon=True
                 )
+                self._threads.append(thread)
                 thread.start()
             case sw.Cancel(number=number):
                 self._cancel(number)
             case sw.Stop(reason=reason):
-                self._stop = reason
                 self._shut_all()
                 self._todo.put(effect)
             case sw.Move() | sw.Say() | sw.Swap() | sw.DropOld():
@@ -205,9 +219,10 @@ class Switcher:
         self._side = None
         for fabric in self._fabrics.pop(number, ()):
             fabric.shut()
-            fabric.park()
+            self._threads.append(fabric.park())
 
     def _shut_all(self) -> None:
+        """Frees every thread that waits in a group."""
         for fabrics in self._fabrics.values():
             for fabric in fabrics:
                 fabric.shut()
@@ -222,8 +237,14 @@ class Switcher:
     def voted(self, numbers: tuple[int, ...]) -> None:
         """A vote completed: switches, where all ranks agree to."""
         self._feed(sw.Voted(prepared=numbers))
-        while not self._todo.empty():
-            self._do(self._todo.get())
+        while not self._todo.empty() or self._state.phase is sw.Phase.DOUBT:
+            try:
+                self._do(self._todo.get(timeout=_PATIENCE))
+            except queue.Empty:
+                raise self._stopped(
+                    f"in doubt about plan {self._state.proposal}: this rank said ok, lost the others before it "
+                    "heard whether they did, and nobody tells it"
+                ) from None
 
     def wait(self) -> Engine:
         """Stands by until this device is used. Raises `JobOver` or `JobStopped`."""
@@ -231,18 +252,23 @@ class Switcher:
             self._do(self._todo.get())
         return self.engine
 
-    def bereaved(self, error: Exception, seconds: float = 10.0) -> JobStopped:
+    def bereaved(self, error: Exception) -> JobStopped:
         """A collective of the plan in force failed: what to raise. The leader knows best why, so its word is
-        waited for a moment."""
-        deadline = time.monotonic() + seconds
-        while self._stop is None and not self._control.lost and (left := deadline - time.monotonic()) > 0:
+        waited for."""
+        deadline = time.monotonic() + _PATIENCE
+        while not self._control.lost and (left := deadline - time.monotonic()) > 0:
             try:
-                self._do(self._todo.get(timeout=left))
+                self._do(self._todo.get(timeout=min(left, 0.2)))
             except queue.Empty:
-                break
+                continue
             except JobStopped as stopped:
                 return stopped
-        return JobStopped(f"elasticd: {self._stop or f'lost the other ranks: {error}'}")
+        return self._stopped(f"lost the other ranks: {error}")
+
+    def _stopped(self, reason: str) -> JobStopped:
+        self._shut_all()
+        self.end()
+        return JobStopped(f"elasticd: {reason}")
 
     def _do(self, effect: sw.Effect) -> None:
         match effect:
@@ -259,7 +285,7 @@ class Switcher:
             case sw.Stop(reason=reason):
                 if self._over is not None:
                     raise JobOver(self._over)
-                raise JobStopped(f"elasticd: {reason}")
+                raise self._stopped(reason)
 
     def _move(self, number: int) -> None:
         self._began = time.perf_counter()
@@ -284,14 +310,19 @@ class Switcher:
         if prepared.old is None:
             assert engine is not None
             engine.adopt(first_state(self._recipe.model, engine.local, self._seed))
-            return _Side(step=step, bytes_received=0, bytes_lacking=0, bytes_state=0)
-        state = self.engine.state() if self.engine else LocalState()
+            return _Side(transport=None, step=step, bytes_received=0, bytes_lacking=0, bytes_state=0)
         transport = ProcessGroupTransport(group.backend, group.members, self._device, group.wait)
+        try:
+            state = self.engine.state() if self.engine else LocalState()
+        except NotElementWise as error:
+            agree(transport, LocalState(), refused=str(error))  # raises it on every rank alike
+            raise
         moved = migrate(prepared.old, prepared.new, state, transport)
         if engine is not None:
             engine.adopt(moved.state)
         sizes = moved.schema.sizes
         return _Side(
+            transport=transport,
             step=step,
             bytes_received=moved.bytes_received,
             bytes_lacking=bytes_lacking(prepared.old, prepared.new, sizes).get(self._device, 0),
@@ -313,7 +344,7 @@ class Switcher:
     def _swap(self, number: int, member: bool) -> None:
         prepared = self._prepared.pop(number)
         assert self._side is not None
-        prepared.transition.park()
+        self._threads.append(prepared.transition.park())
         with self._lock:
             kept = [f for f in self._fabrics.pop(number, []) if f is not prepared.transition]
             self._fabrics[number] = kept
@@ -338,12 +369,17 @@ class Switcher:
         if self._old is not None:
             with self._lock:
                 self._fabrics.pop(self._old.plan.number, None)
-            self._old.fabric.park()
+            self._threads.append(self._old.fabric.park())
             self._old = None
 
     def end(self) -> None:
-        """The last step is done: lets all groups go."""
+        """Lets all groups go and waits for the threads that do so: an interpreter that ends while one of them
+        is inside gloo aborts."""
         with self._lock:
-            for number in list(self._fabrics):
-                for fabric in self._fabrics.pop(number):
-                    fabric.park()
+            fabrics = [fabric for number in list(self._fabrics) for fabric in self._fabrics.pop(number)]
+            self._prepared.clear()
+            self._old = None
+        self._threads += [fabric.park() for fabric in fabrics]
+        deadline = time.monotonic() + _LEAVE
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -142,6 +142,11 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     def __post_init__(self) -> None:
         if len(self.strategies) != 1:
             refuse(f"plan {self.number}: exactly one strategy is supported, not {len(self.strategies)}")
+        if not PLAN_VERSION - 1 <= self.version <= PLAN_VERSION:
+            refuse(
+                f"plan {self.number}: version {self.version} of the format; this elasticd reads version "
+                f"{PLAN_VERSION} and one older: upgrade it"
+            )
         if self.number < 0 or self.micro_batch < 1:
             refuse(f"plan {self.number}: number and micro-batch size must be positive")
         devices = [name for name, _ in self._walk()]

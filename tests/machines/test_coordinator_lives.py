@@ -8,7 +8,7 @@ from elasticd_planner.policy import PolicySettings
 
 from elasticd.machines.job.effects import AgentUp, Paced, Planned, Received
 from elasticd.machines.job.state import TRANSITIONS, Phase, Settings
-from elasticd.messages import Closed, Doubt, Hello, Joined, Kept, Pace, Rejected, Shutdown, Up
+from elasticd.messages import Closed, Doubt, Joined, Kept, Pace, Rejected, Shutdown, Up
 from tests.machines.cast import JOB, answer_to
 from tests.machines.world import World, refused
 
@@ -55,44 +55,6 @@ def test_job_starts_when_its_nodes_are_complete_and_all_workers_said_hello() -> 
     assert world.proposal() is None, "the recorded plan took the proposal's place"
 
 
-def test_gathering_waits_a_second_for_more_than_the_least() -> None:
-    world = World(("alpha", "beta", "gamma"))
-    world.join("alpha", 2, 3)
-    world.settle()
-    world.tick(5.0)
-    assert world.phase is Phase.GATHERING, "one of two"
-    world.join("beta", 2, 3)
-    world.settle()
-    world.tick(0.9)
-    assert world.phase is Phase.GATHERING
-    world.tick(0.2)
-    assert world.phase is Phase.ASSEMBLING
-    assert world.job.joined == ("alpha", "beta")
-
-
-def test_gathering_forgets_who_left() -> None:
-    world = World()
-    world.join("alpha")
-    world.leave("alpha")
-    world.join("beta")
-    world.settle()
-    world.tick(2.0)
-    assert world.phase is Phase.GATHERING
-    world.disconnect("beta")
-    world.settle()
-    assert not world.job.joiners
-
-
-def test_join_with_other_limits_is_refused_with_both_named() -> None:
-    world = World()
-    world.join("alpha", 2, 2)
-    world.join("beta", 1, 2)
-    world.settle()
-    (reason,) = refused(world, "tbeta")
-    assert "--nnodes=1:2" in reason
-    assert "alpha --nnodes=2:2" in reason
-
-
 def test_join_of_a_running_job_is_refused_and_of_a_finished_one_closed() -> None:
     world = started()
     world.records["gamma"] = msgspec.structs.replace(
@@ -117,27 +79,6 @@ def test_torchrun_whose_join_is_repeated_by_its_agent_hears_nothing_twice() -> N
     world.settle()
     assert len(world.told["talpha"]) == before
     assert world.phase is Phase.RUNNING
-
-
-def test_worker_with_another_spec_is_refused_with_the_difference_and_nobody_waits_for_ever() -> None:
-    world = World()
-    world.join("alpha", 1, 1)
-    world.settle()
-    worker = world.workers["alpha/0"]
-    other = Hello(
-        job=JOB,
-        local_rank=1,
-        world_size=4,
-        pid=9,
-        spec=msgspec.structs.replace(world.hello(worker).spec, seed=5, global_batch=16),
-    )
-    up = Up(client="odd", job=JOB, device="alpha/7", incarnation="x", body=other)
-    world.say(Received(node="alpha", message=up))
-    world.settle()
-    (reason,) = refused(world, "odd")
-    assert "global_batch is 16, not 8" in reason
-    assert "seed is 5, not 0" in reason
-    assert world.phase is Phase.STOPPED
 
 
 def test_slow_device_leads_to_a_plan_that_gives_it_less() -> None:
@@ -396,3 +337,11 @@ def test_answer_to_a_join_that_was_lost_is_given_again() -> None:
     assert [body for body in world.told["talpha"] if isinstance(body, Joined)] == [
         Joined(node_rank=0, nodes=1)
     ] * 2
+
+
+def test_profile_is_fitted_once_under_a_plan_and_again_where_a_plan_teaches_more() -> None:
+    world = fitted()
+    world.train(25)
+    fits = [note.data["number"] for note in world.notes if note.kind == "fitted"]
+    assert fits == sorted(set(fits)), "never twice from one plan"
+    assert fits[0] == 1

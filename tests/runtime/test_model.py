@@ -71,7 +71,10 @@ def plain(**changes: object) -> Model:
         ({"rules": [Rule("blocks.*.wieght", dim=0, units="columns")]}, "matches no parameter"),
         ({"ties": {"head.weight": "embed.weights"}}, "'embed.weights' is not a parameter"),
         ({"head": nn.BatchNorm1d(4)}, "is a buffer"),
-        ({"rules": [Rule("head.weight", dim=0, units="rows")], "units": {"rows": UnitsOf(3)}}, "does not divide"),
+        (
+            {"rules": [Rule("head.weight", dim=0, units="rows")], "units": {"rows": UnitsOf(3)}},
+            "does not divide",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(changes: dict[str, object], message: str) -> None:

@@ -9,7 +9,9 @@ from elasticd.runtime.schedule import live_activations, one_forward_one_backward
 
 
 @given(stages=st.integers(1, 7), micro_batches=st.integers(1, 12))
-def test_the_stages_of_a_pipeline_never_wait_for_each_other_in_a_circle(stages: int, micro_batches: int) -> None:
+def test_the_stages_of_a_pipeline_never_wait_for_each_other_in_a_circle(
+    stages: int, micro_batches: int
+) -> None:
     """Plays all stages against each other: everything runs, each pass after those that it needs."""
     orders = [list(one_forward_one_backward(stages, s, micro_batches)) for s in range(stages)]
     done: set[tuple[str, int, int]] = set()

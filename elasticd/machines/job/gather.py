@@ -26,11 +26,7 @@ def join(turn: Turn, node: str, up: Up, body: Join) -> None:
         if known is None and node in _nodes_of_members(turn):
             _remember(turn, node, up, body)  # an agent tells a new leader again who had joined before
         elif known is None or known.pid != body.pid:
-            text = (
-                f"job {job.job} already runs on {', '.join(sorted(_nodes_of_members(turn)))}: joining a "
-                "running job is not supported yet; wait for its end or use another --rdzv-id"
-            )
-            turn.send(node, up.client, Rejected(reason=text))
+            turn.send(node, up.client, Rejected(reason=_full(turn)))
         return
     wrong = _disagreement(turn, node, body)
     if wrong:
@@ -44,6 +40,14 @@ def _remember(turn: Turn, node: str, up: Up, body: Join) -> None:
         node=node, client=up.client, pid=body.pid, min_nodes=body.min_nodes, max_nodes=body.max_nodes
     )
     turn.set(joiners={**turn.job.joiners, node: joiner})
+
+
+def _full(turn: Turn) -> str:
+    others = ", ".join(sorted(_nodes_of_members(turn)))
+    return (
+        f"job {turn.job.job} already runs on {others}: joining a running job is not supported yet; "
+        "wait for its end or use another --rdzv-id"
+    )
 
 
 def _gathering(turn: Turn) -> bool:
@@ -111,6 +115,8 @@ def complete(turn: Turn) -> None:
         turn.enter(Phase.ASSEMBLING)
     turn.set(joined=names)
     turn.note("job_gathered", f"{len(names)} nodes take part: {', '.join(names)}", nodes=list(names))
+    for name in sorted(job.joiners)[first.max_nodes :]:
+        turn.send(name, job.joiners[name].client, Rejected(reason=_full(turn)))
     for name in names:
         if not _has_workers(turn, name):  # one that has them was answered by a leader before
             _answer(turn, name, job.joiners[name].client)

@@ -11,7 +11,7 @@ from elasticd_planner.placement import bytes_to_move
 from elasticd_planner.plan import Plan
 from elasticd_planner.policy import Decision, decide
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.profiles import derive
+from elasticd_planner.profiles import ModelProfile, derive
 from elasticd_planner.rates import observe
 from elasticd_planner.value import Invalid
 
@@ -63,21 +63,38 @@ def _observe(turn: Turn, plan: Plan, step: tuple[Measurement, ...]) -> None:
             after=change.after,
             step=change.step,
         )
-    if turn.job.profile is None or turn.job.profile.fitted:
+    profile = turn.job.profile
+    if profile is None or turn.job.taught_by == plan.number or not _teaches(plan, profile):
         return
-    # The first step has the cost of everything that is done once; a step before a rate changed was made at
-    # others than those that the fit would take it for.
+    # The first step of a plan has the cost of everything that is done once; a step before a rate changed was
+    # made at others than those that the fit would take it for.
+    earlier = tuple(sample for sample in turn.job.samples if sample[0].plan == plan.number)
     first = turn.job.first_step if turn.job.first_step is not None else step[0].step
-    samples = () if changes or step[0].step == first else (*turn.job.samples, step)
+    samples = () if changes or step[0].step == first else (*earlier, step)
     turn.set(first_step=first, samples=samples)
     if len(samples) < turn.settings.fit_steps:
         return
     measurements = [measurement for sample in samples for measurement in sample]
     devices = _devices(turn)
-    profile = fit(turn.job.profile, plan, measurements, _cluster(devices), _rates(turn, devices))
-    turn.set(profile=profile, samples=())
+    turn.set(samples=(), first_step=None)
+    try:
+        profile = fit(profile, plan, measurements, _cluster(devices), _rates(turn, devices))
+    except Invalid as error:  # what the workers measured makes no sense
+        turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
+        return
+    turn.set(profile=profile, taught_by=plan.number)
     text = f"profile fitted from {len(samples)} steps of plan {plan.number}"
     turn.note("fitted", text, number=plan.number, block_seconds=profile.block.seconds)
+
+
+def _teaches(plan: Plan, profile: ModelProfile) -> bool:
+    """Whether steps of `plan` tell what the profile only guesses: seconds, before the first fit, or those of
+    an all-reduce in groups as wide as the plan's."""
+    if not profile.fitted:
+        return True
+    stages = [stage for pipeline in plan.modules[0].pipelines for stage in pipeline.stages]
+    widths = {len(stage.devices) for stage in stages} - {1}
+    return profile.block.collectives > 0 and not widths <= profile.collective_seconds.keys()
 
 
 def request(turn: Turn) -> None:

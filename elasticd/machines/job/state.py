@@ -163,7 +163,7 @@ class JobState(Value, frozen=True, kw_only=True):
     planning: `decided` is what the last decision was made from, None where one is due, but not before
         `not_before`; `asked` is under way; `token` counts requests.
     measuring: `partial` steps that some members have not reported yet; `samples` for the fit, from the step
-        after `first_step` on.
+        after `first_step` on; `taught_by` the plan that the profile was last fitted to.
     """
 
     job: str
@@ -189,6 +189,7 @@ class JobState(Value, frozen=True, kw_only=True):
     token: int = 0
     partial: dict[int, dict[str, Measurement]] = msgspec.field(default_factory=dict)
     first_step: int | None = None
+    taught_by: int = 0
     samples: tuple[tuple[Measurement, ...], ...] = ()
     progress: Progress = Progress()
 

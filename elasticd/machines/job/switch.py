@@ -84,7 +84,7 @@ def swapped(turn: Turn, worker: Worker, body: Swapped) -> None:
 
 def _record(turn: Turn, proposal: Proposal, step: int) -> None:
     kept_it = [other.device for other in turn.job.workers.values() if other.kept == proposal.number]
-    turn.enter(Phase.RUNNING, plan=proposal.plan, proposal=None, give_up="", partial={})
+    turn.enter(Phase.RUNNING, plan=proposal.plan, proposal=None, give_up="", partial={}, first_step=None)
     turn.write(
         PlanRecord(plan=proposal.plan, epoch=turn.epoch, step=step),
         notes=(

@@ -1,0 +1,84 @@
+"""The agents' connections: who is there, what waits to be sent to each, who is not let in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from elasticd.messages import WIRE_VERSION, AgentHello, AgentRejected, Down, encode
+from elasticd.records import NodeRecord
+
+#: Messages that may wait for a slow agent before its connection is given up; it then starts afresh.
+MOST_WAITING = 10_000
+
+
+class Connection:
+    """One agent's connection: what is sent waits here for the socket's own task."""
+
+    def __init__(self, record: NodeRecord) -> None:
+        self.record = record
+        self.closed = asyncio.Event()
+        self._waiting: asyncio.Queue[bytes] = asyncio.Queue(MOST_WAITING)
+
+    @property
+    def node(self) -> str:
+        return self.record.node
+
+    def send(self, message: Down | AgentRejected) -> None:
+        try:
+            self._waiting.put_nowait(encode(message))
+        except asyncio.QueueFull:
+            self.closed.set()
+
+    async def pump(self, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Sends what waits until cancelled."""
+        while True:
+            await write(await self._waiting.get())
+
+
+class Connections:
+    """The live connection of each node; at most one."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, Connection] = {}
+
+    def refusal(self, hello: AgentHello) -> str:
+        """Why this agent is not let in, or nothing."""
+        if abs(hello.version - WIRE_VERSION) > 1:
+            return (
+                f"this agent speaks version {hello.version} of the protocol, the coordinator {WIRE_VERSION}: "
+                "install the same release of elasticd on all nodes"
+            )
+        other = self._live.get(hello.record.node)
+        if other is not None and other.record.agent != hello.record.agent:
+            return (
+                f"node name {hello.record.node!r} is taken by another agent, at {other.record.address}: "
+                "give each agent a name of its own (node in section [agent]), or stop the other one"
+            )
+        return ""
+
+    def enter(self, record: NodeRecord) -> Connection:
+        """A connection for this agent; one that it had before is closed."""
+        before = self._live.get(record.node)
+        if before is not None:
+            before.closed.set()
+        connection = self._live[record.node] = Connection(record)
+        return connection
+
+    def leave(self, connection: Connection) -> bool:
+        """Whether it was the node's live one: an older one may end after the next has begun."""
+        connection.closed.set()
+        if self._live.get(connection.node) is not connection:
+            return False
+        del self._live[connection.node]
+        return True
+
+    def send(self, node: str, message: Down) -> None:
+        """To the node's agent; nothing where none is connected: what matters is said again."""
+        connection = self._live.get(node)
+        if connection is not None:
+            connection.send(message)
+
+    def close(self) -> None:
+        for connection in self._live.values():
+            connection.closed.set()

@@ -1,0 +1,264 @@
+"""The coordinator's daemon: from the configuration to leading and serving, and to a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from elasticd.config import Config
+from elasticd.coordinator import election
+from elasticd.coordinator.election import CannotLead, Term
+from elasticd.coordinator.leading import Leading
+from elasticd.coordinator.planning import COMMAND
+from elasticd.coordinator.server import application
+from elasticd.coordinator.views import status
+from elasticd.coordinator.writer import WriteConflict, Writer, stored
+from elasticd.machines.coordinator import takeover
+from elasticd.machines.job.state import Settings
+from elasticd.records import HistoryRecord, Keys, decode
+from elasticd.store.protocol import Store, StoreError
+
+_log = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """One coordinator, from its election on. `start` leads and serves, `ended` waits for a reason to end,
+    `stop` gives everything back. The store is the caller's, to close afterwards."""
+
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        *,
+        settings: Settings | None = None,
+        planner: tuple[str, ...] = COMMAND,
+    ) -> None:
+        self.config = config
+        self.keys = Keys(cluster=config.cluster.name)
+        self.url = ""
+        self.leading: Leading
+        self._store = store
+        self._settings = settings or Settings(detect=config.detect, policy=config.policy)
+        self._planner = planner
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._exits = contextlib.AsyncExitStack()
+        self._serving = False
+
+    async def start(self) -> None:
+        """Leads when it returns. Raises `CannotLead`."""
+        try:
+            listener = _listen(self.config.coordinator.host, self.config.coordinator.port)
+            self._exits.callback(listener.close)
+            self.url = _url(self.config.coordinator.host, listener.getsockname()[1])
+            term = await self._elect()
+            self._lead(term)
+            await self._serve(listener)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def ended(self) -> None:
+        """Returns after `end`; raises why this coordinator cannot lead any longer."""
+        await asyncio.shield(self._end)
+
+    def end(self) -> None:
+        if not self._end.done():
+            self._end.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    async def stop(self) -> None:
+        """Closes sockets, ends planners, gives the leader's key back. Harmless when called again."""
+        self.end()
+        self._end.exception()  # looked at, so that nobody complains about an error that nobody awaited
+        await self._exits.aclose()
+        self._executor.shutdown(wait=False)
+
+    async def _elect(self) -> Term:
+        """The campaign, in the store's thread. One that is given up is waited for: what it won goes back."""
+        loop = asyncio.get_running_loop()
+        name = self.config.coordinator.name
+        campaign = loop.run_in_executor(
+            self._executor, election.elect, self._store, self.keys, name, self.url
+        )
+        try:
+            term = await asyncio.shield(campaign)
+        except asyncio.CancelledError:
+            with contextlib.suppress(CannotLead):
+                (await campaign).leadership.resign(self._store)
+            raise
+        keeper = election.keep(self._store, term, self.fail)
+        self._exits.push_async_callback(election.resign, self._executor, keeper)
+        return term
+
+    def _lead(self, term: Term) -> None:
+        try:
+            jobs = stored(self.keys, term.jobs.items)
+        except msgspec.DecodeError as error:
+            raise CannotLead(f"the records under {self.keys.jobs} cannot be read: {error}") from error
+        state = takeover(term.leadership.term, jobs, self._settings, time.monotonic())
+        leading = Leading(state, chaos=self.config.chaos.enabled, failed=self.fail, planner=self._planner)
+        leading.writer = Writer(
+            self._store,
+            self._executor,
+            term.leadership,
+            self.keys,
+            term.jobs,
+            told=leading.tell,
+            failed=self.fail,
+        )
+        self.leading = leading
+        self._exits.push_async_callback(leading.planning.close)
+        self._start(leading.writer.run(), "writer")
+        self._exits.push_async_callback(self._flush, leading.writer)
+        self._start(leading.ticks(), "ticks")
+
+    async def _serve(self, listener: socket.socket) -> None:
+        server = _Server(
+            uvicorn.Config(
+                application(self),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws_per_message_deflate=False,  # reports are small and many
+                ws_ping_interval=5.0,
+                ws_ping_timeout=5.0,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        task = asyncio.create_task(server.serve(sockets=[listener]), name="server")
+        self._exits.push_async_callback(self._close, server, task)
+        while not server.started:
+            if task.done():
+                await task
+                raise CannotLead(f"the server at {self.url} ended at once")
+            await asyncio.sleep(0.005)
+        self._serving = True
+
+    async def _close(self, server: uvicorn.Server, task: asyncio.Task[None]) -> None:
+        self._serving = False
+        self.leading.connections.close()
+        server.should_exit = True
+        await task
+
+    async def _flush(self, writer: Writer) -> None:
+        """What was decided is written, if the store takes it soon; else the next leader decides again."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(writer.drained(), 0.0 if writer.away else 2.0)
+
+    def _start(self, work: Any, name: str) -> None:
+        """Runs beside the rest until `stop`; an error in it ends this coordinator."""
+        task = asyncio.create_task(work, name=name)
+
+        def done(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.fail(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+        async def finish() -> None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        task.add_done_callback(done)
+        self._exits.push_async_callback(finish)
+
+    # -- what the server shows -----------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        name = self.config.coordinator.name
+        return status(self.leading.state, self.config.cluster.name, name, self.url)
+
+    async def history(self, job: str) -> list[HistoryRecord]:
+        """From the store, through its own thread."""
+        prefix = self.keys.job(job, "history/")
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._executor, self._store.snapshot, prefix)
+        return [decode(item.value, HistoryRecord) for item in found.items]
+
+    def ready(self) -> str:
+        return "" if self._serving and not self._end.done() else "this coordinator is ending"
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the daemon, which ends the server itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(512)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise CannotLead(
+            f"cannot serve at {host}:{port} ({error.strerror or error}): set host and port in section "
+            "[coordinator] of the configuration to an address of this machine that is free"
+        ) from error
+    return listener
+
+
+def _url(host: str, port: int) -> str:
+    """Where others reach us: a host that stands for all addresses is no address to call."""
+    reachable = socket.gethostname() if host in ("0.0.0.0", "::") else host
+    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+
+
+async def run(config: Config, store: Store | None = None) -> None:
+    """Leads until SIGINT or SIGTERM. Raises `CannotLead` where it cannot, or not any longer."""
+    loop = asyncio.get_running_loop()
+    opened = store if store is not None else await asyncio.to_thread(election.connect, config)
+    coordinator = Coordinator(config, opened)
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, coordinator.end)
+    try:
+        starting = asyncio.create_task(coordinator.start())
+        ending = asyncio.create_task(coordinator.ended())
+        await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, ending, return_exceptions=True)
+            return
+        await starting
+        print(f"leading {config.cluster.name} as {config.coordinator.name} at {coordinator.url}", flush=True)
+        await ending
+    finally:
+        await coordinator.stop()
+        for number in signals:
+            loop.remove_signal_handler(number)
+        if store is None:
+            await asyncio.to_thread(opened.close)
+
+
+def serve(config: Config) -> int:
+    """The process: 0 after a signal, 1 with one message where it cannot lead."""
+    try:
+        asyncio.run(run(config))
+    except KeyboardInterrupt:
+        return 0
+    except Exception as error:
+        if not isinstance(error, CannotLead | StoreError | WriteConflict):
+            _log.exception("the coordinator failed")
+        print(f"elasticd coordinator: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0

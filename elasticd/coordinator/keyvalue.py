@@ -1,0 +1,91 @@
+"""The bootstrap store of one job: small keys that process groups find each other by, kept by the leader.
+
+It lives in the leader's memory alone: nothing new is formed without a leader anyway, and groups that stand
+do not need it any more. Callers prefix their keys by `plan/{number}/`, which is how old ones are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from elasticd.messages import StoreAnswer, StoreCall
+
+_PLAN = re.compile(r"plan/(\d+)/")
+
+
+class KeyValue:
+    """torch's Store in asyncio: `set`, `add`, `check` and `delete` answer at once, `get` waits for its key.
+
+    All calls come from one event loop, which is the only lock needed.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._waiting: dict[str, set[asyncio.Future[bytes]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    async def call(self, call: StoreCall) -> StoreAnswer:
+        """The answer to a call; an `error` inside it where there is none. `number` is the sum after `add`,
+        1 or 0 for `check` (the key is there) and for `delete` (it was)."""
+        if call.op == "get":
+            return await self._get(call)
+        if call.op == "set":
+            self._set(call.key, call.value)
+            return StoreAnswer(id=call.id)
+        if call.op == "add":
+            return self._add(call)
+        if call.op == "check":
+            return StoreAnswer(id=call.id, number=int(call.key in self._values))
+        return StoreAnswer(id=call.id, number=int(self._values.pop(call.key, None) is not None))
+
+    def drop_before(self, number: int) -> None:
+        """Forgets the keys of plans below `number`; whoever waits for one gets an error."""
+        for key in [key for key in self._values if _plan(key) < number]:
+            del self._values[key]
+        for key in [key for key in self._waiting if _plan(key) < number]:
+            for waiter in self._waiting.pop(key):
+                if not waiter.done():
+                    waiter.set_exception(KeyError(key))
+
+    async def _get(self, call: StoreCall) -> StoreAnswer:
+        if call.key in self._values:
+            return StoreAnswer(id=call.id, value=self._values[call.key])
+        waiter: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        waiters = self._waiting.setdefault(call.key, set())
+        waiters.add(waiter)
+        try:
+            async with asyncio.timeout(call.seconds):
+                return StoreAnswer(id=call.id, value=await waiter)
+        except TimeoutError:
+            error = f"no process set {call.key} within {call.seconds:g} s"
+        except KeyError:
+            error = f"{call.key} belongs to a plan that is over"
+        finally:
+            waiters.discard(waiter)
+            if not waiters and self._waiting.get(call.key) is waiters:
+                del self._waiting[call.key]
+        return StoreAnswer(id=call.id, error=error)
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        for waiter in self._waiting.pop(key, ()):
+            if not waiter.done():
+                waiter.set_result(value)
+
+    def _add(self, call: StoreCall) -> StoreAnswer:
+        """torch keeps counters as decimal text, so that `get` reads what `add` wrote; so do we."""
+        try:
+            total = int(self._values.get(call.key, b"0")) + int(call.value or b"0")
+        except ValueError:
+            return StoreAnswer(id=call.id, error=f"add to {call.key}: both must be whole numbers")
+        self._set(call.key, str(total).encode())
+        return StoreAnswer(id=call.id, number=total)
+
+
+def _plan(key: str) -> float:
+    """The number of the plan that a key belongs to; infinite for a key of no plan, which stays."""
+    found = _PLAN.match(key)
+    return int(found[1]) if found is not None else float("inf")

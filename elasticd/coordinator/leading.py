@@ -1,0 +1,154 @@
+"""IO around the coordinator's machine while it leads: events in, effects out, both in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from elasticd.coordinator.connections import Connection, Connections
+from elasticd.coordinator.journal import Journal
+from elasticd.coordinator.keyvalue import KeyValue
+from elasticd.coordinator.planning import COMMAND, Planning
+from elasticd.coordinator.writer import Writer
+from elasticd.machines import coordinator
+from elasticd.machines.coordinator import State
+from elasticd.machines.job.effects import (
+    AgentDown,
+    AgentUp,
+    CancelPlan,
+    Effect,
+    Event,
+    Note,
+    Paced,
+    Received,
+    RequestPlan,
+    Send,
+    Tick,
+    Write,
+)
+from elasticd.messages import Down, Report, StoreCall, ToLeader, Up, WorkerLost
+from elasticd.records import DoneRecord, NodeRecord, Proposal
+
+#: Seconds between the looks at what has become due.
+TICK = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """A request of a user that cannot be done: an HTTP status, and what would be right."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Leading:
+    """One leader's soft state and its hands. Everything runs on one event loop; nothing here blocks it."""
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        chaos: bool,
+        failed: Callable[[Exception], None],
+        planner: tuple[str, ...] = COMMAND,
+    ) -> None:
+        self.state = state
+        self.journal = Journal()
+        self.connections = Connections()
+        self.planning = Planning(self.apply, command=planner)
+        self.writer: Writer | None = None
+        self._chaos = chaos
+        self._failed = failed
+        self._stores: dict[str, KeyValue] = {}
+
+    def apply(self, event: Event) -> None:
+        """One step of the machine, and its effects. An error in it ends this leader rather than go on with a
+        state that nobody decided."""
+        try:
+            self.state, effects = coordinator.step(self.state, event, time.monotonic())
+            for effect in effects:
+                self._execute(effect)
+        except Exception as error:
+            _log.exception("the machine failed on %r", event)
+            self._failed(error)
+
+    async def ticks(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            self.apply(Tick())
+
+    def tell(self, note: Note) -> None:
+        """Into the journal and the log."""
+        self.journal.tell(note, time.time())
+        _log.info("%s%s", f"job {note.job}: " if note.job else "", note.text)
+
+    def _execute(self, effect: Effect) -> None:
+        if isinstance(effect, Note):
+            self.tell(effect)
+        elif isinstance(effect, Send):
+            self.connections.send(effect.node, effect.message)
+        elif isinstance(effect, Write):
+            self._drop_keys(effect)
+            if self.writer is not None:
+                self.writer.put(effect)
+        elif isinstance(effect, RequestPlan):
+            self.planning.request(effect.job, effect.token, effect.problem)
+        elif isinstance(effect, CancelPlan):
+            self.planning.cancel(effect.job)
+
+    def _drop_keys(self, write: Write) -> None:
+        """A new proposal needs the keys of no plan before the running one, a job that is over none."""
+        for record in write.records:
+            if isinstance(record, DoneRecord):
+                self._stores.pop(write.job, None)
+            elif isinstance(record, Proposal) and record.old is not None and write.job in self._stores:
+                self._stores[write.job].drop_before(record.old.number)
+
+    # -- agents --------------------------------------------------------------------------------------------
+
+    def agent_up(self, record: NodeRecord) -> Connection:
+        connection = self.connections.enter(record)
+        self.apply(AgentUp(record=record))
+        return connection
+
+    def agent_down(self, connection: Connection) -> None:
+        if self.connections.leave(connection):
+            self.apply(AgentDown(node=connection.node))
+
+    async def heard(self, connection: Connection, message: ToLeader) -> None:
+        """One message of an agent; returns when it is dealt with, which may be long for a waiting `get`."""
+        if isinstance(message, Up) and isinstance(message.body, StoreCall):
+            store = self._stores.setdefault(message.job, KeyValue())
+            answer = await store.call(message.body)
+            connection.send(Down(client=message.client, body=answer))
+            return
+        if isinstance(message, Up | WorkerLost):
+            if isinstance(message, Up) and isinstance(message.body, Report):
+                self.journal.report(message.job, message.body, time.time())
+            self.apply(Received(node=connection.node, message=message))
+
+    # -- users ---------------------------------------------------------------------------------------------
+
+    def pace(self, action: str, device: str, factor: float) -> None:
+        """Chaos on a device; raises `Refused`."""
+        if not self._chaos:
+            raise Refused(
+                403, "chaos is off: set enabled = true in section [chaos] of the coordinator's configuration"
+            )
+        if action not in ("slow", "recover"):
+            raise Refused(400, f"action {action!r} must be 'slow' or 'recover'")
+        if action == "recover":
+            factor = 1.0
+        if not math.isfinite(factor) or factor < 1:
+            raise Refused(400, f"factor {factor} must be a finite number of at least 1 (1 is normal speed)")
+        known = [known.name for node in self.state.nodes.values() for known in node.record.devices]
+        if device not in known:
+            raise Refused(
+                404, f"there is no device {device!r}; there are: {', '.join(sorted(known)) or 'none'}"
+            )
+        self.apply(Paced(device=device, factor=factor))

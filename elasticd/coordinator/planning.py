@@ -1,0 +1,105 @@
+"""Plans in a child process: the planner may take seconds, the coordinator's loop never waits for it.
+
+The child reads a Problem as JSON and writes an Answer. One at a time for a job: a newer request ends the
+child of the older one, and so does `cancel`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable
+
+import msgspec
+from elasticd_planner.problem import Answer, Problem
+
+from elasticd.machines.job.effects import Planned
+
+COMMAND = (sys.executable, "-m", "elasticd_planner")
+
+#: A planner that has not answered after this many seconds is ended, and its request failed.
+PATIENCE = 120.0
+
+
+class Planning:
+    """Runs planners; `answer` is called on the loop with each result that is still wanted."""
+
+    def __init__(
+        self,
+        answer: Callable[[Planned], None],
+        *,
+        command: tuple[str, ...] = COMMAND,
+        patience: float = PATIENCE,
+    ) -> None:
+        self._answer = answer
+        self._command = command
+        self._patience = patience
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def request(self, job: str, token: int, problem: Problem) -> None:
+        self.cancel(job)
+        task = asyncio.create_task(self._run(job, token, problem), name=f"planning {job} {token}")
+        self._tasks[job] = task
+        task.add_done_callback(lambda done: self._forget(job, done))
+
+    def cancel(self, job: str) -> None:
+        """Ends the planner of this job, if one runs; its answer is not given any more."""
+        task = self._tasks.pop(job, None)
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Ends all planners and waits until their processes are gone."""
+        tasks = list(self._tasks.values())
+        for job in list(self._tasks):
+            self.cancel(job)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _forget(self, job: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(job) is task:
+            del self._tasks[job]
+
+    async def _run(self, job: str, token: int, problem: Problem) -> None:
+        try:
+            async with asyncio.timeout(self._patience):
+                answer = await ask(problem, self._command)
+            self._answer(Planned(job=job, token=token, answer=answer))
+        except TimeoutError:
+            error = f"the planner did not answer within {self._patience:g} s"
+            self._answer(Planned(job=job, token=token, error=error))
+        except PlannerFailed as failure:
+            self._answer(Planned(job=job, token=token, error=str(failure)))
+
+
+class PlannerFailed(Exception):
+    """The child ended without an answer; the message has the end of what it said."""
+
+
+async def ask(problem: Problem, command: tuple[str, ...] = COMMAND) -> Answer:
+    """The answer of one planner process, which ends with this call, cancelled or not."""
+    text = await asyncio.to_thread(msgspec.json.encode, problem)
+    try:
+        child = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # the terminal's Ctrl-C is ours, who end the child
+        )
+    except OSError as error:
+        raise PlannerFailed(f"the planner {command[0]} did not start: {error}") from error
+    try:
+        out, err = await child.communicate(text)
+    finally:
+        if child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            await asyncio.shield(child.wait())
+    if child.returncode != 0:
+        said = err.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
+        raise PlannerFailed(f"the planner ended with {child.returncode}: {said[0]}")
+    try:
+        return await asyncio.to_thread(msgspec.json.decode, out, type=Answer)
+    except msgspec.DecodeError as error:
+        raise PlannerFailed(f"the planner's answer cannot be read: {error}") from error

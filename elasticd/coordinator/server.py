@@ -1,0 +1,218 @@
+"""The coordinator's one port: the agents' WebSocket, and REST for people and programs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from elasticd.coordinator.connections import Connection
+from elasticd.coordinator.leading import Leading, Refused
+from elasticd.messages import AgentHello, AgentRejected, StoreCall, ToLeader, Up, encode, to_leader
+from elasticd.records import HistoryRecord
+
+#: Seconds that a new connection has to say hello.
+HELLO_SECONDS = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class Served(Protocol):
+    """What the server shows: the leader, its status, and the history that only the store has."""
+
+    leading: Leading
+
+    def status(self) -> dict[str, Any]: ...
+
+    async def history(self, job: str) -> list[HistoryRecord]: ...
+
+    def ready(self) -> str:
+        """Why it is not ready, or nothing."""
+        ...
+
+
+class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/chaos`."""
+
+    action: str
+    device: str
+    factor: float = 1.0
+
+
+def application(served: Served) -> Starlette:
+    """The ASGI application."""
+
+    async def status(request: Request) -> Response:
+        return _json(served.status())
+
+    async def events(request: Request) -> Response:
+        return _json({"events": served.leading.journal.events(_number(request, 0))})
+
+    async def steps(request: Request) -> Response:
+        job = _known(served, request)
+        journal = served.leading.journal
+        return _json({"steps": journal.steps(job, _number(request, -1)), "pacing": journal.pacing(job)})
+
+    async def history(request: Request) -> Response:
+        return _json({"history": await served.history(_known(served, request))})
+
+    async def chaos(request: Request) -> Response:
+        try:
+            body = msgspec.json.decode(await request.body(), type=ChaosRequest, strict=False)
+        except msgspec.DecodeError as error:
+            raise Refused(400, f'the body must be {{"action", "device", "factor"}}: {error}') from error
+        served.leading.pace(body.action, body.device, body.factor)
+        return _json({"device": body.device, "factor": 1.0 if body.action == "recover" else body.factor})
+
+    async def livez(request: Request) -> Response:
+        return _json({"live": True})
+
+    async def readyz(request: Request) -> Response:
+        why = served.ready()
+        return _json({"error": why}, 503) if why else _json({"ready": True})
+
+    async def agent(socket: WebSocket) -> None:
+        await _agent(served.leading, socket)
+
+    routes = [
+        Route("/v1/status", status),
+        Route("/v1/events", events),
+        Route("/v1/jobs/{job}/steps", steps),
+        Route("/v1/jobs/{job}/history", history),
+        Route("/v1/chaos", chaos, methods=["POST"]),
+        Route("/livez", livez),
+        Route("/readyz", readyz),
+        WebSocketRoute("/v1/agent", agent),
+    ]
+    handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+        Refused: _refused,
+        HTTPException: _http_error,
+        Exception: _broken,
+    }
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def _json(body: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def _refused(request: Request, error: Refused) -> Response:
+    return _json({"error": str(error)}, error.status)
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    text = f"there is no {request.url.path}" if error.status_code == 404 else error.detail
+    return _json({"error": text}, error.status_code)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    return _json({"error": f"the coordinator failed on {request.url.path}; its log says why"}, 500)
+
+
+def _number(request: Request, default: int) -> int:
+    text = request.query_params.get("after", str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise Refused(400, f"after={text} must be a whole number") from None
+
+
+def _known(served: Served, request: Request) -> str:
+    job = str(request.path_params["job"])
+    jobs = served.leading.state.jobs
+    if job not in jobs:
+        raise Refused(404, f"there is no job {job!r}; there are: {', '.join(sorted(jobs)) or 'none'}")
+    return job
+
+
+# -- agents ------------------------------------------------------------------------------------------------
+
+
+async def _agent(leading: Leading, socket: WebSocket) -> None:
+    """One agent's connection, from its hello to its end."""
+    await socket.accept()
+    try:
+        hello = await asyncio.wait_for(_read(socket), HELLO_SECONDS)
+        if not isinstance(hello, AgentHello):
+            await _reject(socket, "an agent's first message must be its hello")
+            return
+        refusal = leading.connections.refusal(hello)
+        if refusal:
+            await _reject(socket, refusal)
+            return
+    except TimeoutError:
+        await _reject(socket, f"no hello came within {HELLO_SECONDS:g} s")
+        return
+    except msgspec.DecodeError as error:
+        await _reject(socket, f"the hello cannot be read ({error}): install the same release on all nodes")
+        return
+    except WebSocketDisconnect:
+        return
+    connection = leading.agent_up(hello.record)
+    try:
+        await _converse(leading, socket, connection)
+    finally:
+        leading.agent_down(connection)
+        with contextlib.suppress(Exception):  # closed by the other side already
+            await socket.close()
+
+
+async def _reject(socket: WebSocket, reason: str) -> None:
+    with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+        await socket.send_bytes(encode(AgentRejected(reason=reason)))
+        await socket.close(1008)
+
+
+async def _converse(leading: Leading, socket: WebSocket, connection: Connection) -> None:
+    """Reads and writes until either ends, or the connection is closed from here."""
+    tasks = {
+        asyncio.create_task(connection.pump(socket.send_bytes)),
+        asyncio.create_task(_listen(leading, socket, connection)),
+        asyncio.create_task(connection.closed.wait()),
+    }
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, msgspec.DecodeError):
+                _log.warning("node %s: a message cannot be read: %s", connection.node, outcome)
+            elif isinstance(outcome, Exception) and not isinstance(outcome, WebSocketDisconnect):
+                _log.warning("node %s: its connection ended: %r", connection.node, outcome)
+
+
+async def _listen(leading: Leading, socket: WebSocket, connection: Connection) -> None:
+    """Hands every message over in order; a call that waits is left waiting beside the rest."""
+    calls: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            message = await _read(socket)
+            if isinstance(message, Up) and isinstance(message.body, StoreCall) and message.body.op == "get":
+                call = asyncio.create_task(leading.heard(connection, message))
+                calls.add(call)
+                call.add_done_callback(calls.discard)
+            else:
+                await leading.heard(connection, message)
+    finally:
+        for call in calls:
+            call.cancel()
+
+
+async def _read(socket: WebSocket) -> ToLeader:
+    """The next message, as text or bytes. Raises `WebSocketDisconnect`, `msgspec.DecodeError`."""
+    received = await socket.receive()
+    if received["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(received.get("code", 1000))
+    data = received.get("bytes") or (received.get("text") or "").encode()
+    return to_leader(data)

@@ -1,0 +1,1 @@
+"""Moves state between layouts: transfers, rounds, and their execution."""

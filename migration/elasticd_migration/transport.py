@@ -1,0 +1,266 @@
+"""How bytes get from rank to rank while state moves: over a torch process group, or in memory.
+
+The contract, for every implementation:
+
+1. `send` returns at once and never blocks. The tensor must stay as it is until a later message from the
+   receiver, or a collective that it entered later, proves that it has arrived; `drain` then lets go of it.
+2. Messages from one rank to another on one channel arrive in the order of sending; channels are apart.
+3. `receive` gives a handle, whose `wait` returns when the tensor is filled, or raises. Receives take the
+   messages in the order in which they were posted, whatever the order of waiting.
+4. Tensors are contiguous and travel as bytes: both ends must agree on their number.
+5. Nobody sends to itself.
+
+What gloo does under faults shaped this: a send is never waited for (its end cannot be polled, and nothing
+wakes it), a receive is waited for plainly (closing its socket wakes it), a collective is polled by the
+owner of the group, who injects how.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch.distributed import ProcessGroup, Work
+
+
+class Handle(Protocol):
+    def wait(self) -> None:
+        """Return when the tensor is filled. Raises RuntimeError when it cannot be any more."""
+
+
+class Transport(Protocol):
+    """`members` are device names by rank; `device` is where tensors lie that can be sent.
+
+    `bytes_sent` counts what was given to `send`; collectives are not in it.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def members(self) -> tuple[str, ...]: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def bytes_sent(self) -> int: ...
+
+    def send(self, destination: int, tensor: torch.Tensor, *, channel: int = 0) -> int:
+        """Start to send; the ticket is for `drain`."""
+
+    def receive(self, source: int, tensor: torch.Tensor, *, channel: int = 0) -> Handle: ...
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """The payloads of all ranks, in rank order; they may differ in length."""
+
+    def drain(self, tickets: Iterable[int] | None = None) -> None:
+        """Let go of the tensors of these sends, or of all: their receipt is proved."""
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as flat uint8. Raises ValueError where the tensor is not contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"tensor of shape {tuple(tensor.shape)} is not contiguous: send a copy")
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+class _Endpoint:
+    """What both transports share: who is who, what is kept until receipt, and how much was sent."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, members: Sequence[str], me: str) -> None:
+        if len(set(members)) != len(members) or me not in members:
+            raise ValueError(f"members {list(members)} must be distinct and contain {me!r}")
+        self.members = tuple(members)
+        self.rank = self.members.index(me)
+        self.bytes_sent = 0
+        self._tickets = 0
+        self._kept: dict[int, object] = {}
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def drain(self, tickets: Iterable[int] | None = None) -> None:
+        for ticket in tuple(self._kept) if tickets is None else tickets:
+            self._kept.pop(ticket, None)
+
+    def _keep(self, tensor: torch.Tensor, *more: object) -> int:
+        self._tickets += 1
+        self._kept[self._tickets] = (tensor, *more)
+        self.bytes_sent += tensor.numel()
+        return self._tickets
+
+    def _peer(self, rank: int) -> int:
+        if rank == self.rank or not 0 <= rank < self.size:
+            raise ValueError(f"rank {self.rank} of {self.size} cannot exchange messages with rank {rank}")
+        return rank
+
+
+def _wait_plainly(work: Work) -> None:
+    work.wait()
+
+
+class ProcessGroupTransport(_Endpoint):
+    """Over a torch process group, which need not be the default one nor known to torch's world.
+
+    group: made by its members, in the order of `members`. wait: how the owner waits for a collective
+    (polling, so that a fault can end it); it returns when the work is done and raises when it is not.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        members: Sequence[str],
+        me: str,
+        wait: Callable[[Work], None] = _wait_plainly,
+    ) -> None:
+        super().__init__(members, me)
+        if (group.size(), group.rank()) != (self.size, self.rank):
+            raise ValueError(
+                f"{me} is rank {group.rank()} of {group.size()} in the group, "
+                f"but {self.rank} of {self.size} by name"
+            )
+        self._group = group
+        self._wait = wait
+
+    def send(self, destination: int, tensor: torch.Tensor, *, channel: int = 0) -> int:
+        raw = as_bytes(tensor)
+        work = self._group.send([raw], self._peer(destination), channel)
+        return self._keep(raw, work)
+
+    def receive(self, source: int, tensor: torch.Tensor, *, channel: int = 0) -> Handle:
+        raw = as_bytes(tensor)
+        return _Received(self._group.recv([raw], self._peer(source), channel), raw)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        if self.size == 1:
+            return [payload]
+        lengths = self._gather(torch.tensor([len(payload)], dtype=torch.int64))
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(max(1, longest), dtype=torch.uint8)
+        if payload:
+            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        gathered = self._gather(padded)
+        return [row[: int(length)].numpy().tobytes() for row, length in zip(gathered, lengths, strict=True)]
+
+    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        out = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._wait(self._group.allgather([out], [tensor]))
+        return out
+
+
+class _Received:
+    """A receive of a process group; keeps the buffer while the backend writes to it."""
+
+    def __init__(self, work: Work, buffer: torch.Tensor) -> None:
+        self._work, self._buffer = work, buffer
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+class _Mailbox:
+    """Messages of one sender, receiver and channel by number, and how many were sent and asked for."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.posted = 0
+        self.waiting: dict[int, torch.Tensor] = {}
+
+    def put(self, raw: torch.Tensor) -> None:
+        self.waiting[self.sent] = raw
+        self.sent += 1
+
+    def post(self) -> int:
+        self.posted += 1
+        return self.posted - 1
+
+
+class _Wire:
+    """Mailboxes and gatherings that the ends of a `MemoryTransport` share."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout = size, timeout
+        self.changed = threading.Condition()
+        self.mail: dict[tuple[int, int, int], _Mailbox] = defaultdict(_Mailbox)
+        self.gatherings: dict[int, dict[int, bytes]] = defaultdict(dict)
+        self.closed = ""
+
+    def until(self, ready: Callable[[], bool], what: str) -> None:
+        """Wait with the condition held."""
+        if not self.changed.wait_for(lambda: ready() or self.closed, self.timeout):
+            raise RuntimeError(f"{what}: nothing for {self.timeout:g} s")
+        if not ready():
+            raise RuntimeError(f"{what}: {self.closed}")
+
+
+class MemoryTransport(_Endpoint):
+    """Between threads of one process: for tests, simulations, and moves inside one process."""
+
+    def __init__(self, wire: _Wire, members: Sequence[str], me: str) -> None:
+        super().__init__(members, me)
+        self._wire = wire
+        self._gathered = 0
+
+    @classmethod
+    def connect(cls, members: Sequence[str], *, timeout: float = 30.0) -> tuple[MemoryTransport, ...]:
+        """The ends of one wire, by rank. timeout: seconds that a wait lasts before it raises."""
+        wire = _Wire(len(members), timeout)
+        return tuple(cls(wire, members, me) for me in members)
+
+    def send(self, destination: int, tensor: torch.Tensor, *, channel: int = 0) -> int:
+        raw = as_bytes(tensor)
+        with self._wire.changed:
+            self._wire.mail[self.rank, self._peer(destination), channel].put(raw)
+            self._wire.changed.notify_all()
+        return self._keep(raw)
+
+    def receive(self, source: int, tensor: torch.Tensor, *, channel: int = 0) -> Handle:
+        raw = as_bytes(tensor)
+        with self._wire.changed:
+            number = self._wire.mail[self._peer(source), self.rank, channel].post()
+        return _Mail(self._wire, (source, self.rank, channel), number, raw)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        wire, number = self._wire, self._gathered
+        self._gathered += 1
+        with wire.changed:
+            rows = wire.gatherings[number]
+            rows[self.rank] = payload
+            wire.changed.notify_all()
+            wire.until(lambda: len(rows) == wire.size, f"rank {self.rank}, all-gather {number}")
+            wire.gatherings.pop(number - 1, None)  # all have read it: they are in this one
+            return [rows[rank] for rank in range(wire.size)]
+
+    def close(self, why: str) -> None:
+        """As if this rank died: whoever waits for what has not been sent gets RuntimeError."""
+        with self._wire.changed:
+            self._wire.closed = self._wire.closed or why
+            self._wire.changed.notify_all()
+
+
+class _Mail:
+    """A receive from a mailbox: the message of one number."""
+
+    def __init__(self, wire: _Wire, box: tuple[int, int, int], number: int, buffer: torch.Tensor) -> None:
+        self._wire, self._box, self._number, self._buffer = wire, box, number, buffer
+
+    def wait(self) -> None:
+        source, rank, channel = self._box
+        with self._wire.changed:
+            waiting = self._wire.mail[self._box].waiting
+            what = f"rank {rank} from rank {source}, channel {channel}"
+            self._wire.until(lambda: self._number in waiting, what)
+            raw = waiting.pop(self._number)
+        if raw.numel() != self._buffer.numel():
+            raise RuntimeError(f"rank {source} sent {raw.numel()} bytes, not {self._buffer.numel()}")
+        self._buffer.copy_(raw)

@@ -1,0 +1,113 @@
+"""Exact layers over the stages of a pipeline, and exact micro-batches over unequal pipelines.
+
+Both are min-max problems with one budget. A pipeline's time is sum_j t_j + (m - 1) max_j t_j with
+t_j = block_j x n_j + fixed_j: for a given cap on max_j t_j, stage j may have floor((cap - fixed_j) / block_j)
+layers, and the least sum fills the cheapest stages first. The caps worth trying are the values that a t_j can
+take, so trying all of them (at once, in arrays) is exact for every m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+#: Values this close (relatively) are equal: sums in another order must not look different.
+EQUAL = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What a stage contributes: seconds of one block, seconds besides blocks, and the most layers that its
+    memory holds with 1, 2, ... `depth` micro-batches going through the pipeline (`depth`: its stages)."""
+
+    block: float
+    fixed: float
+    most: tuple[int, ...]
+
+
+def _fill(terms: Sequence[Terms], layers: int, micro_batches: int) -> tuple[Floats, Ints]:
+    """Caps on the slowest stage, ascending, and for each the layers by stage of the least sum of seconds."""
+    depth = len(terms)
+    block = np.array([t.block for t in terms])
+    fixed = np.array([t.fixed for t in terms])
+    most = np.array([t.most[min(micro_batches, depth) - 1] for t in terms])
+    room = layers - depth + 1  # every stage has a layer
+    caps = np.unique(block[:, None] * np.arange(1, room + 1) + fixed[:, None])
+    limit = np.floor((caps[:, None] * (1 + EQUAL) - fixed) / block).astype(np.int64)
+    limit = np.minimum(limit, np.minimum(most, room))
+    possible = (limit >= 1).all(axis=1) & (limit.sum(axis=1) >= layers)
+    caps, limit = caps[possible], limit[possible]
+    given = np.ones_like(limit)
+    left = np.full(len(caps), layers - depth)
+    for stage in np.argsort(block, kind="stable"):
+        more = np.minimum(limit[:, stage] - 1, left)
+        given[:, stage] += more
+        left = left - more
+    return caps, given
+
+
+def curve(terms: Sequence[Terms], layers: int, micro_batches: int) -> Floats:
+    """Seconds of the best layers for 1 ... `micro_batches` micro-batches; inf where the memory forbids it."""
+    seconds = np.full(micro_batches, np.inf)
+    depth = len(terms)
+    if depth > layers:
+        return seconds
+    block = np.array([t.block for t in terms])
+    fixed = sum(t.fixed for t in terms)
+    tight = any(t.most[0] != t.most[-1] for t in terms)
+    start = 1
+    for stop in range(1, depth + 1) if tight else (depth,):
+        last = micro_batches if stop == depth else min(stop, micro_batches)
+        if start > last:
+            break
+        caps, given = _fill(terms, layers, stop)
+        if len(caps):
+            sums = given @ block + fixed
+            count = np.arange(start, last + 1)
+            seconds[start - 1 : last] = (sums[:, None] + caps[:, None] * (count - 1)).min(axis=0)
+        start = last + 1
+    return seconds
+
+
+def split_layers(terms: Sequence[Terms], layers: int, micro_batches: int) -> tuple[int, ...]:
+    """Layers by stage with the least pipeline time; raises ValueError where the memory forbids all."""
+    caps, given = _fill(terms, layers, micro_batches)
+    if not len(caps):
+        raise ValueError(f"{layers} layers do not fit into the memory of {len(terms)} stages")
+    sums = given @ np.array([t.block for t in terms])
+    best = int(np.argmin(sums + caps * (micro_batches - 1)))
+    return tuple(int(n) for n in given[best])
+
+
+def capacity(seconds: Floats, limit: float) -> int:
+    """The most micro-batches that a pipeline with this curve finishes within `limit`."""
+    return int(np.searchsorted(seconds, limit * (1 + EQUAL), side="right"))
+
+
+def split_micro_batches(curves: Sequence[Floats], total: int) -> tuple[int, ...] | None:
+    """Micro-batches by pipeline, at least one each, with the least time of the slowest pipeline; among those
+    the last micro-batches are taken from whoever is slowest with them. None where it is impossible."""
+    if total < len(curves):
+        return None
+    values = np.unique(np.concatenate([c[np.isfinite(c)] for c in curves]))
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        given = [capacity(c, float(values[middle])) for c in curves]
+        if min(given) >= 1 and sum(given) >= total:
+            high = middle
+        else:
+            low = middle + 1
+    if low == len(values):
+        return None
+    given = [capacity(c, float(values[low])) for c in curves]
+    while sum(given) > total:
+        spare = [i for i, m in enumerate(given) if m > 1]
+        given[max(spare, key=lambda i: (round(float(curves[i][given[i] - 1]), 9), i))] -= 1
+    return tuple(given)

@@ -1,0 +1,201 @@
+"""What a plan costs: step time by the 1F1B formula with communication, memory by position, and the bound.
+
+A stage with n blocks takes, for one micro-batch, forward and backward,
+
+    t = n x (tokens x seconds x max over members(share x rate) + collectives) + embed, head + boundary
+
+and a pipeline with m micro-batches (m - 1) x max_j t_j + sum_j t_j. A step takes as long as its slowest
+pipeline, then reduces gradients between pipelines, then has a fixed overhead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from elasticd_planner.cluster import Cluster, Link, Rates
+from elasticd_planner.plan import Pipeline, Plan, Prediction
+from elasticd_planner.problem import Problem
+from elasticd_planner.profiles import ModelProfile, SectionProfile
+from elasticd_planner.rules import apportion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupCost:
+    """Seconds that one micro-batch spends on a TP group: in one block, in embed, in head."""
+
+    block: float
+    embed: float
+    head: float
+
+
+class CostModel(Protocol):
+    """What the search asks. Implementations are pure and depend on devices only by rate, memory and node."""
+
+    def group(self, rates: Sequence[float], shares: Sequence[int], link: Link) -> GroupCost:
+        """A TP group whose members have these rates and shares and talk over `link`."""
+        ...
+
+    def boundary(self, link: Link) -> float:
+        """Seconds that one micro-batch spends between two stages, there and back."""
+        ...
+
+    def memory(
+        self, layers: int, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int
+    ) -> float:
+        """Bytes that a member needs in a stage with `in_flight` micro-batches alive."""
+        ...
+
+    def after(self, pipelines: int, fewest: int, link: Link) -> float:
+        """Seconds of a step after its slowest pipeline: reduction between `pipelines`, of which the smallest
+        has `fewest` devices, and the fixed overhead."""
+        ...
+
+    def bound(self, rates: Sequence[float], micro_batches: int) -> float:
+        """Seconds that no plan on devices of these rates can beat."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileCost:
+    """The cost that a `ModelProfile` gives."""
+
+    profile: ModelProfile
+
+    def group(self, rates: Sequence[float], shares: Sequence[int], link: Link) -> GroupCost:
+        total = sum(shares)
+        slowest = max(share * rate for share, rate in zip(shares, rates, strict=True)) / total
+        wait = self.collective(len(shares), link)
+
+        def seconds(section: SectionProfile) -> float:
+            spent = model.tokens * section.seconds * slowest + section.collectives * wait
+            return spent * model.pipeline_scale
+
+        model = self.profile
+        return GroupCost(block=seconds(model.block), embed=seconds(model.embed), head=seconds(model.head))
+
+    def collective(self, width: int, link: Link) -> float:
+        """One all-reduce of a micro-batch's activation in a group: measured, else a ring's 2 (w - 1) hops."""
+        if width == 1:
+            return 0.0
+        known = self.profile.collective_seconds.get(width)
+        if known is not None:
+            return known
+        size = self.profile.boundary_bytes * self.profile.tokens
+        return 2 * (width - 1) * link.seconds(size / width)
+
+    def boundary(self, link: Link) -> float:
+        size = self.profile.boundary_bytes * self.profile.tokens
+        return 2 * link.seconds(size) * self.profile.pipeline_scale
+
+    def memory(
+        self, layers: int, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int
+    ) -> float:
+        """State of the blocks, of embed and head where they are, and the activations kept for backward. A
+        tied head beside its embedding shares its parameters."""
+        model, shares = self.profile, to_units(shares, self.profile.share_units)
+        units, aligned = shares[position], model.aligned(shares)
+        state = layers * model.state_bytes(model.block, units, aligned)
+        kept = layers * model.activation_bytes(model.block, units)
+        for section, here in ((model.embed, first), (model.head, last)):
+            if here:
+                state += model.state_bytes(section, units, aligned)
+                kept += model.activation_bytes(section, units)
+        if first and last:
+            part = units / model.share_units if model.embed.cut_bytes else 1.0
+            state -= model.tied_bytes * part * model.state_factor
+        return state + kept * in_flight
+
+    def after(self, pipelines: int, fewest: int, link: Link) -> float:
+        """A ring over one holder in each pipeline, 2 (P - 1) hops of a P-th of the bytes that a device of the
+        smallest pipeline holds on average (pieces of different stages are reduced side by side)."""
+        held = self.profile.gradient_bytes / fewest
+        ring = 2 * (pipelines - 1) * link.seconds(held / pipelines)
+        return self.profile.reduction_scale * ring + self.profile.overhead_seconds
+
+    def bound(self, rates: Sequence[float], micro_batches: int) -> float:
+        """All work over all speed: a group with shares x finishes a layer no sooner than 1 / sum(1 / rate),
+        and in a step no stage is busy for longer than the step (harmonic mean, no communication)."""
+        model = self.profile
+        speed = sum(1 / rate for rate in rates)
+        work = model.layers * model.block.seconds + model.embed.seconds + model.head.seconds
+        total = micro_batches * model.tokens * work * model.pipeline_scale
+        return total / speed + model.overhead_seconds
+
+
+def to_units(shares: Sequence[int], units: int) -> tuple[int, ...]:
+    """Shares as whole units that sum to `units`; the planner's own are already."""
+    return tuple(shares) if sum(shares) == units else apportion(units, tuple(shares))
+
+
+def reach(cluster: Cluster, devices: Sequence[str]) -> Link:
+    """The slowest link among some devices: between nodes unless all are in one."""
+    return cluster.between if len({name.rpartition("/")[0] for name in devices}) > 1 else cluster.inside
+
+
+def rate_of(rates: Rates, device: str) -> float:
+    return rates.get(device, 1.0)
+
+
+def pipeline_seconds(stages: Sequence[float], micro_batches: int) -> float:
+    """1F1B over unequal stages: the slowest runs without a gap, the others fill and drain."""
+    return (micro_batches - 1) * max(stages) + sum(stages)
+
+
+def stage_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel) -> tuple[float, ...]:
+    """Seconds that one micro-batch spends on each stage; a boundary is charged to the sender."""
+    stages = pipeline.stages
+    seconds = []
+    for index, stage in enumerate(stages):
+        speed = [rate_of(rates, device) for device in stage.devices]
+        group = cost.group(speed, stage.shares, reach(cluster, stage.devices))
+        spent = stage.layers * group.block
+        if index == 0:
+            spent += group.embed
+        if index == len(stages) - 1:
+            spent += group.head
+        else:
+            spent += cost.boundary(reach(cluster, (stage.devices[0], stages[index + 1].devices[0])))
+        seconds.append(spent)
+    return tuple(seconds)
+
+
+def step_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
+    """Seconds of one step under a plan."""
+    pipelines = plan.modules[0].pipelines
+    slowest = max(pipeline_seconds(stage_seconds(p, cluster, rates, cost), p.micro_batches) for p in pipelines)
+    fewest = min(sum(len(stage.devices) for stage in p.stages) for p in pipelines)
+    return slowest + cost.after(len(pipelines), fewest, reach(cluster, plan.members))
+
+
+def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
+    """Bytes that each member needs: its state, and activations of min(m, stages - position) micro-batches."""
+    needed: dict[str, int] = {}
+    for pipeline in plan.modules[0].pipelines:
+        depth = len(pipeline.stages)
+        for index, stage in enumerate(pipeline.stages):
+            for position, device in enumerate(stage.devices):
+                size = cost.memory(
+                    stage.layers,
+                    stage.shares,
+                    position,
+                    first=index == 0,
+                    last=index == depth - 1,
+                    in_flight=min(pipeline.micro_batches, depth - index),
+                )
+                needed[device] = math.ceil(size)
+    return needed
+
+
+def predict(plan: Plan, problem: Problem, cost: CostModel | None = None) -> Prediction:
+    """What the planner expects of a plan of this problem: step time, the bound, memory by device."""
+    cost = cost or ProfileCost(problem.profile)
+    usable = [rate_of(problem.rates, device.name) for device in problem.cluster.devices]
+    micro_batches = problem.global_batch // problem.micro_batch
+    return Prediction(
+        step_seconds=step_seconds(plan, problem.cluster, problem.rates, cost),
+        bound_seconds=cost.bound([rate for rate in usable if math.isfinite(rate)], micro_batches),
+        memory=memory_by_device(plan, cost),
+    )

@@ -1,0 +1,271 @@
+"""Exact enumeration for small clusters: every way to form TP groups, stages and pipelines, idle devices too.
+
+1. Shapes: every sequence of TP groups is one pipeline; its curve (seconds by micro-batches, layers exact)
+   is computed once for each distinct multiset of stage terms. Devices count by class, never by name.
+2. Combinations: every multiset of disjoint pipelines, micro-batches exact.
+Both are pruned by the best plan so far, and by what the devices left over could do in its time at best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elasticd_planner.assign import EQUAL, Floats, Terms, capacity, curve, split_layers, split_micro_batches
+from elasticd_planner.cluster import Cluster, Rates
+from elasticd_planner.cost import CostModel
+from elasticd_planner.grouping import Counts, Group, classes, groups
+
+#: Sequences kept of one curve on one set of devices: they cost the same, and differ in the order of stages.
+ALIKE = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A pipeline by classes of devices: its groups in order, and its seconds by micro-batches."""
+
+    groups: tuple[Group, ...]
+    terms: tuple[Terms, ...]
+    seconds: Floats
+
+    def layers(self, layers: int, micro_batches: int) -> tuple[int, ...]:
+        return split_layers(self.terms, layers, micro_batches)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combination:
+    """Disjoint sets of devices, one for each pipeline, their micro-batches, and the seconds of a step."""
+
+    parts: tuple[Counts, ...]
+    micro_batches: tuple[int, ...]
+    seconds: float
+    #: Seconds of the step after its slowest pipeline.
+    after: float
+
+
+class Exact:
+    """One enumeration. `slack`: how much worse than the best (as a fraction) a plan may be and still count;
+    `best`: seconds of a plan already known, inf for none."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        rates: Rates,
+        cost: CostModel,
+        *,
+        layers: int,
+        micro_batches: int,
+        units: int,
+        slack: float = 0.0,
+        best: float = math.inf,
+    ) -> None:
+        self.cluster, self.cost, self.layers, self.micro_batches = cluster, cost, layers, micro_batches
+        self.slack, self.best, self.candidates = slack, best, 0
+        self.alike = classes(cluster, rates)
+        self.full: Counts = tuple(len(a.devices) for a in self.alike)
+        self.groups = groups(self.alike, cluster, units, cost)
+        self.shapes: dict[Counts, list[Shape]] = {}
+        self.curves: dict[Counts, Floats] = {}
+        self._count = np.arange(1, micro_batches + 1)
+        self._by_terms: dict[tuple[int, ...], Floats] = {}
+        self._kept: Counter[tuple[Counts, tuple[int, ...]]] = Counter()
+        self._terms: dict[tuple[int, bool, int, int], tuple[int, Terms]] = {}
+        self._ids: dict[Terms, int] = {}
+        self._spare: dict[tuple[Counts, float], int] = {}
+        self._hop = {True: cost.boundary(cluster.inside), False: cost.boundary(cluster.between)}
+
+    def run(self) -> list[Combination]:
+        """All combinations within the slack of the best, best first; empty where nothing fits. Shallow
+        pipelines first: they are few, and give the best plan against which the deep ones are pruned."""
+        depth = min(sum(self.full), self.layers)
+        found: list[Combination] = []
+        for stages in range(1, depth + 1):
+            for chosen in self._multisets(stages, 0, self.full):
+                self._add(chosen)
+            if stages in (1, 2, depth):
+                found = list(self._combinations())
+        limit = self.best * (1 + self.slack) * (1 + EQUAL)
+        kept = [combination for combination in found if combination.seconds <= limit]
+        return sorted(kept, key=lambda c: (round(c.seconds, 12), len(c.parts), c.parts))
+
+    # Shapes.
+
+    def _multisets(self, stages: int, first: int, left: Counts) -> Iterator[tuple[int, ...]]:
+        """Indices of `stages` groups, not descending, that `left` devices suffice for."""
+        if stages == 0:
+            yield ()
+            return
+        for index in range(first, len(self.groups)):
+            group = self.groups[index]
+            if group.width * stages > sum(left):
+                return  # groups come narrow ones first
+            if all(a <= b for a, b in zip(group.counts, left, strict=True)):
+                rest = tuple(b - a for a, b in zip(group.counts, left, strict=True))
+                for others in self._multisets(stages - 1, index, rest):
+                    yield (index, *others)
+
+    def _add(self, chosen: tuple[int, ...]) -> None:
+        """Adds the shapes of all orders of these groups, unless no order can be of use."""
+        used = [self.groups[index] for index in chosen]
+        counts = tuple(map(sum, zip(*(group.counts for group in used), strict=True)))
+        least = self._least(used)
+        if not self._useful(counts, least):
+            return
+        for order in orders(chosen):
+            self.candidates += 1
+            items = [self._term(order, position) for position in range(len(order))]
+            key = tuple(sorted(index for index, _ in items))
+            terms = tuple(term for _, term in items)
+            if key not in self._by_terms:
+                self._by_terms[key] = curve(terms, self.layers, self.micro_batches)
+            seconds = self._by_terms[key]
+            if self._kept[counts, key] >= ALIKE or not self._useful(counts, seconds):
+                continue
+            self._kept[counts, key] += 1
+            shape = Shape(groups=tuple(self.groups[i] for i in order), terms=terms, seconds=seconds)
+            self.shapes.setdefault(counts, []).append(shape)
+            known = self.curves.get(counts)
+            self.curves[counts] = seconds if known is None else np.minimum(known, seconds)
+            self._improve(float(seconds[-1]) + self._after((counts,)))
+
+    def _least(self, used: Sequence[Group]) -> Floats:
+        """Seconds that no order and no assignment of layers beats: the slowest stage takes at least all
+        layers over all speed, and at least its own one layer."""
+        blocks = [group.cost.block for group in used]
+        slowest = max(self.layers / sum(1 / block for block in blocks), *blocks, 0.0)
+        through = sum(blocks) + (self.layers - len(blocks)) * min(blocks)
+        edges = min(group.cost.embed for group in used) + min(group.cost.head for group in used)
+        hops = (len(used) - 1) * min(self._hop.values())
+        return np.asarray((self._count - 1) * slowest + through + edges + hops, dtype=np.float64)
+
+    def _useful(self, counts: Counts, seconds: Floats) -> bool:
+        """Whether a pipeline on these devices with (at best) these seconds can be part of a plan within the
+        slack: the other devices must be able to do what it cannot, and it must not lose to a known one."""
+        limit = self._limit()
+        least = max(1, self.micro_batches - self._capacity_of_others(counts))
+        bar = np.full(self.micro_batches, limit)
+        known = self.curves.get(counts)
+        if known is not None:
+            bar = np.minimum(bar, known * (1 + self.slack))
+        return bool((seconds <= bar * (1 + EQUAL))[least - 1 :].any())
+
+    def _term(self, order: tuple[int, ...], position: int) -> tuple[int, Terms]:
+        """The terms of a stage, with a number that equal terms share."""
+        group, last = self.groups[order[position]], position == len(order) - 1
+        near = last or self.groups[order[position + 1]].node == group.node
+        key = (order[position], near, position, len(order))
+        if key not in self._terms:
+            fixed = group.cost.embed if position == 0 else 0.0
+            fixed += group.cost.head if last else self._hop[near]
+            most = tuple(
+                self._most(group, position == 0, last, min(count, len(order) - position))
+                for count in range(1, len(order) + 1)
+            )
+            terms = Terms(block=group.cost.block, fixed=fixed, most=most)
+            self._terms[key] = (self._ids.setdefault(terms, len(self._ids)), terms)
+        return self._terms[key]
+
+    def _most(self, group: Group, first: bool, last: bool, in_flight: int) -> int:
+        """The most layers that fit into the memory of every member (need is linear in the layers)."""
+        most = self.layers
+        for index, position in group.positions:
+            none, one = (
+                self.cost.memory(n, group.shares, position, first=first, last=last, in_flight=in_flight)
+                for n in (0, 1)
+            )
+            room = self.alike[index].memory - none
+            if room < 0:
+                return 0
+            if one > none:
+                most = min(most, math.floor(room / (one - none) * (1 + EQUAL)))
+        return most
+
+    # Combinations.
+
+    def _combinations(self) -> Iterator[Combination]:
+        parts = sorted(self.curves, key=lambda counts: (-sum(counts), counts))
+        yield from self._combine(parts, 0, (), self.full)
+
+    def _combine(
+        self, parts: Sequence[Counts], first: int, chosen: tuple[Counts, ...], left: Counts
+    ) -> Iterator[Combination]:
+        for index in range(first, len(parts)):
+            if len(chosen) == self.micro_batches:
+                return
+            counts = parts[index]
+            if any(a > b for a, b in zip(counts, left, strict=True)):
+                continue
+            now = (*chosen, counts)
+            rest = tuple(b - a for a, b in zip(counts, left, strict=True))
+            capable = [capacity(self.curves[part], self._limit()) for part in now]
+            if not all(capable):
+                continue
+            done = sum(capable)
+            if done >= self.micro_batches:
+                yield from self._combination(now)
+            if done + self._capacity(rest) >= self.micro_batches:
+                yield from self._combine(parts, index, now, rest)
+
+    def _combination(self, parts: tuple[Counts, ...]) -> Iterator[Combination]:
+        self.candidates += 1
+        after = self._after(parts)
+        curves = [self.curves[part] for part in parts]
+        limit = self.best * (1 + self.slack) - after
+        if sum(capacity(seconds, limit) for seconds in curves) < self.micro_batches:
+            return
+        given = split_micro_batches(curves, self.micro_batches)
+        if given is None:
+            return
+        slowest = max(float(seconds[m - 1]) for seconds, m in zip(curves, given, strict=True))
+        self._improve(slowest + after)
+        yield Combination(parts=parts, micro_batches=given, seconds=slowest + after, after=after)
+
+    # What prunes.
+
+    def _improve(self, seconds: float) -> None:
+        if seconds < self.best:
+            self.best = seconds
+
+    def _limit(self) -> float:
+        """Seconds that a pipeline may take at most; one pipeline alone has the least after it."""
+        return self.best * (1 + self.slack) - self.cost.after(1, 1, self.cluster.inside)
+
+    def _after(self, parts: Sequence[Counts]) -> float:
+        nodes = {self.alike[i].node for part in parts for i, count in enumerate(part) if count}
+        link = self.cluster.between if len(nodes) > 1 else self.cluster.inside
+        return self.cost.after(len(parts), min(map(sum, parts)), link)
+
+    def _capacity_of_others(self, counts: Counts) -> int:
+        return self._capacity(tuple(b - a for a, b in zip(counts, self.full, strict=True)))
+
+    def _capacity(self, counts: Counts) -> int:
+        """The most micro-batches that these devices can do in the time of the best plan, by the bound."""
+        if not any(counts):
+            return 0
+        limit = self.best * (1 + self.slack) * (1 + EQUAL)
+        if not math.isfinite(limit):
+            return self.micro_batches
+        if (counts, limit) not in self._spare:
+            rates = [self.alike[i].rate for i, count in enumerate(counts) for _ in range(count)]
+            low, high = 0, self.micro_batches
+            while low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if self.cost.bound(rates, middle) <= limit else (low, middle - 1)
+            self._spare[counts, limit] = low
+        return self._spare[counts, limit]
+
+
+def orders(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The distinct permutations of a sorted tuple, in ascending order."""
+    if len(chosen) < 2:
+        yield chosen
+        return
+    for index, item in enumerate(chosen):
+        if index and item == chosen[index - 1]:
+            continue
+        for rest in orders(chosen[:index] + chosen[index + 1 :]):
+            yield (item, *rest)

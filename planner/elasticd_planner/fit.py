@@ -1,0 +1,136 @@
+"""A profile fitted to what the workers measured: seconds from clocks, bytes still from shapes.
+
+The fit is calibrated: under the fitted profile the cost of the plan that was measured is what was measured.
+What the formulas do not explain is put into the fixed overhead; what they overstate scales them down.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+
+import msgspec
+
+from elasticd_planner.cluster import Cluster, Rates
+from elasticd_planner.cost import ProfileCost, rate_of, step_seconds
+from elasticd_planner.measurement import Measurement
+from elasticd_planner.plan import Plan, Stage
+from elasticd_planner.profiles import ModelProfile, SectionProfile
+from elasticd_planner.value import refuse
+
+#: Steps that a fit needs.
+STEPS = 10
+
+
+def fit(
+    profile: ModelProfile,
+    plan: Plan,
+    measurements: Iterable[Measurement],
+    cluster: Cluster,
+    rates: Rates | None = None,
+) -> ModelProfile:
+    """`profile` with the seconds of `measurements` (of `plan`'s members, at least ten steps of it; others are
+    left out). `rates`: of the devices while they were measured. Raises Invalid where steps are missing."""
+    rates = rates or {}
+    ours = [m for m in measurements if m.plan == plan.number and m.device in plan.places and m.block_work > 0]
+    steps = len({m.step for m in ours})
+    if steps < STEPS:
+        refuse(f"profile {profile.name}: a fit needs {STEPS} steps of plan {plan.number}, not {steps}")
+    fitted = msgspec.structs.replace(
+        profile,
+        block=_section(
+            profile.block, ours, lambda m: (m.block_seconds, m.block_work * rate_of(rates, m.device))
+        ),
+        embed=_section(profile.embed, ours, lambda m: (m.embed_seconds, _edge_work(plan, m, rates))),
+        head=_section(profile.head, ours, lambda m: (m.head_seconds, _edge_work(plan, m, rates))),
+        collective_seconds={**profile.collective_seconds, **_collectives(profile, plan, ours)},
+        reduction_scale=1.0,
+        pipeline_scale=1.0,
+        overhead_seconds=0.0,
+        fitted=True,
+    )
+    return _calibrated(fitted, plan, ours, cluster, rates)
+
+
+def _section(
+    section: SectionProfile,
+    measurements: Sequence[Measurement],
+    of: Callable[[Measurement], tuple[float, float]],
+) -> SectionProfile:
+    """A section with the median of seconds / work, where anything was measured."""
+    known = [seconds / work for seconds, work in map(of, measurements) if seconds > 0 and work > 0]
+    return msgspec.structs.replace(section, seconds=median(known)) if known else section
+
+
+def _edge_work(plan: Plan, measured: Measurement, rates: Rates) -> float:
+    """Tokens x share x rate of a member of the first or last stage."""
+    place = plan.places[measured.device]
+    fraction = plan.stage(place).fraction(place.position)
+    return measured.tokens * fraction * rate_of(rates, measured.device)
+
+
+def _collectives(profile: ModelProfile, plan: Plan, measurements: Sequence[Measurement]) -> dict[int, float]:
+    """Seconds of one all-reduce by width. Of a group's members the one that waited least counts: it came
+    last, so that its time is the collective's own."""
+    least: dict[tuple[int, tuple[str, ...]], float] = {}
+    for measured in measurements:
+        place = plan.places[measured.device]
+        stage = plan.stage(place)
+        pipeline = plan.modules[place.module].pipelines[place.pipeline]
+        count = pipeline.micro_batches * _collectives_of(profile, stage)
+        if len(stage.devices) > 1 and count and measured.tensor_seconds > 0:
+            key = (measured.step, stage.devices)
+            spent = measured.tensor_seconds / count
+            least[key] = min(spent, least.get(key, spent))
+    by_width: dict[int, list[float]] = defaultdict(list)
+    for (_, devices), seconds in least.items():
+        by_width[len(devices)].append(seconds)
+    return {width: median(seconds) for width, seconds in sorted(by_width.items())}
+
+
+def _collectives_of(profile: ModelProfile, stage: Stage) -> int:
+    """All-reduces of one micro-batch in a stage."""
+    count = stage.layers * profile.block.collectives
+    if stage.start == 0:
+        count += profile.embed.collectives
+    if stage.stop == profile.layers:
+        count += profile.head.collectives
+    return count
+
+
+def _calibrated(
+    fitted: ModelProfile, plan: Plan, measurements: Sequence[Measurement], cluster: Cluster, rates: Rates
+) -> ModelProfile:
+    """Reduction, overhead and scales such that the plan's predicted step is the measured one."""
+    total = _by_step(measurements, lambda m: m.step_seconds, max)
+    if not total > 0:
+        return fitted
+    pipelines = step_seconds(
+        plan, cluster, rates, ProfileCost(msgspec.structs.replace(fitted, reduction_scale=0.0))
+    )
+    reduction = step_seconds(plan, cluster, rates, ProfileCost(fitted)) - pipelines
+    scale = 1.0
+    if reduction > 0:
+        # Whoever waits least in the reduction came last: its time is the reduction's own.
+        scale = _by_step(measurements, lambda m: m.reduce_seconds, min) / reduction
+    explained = pipelines + reduction * scale
+    shrink = min(1.0, total / explained)
+    return msgspec.structs.replace(
+        fitted,
+        reduction_scale=scale * shrink,
+        pipeline_scale=shrink,
+        overhead_seconds=max(0.0, total - explained),
+    )
+
+
+def _by_step(
+    measurements: Sequence[Measurement],
+    of: Callable[[Measurement], float],
+    fold: Callable[[list[float]], float],
+) -> float:
+    """The median over steps of what `fold` makes of one step's members."""
+    steps: dict[int, list[float]] = defaultdict(list)
+    for measured in measurements:
+        steps[measured.step].append(of(measured))
+    return median(fold(values) for values in steps.values())

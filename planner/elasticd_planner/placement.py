@@ -1,0 +1,175 @@
+"""From shapes to plans: which device takes which place so that the fewest bytes move, and how many those are.
+
+The planner has a profile, not the model's layouts: bytes are counted by sections and share units. The
+migration counts exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elasticd_planner.cost import to_units
+from elasticd_planner.exact import Shape
+from elasticd_planner.grouping import Alike, by_name
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.profiles import ModelProfile, SectionProfile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """What a device holds: layers [start, stop), share units [low, high), embed and head."""
+
+    start: int
+    stop: int
+    low: int
+    high: int
+    embed: bool
+    head: bool
+
+
+Holders = dict[str, Held]
+
+#: Sorts a device that brings no units along behind those that do.
+NOWHERE = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outline:
+    """A pipeline by classes of devices, with its layers by stage and its micro-batches."""
+
+    shape: Shape
+    layers: tuple[int, ...]
+    micro_batches: int
+
+
+def holders(plan: Plan | None, units: int) -> Holders:
+    """What each member of a plan holds."""
+    held: Holders = {}
+    for pipeline in plan.modules[0].pipelines if plan is not None else ():
+        for stage in pipeline.stages:
+            low = 0
+            for device, share in zip(stage.devices, to_units(stage.shares, units), strict=True):
+                held[device] = Held(
+                    start=stage.start,
+                    stop=stage.stop,
+                    low=low,
+                    high=low + share,
+                    embed=stage.start == 0,
+                    head=stage.stop == pipeline.layers,
+                )
+                low += share
+    return held
+
+
+def bytes_to_move(profile: ModelProfile, old: Plan | None, new: Plan) -> int:
+    """Bytes of parameters and optimizer state that the members of `new` lack under `old`."""
+    before = holders(old, profile.share_units)
+    after = holders(new, profile.share_units)
+    return round(sum(_lacking(profile, before.get(device), held) for device, held in after.items()))
+
+
+def _lacking(profile: ModelProfile, old: Held | None, new: Held) -> float:
+    """Bytes that one device lacks; gradients are made anew and never move."""
+    kept = max(0, min(old.high, new.high) - max(old.low, new.low)) if old else 0
+    wanted = new.high - new.low
+
+    def lack(section: SectionProfile, has: bool) -> float:
+        per_unit = (section.cut_bytes + section.grouped_bytes) / profile.share_units
+        return per_unit * (wanted - kept) if has else per_unit * wanted + section.whole_bytes
+
+    tied = profile.tied_bytes > 0
+    common = max(0, min(old.stop, new.stop) - max(old.start, new.start)) if old else 0
+    total = common * lack(profile.block, True) + (new.stop - new.start - common) * lack(profile.block, False)
+    had_embed = old is not None and (old.embed or (tied and old.head))
+    if new.embed or (tied and new.head):
+        total += lack(profile.embed, had_embed)
+    if new.head and not tied:
+        total += lack(profile.head, old is not None and old.head)
+    return total * (profile.state_factor - 1)
+
+
+def place(
+    outlines: Sequence[Outline], alike: Sequence[Alike], profile: ModelProfile, current: Plan | None
+) -> tuple[Pipeline, ...]:
+    """Pipelines with devices: each class's devices go where they lack least, in a group in the order of the
+    units that they had. Deterministic: what is equal goes by name."""
+    before = holders(current, profile.share_units)
+    slots: dict[int, list[tuple[int, int, Held]]] = {}
+    for p, outline in enumerate(outlines):
+        start = 0
+        for s, (group, layers) in enumerate(zip(outline.shape.groups, outline.layers, strict=True)):
+            low = 0
+            for index, units in group.members:
+                last = s == len(outline.layers) - 1
+                held = Held(
+                    start=start, stop=start + layers, low=low, high=low + units, embed=s == 0, head=last
+                )
+                slots.setdefault(index, []).append((p, s, held))
+                low += units
+            start += layers
+    chosen: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    for index, wanted in slots.items():
+        names = alike[index].devices
+        costs = [[_estimate(profile, before.get(name), held) for _, _, held in wanted] for name in names]
+        for (p, s, held), row in zip(wanted, _assign(costs), strict=True):
+            chosen.setdefault((p, s), []).append((names[row], held.high - held.low))
+    pipelines = [
+        _pipeline(outline, [chosen[p, s] for s in range(len(outline.layers))], before)
+        for p, outline in enumerate(outlines)
+    ]
+    return tuple(sorted(pipelines, key=lambda p: by_name(p.stages[0].devices[0])))
+
+
+def _estimate(profile: ModelProfile, old: Held | None, new: Held) -> float:
+    """Bytes lacking if the order in the group can be chosen so that old units are kept."""
+    if old is None:
+        return _lacking(profile, None, new)
+    size = new.high - new.low
+    high = min(old.low + size, profile.share_units)
+    moved = Held(start=new.start, stop=new.stop, low=high - size, high=high, embed=new.embed, head=new.head)
+    return _lacking(profile, old, moved)
+
+
+def _assign(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """The row (device) of each column (slot) with the least total; of equal ones the first by rows. Subsets
+    of rows are bits: exact, and quick for as few devices as an enumeration can have."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for column in range(len(costs[0])):
+        grown: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for used, (total, rows) in best.items():
+            for row, row_costs in enumerate(costs):
+                if not used >> row & 1:
+                    option = (total + row_costs[column], (*rows, row))
+                    key = used | 1 << row
+                    if key not in grown or option < grown[key]:
+                        grown[key] = option
+        best = grown
+    return min(best.values())[1]
+
+
+def _pipeline(outline: Outline, members: Sequence[Sequence[tuple[str, int]]], before: Holders) -> Pipeline:
+    stages = []
+    start = 0
+    for layers, group in zip(outline.layers, members, strict=True):
+
+        def had(name: str, start: int = start, stop: int = start + layers) -> int:
+            old = before.get(name)
+            return old.low if old is not None and old.start < stop and start < old.stop else NOWHERE
+
+        ordered = sorted(group, key=lambda member: (had(member[0]), by_name(member[0])))
+        stages.append(
+            Stage(
+                start=start,
+                stop=start + layers,
+                devices=tuple(name for name, _ in ordered),
+                shares=tuple(units for _, units in ordered),
+            )
+        )
+        start += layers
+    return Pipeline(stages=tuple(stages), micro_batches=outline.micro_batches)
+
+
+def strategy(pipelines: Sequence[Pipeline], module: str = "model") -> Strategy:
+    """A plain language model: one module."""
+    return Strategy(modules=(ModulePlan(module=module, pipelines=tuple(pipelines)),))

@@ -1,0 +1,115 @@
+"""An agent's side of the WebSocket, and a coordinator over the memory store on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from elasticd.config import ChaosSection, ClusterSection, Config, CoordinatorSection
+from elasticd.coordinator.daemon import Coordinator
+from elasticd.coordinator.planning import COMMAND
+from elasticd.messages import AgentHello, AgentRejected, Down, ToLeader, encode, to_agent
+from elasticd.records import NodeRecord
+from elasticd.store.memory import MemoryServer, MemoryStore
+
+
+def config(*, chaos: bool = True, port: int = 0) -> Config:
+    return Config(
+        cluster=ClusterSection(name="test"),
+        coordinator=CoordinatorSection(name="c0", port=port),
+        chaos=ChaosSection(enabled=chaos),
+    )
+
+
+@asynccontextmanager
+async def coordinating(
+    server: MemoryServer | None = None, *, chaos: bool = True, planner: tuple[str, ...] = COMMAND
+) -> AsyncIterator[Coordinator]:
+    store = MemoryStore(server)
+    coordinator = Coordinator(config(chaos=chaos), store, planner=planner)
+    await coordinator.start()
+    try:
+        yield coordinator
+    finally:
+        await coordinator.stop()
+        store.close()
+
+
+async def until(reached: Callable[[], bool], seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline, "it never came"
+        await asyncio.sleep(0.01)
+
+
+@dataclass
+class Agent:
+    """One connection: what came is in `heard`, `rejected` says why we were not let in."""
+
+    record: NodeRecord
+    socket: ClientConnection
+    heard: list[Down] = field(default_factory=list)
+    rejected: str = ""
+    closed: bool = False
+    on_down: Callable[[Down], Awaitable[None]] | None = None
+
+    async def tell(self, message: ToLeader) -> None:
+        await self.socket.send(encode(message))
+
+    async def listen(self) -> None:
+        try:
+            async for data in self.socket:
+                message = to_agent(data if isinstance(data, bytes) else data.encode())
+                if isinstance(message, AgentRejected):
+                    self.rejected = message.reason
+                    continue
+                self.heard.append(message)
+                if self.on_down is not None:
+                    await self.on_down(message)
+        except ConnectionClosed:
+            pass
+        finally:
+            self.closed = True
+
+    def bodies(self, client: str) -> list[Any]:
+        return [down.body for down in self.heard if down.client == client]
+
+
+@asynccontextmanager
+async def agent(
+    coordinator: Coordinator, record: NodeRecord, *, version: int | None = None
+) -> AsyncIterator[Agent]:
+    url = coordinator.url.replace("http", "ws") + "/v1/agent"
+    async with connect(url) as socket:
+        hello = AgentHello(record=record)
+        if version is not None:
+            hello = msgspec.structs.replace(hello, version=version)
+        this = Agent(record=record, socket=socket)
+        await this.tell(hello)
+        listening = asyncio.create_task(this.listen())
+        try:
+            yield this
+        finally:
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+
+
+async def get(coordinator: Coordinator, path: str) -> tuple[int, Any]:
+    async with httpx.AsyncClient(base_url=coordinator.url, trust_env=False) as client:
+        answer = await client.get(path)
+        return answer.status_code, answer.json()
+
+
+async def post(coordinator: Coordinator, path: str, body: Any) -> tuple[int, Any]:
+    async with httpx.AsyncClient(base_url=coordinator.url, trust_env=False) as client:
+        answer = await client.post(path, content=msgspec.json.encode(body))
+        return answer.status_code, answer.json()

@@ -1,0 +1,63 @@
+"""A coordinator on a real etcd: elected, patient over a restart of etcd, gone without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from elasticd.config import Config, with_overrides
+from elasticd.coordinator import election
+from elasticd.coordinator.daemon import Coordinator
+from elasticd.messages import Hello, Join, Up
+from elasticd.records import JobSpec, Keys, decode
+from elasticd.store.leader import read_leader
+from elasticd.store.server import EtcdServer
+from tests.coordinator.agents import agent, config, until
+from tests.machines.cast import JOB, FakeWorker, node_record
+from tests.machines.world import World
+
+pytestmark = pytest.mark.slow
+KEYS = Keys(cluster="test")
+
+
+@pytest.fixture
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer(fsync=False) as server:
+        yield server
+
+
+def configured(etcd: EtcdServer) -> Config:
+    return with_overrides(config(), {"etcd.endpoints": (etcd.endpoint,)})
+
+
+def test_leader_outlasts_a_restart_of_etcd_and_writes_what_waited(etcd: EtcdServer) -> None:
+    async def body() -> None:
+        store = await asyncio.to_thread(election.connect, configured(etcd))
+        coordinator = Coordinator(configured(etcd), store)
+        await coordinator.start()
+        try:
+            async with agent(coordinator, node_record("alpha", devices=1)) as alpha:
+                join = Join(job=JOB, min_nodes=1, max_nodes=1, pid=1)
+                await alpha.tell(Up(client="t", job=JOB, device="", incarnation="", body=join))
+                await until(lambda: bool(alpha.bodies("t")))
+                await asyncio.to_thread(etcd.kill)
+                worker = FakeWorker(device="alpha/0", incarnation="a")
+                hello: Hello = World().hello(worker)
+                await alpha.tell(worker.up(hello))
+                writer = coordinator.leading.writer
+                assert writer is not None
+                await until(lambda: writer.away)
+                await asyncio.to_thread(etcd.start)
+                await asyncio.wait_for(writer.drained(), 20)
+                found = await asyncio.to_thread(store.get, KEYS.job(JOB, "spec"))
+                assert found is not None
+                assert decode(found.value, JobSpec) == hello.spec
+                assert coordinator.ready() == ""
+        finally:
+            await coordinator.stop()
+        assert await asyncio.to_thread(read_leader, store, KEYS.leader) is None
+        store.close()
+
+    asyncio.run(body())

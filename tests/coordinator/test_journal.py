@@ -1,0 +1,36 @@
+"""Events and steps of late: bounded, in order, from a point on."""
+
+from __future__ import annotations
+
+from elasticd_planner.measurement import Measurement
+
+from elasticd.coordinator.journal import Journal
+from elasticd.machines.job.effects import Note
+from elasticd.messages import Report
+
+
+def report(step: int, loss: float | None = 1.0) -> Report:
+    measured = Measurement(
+        device="a/0", plan=1, step=step, tokens=10, block_seconds=1, block_work=10, step_seconds=0.5
+    )
+    return Report(measurement=measured, loss=loss, tokens=10 if loss is not None else None)
+
+
+def test_events_have_ids_that_grow_and_the_oldest_go() -> None:
+    journal = Journal(events=3)
+    for i in range(5):
+        journal.tell(Note(kind="slow", text=str(i)), time=float(i))
+    assert [record.id for record in journal.events()] == [3, 4, 5]
+    assert [record.text for record in journal.events(after=4)] == ["4"]
+    assert journal.events(after=5) == []
+
+
+def test_steps_are_rank_zeros_and_a_repeated_one_counts_once() -> None:
+    journal = Journal(steps=10)
+    for step in (1, 2, 3, 2, 3, 4):
+        journal.report("demo", report(step), time=float(step))
+        journal.report("demo", report(step, loss=None), time=float(step))
+    assert [record.step for record in journal.steps("demo")] == [1, 2, 3, 4]
+    assert [record.step for record in journal.steps("demo", after=2)] == [3, 4]
+    assert journal.steps("demo")[0].seconds == 0.5
+    assert journal.steps("nobody") == []

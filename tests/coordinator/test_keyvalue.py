@@ -1,0 +1,69 @@
+"""The bootstrap store: torch's operations, waiting, and the keys of plans that are over."""
+
+from __future__ import annotations
+
+import asyncio
+
+from elasticd.coordinator.keyvalue import KeyValue
+from elasticd.messages import StoreAnswer, StoreCall
+
+
+def ask(store: KeyValue, op: str, key: str, value: bytes = b"", seconds: float = 5.0) -> StoreAnswer:
+    return asyncio.run(store.call(call(op, key, value, seconds)))
+
+
+def call(op: str, key: str, value: bytes = b"", seconds: float = 5.0) -> StoreCall:
+    return StoreCall(id=3, op=op, key=key, value=value, seconds=seconds)  # type: ignore[arg-type]
+
+
+def test_what_was_set_is_got_checked_and_deleted() -> None:
+    store = KeyValue()
+    assert ask(store, "set", "a", b"\x00\xff").error is None
+    assert ask(store, "get", "a") == StoreAnswer(id=3, value=b"\x00\xff")
+    assert ask(store, "check", "a").number == 1
+    assert ask(store, "delete", "a").number == 1
+    assert ask(store, "delete", "a").number == 0
+    assert ask(store, "check", "a").number == 0
+
+
+def test_add_counts_in_text_as_torch_does() -> None:
+    store = KeyValue()
+    assert ask(store, "add", "n", b"2").number == 2
+    assert ask(store, "add", "n", b"3").number == 5
+    assert ask(store, "get", "n").value == b"5"
+    ask(store, "set", "word", b"x")
+    assert "whole numbers" in (ask(store, "add", "word", b"1").error or "")
+
+
+def test_get_waits_for_its_key() -> None:
+    async def body() -> StoreAnswer:
+        store = KeyValue()
+        waiting = asyncio.create_task(store.call(call("get", "late")))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await store.call(call("set", "late", b"here"))
+        return await waiting
+
+    assert asyncio.run(body()).value == b"here"
+
+
+def test_get_of_a_key_that_never_comes_says_so() -> None:
+    assert "no process set k within 0.01 s" in (ask(KeyValue(), "get", "k", seconds=0.01).error or "")
+
+
+def test_keys_of_plans_before_are_dropped_and_who_waits_for_them_is_told() -> None:
+    async def body() -> tuple[KeyValue, StoreAnswer]:
+        store = KeyValue()
+        for key in ("plan/1/a", "plan/2/a", "plan/3/a", "other"):
+            await store.call(call("set", key, b"v"))
+        waiting = asyncio.create_task(store.call(call("get", "plan/1/never")))
+        await asyncio.sleep(0)
+        store.drop_before(2)
+        return store, await waiting
+
+    store, answer = asyncio.run(body())
+    assert "a plan that is over" in (answer.error or "")
+    assert len(store) == 3
+    assert ask(store, "check", "plan/1/a").number == 0
+    assert ask(store, "check", "plan/2/a").number == 1
+    assert ask(store, "check", "other").number == 1

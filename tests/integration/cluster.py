@@ -1,0 +1,238 @@
+"""A whole cluster for tests: the real coordinator and agents on a thread, over a store in memory, and real
+worker processes; only torchrun is played (it joins and starts the workers), so that a test is quick."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+from elasticd_agent.daemon import Agent
+from elasticd_planner.plan import Plan
+
+from elasticd import messages, packets
+from elasticd.config import Config, with_overrides
+from elasticd.coordinator.daemon import Coordinator
+from elasticd.coordinator.planning import COMMAND
+from elasticd.machines.job.state import Settings
+from elasticd.messages import Join, Joined
+from elasticd.store.memory import MemoryServer, MemoryStore
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = "job"
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T], seconds: float = 60.0, what: Callable[[], object] = str) -> T:
+    """The first true value of `condition`; fails with `what()` when none comes in time."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"this never became true: {what()}"
+        time.sleep(0.02)
+    return value
+
+
+class Cluster:
+    """`nodes` gives the number of devices of each node. `plans` answers the planner's questions by the set of
+    slow devices ("" when none is); without it the real planner is asked."""
+
+    def __init__(
+        self,
+        nodes: Mapping[str, int],
+        *,
+        plans: Mapping[str, Plan] | None = None,
+        settings: Settings | None = None,
+        forward: float = 5e-4,
+        memory: int = 1 << 30,
+    ) -> None:
+        self.nodes = dict(nodes)
+        self._folder = tempfile.TemporaryDirectory(prefix="elasticd-test-")
+        self.folder = Path(self._folder.name)
+        self._settings = settings
+        self._planner = COMMAND if plans is None else self._scripted(plans)
+        self._config = with_overrides(
+            Config(),
+            {
+                "cluster.name": "test",
+                "coordinator.port": 0,
+                "chaos.enabled": True,
+                "emulate.enabled": True,
+                "emulate.forward": forward,
+                "emulate.backward": 2 * forward,
+                "emulate.memory": memory,
+            },
+        )
+        self.server = MemoryServer()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._agents: list[Agent] = []
+        self._serving: list[asyncio.Task[None]] = []
+        self.workers: dict[str, subprocess.Popen[bytes]] = {}
+        self._torchruns: list[Any] = []
+
+    def _scripted(self, plans: Mapping[str, Plan]) -> tuple[str, ...]:
+        path = self.folder / "plans.json"
+        path.write_bytes(msgspec.json.encode({slow: plan for slow, plan in plans.items()}))
+        return sys.executable, str(Path(__file__).with_name("scripted_planner.py")), str(path)
+
+    def __enter__(self) -> Cluster:
+        self._thread.start()
+        try:
+            self.call(self._start())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None):
+        self.close()
+
+    async def _start(self) -> None:
+        self.coordinator = Coordinator(
+            self._config, MemoryStore(self.server), settings=self._settings, planner=self._planner
+        )
+        await self.coordinator.start()
+        for node, devices in self.nodes.items():
+            config = with_overrides(
+                self._config,
+                {"agent.node": node, "agent.socket": self.socket(node), "agent.devices": devices},
+            )
+            agent = Agent(config, MemoryStore(self.server))
+            self._agents.append(agent)
+            self._serving.append(asyncio.create_task(agent.run()))
+
+    def call(self, work: Coroutine[Any, Any, T], seconds: float = 30.0) -> T:
+        """Runs a coroutine on the cluster's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+    def close(self) -> None:
+        for worker in self.workers.values():
+            if worker.poll() is None:
+                worker.kill()
+            worker.wait()
+        for torchrun in self._torchruns:
+            torchrun.close()
+        if self._thread.is_alive():
+            try:
+                self.call(self._stop())
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(10)
+        self._folder.cleanup()
+
+    async def _stop(self) -> None:
+        for agent in self._agents:
+            agent.stop()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        if hasattr(self, "coordinator"):
+            await self.coordinator.stop()
+
+    def socket(self, node: str) -> str:
+        return str(self.folder / f"{node}.sock")
+
+    # -- a job -------------------------------------------------------------------------------------------------
+
+    def run(self, script: Path, **options: Mapping[str, Any] | Any) -> None:
+        """Joins as one torchrun for each node would, and starts the workers. Options go to the script as
+        JSON in $OPTIONS; one under a device's name is for that worker alone."""
+        names = sorted(self.nodes)
+        sockets = []
+        for node in names:
+            sock = packets.connect(self.socket(node), 20)
+            join = Join(job=JOB, min_nodes=len(names), max_nodes=len(names), pid=os.getpid())
+            packets.send(sock, messages.encode(join))
+            sockets.append(sock)
+        self._torchruns += sockets
+        for sock in sockets:
+            sock.settimeout(20)
+            data = packets.receive(sock)
+            assert data is not None
+            answer = messages.to_worker(data)
+            assert isinstance(answer, Joined), answer
+        for node in names:
+            for index in range(self.nodes[node]):
+                self._start_worker(f"{node}/{index}", script, options)
+
+    def _start_worker(self, device: str, script: Path, options: Mapping[str, Any]) -> None:
+        node, _, index = device.rpartition("/")
+        environment = dict(
+            os.environ,
+            OMP_NUM_THREADS="1",
+            PYTHONPATH=str(ROOT),
+            ELASTICD_SOCKET=self.socket(node),
+            TORCHELASTIC_RUN_ID=JOB,
+            LOCAL_RANK=index,
+            WORLD_SIZE=str(sum(self.nodes.values())),
+            OPTIONS=json.dumps({"out": str(self.folder), **options, **options.get(device, {})}),
+        )
+        with (self.folder / f"log-{device.replace('/', ':')}").open("wb") as log:
+            self.workers[device] = subprocess.Popen(
+                [sys.executable, str(script)], env=environment, stdout=log, stderr=log
+            )
+
+    def log(self, device: str) -> str:
+        return (self.folder / f"log-{device.replace('/', ':')}").read_text()
+
+    def wait(self, seconds: float = 90.0) -> dict[str, int]:
+        """The workers' exit codes, once all have ended."""
+        deadline = time.monotonic() + seconds
+        codes = {}
+        for device, worker in self.workers.items():
+            try:
+                codes[device] = worker.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logs = "\n".join(f"-- {name}:\n{self.log(name)[-1500:]}" for name in self.workers)
+                raise AssertionError(f"{device} did not end\n{self.events()}\n{logs}") from None
+        return codes
+
+    # -- what the coordinator shows ---------------------------------------------------------------------------
+
+    def job(self) -> dict[str, Any]:
+        async def look() -> dict[str, Any]:
+            return next((job for job in self.coordinator.status()["jobs"] if job["job"] == JOB), {})
+
+        return self.call(look())
+
+    def pace(self, device: str, factor: float) -> None:
+        async def pace() -> None:
+            self.coordinator.leading.pace("slow", device, factor)
+
+        self.call(pace())
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        async def look() -> list[dict[str, Any]]:
+            return [msgspec.to_builtins(event) for event in self.coordinator.leading.journal.events(0)]
+
+        return [event for event in self.call(look()) if not kinds or event["kind"] in kinds]
+
+    def runs(self, number: int, steps: int = 0, seconds: float = 60.0) -> None:
+        """Waits until plan `number` is recorded and `steps` steps ran under it."""
+
+        def there() -> bool:
+            for device, worker in self.workers.items():
+                assert worker.poll() in (None, 0), f"{device}: {self.log(device)[-3000:]}"
+            job = self.job()
+            plan = job.get("plan")
+            if not plan or plan["number"] < number:
+                return False
+            recorded = [e["data"]["step"] for e in self.events("recorded") if e["data"]["number"] == number]
+            return bool(recorded) and (job.get("step") or 0) >= recorded[0] + steps
+
+        until(there, seconds, lambda: f"plan {number}; events: {[e['text'] for e in self.events()]}")
+
+
+def plan_from(strategies: Any, **fields: Any) -> Plan:
+    return Plan(number=0, strategies=strategies, **fields)
+
+
+__all__: Sequence[str] = ["JOB", "Cluster", "plan_from", "until"]

@@ -1,0 +1,126 @@
+"""A job switches plans in place, driven by the real machines, agents and workers, and stays exact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from elasticd_planner.boxes import Box
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+
+from elasticd.machines.job.state import Settings
+from tests.integration import train
+from tests.integration.cluster import Cluster, until
+
+SCRIPT = Path(train.__file__)
+SETTINGS = Settings(retry_seconds=0.5)
+
+
+def stage(start: int, stop: int, *members: tuple[str, int]) -> Stage:
+    return Stage(
+        start=start, stop=stop, devices=tuple(d for d, _ in members), shares=tuple(s for _, s in members)
+    )
+
+
+def plan_of(*pipelines: tuple[int, list[Stage]], idle: tuple[str, ...] = ()) -> Plan:
+    made = tuple(Pipeline(stages=tuple(stages), micro_batches=m) for m, stages in pipelines)
+    strategy = Strategy(modules=(ModulePlan(module="model", pipelines=made),))
+    return Plan(number=0, strategies=(strategy,), micro_batch=1, global_batch=train.BATCH, idle=idle)
+
+
+PLANS = {
+    # two unlike pipelines on all five devices
+    "": plan_of(
+        (4, [stage(0, 3, ("a/0", 1), ("a/1", 1)), stage(3, 5, ("a/2", 1))]),
+        (2, [stage(0, 5, ("b/0", 1), ("b/1", 1))]),
+    ),
+    # one pipeline of unequal shares; a/2 leaves and stands by
+    "a/1": plan_of(
+        (6, [stage(0, 2, ("a/0", 6), ("a/1", 2)), stage(2, 5, ("b/0", 1), ("b/1", 1))]), idle=("a/2",)
+    ),
+    # a/2 joins again, everything else moves too
+    "b/0": plan_of(
+        (3, [stage(0, 5, ("a/0", 3), ("a/1", 3), ("a/2", 2))]),
+        (3, [stage(0, 1, ("b/0", 1)), stage(1, 5, ("b/1", 1))]),
+    ),
+}
+
+
+@pytest.mark.slow
+def test_plans_switch_in_place_and_training_stays_that_of_one_process() -> None:
+    steps = 60
+    with Cluster({"a": 3, "b": 2}, plans=PLANS, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=steps)
+        cluster.runs(1, steps=12)
+        pids = {member["device"]: member["pid"] for member in cluster.job()["members"]}
+        cluster.pace("a/1", 3.0)
+        cluster.runs(2, steps=3)
+        cluster.pace("b/0", 3.0)
+        cluster.pace("a/1", 1.0)
+        until_third(cluster)
+        assert {member["device"]: member["pid"] for member in cluster.job()["members"]} == pids
+        codes = cluster.wait()
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-2000:] for device in codes}
+        check_exactness(cluster, steps)
+        swapped = cluster.events("swapped")
+        for number in {event["data"]["number"] for event in swapped} - {1}:
+            data = [event["data"] for event in swapped if event["data"]["number"] == number]
+            assert sum(d["bytes_received"] for d in data) == sum(d["bytes_lacking"] for d in data) > 0
+        assert cluster.events("finished")
+
+
+def until_third(cluster: Cluster) -> None:
+    """Plan 3 or a later one uses a/2 again."""
+
+    def there() -> bool:
+        plan = cluster.job().get("plan")
+        return bool(plan) and plan["number"] >= 3 and "a/2" in plan["binding"]
+
+    until(there, 60, lambda: f"a/2 joins again: {[e['text'] for e in cluster.events()]}")
+
+
+def check_exactness(cluster: Cluster, steps: int) -> None:
+    lines = [
+        json.loads(line) for path in cluster.folder.glob("ledger-*") for line in path.read_text().splitlines()
+    ]
+    lines.sort(key=lambda line: line["step"])
+    losses, weights = train.reference(steps)
+    assert [line["step"] for line in lines] == list(range(steps)), "each step once, whoever had rank 0"
+    assert [line["loss"] for line in lines] == pytest.approx(losses, abs=1e-10)
+    assert len({line["plan"] for line in lines}) >= 3
+    samples = [i for line in lines for i in line["samples"]]
+    assert len(samples) == len(set(samples)) == steps * train.BATCH
+    held = 0
+    for path in cluster.folder.glob("weights-*"):
+        for name, (start, stop, value) in torch.load(path).items():
+            expected = weights[name][Box(start=start, stop=stop).slices(Box.whole(weights[name].shape))]
+            assert float((value - expected).abs().max()) < 1e-10, name
+            held += 1
+    assert held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["preparing", "voting", "moving", "saying", "swapping"])
+def test_a_worker_killed_in_a_switch_stops_the_job_with_a_clear_message(moment: str) -> None:
+    plans = {
+        "": plan_of((3, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (3, [stage(0, 5, ("b/0", 1))])),
+        "a/1": plan_of((6, [stage(0, 3, ("a/0", 6), ("a/1", 2)), stage(3, 5, ("b/0", 1))])),
+    }
+    with Cluster({"a": 2, "b": 1}, plans=plans, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=100_000, **{"b/0": {"die_at": moment}})
+        cluster.runs(1, steps=12)
+        cluster.pace("a/1", 3.0)
+        codes = cluster.wait(60)
+        assert codes.pop("b/0") == -9
+        for device, code in codes.items():
+            assert code == 1, f"{device} must end with an error"
+            last = cluster.log(device).strip().splitlines()[-1]
+            assert last.startswith("elasticd: "), (
+                f"one line for the user, not a traceback: {cluster.log(device)}"
+            )
+            assert "b/0" in last
+        recorded = [event["data"]["number"] for event in cluster.events("recorded")]
+        assert sorted(set(recorded)) == recorded, "no plan is recorded twice"
+        assert cluster.job()["phase"] == "stopped"

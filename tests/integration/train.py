@@ -1,0 +1,124 @@
+"""The worker of the integration tests: trains a small decoder in float64 and leaves ledger and weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from elasticd_planner.batch import Sampler
+from elasticd_planner.boxes import Box
+
+import elasticd
+from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.runtime.data import pad
+from elasticd.runtime.switching import Switcher
+
+CONFIG = DecoderConfig(vocabulary=40, width=32, layers=5, heads=8, kv_heads=2, hidden=44, dtype=torch.float64)
+BATCH, SEED, CLIP = 6, 3, 0.7
+
+
+class Text:
+    """Samples of unequal length, each a function of its index."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(0, CONFIG.vocabulary, (9 + index % 5,), generator=generator)
+        return {"inputs": ids[:-1], "targets": ids[1:]}
+
+
+def optimizer(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-3, weight_decay=0.1)
+
+
+def die_at(moment: str) -> None:
+    """Lets this process be killed when it comes to a moment of its second plan's switch."""
+
+    def deadly(method: Callable[..., Any], when: Callable[..., bool] = lambda *a: True) -> Callable[..., Any]:
+        def dies(self: Switcher, *args: Any) -> Any:
+            if self.engine is not None and when(self, *args):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(self, *args)
+
+        return dies
+
+    if moment == "preparing":
+        Switcher._make = deadly(Switcher._make)  # type: ignore[method-assign]
+    elif moment == "voting":
+        prepared = Switcher.prepared
+
+        def votes(self: Switcher) -> int:
+            number = prepared(self)
+            if number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return number
+
+        Switcher.prepared = votes  # type: ignore[method-assign]
+    elif moment == "moving":
+        Switcher._moved = deadly(Switcher._moved)  # type: ignore[method-assign]
+    elif moment == "saying":
+        Switcher._say = deadly(Switcher._say)  # type: ignore[method-assign]
+    elif moment == "swapping":
+        Switcher._swap = deadly(Switcher._swap)  # type: ignore[method-assign]
+    else:
+        raise ValueError(moment)
+
+
+def main() -> None:
+    options = json.loads(os.environ["OPTIONS"])
+    out = Path(options["out"])
+    if "die_at" in options:
+        die_at(options["die_at"])
+    with torch.device("meta"):
+        model = Decoder(CONFIG).describe()
+    job = elasticd.Job(
+        model=model,
+        loss=next_token_loss,
+        optimizer=optimizer,
+        dataset=Text(),
+        global_batch=options.get("global_batch", BATCH),
+        seed=SEED,
+        clip=CLIP,
+    )
+    with (out / f"ledger-{job.device.replace('/', ':')}").open("w") as ledger:
+        for step in job.steps(options["steps"]):
+            if job.rank == 0:
+                line = {"step": step.index, "loss": step.loss, "samples": step.samples, "plan": step.plan}
+                ledger.write(json.dumps(line) + "\n")
+                ledger.flush()
+    engine = job._switcher.engine
+    if engine is not None:
+        weights = {n: (box.start, box.stop, p.detach()) for n, (box, p) in engine.local.parameters.items()}
+        torch.save(weights, out / f"weights-{job.device.replace('/', ':')}")
+
+
+def reference(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same in one process of plain torch: the loss of every step, and the final weights."""
+    model = Decoder(CONFIG)
+    first = model.describe().first_value
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(first(name, Box.whole(parameter.shape), SEED))
+    update = optimizer(model.named_parameters())
+    sampler = Sampler(size=len(Text()), global_batch=BATCH, seed=SEED)
+    losses = []
+    for step in range(steps):
+        batch = pad([Text()[i] for i in sampler.samples(step)])
+        total, count = next_token_loss(model(batch), batch)
+        update.zero_grad()
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        update.step()
+        losses.append(float(total.detach()) / count)
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+if __name__ == "__main__":
+    main()

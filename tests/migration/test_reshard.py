@@ -1,0 +1,167 @@
+"""Transfers: exactly what is lacking, from who has it, the nearest and least loaded first."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from elasticd_migration.reshard import (
+    Lost,
+    Transfer,
+    bytes_lacking,
+    renewed,
+    reshard,
+    span,
+    whole_bytes,
+)
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Layouts
+from elasticd_planner.plan import Plan
+from elasticd_planner.value import Invalid
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.migration.plans import DEVICES, LAYERS, SPEC, plan, plans
+
+SIZES = dict.fromkeys(Layouts(SPEC, plan(0, [(LAYERS, [("n0/0", 1)])])).names, 12)
+
+
+def node(device: str) -> str:
+    return device.split("/")[0]
+
+
+def masks(layouts: Layouts, without: frozenset[str] = frozenset()) -> dict[tuple[str, str], np.ndarray]:
+    """For each tensor and device, which elements it holds: the oracle, without box arithmetic."""
+    held: dict[tuple[str, str], np.ndarray] = {}
+    for name in layouts.names:
+        layout = layouts.parameter(name)
+        for holding in layout.holdings:
+            mask = held.setdefault((name, holding.device), np.zeros(layout.shape, dtype=bool))
+            mask[holding.box.slices(Box.whole(layout.shape))] = holding.device not in without
+    return held
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans(1), plans(2), st.frozensets(st.sampled_from(DEVICES), max_size=2))
+def test_every_device_gets_exactly_what_it_lacks_from_who_has_it(
+    before: Plan, after: Plan, gone: frozenset[str]
+) -> None:
+    old, new = Layouts(SPEC, before), Layouts(SPEC, after)
+    had, needed = masks(old, gone), masks(new)
+    everything = {name: np.zeros(old.parameter(name).shape, dtype=bool) for name in old.names}
+    for (name, _), mask in had.items():
+        everything[name] |= mask
+    lost = {name for name, _ in needed if not everything[name].all()}
+    if lost:
+        with pytest.raises(Lost) as caught:
+            reshard(old, new, SIZES, without=gone)
+        assert set(caught.value.boxes) <= lost
+        return
+    transfers = reshard(old, new, SIZES, without=gone)
+    assert transfers == reshard(Layouts(SPEC, before), Layouts(SPEC, after), SIZES, without=gone)
+    received: dict[str, int] = defaultdict(int)
+    end = dict(had)
+    for transfer in transfers:
+        shape = old.parameter(transfer.name).shape
+        where = transfer.box.slices(Box.whole(shape))
+        assert had[transfer.name, transfer.source][where].all()
+        mask = end.get((transfer.name, transfer.destination), np.zeros(shape, dtype=bool)).copy()
+        assert not mask[where].any(), "a byte is received that was there already"
+        mask[where] = True
+        end[transfer.name, transfer.destination] = mask
+        received[transfer.destination] += transfer.box.size * SIZES[transfer.name]
+    assert all(end[key][mask].all() for key, mask in needed.items())
+    assert received == bytes_lacking(old, new, SIZES, without=gone)
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans(1), plans(2))
+def test_another_node_sends_only_what_no_neighbour_holds(before: Plan, after: Plan) -> None:
+    old, new = Layouts(SPEC, before), Layouts(SPEC, after)
+    for transfer in reshard(old, new, SIZES):
+        if node(transfer.source) == node(transfer.destination):
+            continue
+        near = [
+            holding
+            for holding in old.parameter(transfer.name).holdings
+            if node(holding.device) == node(transfer.destination)
+        ]
+        assert not any(holding.box.overlap(transfer.box) for holding in near)
+
+
+@settings(max_examples=20, deadline=None)
+@given(plans(1))
+def test_a_plan_that_changes_no_box_moves_nothing(before: Plan) -> None:
+    after = before.replace(number=2, global_batch=2 * before.global_batch, micro_batch=2)
+    old, new = Layouts(SPEC, before), Layouts(SPEC, after)
+    assert reshard(old, new, SIZES) == ()
+    assert bytes_lacking(old, new, SIZES) == {}
+
+
+def test_only_the_layers_that_change_hands_move() -> None:
+    old = Layouts(SPEC, plan(1, [(1, [("n0/0", 1)]), (2, [("n0/1", 1)])]))
+    new = Layouts(SPEC, plan(2, [(2, [("n0/0", 1)]), (1, [("n0/1", 1)])]))
+    moved = reshard(old, new, SIZES)
+    assert {transfer.name for transfer in moved} == {name for name in old.names if "blocks.1." in name}
+    assert {(transfer.source, transfer.destination) for transfer in moved} == {("n0/1", "n0/0")}
+
+
+def test_the_holders_of_other_nodes_share_the_load() -> None:
+    replicas = [[(LAYERS, [(device, 1)])] for device in ("n0/0", "n0/1", "n0/2")]
+    old = Layouts(SPEC, plan(1, *replicas))
+    new = Layouts(SPEC, plan(2, *replicas, [(LAYERS, [("n1/0", 1)])]))
+    sizes = {name: 12 if "blocks" in name else 0 for name in SIZES}
+    given_by: dict[str, int] = defaultdict(int)
+    for transfer in reshard(old, new, sizes):
+        given_by[transfer.source] += transfer.box.size * sizes[transfer.name]
+    largest = max(Box.whole(old.parameter(name).shape).size * sizes[name] for name in sizes)
+    assert set(given_by) == {"n0/0", "n0/1", "n0/2"}
+    assert max(given_by.values()) - min(given_by.values()) <= largest
+
+
+def test_borders_of_holders_that_do_not_send_cut_nothing() -> None:
+    near = [(LAYERS, [("n0/0", 1)])]
+    far = [(LAYERS, [("n1/0", 1), ("n1/1", 1)])]
+    old = Layouts(SPEC, plan(1, near, far))
+    new = Layouts(SPEC, plan(2, near, far, [(LAYERS, [("n0/1", 1)])]))
+    transfers = reshard(old, new, SIZES)
+    assert len(transfers) == len(SIZES)
+    assert {transfer.source for transfer in transfers} == {"n0/0"}
+
+
+def test_the_first_plan_moves_nothing_and_lacks_everything() -> None:
+    new = Layouts(SPEC, plan(1, [(LAYERS, [("n0/0", 1)])], [(LAYERS, [("n0/1", 1)])]))
+    assert reshard(None, new, SIZES) == ()
+    whole = whole_bytes(new, SIZES)
+    assert bytes_lacking(None, new, SIZES) == {"n0/0": whole, "n0/1": whole}
+
+
+def test_what_nobody_holds_is_named() -> None:
+    old = Layouts(SPEC, plan(1, [(1, [("n0/0", 1)]), (2, [("n0/1", 3), ("n0/2", 1)])]))
+    new = Layouts(SPEC, plan(2, [(LAYERS, [("n0/0", 1)])]))
+    with pytest.raises(
+        Lost, match=r"no live device holds blocks\.1\.q\.weight \[6:8, 0:4\].*checkpoint"
+    ) as error:
+        reshard(old, new, SIZES, without={"n0/2"})
+    assert error.value.boxes["blocks.2.o.weight"] == (Box(start=(0, 6), stop=(4, 8)),)
+    assert not any("blocks.0." in name or "norm" in name for name in error.value.boxes)
+
+
+def test_a_new_incarnation_of_a_device_owns_nothing() -> None:
+    pipelines = [(LAYERS, [("n0/0", 1)])], [(LAYERS, [("n0/1", 1)])]
+    before = plan(1, *pipelines, binding={"n0/0": "a", "n0/1": "b"})
+    after = plan(2, *pipelines, binding={"n0/0": "a", "n0/1": "c"})
+    old, new = Layouts(SPEC, before), Layouts(SPEC, after)
+    assert renewed(before, after) == {"n0/1"}
+    assert bytes_lacking(old, new, SIZES) == {"n0/1": whole_bytes(new, SIZES)}
+    assert {transfer.source for transfer in reshard(old, new, SIZES)} == {"n0/0"}
+
+
+def test_layouts_of_other_models_and_unknown_sizes_are_refused() -> None:
+    shape = [(LAYERS, [("n0/0", 1)])]
+    old = Layouts(SPEC, plan(1, shape))
+    new = Layouts(SPEC, plan(2, [(LAYERS, [("n0/1", 1)])]))
+    with pytest.raises(ValueError, match="sizes must name every tensor"):
+        reshard(old, new, {})
+    with pytest.raises(Invalid, match="cannot send to itself"):
+        Transfer(name="x", box=Box(start=(), stop=()), source="n0/0", destination="n0/0")
+    assert span(Box(start=(0, 8), stop=(4, 16))) == "[0:4, 8:16]"

@@ -1,0 +1,113 @@
+"""A small model that needs every rule, and random plans and problems for the planner's tests."""
+
+from elasticd_planner.cluster import Cluster, Device, Link, Node
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.profiles import ModelProfile, SectionProfile
+from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units
+from hypothesis import strategies as st
+
+LAYERS = 3
+
+
+def parameter(name: str, *shape: int, cut: tuple[int, str] | None = None, add: bool = False) -> Parameter:
+    rule = Cut(dim=cut[0], units=cut[1]) if cut else None
+    return Parameter(name=name, shape=shape, dtype="float32", cut=rule, replicas="add" if add else "same")
+
+
+#: Four query heads over two kv-heads (TP of three or four splits one), a tied head, an uncut norm.
+SPEC = ModelSpec(
+    name="small",
+    embed=(parameter("tokens.weight", 10, 8, cut=(0, "rows")),),
+    kinds=(
+        (
+            parameter("norm.weight", 8),
+            parameter("q.weight", 8, 8, cut=(0, "heads")),
+            parameter("k.weight", 4, 8, cut=(0, "kv_heads"), add=True),
+            parameter("o.weight", 8, 8, cut=(1, "heads")),
+            parameter("up.weight", 12, 8, cut=(0, "columns")),
+            parameter("down.weight", 8, 12, cut=(1, "columns")),
+        ),
+    ),
+    layers=(0,) * LAYERS,
+    head=(parameter("norm.weight", 8), parameter("output.weight", 10, 8, cut=(0, "rows"))),
+    units=(
+        Units(kind="heads", count=4),
+        Units(kind="kv_heads", count=2, follows="heads"),
+        Units(kind="columns", count=6),
+        Units(kind="rows", count=5),
+    ),
+    ties=(("head.output.weight", "embed.tokens.weight"),),
+    width=8,
+)
+
+
+def cluster(*sizes: int, memory: int = 1 << 40, inside: Link | None = None) -> Cluster:
+    """Nodes n0, n1, ... with so many devices."""
+    return Cluster(
+        nodes=tuple(
+            Node(
+                name=f"n{n}",
+                devices=tuple(Device(name=f"n{n}/{i}", memory=memory) for i in range(size)),
+            )
+            for n, size in enumerate(sizes)
+        ),
+        inside=inside or Link(),
+    )
+
+
+def plan(*pipelines: tuple[int, list[tuple[int, list[str], list[int]]]], **rest: object) -> Plan:
+    """Pipelines as (micro-batches, [(layers, devices, shares)])."""
+    made = []
+    for micro_batches, stages in pipelines:
+        start = 0
+        parts = []
+        for layers, devices, shares in stages:
+            parts.append(Stage(start=start, stop=start + layers, devices=tuple(devices), shares=tuple(shares)))
+            start += layers
+        made.append(Pipeline(stages=tuple(parts), micro_batches=micro_batches))
+    total = sum(micro_batches for micro_batches, _ in pipelines)
+    return Plan(
+        number=int(str(rest.pop("number", 1))),
+        strategies=(Strategy(modules=(ModulePlan(module="model", pipelines=tuple(made)),)),),
+        micro_batch=1,
+        global_batch=total,
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+@st.composite
+def plans(draw: st.DrawFn, layers: int = LAYERS) -> Plan:
+    """Any plan of SPEC on up to nine devices: unequal stages, widths to four, unequal shares."""
+    devices = draw(st.permutations([f"n{n}/{i}" for n in range(3) for i in range(3)]))
+    pipelines = []
+    for _ in range(draw(st.integers(1, 3))):
+        cuts = sorted(draw(st.sets(st.integers(1, layers - 1), max_size=2)))
+        stages = []
+        for start, stop in zip([0, *cuts], [*cuts, layers], strict=True):
+            width = draw(st.integers(1, 4))
+            members, devices = devices[:width], devices[width:]
+            if not members:
+                break
+            shares = [draw(st.integers(1, 9)) for _ in members]
+            stages.append((stop - start, members, shares))
+        if sum(n for n, _, _ in stages) == layers:
+            pipelines.append((draw(st.integers(1, 4)), stages))
+    if not pipelines:
+        pipelines = [(2, [(layers, ["n0/0"], [1])])]
+    return plan(*pipelines)
+
+
+def profile(**changes: object) -> ModelProfile:
+    """Five layers of 80 ms a micro-batch, eight share units, a tied head."""
+    values: dict[str, object] = {
+        "name": "small",
+        "layers": 5,
+        "share_units": 8,
+        "tokens": 256.0,
+        "block": SectionProfile(seconds=0.08 / 256, cut_bytes=800_000, whole_bytes=1_000, collectives=4),
+        "embed": SectionProfile(cut_bytes=100_000, collectives=1),
+        "head": SectionProfile(seconds=0.01 / 256, cut_bytes=100_000, collectives=1),
+        "tied_bytes": 100_000,
+        "boundary_bytes": 512.0,
+    }
+    return ModelProfile(**{**values, **changes})  # type: ignore[arg-type]

@@ -1,0 +1,100 @@
+"""Step time and memory of plans, worked out by hand."""
+
+import pytest
+from elasticd_planner.cluster import Link
+from elasticd_planner.cost import (
+    ProfileCost,
+    memory_by_device,
+    pipeline_seconds,
+    predict,
+    stage_seconds,
+    step_seconds,
+)
+from elasticd_planner.problem import Problem
+from elasticd_planner.profiles import ModelProfile, SectionProfile
+
+from tests.planner.models import cluster, plan
+
+#: A block takes 1 s on a normal device, embed 0.1 s, head 0.2 s; communication costs nothing.
+FREE = ModelProfile(
+    name="free",
+    layers=4,
+    share_units=8,
+    tokens=100,
+    block=SectionProfile(seconds=0.01, cut_bytes=80, whole_activation=1.0, cut_activation=0.8),
+    embed=SectionProfile(seconds=0.001, cut_bytes=40),
+    head=SectionProfile(seconds=0.002, cut_bytes=40),
+    tied_bytes=40,
+)
+SILENT = Link(bandwidth=1e30, latency=0)
+PLAN = plan((3, [(1, ["n0/0", "n0/1"], [6, 2]), (3, ["n0/2"], [1])]))
+
+
+def test_a_group_is_as_slow_as_its_slowest_share() -> None:
+    quiet = cluster(3, inside=SILENT)
+    cost = ProfileCost(FREE)
+    first, last = stage_seconds(PLAN.modules[0].pipelines[0], quiet, {"n0/1": 3.0, "n0/2": 2.0}, cost)
+    assert first == pytest.approx(0.75 * 1.1)  # 6/8 of a normal device, and 2/8 x 3, alike
+    assert last == pytest.approx(2 * (3 + 0.2))
+    assert step_seconds(PLAN, quiet, {"n0/1": 3.0, "n0/2": 2.0}, cost) == pytest.approx(2 * last + first + last)
+
+
+def test_one_f_one_b_repeats_the_slowest_stage() -> None:
+    assert pipeline_seconds([1.0, 3.0, 2.0], 4) == 3 * 3 + 6
+    assert pipeline_seconds([1.0], 1) == 1
+
+
+def test_a_collective_costs_what_was_measured_else_a_ring() -> None:
+    model = ModelProfile(
+        name="m",
+        layers=1,
+        share_units=4,
+        tokens=10,
+        block=SectionProfile(seconds=1e-9, collectives=4),
+        boundary_bytes=20,
+        collective_seconds={2: 0.5},
+    )
+    cost = ProfileCost(model)
+    link = Link(bandwidth=100, latency=0.1)
+    assert cost.collective(1, link) == 0
+    assert cost.collective(2, link) == 0.5
+    assert cost.collective(4, link) == pytest.approx(6 * (0.1 + 200 / 4 / 100))
+    assert cost.group([1, 1], [2, 2], link).block == pytest.approx(2.0)
+    assert cost.boundary(link) == pytest.approx(2 * (0.1 + 2.0))
+
+
+def test_pipelines_reduce_over_a_ring_of_what_a_device_holds() -> None:
+    cost = ProfileCost(FREE)
+    link = Link(bandwidth=100, latency=0.1)
+    assert cost.after(1, 4, link) == 0
+    assert FREE.gradient_bytes == 4 * 80 + 40
+    assert cost.after(3, 2, link) == pytest.approx(4 * (0.1 + 360 / 2 / 3 / 100))
+
+
+def test_memory_counts_micro_batches_in_flight_by_position() -> None:
+    cost = ProfileCost(FREE)
+    needed = memory_by_device(PLAN, cost)
+    # First stage: one block and embed, two micro-batches in flight; last: three blocks and head, one.
+    assert needed["n0/0"] == pytest.approx(6 / 8 * (80 + 40) * 4 + 2 * 100 * (1.0 + 0.8 * 6 / 8), abs=1)
+    assert needed["n0/2"] == pytest.approx((3 * 80 + 40) * 4 + 3 * 100 * 1.8, abs=1)
+
+
+def test_a_tied_head_beside_its_embedding_is_held_once() -> None:
+    whole = plan((1, [(4, ["n0/0"], [1])]))
+    assert memory_by_device(whole, ProfileCost(FREE))["n0/0"] == pytest.approx(360 * 4 + 4 * 180, abs=1)
+
+
+def test_shares_of_any_scale_are_units() -> None:
+    cost = ProfileCost(FREE)
+    asked = {"first": False, "last": False, "in_flight": 0}
+    assert cost.memory(1, (3, 1), 0, **asked) == cost.memory(1, (6, 2), 0, **asked)  # type: ignore[arg-type]
+
+
+def test_a_prediction_has_time_bound_and_memory() -> None:
+    given = Problem(
+        cluster=cluster(3, inside=SILENT), profile=FREE, global_batch=3, micro_batch=1, rates={"n0/1": 3.0}
+    )
+    found = predict(PLAN, given)
+    assert found.bound_seconds == pytest.approx(3 * 4.3 / (1 + 1 / 3 + 1))
+    assert found.bound_seconds <= found.step_seconds
+    assert set(found.memory) == {"n0/0", "n0/1", "n0/2"}

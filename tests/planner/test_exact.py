@@ -1,0 +1,96 @@
+"""The exact search against brute force on random small problems."""
+
+import math
+
+import msgspec
+import pytest
+from elasticd_planner.cluster import Cluster, Device, Link, Node
+from elasticd_planner.cost import ProfileCost, step_seconds
+from elasticd_planner.exact import orders
+from elasticd_planner.problem import Problem
+from elasticd_planner.profiles import SectionProfile
+from elasticd_planner.search import plan
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planner import brute
+from tests.planner.models import profile
+
+SIZES = [(1,), (3,), (4,), (2, 2), (1, 2), (1, 3), (1, 1, 2)]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Up to four devices in up to three nodes, two to four layers, memory that often binds."""
+    model = profile(
+        layers=draw(st.integers(2, 4)),
+        share_units=draw(st.sampled_from([4, 6, 8])),
+        groups=draw(st.sampled_from([0, 2])),
+        block=SectionProfile(
+            seconds=1e-3,
+            cut_bytes=1000,
+            grouped_bytes=draw(st.sampled_from([0, 200])),
+            whole_bytes=10,
+            cut_activation=draw(st.sampled_from([0.0, 2.0])),
+            whole_activation=draw(st.sampled_from([0.0, 1.0])),
+            collectives=draw(st.sampled_from([0, 4])),
+        ),
+        embed=SectionProfile(seconds=draw(st.sampled_from([0.0, 5e-4])), cut_bytes=700, collectives=1),
+        head=SectionProfile(seconds=draw(st.sampled_from([0.0, 1e-3])), cut_bytes=700),
+        tied_bytes=draw(st.sampled_from([0, 700])),
+        boundary_bytes=draw(st.sampled_from([10.0, 5000.0])),
+        overhead_seconds=0.05,
+        pipeline_scale=draw(st.sampled_from([1.0, 0.9])),
+    )
+    whole = model.replica_bytes
+    memories = [math.ceil(whole * draw(st.sampled_from([0.3, 0.45, 0.6, 1.0, 2.0]))) for _ in range(2)]
+    nodes = []
+    for n, size in enumerate(draw(st.sampled_from(SIZES))):
+        devices = tuple(Device(name=f"n{n}/{i}", memory=draw(st.sampled_from(memories))) for i in range(size))
+        nodes.append(Node(name=f"n{n}", devices=devices))
+    cluster = Cluster(
+        nodes=tuple(nodes), between=Link(bandwidth=draw(st.sampled_from([1e6, 1e9])), latency=1e-3)
+    )
+    rates = {d.name: draw(st.sampled_from([1.0, 1.0, 1.0, 1.5, 2.0, 3.0])) for d in cluster.devices}
+    micro_batches = draw(st.integers(1, 5))
+    return Problem(cluster=cluster, profile=model, rates=rates, global_batch=2 * micro_batches, micro_batch=2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems())
+def test_the_search_finds_what_brute_force_finds(problem: Problem) -> None:
+    seconds, _ = brute.best(problem)
+    answer = plan(problem)
+    if answer.plan is None:
+        assert math.isinf(seconds)
+        assert answer.refusal.startswith("does not fit")
+        return
+    assert brute.fits(answer.plan, problem)
+    assert answer.plan.prediction is not None
+    assert answer.plan.prediction.step_seconds == pytest.approx(seconds, rel=1e-8)
+    assert answer.plan.prediction.bound_seconds <= seconds * (1 + 1e-9)
+
+
+@settings(max_examples=12, deadline=None)
+@given(problems(), st.data())
+def test_with_a_current_plan_the_answer_is_within_the_tolerance(problem: Problem, data: st.DataObject) -> None:
+    healthy = plan(msgspec.structs.replace(problem, rates={}))
+    if healthy.plan is None:
+        return
+    moved = msgspec.structs.replace(problem, current=healthy.plan)
+    tolerance = data.draw(st.sampled_from([0.0, 0.005, 0.05]))
+    answer = plan(moved, tolerance=tolerance)
+    seconds, _ = brute.best(problem)
+    assert answer.plan is not None
+    assert brute.fits(answer.plan, problem)
+    found = step_seconds(answer.plan, problem.cluster, problem.rates, ProfileCost(problem.profile))
+    assert found <= seconds * (1 + tolerance) * (1 + 1e-8)
+    now = step_seconds(healthy.plan, problem.cluster, problem.rates, ProfileCost(problem.profile))
+    assert answer.current_seconds == pytest.approx(now)
+    if now <= seconds * (1 + tolerance):
+        assert answer.plan.strategies[0].modules[0].pipelines == healthy.plan.modules[0].pipelines
+
+
+def test_orders_are_the_distinct_permutations() -> None:
+    assert list(orders((1, 1, 2))) == [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
+    assert len(list(orders((0, 1, 2, 3)))) == 24

@@ -1,0 +1,90 @@
+"""A fitted profile explains what was measured, and says the same of other plans."""
+
+import pytest
+from elasticd_planner.cost import predict
+from elasticd_planner.fit import STEPS, fit
+from elasticd_planner.measurement import Measurement
+from elasticd_planner.plan import Plan
+from elasticd_planner.problem import Problem
+from elasticd_planner.profiles import ModelProfile
+from elasticd_planner.value import Invalid
+
+from tests.planner import workers
+from tests.planner.models import cluster, plan, profile
+
+TWO_BY_TWO = plan((5, [(5, ["n0/0", "n0/1"], [4, 4])]), (5, [(5, ["n1/0", "n1/1"], [4, 4])]))
+CLUSTER = cluster(2, 2)
+
+
+def steps(made: Plan, count: int = STEPS, **options: object) -> list[Measurement]:
+    return [m for step in range(count) for m in workers.measure(made, step, **options)]  # type: ignore[arg-type]
+
+
+def predicted(model: ModelProfile, made: Plan, rates: dict[str, float] | None = None) -> float:
+    given = Problem(cluster=CLUSTER, profile=model, global_batch=10, micro_batch=1, rates=rates or {})
+    return predict(made, given).step_seconds
+
+
+def test_seconds_are_those_of_the_workers() -> None:
+    fitted = fit(profile(), TWO_BY_TWO, steps(TWO_BY_TWO), CLUSTER)
+    assert fitted.fitted
+    assert fitted.block.seconds == pytest.approx(workers.BLOCK)
+    assert fitted.embed.seconds == pytest.approx(workers.EMBED)
+    # The synthetic workers have a collective in head, which the profile of the tests has as well.
+    assert fitted.head.seconds == pytest.approx(workers.HEAD)
+    assert fitted.collective_seconds == {2: pytest.approx(workers.COLLECTIVE)}
+    assert fitted.block.cut_bytes == profile().block.cut_bytes
+
+
+@pytest.mark.parametrize("measured", [0.05, 1.0, 2.0, 30.0])
+def test_the_plan_that_was_measured_is_predicted_as_it_was(measured: float) -> None:
+    fitted = fit(profile(), TWO_BY_TWO, steps(TWO_BY_TWO, step_seconds=measured), CLUSTER)
+    assert predicted(fitted, TWO_BY_TWO) == pytest.approx(measured)
+    assert fitted.overhead_seconds >= 0
+    assert 0 < fitted.pipeline_scale <= 1
+
+
+def test_what_pipelines_and_reduction_do_not_explain_is_overhead() -> None:
+    fitted = fit(profile(), TWO_BY_TWO, steps(TWO_BY_TWO, step_seconds=3.0), CLUSTER)
+    block = 256 * workers.BLOCK / 2 + 4 * workers.COLLECTIVE
+    edges = 256 * (workers.EMBED + workers.HEAD) / 2 + 2 * workers.COLLECTIVE
+    assert fitted.overhead_seconds == pytest.approx(3.0 - 0.03 - 5 * (5 * block + edges))
+    assert fitted.pipeline_scale == 1.0
+
+
+def test_the_fit_is_the_same_whatever_plan_and_rates_it_was_measured_under() -> None:
+    rates = {"n0/1": 3.0}
+    uneven = plan((10, [(2, ["n0/0", "n0/1"], [6, 2]), (3, ["n1/0", "n1/1"], [4, 4])]))
+    one = fit(profile(), TWO_BY_TWO, steps(TWO_BY_TWO), CLUSTER)
+    other = fit(profile(), uneven, steps(uneven, rates=rates), CLUSTER, rates)
+    assert other.block.seconds == pytest.approx(one.block.seconds)
+    assert other.head.seconds == pytest.approx(one.head.seconds)
+    assert other.collective_seconds[2] == pytest.approx(one.collective_seconds[2])
+
+
+def test_waiting_for_a_slow_member_is_no_collective_time() -> None:
+    fitted = fit(profile(), TWO_BY_TWO, steps(TWO_BY_TWO, rates={"n0/1": 3.0}), CLUSTER, {"n0/1": 3.0})
+    assert fitted.collective_seconds[2] == pytest.approx(workers.COLLECTIVE)
+
+
+def test_noise_and_wild_steps_move_the_fit_little() -> None:
+    noisy = [
+        m
+        for step in range(20)
+        for m in workers.measure(TWO_BY_TWO, step, noise=0.05, wild={"n1/0": 5.0} if step % 7 == 3 else None)
+    ]
+    assert fit(profile(), TWO_BY_TWO, noisy, CLUSTER).block.seconds == pytest.approx(workers.BLOCK, rel=0.03)
+
+
+def test_widths_known_before_are_kept() -> None:
+    fitted = fit(profile(collective_seconds={2: 9.0, 4: 7.0}), TWO_BY_TWO, steps(TWO_BY_TWO), CLUSTER)
+    assert fitted.collective_seconds[4] == 7.0
+    assert fitted.collective_seconds[2] == pytest.approx(workers.COLLECTIVE)
+
+
+def test_too_few_steps_of_this_plan_are_refused() -> None:
+    with pytest.raises(Invalid, match="needs 10 steps of plan 1, not 9"):
+        fit(profile(), TWO_BY_TWO, steps(TWO_BY_TWO, STEPS - 1), CLUSTER)
+    other = TWO_BY_TWO.replace(number=2)
+    with pytest.raises(Invalid, match="of plan 2, not 0"):
+        fit(profile(), other, steps(TWO_BY_TWO), CLUSTER)

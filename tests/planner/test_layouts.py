@@ -1,0 +1,80 @@
+"""Layouts of random plans: every element held, every member's boxes, gradients as terms of a sum."""
+
+import numpy as np
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Layouts
+from elasticd_planner.plan import Plan
+from elasticd_planner.rules import member_box
+from hypothesis import given, settings
+
+from tests.planner.models import LAYERS, SPEC, plan, plans
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans())
+def test_every_pipeline_covers_every_parameter(made: Plan) -> None:
+    layouts = Layouts(SPEC, made)
+    for name in layouts.names:
+        layout = layouts.parameter(name)
+        for pipeline in made.modules[0].pipelines:
+            members = {device for stage in pipeline.stages for device in stage.devices}
+            covered = np.zeros(layout.shape, dtype=bool)
+            for holding in layout.holdings:
+                if holding.device in members:
+                    covered[holding.box.slices(Box.whole(layout.shape))] = True
+            assert covered.all(), name
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans())
+def test_what_a_device_holds_is_what_the_layouts_say_it_holds(made: Plan) -> None:
+    layouts = Layouts(SPEC, made)
+    for device in made.members:
+        held = layouts.of(device)
+        for name in layouts.names:
+            boxes = layouts.parameter(name).of(device)
+            assert boxes == ((held[name],) if name in held else ())
+    assert layouts.of("n9/9") == {}
+
+
+def test_names_leave_out_aliases_of_tied_parameters() -> None:
+    names = Layouts(SPEC, plan((1, [(LAYERS, ["n0/0"], [1])]))).names
+    assert "embed.tokens.weight" in names
+    assert "head.output.weight" not in names
+    assert len(names) == 1 + 6 * LAYERS + 1
+
+
+def test_tied_parameters_on_two_stages_are_held_by_both_and_add() -> None:
+    split = plan((2, [(1, ["n0/0"], [1]), (2, ["n0/1"], [1])]))
+    gradient = Layouts(SPEC, split).gradient("embed.tokens.weight")
+    assert [(h.device, h.partial) for h in gradient.holdings] == [("n0/0", "0.0"), ("n0/1", "0.1")]
+
+
+def test_tied_parameters_on_one_stage_are_one_term() -> None:
+    one = plan((2, [(LAYERS, ["n0/0", "n0/1"], [1, 1])]))
+    gradient = Layouts(SPEC, one).gradient("embed.tokens.weight")
+    assert [(h.device, h.partial) for h in gradient.holdings] == [("n0/0", "0.0"), ("n0/1", "0.0")]
+
+
+def test_a_group_wider_than_the_kv_heads_replicates_them_as_terms() -> None:
+    wide = plan((2, [(LAYERS, [f"n0/{i}" for i in range(4)], [1, 1, 1, 1])]))
+    layouts = Layouts(SPEC, wide)
+    kv = layouts.gradient("blocks.0.k.weight").holdings
+    assert [h.box.start[0] for h in kv] == [0, 0, 2, 2]
+    assert len({h.partial for h in kv}) == 4
+    norm = layouts.gradient("blocks.0.norm.weight").holdings
+    assert {h.partial for h in norm} == {"0.0"}
+
+
+def test_pipelines_add_even_where_they_hold_the_same_box() -> None:
+    twice = plan((1, [(LAYERS, ["n0/0"], [1])]), (1, [(LAYERS, ["n0/1"], [1])]))
+    terms = [h.partial for h in Layouts(SPEC, twice).gradient("blocks.0.norm.weight").holdings]
+    assert terms == ["0.0", "1.0"]
+
+
+def test_the_parameter_layout_is_that_of_the_rules() -> None:
+    uneven = plan((1, [(LAYERS, ["n0/0", "n0/1"], [3, 1])]))
+    layout = Layouts(SPEC, uneven).parameter("blocks.1.q.weight")
+    q = SPEC.kinds[0][1]
+    assert [h.box for h in layout.holdings] == [member_box(SPEC, q, (3, 1), i) for i in (0, 1)]
+    assert all(h.partial is None for h in layout.holdings)

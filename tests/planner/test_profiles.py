@@ -1,0 +1,93 @@
+"""A profile derived from shapes agrees with the layouts and with arithmetic done by hand."""
+
+import msgspec
+import pytest
+from elasticd_planner.cost import ProfileCost
+from elasticd_planner.layouts import Layouts
+from elasticd_planner.profiles import ModelProfile, SectionProfile, derive, item_size
+from elasticd_planner.value import Invalid
+
+from tests.planner.models import LAYERS, SPEC, plan, profile
+
+DERIVED = derive(SPEC, sample_tokens=16, micro_batch=2, flops=1e6)
+
+
+def bytes_in_layouts(made_shares: list[int]) -> list[int]:
+    """Bytes of parameters by member of a one-stage plan, from the boxes."""
+    devices = [f"n0/{i}" for i in range(len(made_shares))]
+    layouts = Layouts(SPEC, plan((1, [(LAYERS, devices, made_shares)])))
+    return [sum(4 * box.size for box in layouts.of(device).values()) for device in devices]
+
+
+@pytest.mark.parametrize("shares", [[4], [2, 2], [1, 1, 1, 1]])
+def test_state_bytes_are_those_of_the_layouts_up_to_rounding_of_units(shares: list[int]) -> None:
+    cost = ProfileCost(DERIVED)
+    held = bytes_in_layouts(shares)
+    for position, size in enumerate(held):
+        said = cost.memory(LAYERS, shares, position, first=True, last=True, in_flight=0)
+        # Four units of shares, but five rows and six columns: a unit of each either way.
+        slack = 4 * (10 * 8 / 5 + LAYERS * 2 * 12 * 8 / 6) if len(shares) > 1 else 0
+        assert abs(said / DERIVED.state_factor - size) <= slack
+    assert DERIVED.gradient_bytes == bytes_in_layouts([4])[0]
+    assert DERIVED.replica_bytes == 4 * DERIVED.gradient_bytes
+
+
+def test_share_units_are_the_coarsest_units_that_cut_blocks() -> None:
+    assert DERIVED.share_units == 4  # not 2 kv-heads, which follow, nor 5 rows, which cut no block
+    assert DERIVED.groups == 2
+    assert DERIVED.layers == LAYERS
+    assert DERIVED.tokens == 32
+    assert DERIVED.tied_bytes == 10 * 8 * 4
+    assert DERIVED.boundary_bytes == 8 * 4
+
+
+def test_seconds_are_six_operations_an_element_and_token() -> None:
+    elements = 8 + 64 + 32 + 64 + 96 + 96
+    assert DERIVED.block.seconds == pytest.approx(6 * (elements + 8 * 16) / 1e6)
+    assert DERIVED.head.seconds == pytest.approx(6 * (8 + 80) / 1e6)
+    assert DERIVED.embed.seconds == 0
+    assert DERIVED.block.collectives == 4
+    faster = derive(SPEC, sample_tokens=16, micro_batch=2, flops=2e6)
+    assert faster.block.seconds == pytest.approx(DERIVED.block.seconds / 2)
+
+
+def test_bytes_are_parted_into_cut_grouped_and_whole() -> None:
+    assert DERIVED.block.cut_bytes == 4 * (64 + 64 + 96 + 96)
+    assert DERIVED.block.grouped_bytes == 4 * 32
+    assert DERIVED.block.whole_bytes == 4 * 8
+    assert DERIVED.head.whole_bytes == 4 * 8
+
+
+def test_a_group_of_units_that_is_cut_is_held_on_both_sides() -> None:
+    section = SectionProfile(grouped_bytes=200)
+    model = profile(share_units=8, groups=2, state_factor=1.0)
+    assert model.aligned((4, 4))
+    assert model.state_bytes(section, 4, True) == 100
+    assert not model.aligned((6, 2))
+    assert model.state_bytes(section, 6, False) == 200
+    assert model.state_bytes(section, 1, False) == 100
+
+
+def test_a_profile_survives_json() -> None:
+    made = profile(collective_seconds={2: 0.001, 4: 0.003})
+    assert msgspec.json.decode(msgspec.json.encode(made), type=ModelProfile) == made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("float64", 8), ("float8_e4m3fn", 1), ("bool", 1)]
+)
+def test_item_sizes(dtype: str, size: int) -> None:
+    assert item_size(dtype) == size
+
+
+def test_wrong_profiles_are_refused() -> None:
+    with pytest.raises(Invalid, match="must be finite and not negative"):
+        SectionProfile(seconds=-1)
+    with pytest.raises(Invalid, match="a block must take more than"):
+        profile(block=SectionProfile())
+    with pytest.raises(Invalid, match="layers, share_units and tokens"):
+        profile(layers=0)
+    with pytest.raises(Invalid, match="9 groups cannot follow 8"):
+        profile(groups=9)
+    with pytest.raises(Invalid, match="flops, sample_tokens and micro_batch"):
+        derive(SPEC, 16, 1, flops=0)

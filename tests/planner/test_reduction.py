@@ -1,0 +1,91 @@
+"""Reductions: every element of every holder exactly once, each term counted once, and the sum is right."""
+
+from collections import defaultdict
+
+import numpy as np
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Layouts
+from elasticd_planner.plan import Plan
+from elasticd_planner.reduction import Reduction, reductions
+from hypothesis import given, settings
+
+from tests.planner.models import LAYERS, SPEC, plan, plans
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans())
+def test_each_element_of_each_holder_is_reduced_exactly_once(made: Plan) -> None:
+    layouts = Layouts(SPEC, made)
+    found = reductions(layouts)
+    for name in layouts.names:
+        layout = layouts.parameter(name)
+        for device in made.members:
+            times = np.zeros(layout.shape, dtype=np.int64)
+            for reduction in found:
+                for piece in reduction.pieces:
+                    if piece.name == name and device in reduction.devices:
+                        times[piece.box.slices(Box.whole(layout.shape))] += 1
+            held = np.zeros(layout.shape, dtype=np.int64)
+            for box in layout.of(device):
+                held[box.slices(Box.whole(layout.shape))] = 1
+            assert (times == held).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans())
+def test_the_sum_over_counting_devices_is_the_sum_of_distinct_terms(made: Plan) -> None:
+    """Give every term of every parameter a value of its own: the reduced sum has each once."""
+    layouts = Layouts(SPEC, made)
+    found = reductions(layouts)
+    for name in layouts.names:
+        holdings = layouts.gradient(name).holdings
+        value = {term: 2.0**i for i, term in enumerate(sorted({str(h.partial) for h in holdings}))}
+        shape = layouts.parameter(name).shape
+        expected = np.zeros(shape)
+        for term, number in value.items():
+            covered = np.zeros(shape, dtype=bool)
+            for holding in holdings:
+                if holding.partial == term:
+                    covered[holding.box.slices(Box.whole(shape))] = True
+            expected += number * covered
+        mine = {holding.device: value[str(holding.partial)] for holding in holdings}
+        reduced = np.zeros(shape)
+        for reduction in found:
+            for piece in reduction.pieces:
+                if piece.name == name:
+                    total = sum(mine[device] for device in piece.counting)
+                    reduced[piece.box.slices(Box.whole(shape))] += total
+        assert (reduced == expected).all(), name
+
+
+def of_parameter(found: tuple[Reduction, ...], name: str) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
+    counting = defaultdict(set)
+    for reduction in found:
+        for piece in reduction.pieces:
+            if piece.name == name:
+                counting[reduction.devices].add(piece.counting)
+    return dict(counting)
+
+
+def test_replicas_with_the_same_gradient_count_once_and_kv_replicas_add() -> None:
+    wide = plan((2, [(LAYERS, [f"n0/{i}" for i in range(4)], [1, 1, 1, 1])]))
+    found = reductions(Layouts(SPEC, wide))
+    everybody = ("n0/0", "n0/1", "n0/2", "n0/3")
+    assert of_parameter(found, "blocks.0.norm.weight") == {everybody: {("n0/0",)}}
+    assert of_parameter(found, "blocks.0.k.weight") == {
+        ("n0/0", "n0/1"): {("n0/0", "n0/1")},
+        ("n0/2", "n0/3"): {("n0/2", "n0/3")},
+    }
+
+
+def test_a_set_has_one_reduction_owned_by_its_lowest_rank_in_an_order_all_ranks_share() -> None:
+    made = plan(
+        (2, [(1, ["n1/0", "n0/1"], [3, 1]), (2, ["n0/0"], [1])]), (1, [(LAYERS, ["n2/0", "n2/1"], [1, 1])])
+    )
+    found = reductions(Layouts(SPEC, made))
+    sets = [reduction.devices for reduction in found]
+    assert len(set(sets)) == len(sets)
+    ranks = [[made.rank(device) for device in devices] for devices in sets]
+    assert ranks == sorted(ranks)
+    assert all(r == sorted(r) for r in ranks)
+    assert all(reduction.owner == reduction.devices[0] for reduction in found)
