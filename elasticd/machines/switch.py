@@ -13,9 +13,9 @@ Invariants, over all ranks that live (tests/machines/test_switch.py walks the in
 - The old copy is dropped only after a vote under the new number completed (which proves that all members of
   the new plan swapped), or, by a leaver, after the plan was recorded.
 - Only a rank that said ok and did not hear the others is in doubt. Who never said ok may keep the old plan,
-  since nobody can have heard an ok from all. A rank that began to move therefore goes through with it also after an
-  abort, and says not ok; one that only joins waits for the old members until the next proposal proves (it
-  opens after all of them reported) that they will not come.
+  since nobody can have heard an ok from all. A rank that began to move therefore goes through with it also
+  after an abort, and says not ok; one that only joins waits for the old members until the next proposal
+  proves (it opens after all of them reported) that they will not come.
 
 Every event that a phase can meet is in `TABLE`; one that is not raises `Unexpected`.
 """
@@ -106,18 +106,21 @@ class Voted(Event, frozen=True, kw_only=True):
 
 
 class Moved(Event, frozen=True, kw_only=True):
-    pass
+    number: int
 
 
 class MoveFailed(Event, frozen=True, kw_only=True):
+    number: int
     reason: str
 
 
 class Gathered(Event, frozen=True, kw_only=True):
+    number: int
     oks: tuple[bool, ...]
 
 
 class GatherFailed(Event, frozen=True, kw_only=True):
+    number: int
     reason: str
 
 
@@ -153,6 +156,7 @@ class Move(Effect, frozen=True, kw_only=True):
 class Say(Effect, frozen=True, kw_only=True):
     """Take part in the all-gather of ok."""
 
+    number: int
     ok: bool
 
 
@@ -224,6 +228,13 @@ def _ignore(state: State, event: Any) -> Step:
     return state, ()
 
 
+def _stale(state: State, event: Moved | MoveFailed | Gathered | GatherFailed) -> Step:
+    """The end of a move that was left: superseded, or stopped."""
+    if event.number >= state.seen and state.phase not in (Phase.DOUBT, Phase.STOPPED):
+        raise Unexpected(f"{type(event).__name__} of {event.number} in phase {state.phase.value}")
+    return state, ()
+
+
 def _keep(state: State, reason: str) -> Step:
     number = state.proposal
     return _rest(state), (Cancel(number=number), ReportKept(number=number, reason=reason))
@@ -269,7 +280,11 @@ def _recorded(state: State, event: Recorded) -> Step:
 
 def _abort(state: State, event: Aborted) -> Step:
     if event.number != state.proposal:
-        return _to(state, seen=max(state.seen, event.number)), ()
+        if event.number <= state.seen:
+            return state, ()  # read again
+        # Never seen open, so never prepared: the leader waits for this member's word all the same.
+        kept = (ReportKept(number=event.number, reason=event.reason),) if state.trains else ()
+        return _to(state, seen=event.number), kept
     if state.voting == event.number:  # the number is in a vote under way: what that says comes first
         return _to(state, aborted=event.reason), ()
     return _keep(state, event.reason)
@@ -314,16 +329,24 @@ def _voted(state: State, event: Voted) -> Step:
 
 
 def _moved(state: State, event: Moved) -> Step:
+    if event.number != state.proposal:
+        return _stale(state, event)
     ok = state.aborted is None
-    return _to(state, phase=Phase.SAYING, ok=ok), (Say(ok=ok),)
+    return _to(state, phase=Phase.SAYING, ok=ok), (Say(number=event.number, ok=ok),)
 
 
 def _move_failed(state: State, event: MoveFailed) -> Step:
     """Not ok is said all the same, so that the others need not wait to learn it."""
-    return _to(state, phase=Phase.SAYING, ok=False, aborted=state.aborted or event.reason), (Say(ok=False),)
+    if event.number != state.proposal:
+        return _stale(state, event)
+    return _to(state, phase=Phase.SAYING, ok=False, aborted=state.aborted or event.reason), (
+        Say(number=event.number, ok=False),
+    )
 
 
 def _gathered(state: State, event: Gathered) -> Step:
+    if event.number != state.proposal:
+        return _stale(state, event)
     if not all(event.oks):
         return _keep(state, state.aborted or "another rank said not ok")
     number, member = state.proposal, state.joins
@@ -333,6 +356,8 @@ def _gathered(state: State, event: Gathered) -> Step:
 
 
 def _gather_failed(state: State, event: GatherFailed) -> Step:
+    if event.number != state.proposal:
+        return _stale(state, event)
     if not state.ok:  # without this rank's ok nobody can have swapped
         return _keep(state, state.aborted or event.reason)
     return _to(state, phase=Phase.DOUBT), (ReportDoubt(number=state.proposal, reason=event.reason),)
@@ -356,18 +381,13 @@ TABLE: dict[tuple[Phase, type[Event]], Handler] = {
     **{(phase, Voted): _voted for phase in (P.TRAINING, P.PREPARING, P.READY, P.WITHDRAWN)},
     # What a thread of a cancelled preparation still says is met in any phase, and meant for no one.
     **{(phase, kind): _ignore for phase in P for kind in (Stands, Failed)},
+    **{(phase, kind): _stale for phase in P for kind in (Moved, MoveFailed, Gathered, GatherFailed)},
     (P.PREPARING, Stands): _stands,
     (P.PREPARING, Failed): _failed,
     (P.MOVING, Moved): _moved,
     (P.MOVING, MoveFailed): _move_failed,
     (P.SAYING, Gathered): _gathered,
     (P.SAYING, GatherFailed): _gather_failed,
-    # A move that was left (superseded, stopped) ends in an error that changes nothing any more.
-    **{
-        (phase, kind): _ignore
-        for phase in (P.STANDBY, P.PREPARING, P.STOPPED, P.DOUBT)
-        for kind in (Moved, MoveFailed, GatherFailed)
-    },
     **{(phase, kind): _ignore for phase in (P.STOPPED, P.DOUBT) for kind in (Proposed, Aborted)},
     (P.STOPPED, Ordered): _ignore,
 }

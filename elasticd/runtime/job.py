@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
@@ -124,11 +125,16 @@ class Job:
 
         A device that the plan does not use waits here; when it is used, the steps go on from there."""
         try:
-            yield from self._steps(total)
-        except JobOver:
-            pass
+            with contextlib.suppress(JobOver):
+                yield from self._steps(total)
+        except GeneratorExit:
+            self._leave("the script left the loop before the last step")
+            raise
+        self._leave("")
+
+    def _leave(self, reason: str) -> None:
         self._switcher.end()
-        self._control.close(Goodbye())
+        self._control.close(Goodbye(reason=reason))
 
     def _steps(self, total: int) -> Iterator[Step]:
         switcher = self._switcher

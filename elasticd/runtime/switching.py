@@ -274,8 +274,8 @@ class Switcher:
         match effect:
             case sw.Move(number=number):
                 self._move(number)
-            case sw.Say(ok=ok):
-                self._say(ok)
+            case sw.Say(number=number, ok=ok):
+                self._say(number, ok)
             case sw.Swap(number=number, member=member):
                 self._swap(number, member)
             case sw.ReportSwapped(number=number):
@@ -295,13 +295,13 @@ class Switcher:
         try:
             self._side = self._moved(prepared)
         except _SOUND as error:
-            self._feed(sw.MoveFailed(reason=f"{self._device}: {error}"))
+            self._feed(sw.MoveFailed(number=number, reason=f"{self._device}: {error}"))
         except Exception as error:
             log.debug("moving to %d", number, exc_info=True)
             prepared.transition.shut()  # frees the others, who learn it the same way
-            self._feed(sw.MoveFailed(reason=f"{self._device}: {error}"))
+            self._feed(sw.MoveFailed(number=number, reason=f"{self._device}: {error}"))
         else:
-            self._feed(sw.Moved())
+            self._feed(sw.Moved(number=number))
 
     def _moved(self, prepared: _Prepared) -> _Side:
         group, engine = prepared.group, prepared.engine
@@ -329,17 +329,17 @@ class Switcher:
             bytes_state=whole_bytes(prepared.new, sizes),
         )
 
-    def _say(self, ok: bool) -> None:
-        prepared = self._prepared.get(self._state.proposal)
+    def _say(self, number: int, ok: bool) -> None:
+        prepared = self._prepared.get(number)
         if prepared is None:
             return
         try:
             oks = prepared.group.all_gather(torch.tensor([int(ok)]))
         except RuntimeError as error:
             prepared.transition.shut()
-            self._feed(sw.GatherFailed(reason=str(error)))
+            self._feed(sw.GatherFailed(number=number, reason=str(error)))
         else:
-            self._feed(sw.Gathered(oks=tuple(bool(o) for o in oks)))
+            self._feed(sw.Gathered(number=number, oks=tuple(bool(o) for o in oks)))
 
     def _swap(self, number: int, member: bool) -> None:
         prepared = self._prepared.pop(number)

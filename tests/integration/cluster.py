@@ -82,7 +82,7 @@ class Cluster:
 
     def _scripted(self, plans: Mapping[str, Plan]) -> tuple[str, ...]:
         path = self.folder / "plans.json"
-        path.write_bytes(msgspec.json.encode({slow: plan for slow, plan in plans.items()}))
+        path.write_bytes(msgspec.json.encode(dict(plans)))
         return sys.executable, str(Path(__file__).with_name("scripted_planner.py")), str(path)
 
     def __enter__(self) -> Cluster:
