@@ -6,6 +6,7 @@ optimizer. Losses and gradients are sums until the vote gives the global count; 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from elasticd_planner.batch import Sampler, batch_plan
 from elasticd_planner.layouts import Layouts
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
-from elasticd_planner.reduction import reductions
+from elasticd_planner.reduction import Reduction, reductions
 from elasticd_planner.rules import member_box
 from torch import nn
 
@@ -46,11 +47,13 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The groups of one device under one plan: all members, its TP group, its holder sets."""
+    """The groups of one device under one plan: all members, its TP group, and of the plan's
+    reductions those that it takes part in."""
 
     everyone: Group
     tensor: Group
     holders: dict[tuple[str, ...], Group]
+    reductions: tuple[Reduction, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +70,15 @@ def connect(fabric: Fabric, layouts: Layouts) -> Groups:
     plan, me = layouts.plan, fabric.me
     place = plan.places[me]
     team = plan.stage(place).devices
-    sets = [r.devices for r in reductions(layouts) if me in r.devices and len(r.devices) > 1]
+    mine = tuple(reduction for reduction in reductions(layouts) if me in reduction.devices)
+    sets = [reduction.devices for reduction in mine if len(reduction.devices) > 1]
     for members in sorted({plan.members, team, *sets}, key=lambda m: [plan.rank(d) for d in m]):
         fabric.group(members, "")
     return Groups(
         everyone=fabric.group(plan.members, "vote"),
         tensor=fabric.group(team, "tensor"),
         holders={members: fabric.group(members, "reduce") for members in sets},
+        reductions=mine,
     )
 
 
@@ -110,7 +115,7 @@ class Engine:
         self._recipe, self._groups = recipe, groups
         self.optimizer = recipe.optimizer((name, p) for name, (_, p) in local.parameters.items())
         self._telemetry = Telemetry(self.device, fabric.stopwatch)
-        self._reduce = GradientReducer(self.device, reductions(layouts), groups.holders, local.parameters)
+        self._reduce = GradientReducer(self.device, groups.reductions, groups.holders, local.parameters)
         if groups.tensor.size > 1:
             self._attach()
         self.runner = StageRunner(
@@ -162,14 +167,15 @@ class Engine:
         record = Record(
             step=step,
             prepared=prepared(),
-            finite=squares == squares and abs(squares) != float("inf"),
+            finite=math.isfinite(squares),
             tokens=passed.tokens,
             squares=squares,
             loss=passed.loss,
             count=passed.count,
             samples=passed.samples,
         )
-        expected = [expected_hash(batch.modules[p.module][p.pipeline]) for p in self.plan.places.values()]
+        hashes = [[expected_hash(pipeline) for pipeline in module] for module in batch.modules]
+        expected = [hashes[p.module][p.pipeline] for p in self.plan.places.values()]
         outcome = vote(self._groups.everyone, record, expected)
         self._groups.everyone.received()
         with self._telemetry.compute("optimizer"):

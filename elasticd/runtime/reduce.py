@@ -19,7 +19,7 @@ Parameters = Mapping[str, tuple[Box, nn.Parameter]]
 
 
 class GradientReducer:
-    """The reductions that one device takes part in."""
+    """Runs the reductions that one device takes part in."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class GradientReducer:
         parameters: Parameters,
     ) -> None:
         self._device, self._groups, self._parameters = device, groups, parameters
-        self._mine = [reduction for reduction in reductions if device in reduction.devices]
+        self._mine = reductions
 
     def __call__(self) -> None:
         """Makes every local gradient the sum over all that hold a term of it."""

@@ -29,7 +29,7 @@ from elasticd.records import Proposal
 from elasticd.runtime.control import Control
 from elasticd.runtime.emulation import Pacer
 from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
-from elasticd.runtime.groups import Fabric, Group, KeyValue
+from elasticd.runtime.groups import Cancelled, Fabric, Group, KeyValue
 
 log = logging.getLogger(__name__)
 
@@ -82,13 +82,8 @@ class Switcher:
     def __init__(self, recipe: Recipe, control: Control, store: KeyValue, pacer: Pacer, seed: int) -> None:
         self.engine: Engine | None = None
         self.step = 0
-        self._recipe, self._control, self._store, self._pacer, self._seed = (
-            recipe,
-            control,
-            store,
-            pacer,
-            seed,
-        )
+        self._recipe, self._seed = recipe, seed
+        self._control, self._store, self._pacer = control, store, pacer
         self._device, self._address = control.welcome.device, control.welcome.address
         self._state = sw.State()
         self._lock = threading.RLock()
@@ -108,7 +103,7 @@ class Switcher:
         """Takes one message of the agent."""
         match message:
             case Propose(proposal=proposal):
-                self._proposals[proposal.number] = proposal
+                self._proposals = {proposal.number: proposal}
                 self._feed(sw.Proposed(number=proposal.number, joins=self._device in proposal.plan.places))
             case Abort(number=number, reason=reason):
                 self._feed(sw.Aborted(number=number, reason=reason))
@@ -143,8 +138,8 @@ class Switcher:
                 thread = threading.Thread(
                     target=self._prepare, args=(number,), name=f"elasticd-prepare-{number}", daemon=True
                 )
-                self._threads.append(thread)
                 thread.start()
+                self._remember(thread)
             case sw.Cancel(number=number):
                 self._cancel(number)
             case sw.Stop(reason=reason):
@@ -175,7 +170,8 @@ class Switcher:
             self._feed(sw.Failed(number=number, reason=f"{self._device}: {type(error).__name__}: {error}"))
             return
         with self._lock:
-            self._prepared[number] = prepared
+            if self._state.proposal == number:
+                self._prepared[number] = prepared
         self._feed(sw.Stands(number=number))
 
     def _make(self, proposal: Proposal) -> _Prepared:
@@ -209,23 +205,32 @@ class Switcher:
         )
 
     def _fabric(self, number: int, name: str) -> Fabric:
+        """A fabric that a cancellation of `number` shuts, also one that came while this was under way."""
         fabric = Fabric(name, self._device, self._address, self._store)
         with self._lock:
+            if self._state.proposal != number or self._state.phase is sw.Phase.STOPPED:
+                self._remember(fabric.park())
+                raise Cancelled(f"proposal {number} was given up")
             self._fabrics.setdefault(number, []).append(fabric)
         return fabric
+
+    def _remember(self, thread: threading.Thread) -> None:
+        """Threads that the end of the job waits for."""
+        self._threads = [other for other in self._threads if other.is_alive()] + [thread]
 
     def _cancel(self, number: int) -> None:
         self._prepared.pop(number, None)
         self._side = None
         for fabric in self._fabrics.pop(number, ()):
             fabric.shut()
-            self._threads.append(fabric.park())
+            self._remember(fabric.park())
 
     def _shut_all(self) -> None:
         """Frees every thread that waits in a group."""
-        for fabrics in self._fabrics.values():
-            for fabric in fabrics:
-                fabric.shut()
+        with self._lock:
+            for fabrics in self._fabrics.values():
+                for fabric in fabrics:
+                    fabric.shut()
 
     # -- what the main thread does ---------------------------------------------------------------------------
 
@@ -249,7 +254,13 @@ class Switcher:
     def wait(self) -> Engine:
         """Stands by until this device is used. Raises `JobOver` or `JobStopped`."""
         while self.engine is None:
-            self._do(self._todo.get())
+            try:
+                self._do(self._todo.get(timeout=1.0))
+            except queue.Empty:
+                if self._control.lost:
+                    raise self._stopped(
+                        "the agent is gone while this device stood by: nobody can use it"
+                    ) from None
         return self.engine
 
     def bereaved(self, error: Exception) -> JobStopped:
@@ -344,7 +355,7 @@ class Switcher:
     def _swap(self, number: int, member: bool) -> None:
         prepared = self._prepared.pop(number)
         assert self._side is not None
-        self._threads.append(prepared.transition.park())
+        self._remember(prepared.transition.park())
         with self._lock:
             kept = [f for f in self._fabrics.pop(number, []) if f is not prepared.transition]
             self._fabrics[number] = kept
@@ -369,7 +380,7 @@ class Switcher:
         if self._old is not None:
             with self._lock:
                 self._fabrics.pop(self._old.plan.number, None)
-            self._threads.append(self._old.fabric.park())
+            self._remember(self._old.fabric.park())
             self._old = None
 
     def end(self) -> None:

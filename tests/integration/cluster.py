@@ -60,7 +60,7 @@ class Cluster:
         self.folder = Path(self._folder.name)
         self._settings = settings
         self._planner = COMMAND if plans is None else self._scripted(plans)
-        self._config = with_overrides(
+        self.config = with_overrides(
             Config(),
             {
                 "cluster.name": "test",
@@ -99,12 +99,12 @@ class Cluster:
 
     async def _start(self) -> None:
         self.coordinator = Coordinator(
-            self._config, MemoryStore(self.server), settings=self._settings, planner=self._planner
+            self.config, MemoryStore(self.server), settings=self._settings, planner=self._planner
         )
         await self.coordinator.start()
         for node, devices in self.nodes.items():
             config = with_overrides(
-                self._config,
+                self.config,
                 {"agent.node": node, "agent.socket": self.socket(node), "agent.devices": devices},
             )
             agent = Agent(config, MemoryStore(self.server))

@@ -84,6 +84,7 @@ def main() -> None:
         optimizer=optimizer,
         dataset=Text(),
         global_batch=options.get("global_batch", BATCH),
+        micro_batch=options.get("micro_batch", 1),
         seed=SEED,
         clip=CLIP,
     )

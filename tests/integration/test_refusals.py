@@ -1,0 +1,152 @@
+"""Bad input ends with one clear line and harms no running job."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from elasticd_agent.daemon import Agent
+
+from elasticd import messages, packets
+from elasticd.config import with_overrides
+from elasticd.coordinator.leading import Refused
+from elasticd.messages import Join, Rejected
+from elasticd.store.memory import MemoryStore
+from tests.integration import train
+from tests.integration.cluster import JOB, ROOT, Cluster, until
+from tests.integration.test_switches import SETTINGS, plan_of, stage
+
+SCRIPT = Path(train.__file__)
+
+
+def run_alone(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    base = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "ELASTICD"))
+    }
+    return subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        env={**base, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    assert not any(line.startswith("Traceback") for line in lines), text
+    return lines[-1] if lines else ""
+
+
+STARTED = {"TORCHELASTIC_RUN_ID": JOB, "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"OPTIONS": '{"out": "/", "steps": 1}'}, "start the script with torchrun"),
+        (
+            {**STARTED, "ELASTICD_SOCKET": "/nonexistent/agent.sock", "OPTIONS": '{"out": "/", "steps": 1}'},
+            "no agent listens at /nonexistent/agent.sock: start one with elasticd-agent",
+        ),
+        (
+            {**STARTED, "OPTIONS": '{"out": "/", "steps": 1, "global_batch": 7, "micro_batch": 2}'},
+            "global_batch 7 does not divide into micro-batches of 2: choose a multiple of 2",
+        ),
+    ],
+)
+def test_a_script_that_cannot_start_says_so_in_one_line(environment: dict[str, str], said: str) -> None:
+    ended = run_alone(environment)
+    assert ended.returncode == 1
+    line = last_line(ended.stderr)
+    assert line.startswith("elasticd: ")
+    assert said in line
+
+
+@pytest.mark.slow
+def test_memory_that_cannot_fit_is_refused_with_the_shortfall() -> None:
+    with Cluster({"a": 1, "b": 1}, memory=100_000) as cluster:
+        cluster.run(SCRIPT, steps=5)
+        codes = cluster.wait()
+        assert set(codes.values()) == {1}
+        for device in codes:
+            line = last_line(cluster.log(device))
+            assert line.startswith("elasticd: ")
+            assert "more on" in line, line
+            assert "add a" in line, line
+        assert cluster.job()["phase"] == "stopped"
+
+
+@pytest.mark.slow
+def test_a_device_that_stands_by_ends_with_the_job() -> None:
+    plans = {"": plan_of((6, [stage(0, 5, ("a/0", 1))]), idle=("b/0",))}
+    with Cluster({"a": 1, "b": 1}, plans=plans, settings=SETTINGS, forward=1e-4) as cluster:
+        cluster.run(SCRIPT, steps=8)
+        assert cluster.wait() == {"a/0": 0, "b/0": 0}
+        assert (cluster.folder / "ledger-b:0").read_text() == ""
+        assert len((cluster.folder / "ledger-a:0").read_text().splitlines()) == 8
+
+
+@pytest.mark.slow
+def test_a_running_job_is_not_harmed_by_what_is_refused() -> None:
+    plans = {"": plan_of((6, [stage(0, 5, ("a/0", 1), ("a/1", 1))]))}
+    with Cluster({"a": 2}, plans=plans, settings=SETTINGS, forward=1e-4) as cluster:
+        cluster.run(SCRIPT, steps=100_000)
+        cluster.runs(1, steps=2)
+        pids = [member["pid"] for member in cluster.job()["members"]]
+
+        with pytest.raises(Refused, match="there is no device 'a/9'; there are: a/0, a/1"):
+            cluster.pace("a/9", 3.0)
+        with pytest.raises(Refused, match="at least 1"):
+            cluster.pace("a/0", 0.5)
+        assert "is served by agent" in second_agent(cluster)
+        assert "joining a running job is not supported yet" in late_join(cluster)
+        assert "already" in second_worker(cluster)
+
+        step = cluster.job()["step"]
+        until(lambda: cluster.job()["step"] > step + 3)
+        assert cluster.job()["phase"] == "running"
+        assert [member["pid"] for member in cluster.job()["members"]] == pids
+        assert all(worker.poll() is None for worker in cluster.workers.values())
+
+
+def second_agent(cluster: Cluster) -> str:
+    """Another agent under the name of a node that has one."""
+    config = with_overrides(
+        cluster.config, {"agent.node": "a", "agent.socket": cluster.socket("other"), "agent.devices": 1}
+    )
+
+    async def claim() -> str:
+        try:
+            await asyncio.wait_for(Agent(config, MemoryStore(cluster.server)).run(), 20)
+        except Exception as error:
+            return str(error)
+        return "it was let in"
+
+    return cluster.call(claim())
+
+
+def late_join(cluster: Cluster) -> str:
+    """A torchrun on a node whose torchrun has joined long ago."""
+    sock = packets.connect(cluster.socket("a"), 5)
+    sock.settimeout(20)
+    packets.send(sock, messages.encode(Join(job=JOB, min_nodes=1, max_nodes=1, pid=os.getpid())))
+    data = packets.receive(sock)
+    assert data is not None
+    answer = messages.to_worker(data)
+    assert isinstance(answer, Rejected)
+    return answer.reason
+
+
+def second_worker(cluster: Cluster) -> str:
+    """A worker for a device that has one."""
+    ended = run_alone(
+        {**STARTED, "ELASTICD_SOCKET": cluster.socket("a"), "OPTIONS": '{"out": "/", "steps": 1}'}
+    )
+    assert ended.returncode == 1
+    return last_line(ended.stderr)
