@@ -61,13 +61,13 @@ class Refused(Message, frozen=True, kw_only=True):
 
 class Swapped(Message, frozen=True, kw_only=True):
     """The plan of this number is in force here after `step` updates; with what the switch cost in bytes
-    (received by this rank, lacking at it before, and beside them the job's whole state, each element once)
-    and in seconds of its step loop."""
+    (sent by this rank, checksums included; lacking at it before; and beside them the job's whole state, each
+    element once) and in seconds of its step loop."""
 
     number: int
     step: int
     pause_seconds: float
-    bytes_received: int
+    bytes_sent: int
     bytes_lacking: int
     bytes_state: int
 
@@ -204,18 +204,7 @@ class Closed(Message, frozen=True, kw_only=True):
 
 
 FromWorker = (
-    Hello
-    | Report
-    | Prepared
-    | Refused
-    | Swapped
-    | Kept
-    | Doubt
-    | Finished
-    | Goodbye
-    | StoreCall
-    | Join
-    | Leave
+    Hello | Report | Prepared | Refused | Swapped | Kept | Doubt | Finished | Goodbye | StoreCall | Join | Leave
 )
 ToWorker = Welcome | Rejected | Propose | Abort | Recorded | StoreAnswer | Shutdown | Pace | Joined | Closed
 

@@ -82,9 +82,7 @@ def create_handler(parameters: RendezvousParameters) -> Handler:
     if parameters.run_id in ("", "none"):
         raise Refusal("name the job: torchrun --rdzv-id=NAME; torch's default 'none' would be shared by all")
     if "/" in parameters.run_id:
-        raise Refusal(
-            f"--rdzv-id={parameters.run_id} must not contain '/': it becomes a part of keys in etcd"
-        )
+        raise Refusal(f"--rdzv-id={parameters.run_id} must not contain '/': it becomes a part of keys in etcd")
     wait = str(parameters.get("agent_timeout", AGENT_SECONDS))
     try:
         seconds = float(wait)
@@ -100,6 +98,8 @@ class Handler(RendezvousHandler):
         self._job = parameters.run_id
         self._nodes = (parameters.min_nodes, parameters.max_nodes)
         self._path = parameters.endpoint or packets.default_path()
+        # The workers, which torchrun starts from this process, are to find the same agent.
+        os.environ[packets.SOCKET_VARIABLE] = self._path
         self._agent_seconds = agent_seconds
         self._agent: AgentCalls | None = None
 

@@ -70,7 +70,7 @@ class _Side:
 
     transport: ProcessGroupTransport | None
     step: int
-    bytes_received: int
+    bytes_sent: int
     bytes_lacking: int
     bytes_state: int
 
@@ -321,7 +321,7 @@ class Switcher:
         if prepared.old is None:
             assert engine is not None
             engine.adopt(first_state(self._recipe.model, engine.local, self._seed))
-            return _Side(transport=None, step=step, bytes_received=0, bytes_lacking=0, bytes_state=0)
+            return _Side(transport=None, step=step, bytes_sent=0, bytes_lacking=0, bytes_state=0)
         transport = ProcessGroupTransport(group.backend, group.members, self._device, group.wait)
         try:
             state = self.engine.state() if self.engine else LocalState()
@@ -335,7 +335,7 @@ class Switcher:
         return _Side(
             transport=transport,
             step=step,
-            bytes_received=moved.bytes_received,
+            bytes_sent=transport.bytes_sent,
             bytes_lacking=bytes_lacking(prepared.old, prepared.new, sizes).get(self._device, 0),
             bytes_state=whole_bytes(prepared.new, sizes),
         )
@@ -370,7 +370,7 @@ class Switcher:
                 number=number,
                 step=side.step,
                 pause_seconds=time.perf_counter() - self._began,
-                bytes_received=side.bytes_received,
+                bytes_sent=side.bytes_sent,
                 bytes_lacking=side.bytes_lacking,
                 bytes_state=side.bytes_state,
             )

@@ -47,9 +47,7 @@ class MemoryServer:
     `history_limit` is how many events are kept for watches that resume; older ones are compacted.
     """
 
-    def __init__(
-        self, clock: Clock | None = None, *, cluster_id: int = 1, history_limit: int = 10_000
-    ) -> None:
+    def __init__(self, clock: Clock | None = None, *, cluster_id: int = 1, history_limit: int = 10_000) -> None:
         self.clock: Clock = clock if clock is not None else WallClock()
         self.cluster_id = cluster_id
         self.lock = threading.RLock()
@@ -136,9 +134,7 @@ class MemoryServer:
         """What a watch of `prefix` that wants `revision` and later has to be told."""
         if revision < self._compacted:
             return [WatchReset(snapshot=self.snapshot(prefix))]
-        return [
-            event for event in self._history[self._first_event(revision) :] if event.key.startswith(prefix)
-        ]
+        return [event for event in self._history[self._first_event(revision) :] if event.key.startswith(prefix)]
 
     def attach(self, feed: _Feed) -> None:
         self._feeds.append(feed)

@@ -197,8 +197,7 @@ class EtcdSession:
             raise
         except StoreError as error:
             raise StoreRefused(
-                f"etcd at {self.endpoint} refused user {self._options.user!r}: {error}; "
-                "check user and password"
+                f"etcd at {self.endpoint} refused user {self._options.user!r}: {error}; check user and password"
             ) from error
         self._metadata = (("token", answer.token),)
 

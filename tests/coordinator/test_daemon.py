@@ -75,7 +75,7 @@ async def trains(this: Agent, worker: FakeWorker, store: MemoryStore) -> None:
             number = decode(item.item.value, Proposal).number
             await this.tell(worker.up(Prepared(number=number)))
             swapped = Swapped(
-                number=number, step=0, pause_seconds=0.0, bytes_received=0, bytes_lacking=1, bytes_state=2
+                number=number, step=0, pause_seconds=0.0, bytes_sent=0, bytes_lacking=1, bytes_state=2
             )
             await this.tell(worker.up(swapped))
             return

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 from elasticd_planner.measurement import Measurement
 
-from elasticd.coordinator.journal import Journal
+from elasticd.coordinator.journal import Journal, Pacing
 from elasticd.machines.job.effects import Note
 from elasticd.messages import Report
 
@@ -34,3 +35,11 @@ def test_steps_are_rank_zeros_and_a_repeated_one_counts_once() -> None:
     assert [record.step for record in journal.steps("demo", after=2)] == [3, 4]
     assert journal.steps("demo")[0].seconds == 0.5
     assert journal.steps("nobody") == []
+
+
+def test_pacing_is_summed_over_all_ranks() -> None:
+    journal = Journal()
+    for loss in (1.0, None):
+        journal.report("demo", msgspec.structs.replace(report(1, loss), paced=30, overruns=1), time=1.0)
+    assert journal.pacing("demo") == Pacing(paced=60, overruns=2)
+    assert journal.pacing("nobody") == Pacing()

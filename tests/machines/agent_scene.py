@@ -81,7 +81,7 @@ def report(n: int) -> Report:
 
 
 def swapped(number: int) -> Swapped:
-    return Swapped(number=number, step=3, pause_seconds=0.1, bytes_received=1, bytes_lacking=1, bytes_state=2)
+    return Swapped(number=number, step=3, pause_seconds=0.1, bytes_sent=1, bytes_lacking=1, bytes_state=2)
 
 
 def said(body: FromWorker, client: str = "w0") -> Said:

@@ -190,7 +190,7 @@ def test_swap_to_a_plan_that_another_followed_is_old_news() -> None:
     world = proposed()
     world.train(3)
     worker = world.workers["alpha/0"]
-    old = Swapped(number=1, step=0, pause_seconds=0, bytes_received=0, bytes_lacking=0, bytes_state=0)
+    old = Swapped(number=1, step=0, pause_seconds=0, bytes_sent=0, bytes_lacking=0, bytes_state=0)
     world.say(Received(node="alpha", message=worker.up(old)))
     world.settle()
     plan = world.plan()

@@ -305,7 +305,7 @@ class World:
                         number=proposal.number,
                         step=self.steps,
                         pause_seconds=0.1,
-                        bytes_received=10,
+                        bytes_sent=10,
                         bytes_lacking=10,
                         bytes_state=100,
                     )

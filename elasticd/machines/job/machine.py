@@ -27,10 +27,15 @@ from elasticd.messages import (
 def step(
     job: JobState, event: Event, nodes: Mapping[str, NodeState], epoch: int, settings: Settings, now: float
 ) -> tuple[JobState, tuple[Effect, ...]]:
-    """The job after `event` at time `now` (seconds), and what its daemon is to do, in order."""
+    """The job after `event` at time `now` (seconds), and what its daemon is to do, in order.
+
+    A report that only completes the picture of a step makes nothing due: what time asks for, a tick does. So
+    a thousand devices' reports cost a thousand short looks, and not each one at all thousand devices."""
     turn = Turn(job, nodes, epoch, settings, now)
     if isinstance(event, Received):
         _message(turn, event.node, event.message)
+        if _is_report(event) and turn.job.rates is job.rates and turn.job.profile is job.profile:
+            return turn.job, tuple(turn.effects)
     elif isinstance(event, Planned):
         replan.answered(turn, event)
     elif isinstance(event, AgentDown):
@@ -39,6 +44,10 @@ def step(
         pass  # what it means for a job, its workers' messages tell
     _due(turn)
     return turn.job, tuple(turn.effects)
+
+
+def _is_report(event: Received) -> bool:
+    return isinstance(event.message, Up) and isinstance(event.message.body, Report)
 
 
 def _message(turn: Turn, node: str, message: Up | WorkerLost) -> None:

@@ -78,7 +78,7 @@ def _observe(turn: Turn, plan: Plan, step: tuple[Measurement, ...]) -> None:
     devices = _devices(turn)
     turn.set(samples=(), first_step=None)
     try:
-        profile = fit(profile, plan, measurements, _cluster(devices), _rates(turn, devices))
+        profile = fit(profile, plan, measurements, _cluster(turn, devices), _rates(turn, devices))
     except Invalid as error:  # what the workers measured makes no sense
         turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
         return
@@ -118,7 +118,10 @@ def request(turn: Turn) -> None:
 def _request(turn: Turn) -> None:
     job = turn.job
     assert job.spec is not None
-    profile = job.profile or derive(job.spec.model, job.spec.sample_tokens, job.spec.micro_batch)
+    profile = job.profile
+    if profile is None:
+        tokens, flops = job.spec.sample_tokens, turn.settings.flops
+        profile = derive(job.spec.model, tokens, job.spec.micro_batch, flops=flops)
     turn.set(profile=profile)
     if job.plan is not None and not profile.fitted:
         return
@@ -130,7 +133,7 @@ def _request(turn: Turn) -> None:
     elif basis == job.decided or turn.now < job.not_before:
         return
     problem = Problem(
-        cluster=_cluster(devices),
+        cluster=_cluster(turn, devices),
         profile=profile,
         global_batch=job.spec.global_batch,
         micro_batch=job.spec.micro_batch,
@@ -201,8 +204,12 @@ def _rates(turn: Turn, devices: tuple[Device, ...]) -> dict[str, float]:
     return {name: rate for name, rate in turn.job.rates.rates.items() if name in names}
 
 
-def _cluster(devices: tuple[Device, ...]) -> Cluster:
-    names = dict.fromkeys(device.node for device in devices)
+def _cluster(turn: Turn, devices: tuple[Device, ...]) -> Cluster:
+    nodes: dict[str, list[Device]] = {}
+    for device in devices:
+        nodes.setdefault(device.node, []).append(device)
     return Cluster(
-        nodes=tuple(Node(name=name, devices=tuple(d for d in devices if d.node == name)) for name in names)
+        nodes=tuple(Node(name=name, devices=tuple(held)) for name, held in nodes.items()),
+        inside=turn.settings.inside,
+        between=turn.settings.between,
     )

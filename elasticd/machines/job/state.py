@@ -30,13 +30,13 @@ from __future__ import annotations
 import enum
 
 import msgspec
-from elasticd_planner.cluster import Device
+from elasticd_planner.cluster import Device, Link
 from elasticd_planner.fit import STEPS
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
 from elasticd_planner.policy import PolicySettings
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiles import ModelProfile
+from elasticd_planner.profiles import GUESSED_FLOPS, ModelProfile
 from elasticd_planner.rates import DetectSettings, DeviceRate, RateState
 from elasticd_planner.value import Value, refuse
 
@@ -79,7 +79,9 @@ OVER = _ENDS
 class Settings(Value, frozen=True, kw_only=True):
     """Times in seconds, counts in steps. gather: from enough nodes to the start; prepare: for members to
     prepare a proposal; reconnect: for agents to return to a new leader, or after a broken connection;
-    retry: from an abort to the next proposal; fit: measured steps that a profile is fitted from."""
+    retry: from an abort to the next proposal; fit: measured steps that a profile is fitted from. flops (of a
+    normal device, per second) and the links inside a node and between nodes are what plans count with until
+    something was measured."""
 
     gather_seconds: float = 1.0
     prepare_seconds: float = 30.0
@@ -88,6 +90,9 @@ class Settings(Value, frozen=True, kw_only=True):
     fit_steps: int = STEPS
     detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
     policy: PolicySettings = msgspec.field(default_factory=PolicySettings)
+    flops: float = GUESSED_FLOPS
+    inside: Link = Link()
+    between: Link = Link()
 
     def __post_init__(self) -> None:
         times = (self.gather_seconds, self.prepare_seconds, self.reconnect_seconds, self.retry_seconds)

@@ -73,7 +73,7 @@ def swapped(turn: Turn, worker: Worker, body: Swapped) -> None:
         number=body.number,
         step=body.step,
         pause_seconds=body.pause_seconds,
-        bytes_received=body.bytes_received,
+        bytes_sent=body.bytes_sent,
         bytes_lacking=body.bytes_lacking,
         bytes_state=body.bytes_state,
         device=worker.device,

@@ -1,0 +1,118 @@
+"""Runs `elasticd demo` and turns its report into rows: every figure that the demo prints.
+
+make bench NAME=demo
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from _results import Row, finish, row
+
+from elasticd.demo.report import (
+    LEAST_OF_PREDICTED,
+    LOSS_TOLERANCE,
+    MOST_ON_THE_WIRE,
+    MOST_OVERRUNS,
+    Report,
+    Speed,
+    Switch,
+)
+
+
+def run() -> Report:
+    """One demo in a process of its own. Ends this program with the demo's words where it made no report."""
+    with tempfile.TemporaryDirectory(prefix="elasticd-bench-") as out:
+        done = subprocess.run([sys.executable, "-m", "elasticd", "demo", "--out", out], check=False)
+        path = Path(out) / "report.json"
+        if not path.exists():
+            sys.exit(done.returncode or 1)
+        return msgspec.json.decode(path.read_bytes(), type=Report)
+
+
+def rows(made: Report) -> Iterator[Row]:
+    """The figures in the order in which the demo tells them."""
+    met = {check.name: check.met for check in made.checks}
+    for speed in made.speeds:
+        yield from _speed(speed)
+    after = made.speeds[2]
+    if after.predicted is not None:
+        yield row(
+            "after the replan, measured over predicted",
+            after.measured / after.predicted,
+            "",
+            goal=f">= {LEAST_OF_PREDICTED}",
+            met=met["as predicted"],
+            noise=after.noise,
+            kind="emulated",
+        )
+    if made.without_slow is None:
+        without = row("best plan without the slow device", "does not fit", "", kind="emulated")
+    else:
+        without = row(
+            "after the replan, measured over the best plan without the slow device",
+            after.measured / made.without_slow,
+            "",
+            goal="> 1",
+            met=met["better than without"],
+            noise=after.noise,
+            kind="emulated",
+        )
+    yield without
+    yield row("healthy / (N/sum(1/x))", made.ideal, "tokens/s", kind="emulated")
+    for switch in made.switches:
+        yield from _switch(switch)
+    yield row(
+        "bytes on the wire over those lacking",
+        sum(switch.bytes_wire for switch in made.switches)
+        / sum(switch.bytes_lacking for switch in made.switches),
+        "",
+        goal=f"<= {MOST_ON_THE_WIRE}",
+        met=met["nothing moved twice"],
+    )
+    yield _yes("workers' pids the same", met["same processes"])
+    yield _yes("each sample exactly once", met["samples once"])
+    yield _yes("a plan with unequal shares", met["unequal shares"])
+    yield _yes("work given back", met["work given back"])
+    yield _yes("a device too small for a replica", met["no whole replica fits"])
+    yield row(
+        "final loss, relative to plain torch",
+        made.loss_error,
+        "",
+        goal=f"<= {LOSS_TOLERANCE:g}",
+        met=met["same loss"],
+    )
+    yield row(
+        "overruns of the emulation", made.overruns, "", goal=f"<= {MOST_OVERRUNS}", met=met["emulation in time"]
+    )
+
+
+def _speed(speed: Speed) -> Iterator[Row]:
+    yield row(f"throughput {speed.phase}", speed.measured, "tokens/s", noise=speed.noise, kind="emulated")
+    if speed.predicted is not None:
+        yield row(f"throughput {speed.phase}, predicted", speed.predicted, "tokens/s", kind="emulated")
+
+
+def _switch(switch: Switch) -> Iterator[Row]:
+    """Detection waits for steps of emulated length; the pause and the bytes are the machine's own."""
+    name = "slowdown" if switch.cause == "slow" else "recovery"
+    yield row(f"{name} to detection", switch.detected_seconds, "s", kind="emulated")
+    yield row(f"{name} to switch", switch.switched_seconds, "s", kind="emulated")
+    yield row(f"{name}: pause of the switch", switch.pause_seconds, "s")
+    yield row(f"{name}: pause of the switch in steps", switch.pause_steps, "steps", kind="emulated")
+    yield row(f"{name}: bytes on the wire", switch.bytes_wire, "bytes")
+    yield row(f"{name}: bytes that the new holders lacked", switch.bytes_lacking, "bytes")
+    yield row(f"{name}: bytes of the whole state", switch.bytes_state, "bytes")
+
+
+def _yes(name: str, met: bool) -> Row:
+    return row(name, "yes" if met else "no", "", goal="yes", met=met)
+
+
+if __name__ == "__main__":
+    sys.exit(finish("demo", list(rows(run()))))

@@ -1,0 +1,44 @@
+"""The command `elasticd` itself: its families of commands, and errors as one message."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import click
+from elasticd_planner.value import Invalid
+
+from elasticd.cli.chaos import chaos
+from elasticd.cli.coordinator import coordinator
+from elasticd.cli.demo import demo
+from elasticd.cli.reach import CannotReach
+from elasticd.cli.status import status
+from elasticd.config import ConfigError
+from elasticd.store.compat import EtcdClientMissing
+from elasticd.store.protocol import StoreError
+
+#: What a user can cause: shown as one message. Anything else is an error of ours, and keeps its traceback.
+_EXPECTED = (CannotReach, ConfigError, EtcdClientMissing, Invalid, StoreError)
+
+
+class _Families(click.Group):
+    """Turns expected errors of any command into one message and exit code 1."""
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except _EXPECTED as error:
+            raise click.ClickException(str(error)) from None
+
+
+@click.group(cls=_Families, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(importlib.metadata.version("elasticd"), prog_name="elasticd")
+def elasticd() -> None:
+    """Keep a PyTorch training job at full speed while devices slow down, die and come back.
+
+    The configuration is one TOML file, named by --config or $ELASTICD_CONFIG.
+    """
+
+
+for _command in (coordinator, status, chaos, demo):
+    elasticd.add_command(_command)

@@ -1,0 +1,228 @@
+"""How commands reach the leading coordinator: find its URL, ask it, and say plainly what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+from elasticd_planner.plan import Plan
+from elasticd_planner.value import Value
+
+from elasticd.config import Config, load
+from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
+from elasticd.records import HistoryRecord, Keys
+from elasticd.store.etcd import EtcdStore
+from elasticd.store.leader import read_leader
+from elasticd.store.protocol import StoreError, StoreRefused
+from elasticd.store.session import EtcdOptions
+
+#: Seconds that one request may take.
+PATIENCE = 10.0
+T = TypeVar("T")
+
+
+class CannotReach(Exception):
+    """There is no coordinator to ask, or it says no; the message says why and what to do."""
+
+
+class DeviceStatus(Value, frozen=True, kw_only=True):
+    """A device: bytes of memory, its measured rate (1.0 normal), and the factor that chaos set."""
+
+    name: str
+    memory: int
+    rate: float
+    pace: float
+
+
+class NodeStatus(Value, frozen=True, kw_only=True):
+    """A node whose agent has said hello to this leader."""
+
+    node: str
+    connected: bool
+    address: str
+    emulated: bool
+    devices: tuple[DeviceStatus, ...]
+
+
+class MemberStatus(Value, frozen=True, kw_only=True):
+    """A worker process."""
+
+    device: str
+    incarnation: str
+    pid: int
+
+
+class JobStatus(Value, frozen=True, kw_only=True):
+    """One job: `step` is the newest that was reported; loss and speed are of that step."""
+
+    job: str
+    phase: str
+    reason: str
+    plan: Plan | None
+    proposal: int | None
+    step: int
+    loss: float | None
+    tokens_per_second: float | None
+    members: tuple[MemberStatus, ...]
+
+
+class LeaderStatus(Value, frozen=True, kw_only=True):
+    """The coordinator that answers."""
+
+    name: str
+    url: str
+    epoch: int
+
+
+class ClusterStatus(Value, frozen=True, kw_only=True):
+    """The answer of `GET /v1/status`."""
+
+    cluster: str
+    leader: LeaderStatus
+    nodes: tuple[NodeStatus, ...]
+    jobs: tuple[JobStatus, ...]
+
+    def job(self, name: str) -> JobStatus | None:
+        return next((job for job in self.jobs if job.job == name), None)
+
+
+class _Events(Value, frozen=True, kw_only=True):
+    events: tuple[EventRecord, ...]
+
+
+class Steps(Value, frozen=True, kw_only=True):
+    """Steps of a job, and what its emulated devices reported of their pacing in all."""
+
+    steps: tuple[StepRecord, ...]
+    pacing: Pacing
+
+
+class _History(Value, frozen=True, kw_only=True):
+    history: tuple[HistoryRecord, ...]
+
+
+class Api:
+    """The coordinator's REST as typed calls. All raise `CannotReach`."""
+
+    def __init__(self, url: str, *, patience: float = PATIENCE) -> None:
+        self.url = url
+        # Loopback and cluster addresses: an HTTP proxy of the environment has no part in this.
+        self._client = httpx.Client(base_url=url, timeout=patience, trust_env=False)
+
+    def __enter__(self) -> Api:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def status(self) -> ClusterStatus:
+        return self._read("/v1/status", ClusterStatus)
+
+    def status_json(self) -> bytes:
+        """The status as the coordinator gives it."""
+        return self._ask("GET", "/v1/status")
+
+    def events(self, after: int = 0) -> tuple[EventRecord, ...]:
+        """Events with an id above `after`, oldest first."""
+        return self._read(f"/v1/events?after={after}", _Events).events
+
+    def steps(self, job: str, after: int = -1) -> Steps:
+        """Steps above `after`, oldest first."""
+        return self._read(f"/v1/jobs/{job}/steps?after={after}", Steps)
+
+    def history(self, job: str) -> tuple[HistoryRecord, ...]:
+        """Every plan of the job with the problem it answers, oldest first."""
+        return self._read(f"/v1/jobs/{job}/history", _History).history
+
+    def chaos(self, action: str, device: str, factor: float = 1.0) -> None:
+        """Sets a device's pace; `action` is "slow" or "recover"."""
+        body = msgspec.json.encode({"action": action, "device": device, "factor": factor})
+        self._ask("POST", "/v1/chaos", body)
+
+    def _read(self, path: str, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(self._ask("GET", path), type=kind)
+        except msgspec.DecodeError as error:
+            raise CannotReach(
+                f"the answer of {self.url} is not that of a coordinator of this release ({error}): "
+                "run the same release everywhere"
+            ) from error
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        try:
+            answer = self._client.request(method, path, content=body)
+        except httpx.HTTPError as error:
+            raise CannotReach(
+                f"no coordinator answers at {self.url} ({error or type(error).__name__}): start one with "
+                "'elasticd coordinator', or name a living one with --coordinator"
+            ) from error
+        if answer.is_success:
+            return answer.content
+        raise CannotReach(_said(answer))
+
+
+def _said(answer: httpx.Response) -> str:
+    """Why the coordinator said no, in its own words."""
+    try:
+        said = answer.json()
+    except ValueError:
+        said = None
+    if isinstance(said, dict) and isinstance(said.get("error"), str):
+        return str(said["error"])
+    return f"{answer.url} answered {answer.status_code}: is that an elasticd coordinator?"
+
+
+@contextmanager
+def reach(config: str | None, coordinator: str | None) -> Iterator[Api]:
+    """The coordinator at this URL, else the one that leads by the configured etcd. Raises `CannotReach`."""
+    settings = load(config)
+    url = leader_url(settings) if coordinator is None else checked_url(coordinator)
+    with Api(url) as api:
+        yield api
+
+
+def checked_url(url: str) -> str:
+    """`url` without a path's end. Raises `CannotReach` where it cannot be one of a coordinator."""
+    try:
+        parts: Any = urlsplit(url)
+        complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        complete = False
+    if not complete:
+        raise CannotReach(f"--coordinator {url!r} is no URL: write it as http://127.0.0.1:7471")
+    return url.rstrip("/")
+
+
+def leader_url(config: Config) -> str:
+    """Where the leader is reached, by the key that it keeps in etcd. Raises `CannotReach`."""
+    endpoints = ", ".join(config.etcd.endpoints)
+    store = EtcdStore(EtcdOptions(endpoints=config.etcd.endpoints))
+    try:
+        leader = read_leader(store, Keys(cluster=config.cluster.name).leader)
+    except StoreRefused as error:
+        raise CannotReach(f"the etcd at {endpoints} refuses us: {error}") from error
+    except StoreError as error:
+        raise CannotReach(
+            f"no etcd answers at {endpoints} ({error}): start one there, set endpoints in section [etcd] of "
+            "the configuration (--config), or name the coordinator with --coordinator"
+        ) from error
+    except ValueError as error:
+        raise CannotReach(f"{error}: another program's key? choose another [cluster] name") from error
+    finally:
+        store.close()
+    if leader is None:
+        raise CannotReach(
+            f"nobody leads the cluster {config.cluster.name!r} in the etcd at {endpoints}: start a "
+            "coordinator with 'elasticd coordinator', or set the right name in section [cluster]"
+        )
+    return checked_url(leader.value)

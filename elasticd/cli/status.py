@@ -1,0 +1,123 @@
+"""`elasticd status`: what runs now, on which devices, under which plan and why."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+import click
+from elasticd_planner.plan import Plan, Stage
+from elasticd_planner.shortfall import readable
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.reach import Api, ClusterStatus, JobStatus, NodeStatus, reach
+
+
+@click.command()
+@config_option
+@coordinator_option
+@click.option("--json", "as_json", is_flag=True, help="The coordinator's own answer, for programs.")
+def status(config: str | None, coordinator: str | None, as_json: bool) -> None:
+    """Show the leader, the nodes, and each job with its plan and why it has it."""
+    with reach(config, coordinator) as api:
+        if as_json:
+            sys.stdout.write(api.status_json().decode() + "\n")
+            return
+        found = api.status()
+        reasons = {job.job: why(api, job) for job in found.jobs}
+    Console(highlight=False).print(screen(found, reasons))
+
+
+def why(api: Api, job: JobStatus) -> str:
+    """Why the job's plan was chosen, from its history; nothing where there is no plan."""
+    if job.plan is None:
+        return ""
+    reasons = (record.reason for record in api.history(job.job) if record.number == job.plan.number)
+    return next(reasons, "")
+
+
+def screen(found: ClusterStatus, reasons: dict[str, str]) -> RenderableType:
+    """The whole status, for a terminal."""
+    leader = found.leader
+    head = Text.assemble(
+        ("cluster ", "dim"),
+        (found.cluster, "bold"),
+        ("   leader ", "dim"),
+        f"{leader.name} at {leader.url}",
+        (f"   epoch {leader.epoch}", "dim"),
+    )
+    if not found.nodes:
+        return Group(head, Text("no agent is connected: start one on each node with 'elasticd-agent'"))
+    parts: list[RenderableType] = [head, nodes(found.nodes)]
+    for job in found.jobs:
+        parts += ["", *_job(job, reasons.get(job.job, ""))]
+    if not found.jobs:
+        parts.append(Text("no job: start one with torchrun --rdzv-backend=elasticd --rdzv-id=NAME ..."))
+    return Group(*parts)
+
+
+def nodes(listed: Sequence[NodeStatus]) -> Table:
+    """One line for each device."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for column in ("device", "memory", "takes", ""):
+        table.add_column(column)
+    for node in listed:
+        for device in node.devices:
+            notes = [
+                "" if node.connected else "node unreachable",
+                "emulated" if node.emulated else "",
+                f"chaos: {device.pace:g}x slower" if device.pace != 1 else "",
+            ]
+            table.add_row(
+                device.name,
+                readable(device.memory),
+                Text(f"{device.rate:.2f}x", style="red" if device.rate > 1 else "green"),
+                Text(", ".join(note for note in notes if note), style="dim"),
+            )
+    return table
+
+
+def _job(job: JobStatus, reason: str) -> Iterator[RenderableType]:
+    yield Text.assemble(
+        ("job ", "dim"), (job.job, "bold"), f"  {job.phase}", f"  {job.reason}" if job.reason else ""
+    )
+    loss = "-" if job.loss is None else f"{job.loss:.4f}"
+    speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
+    yield Text.assemble(
+        ("  step ", "dim"), str(job.step), ("   loss ", "dim"), loss, ("   tokens/s ", "dim"), speed
+    )
+    if job.plan is not None:
+        predicted = job.plan.prediction
+        expected = f", {predicted.step_seconds:.3f} s a step expected" if predicted is not None else ""
+        proposed = f", plan {job.proposal} is proposed" if job.proposal is not None else ""
+        yield Text(f"  plan {job.plan.number}{expected}{proposed}")
+        yield plan_table(job.plan)
+        if reason:
+            yield Text(f"  why: {reason}")
+    if job.members:
+        pids = ", ".join(f"{member.device} pid {member.pid}" for member in job.members)
+        yield Text.assemble(("  workers ", "dim"), pids)
+
+
+def plan_table(plan: Plan) -> Table:
+    """Pipelines down, stages across."""
+    pipelines = plan.modules[0].pipelines
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 2))
+    table.add_column("pipeline")
+    table.add_column("micro-batches", justify="right")
+    for index in range(max(len(pipeline.stages) for pipeline in pipelines)):
+        table.add_column(f"stage {index}")
+    for index, pipeline in enumerate(pipelines):
+        table.add_row(str(index), str(pipeline.micro_batches), *map(stage_text, pipeline.stages))
+    if plan.idle:
+        table.add_row("idle", "", ", ".join(plan.idle))
+    return table
+
+
+def stage_text(stage: Stage) -> str:
+    """A stage in a few words: its layers, its devices, their shares where they differ."""
+    shares = f" (shares {':'.join(map(str, stage.shares))})" if len(set(stage.shares)) > 1 else ""
+    return f"layers {stage.start}-{stage.stop - 1} on {' + '.join(stage.devices)}{shares}"

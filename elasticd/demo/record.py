@@ -1,0 +1,43 @@
+"""The record of one run of the demo: everything that the report is made from, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from elasticd_planner.value import Value
+
+from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
+from elasticd.demo.scenario import DemoError, Scenario
+from elasticd.records import HistoryRecord
+
+
+class Line(Value, frozen=True, kw_only=True):
+    """A line of a ledger: one step, its loss and the samples that it was trained on."""
+
+    step: int
+    loss: float
+    samples: tuple[int, ...]
+
+
+class Record(Value, frozen=True, kw_only=True):
+    """One run. `before` and `after`: the workers' pids by device, at the first step and at the end; `ledger`:
+    written by whoever had rank 0; `plain`: the ledger of plain torch in one process."""
+
+    scenario: Scenario
+    events: tuple[EventRecord, ...]
+    steps: tuple[StepRecord, ...]
+    history: tuple[HistoryRecord, ...]
+    pacing: Pacing
+    before: dict[str, int]
+    after: dict[str, int]
+    ledger: tuple[Line, ...]
+    plain: tuple[Line, ...]
+
+
+def read_ledger(path: Path) -> tuple[Line, ...]:
+    """The lines of a ledger, in the order in which they were written. Raises DemoError."""
+    try:
+        return tuple(msgspec.json.decode(line, type=Line) for line in path.read_bytes().splitlines())
+    except (OSError, msgspec.DecodeError) as error:
+        raise DemoError(f"the ledger {path} cannot be read: {error}") from error

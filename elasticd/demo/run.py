@@ -1,0 +1,158 @@
+"""Runs the demo: brings the cluster up, follows the job through its story, and gathers the record."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+from elasticd_planner.value import Value
+from rich.console import Console
+
+from elasticd.cli.reach import JobStatus
+from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
+from elasticd.demo import story
+from elasticd.demo.cluster import LEDGER, PLAIN_LEDGER, Cluster
+from elasticd.demo.processes import Child, Processes
+from elasticd.demo.progress import Progress
+from elasticd.demo.record import Record, read_ledger
+from elasticd.demo.scenario import JOB, DemoError, Scenario, check_installed
+from elasticd.demo.story import Action, Phase, Seen, Story
+
+#: Seconds between two looks at the coordinator.
+_LOOK = 0.2
+#: Seconds that the reference may need after the job's end.
+_PLAIN_SECONDS = 240.0
+
+
+class _Seen:
+    """What was seen of the job so far, grown at each look."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._api = cluster.api
+        self.events: list[EventRecord] = []
+        self.steps: list[StepRecord] = []
+        self.pacing = Pacing()
+        self.job: JobStatus | None = None
+        self.pids: dict[str, int] = {}
+
+    def look(self) -> Seen:
+        # The status first: what it speaks of is then among the events and steps.
+        self.job = self._api.status().job(JOB)
+        self.events += self._api.events(self.events[-1].id if self.events else 0)
+        if self.job is not None:
+            found = self._api.steps(JOB, self.steps[-1].step if self.steps else -1)
+            self.steps += found.steps
+            self.pacing = found.pacing
+        if not self.pids and self.steps and self.job is not None:
+            self.pids = pids(self.job)
+        return Seen(job=self.job, events=self.events, steps=self.steps)
+
+
+def pids(job: JobStatus) -> dict[str, int]:
+    """The workers' process ids by device."""
+    return {member.device: member.pid for member in job.members}
+
+
+class Folders(Value, frozen=True, kw_only=True):
+    """`out` is for the report, `logs` for what the processes wrote and read."""
+
+    out: Path
+
+    @property
+    def logs(self) -> Path:
+        return self.out / "logs"
+
+    def prepare(self) -> None:
+        """Makes both, and removes those files of an earlier run that would be taken for this one's. Raises
+        DemoError."""
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            for name in ("report.json", "record.json", "throughput.png"):
+                (self.out / name).unlink(missing_ok=True)
+            for name in (LEDGER, PLAIN_LEDGER):
+                (self.logs / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise DemoError(
+                f"cannot write the report to {self.out}: {error.strerror}; name another folder with --out"
+            ) from error
+
+
+def run(scenario: Scenario, folders: Folders, console: Console) -> Record:
+    """The whole run. Raises DemoError where it fails, Interrupted where the user ends it."""
+    check_installed()
+    folders.prepare()
+    processes = Processes(folders.logs)
+    with (
+        tempfile.TemporaryDirectory(prefix="elasticd-demo-") as sockets,
+        processes.interruptible(),
+        processes,
+        Progress(console, scenario) as progress,
+    ):
+        progress.say("starting etcd, one coordinator and two agents")
+        with Cluster(scenario, processes, folders.logs, Path(sockets)) as cluster:
+            progress.say("starting two torchruns with two workers each; their devices are emulated")
+            cluster.start_job()
+            return _follow(scenario, cluster, processes, progress)
+
+
+def _follow(scenario: Scenario, cluster: Cluster, processes: Processes, progress: Progress) -> Record:
+    """Looks, lets the story decide, and does what it says, until it is over."""
+    seen, state = _Seen(cluster), Story()
+    plain: Child | None = None
+    while state.phase not in story.OVER:
+        before = state.phase
+        state, action = story.step(state, seen.look(), scenario, time.monotonic())
+        progress.show(seen.job, state.phase, seen.events)
+        if state.phase is Phase.HEALTHY and before is not Phase.HEALTHY:
+            plain = cluster.start_plain()
+        if action is not None:
+            _act(action, scenario, cluster, progress)
+        cluster.check()
+        if state.phase not in story.OVER:
+            processes.pause(_LOOK)
+    if state.phase is Phase.FAILED:
+        raise DemoError(state.reason)
+    assert plain is not None
+    return _gather(scenario, cluster, processes, progress, seen, plain)
+
+
+def _act(action: Action, scenario: Scenario, cluster: Cluster, progress: Progress) -> None:
+    device = scenario.slow_device
+    if action is Action.SLOW:
+        progress.say(f"$ elasticd chaos slow {device} {scenario.factor:g}")
+        cluster.chaos("slow", device, f"{scenario.factor:g}")
+    else:
+        progress.say(f"$ elasticd chaos recover {device}")
+        cluster.chaos("recover", device)
+
+
+def _gather(
+    scenario: Scenario,
+    cluster: Cluster,
+    processes: Processes,
+    progress: Progress,
+    seen: _Seen,
+    plain: Child,
+) -> Record:
+    """The record, once every torchrun has ended by itself and the reference is done."""
+    seen.look()
+    assert seen.job is not None
+    failed = {name: code for name, code in cluster.wait_for_torchruns().items() if code}
+    if failed:
+        said = "\n".join(child.said() for child in cluster.torchruns if child.name in failed)
+        raise DemoError(f"{', '.join(failed)} did not end cleanly after the job:\n{said}")
+    progress.say("the job is done; waiting for the same training by plain torch in one process")
+    if processes.wait(plain, _PLAIN_SECONDS) != 0:
+        raise DemoError(f"the reference (plain torch) failed:\n{plain.said()}")
+    return Record(
+        scenario=scenario,
+        events=tuple(seen.events),
+        steps=tuple(seen.steps),
+        history=cluster.api.history(JOB),
+        pacing=seen.pacing,
+        before=seen.pids,
+        after=pids(seen.job),
+        ledger=read_ledger(cluster.ledger),
+        plain=read_ledger(cluster.plain_ledger),
+    )

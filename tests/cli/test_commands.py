@@ -1,0 +1,110 @@
+"""The commands against a real etcd, coordinator and agent: what they do, and what they say when they cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd.records import Keys
+from elasticd.store.etcd import EtcdStore
+from elasticd.store.server import EtcdServer
+from elasticd.store.session import EtcdOptions
+from tests.cli.support import call, daemon, refused, until_answered
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer(fsync=False) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def configured(etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The configuration of a cluster with a coordinator, and an agent with two devices; chaos is on."""
+    folder = tmp_path_factory.mktemp("cluster")
+    path = folder / "elasticd.toml"
+    path.write_text(
+        f'[cluster]\nname = "commands"\n[etcd]\nendpoints = ["{etcd.endpoint}"]\n[coordinator]\nport = 0\n'
+        f'[agent]\nnode = "n0"\nsocket = "{folder}/a.sock"\ndevices = 2\n[chaos]\nenabled = true\n'
+        "[emulate]\nenabled = true\nforward = 1e-4\nbackward = 2e-4\nmemory = '3 MiB'\n"
+    )
+    options = ("--config", str(path))
+    with (
+        daemon("elasticd", "coordinator", *options, log=folder / "coordinator.log"),
+        daemon("elasticd_agent", *options, log=folder / "agent.log"),
+    ):
+        until_answered("status", *options, wanted="n0/1")
+        yield str(path)
+
+
+def test_status_finds_the_leader_by_etcd_and_shows_nodes_and_devices(configured: str) -> None:
+    said = call("status", "--config", configured).output
+    assert "cluster commands" in said
+    assert "n0/0" in said
+    assert "3.0 MiB" in said
+    assert "emulated" in said
+    assert "no job: start one with torchrun" in said
+
+
+def test_status_for_programs_is_the_coordinators_own_answer(configured: str) -> None:
+    status = json.loads(call("status", "--json", "--config", configured).output)
+    assert [device["name"] for device in status["nodes"][0]["devices"]] == ["n0/0", "n0/1"]
+
+
+def test_coordinator_is_found_by_its_url_too(configured: str) -> None:
+    url = json.loads(call("status", "--json", "--config", configured).output)["leader"]["url"]
+    assert "cluster commands" in call("status", "--coordinator", url).output
+
+
+def test_chaos_slows_a_device_and_lets_it_recover(configured: str) -> None:
+    assert "n0/1 now takes 3 times as long" in call("chaos", "slow", "n0/1", "3", "--config", configured).output
+    assert "chaos: 3x slower" in call("status", "--config", configured).output
+    assert "n0/1 runs at its normal speed" in call("chaos", "recover", "n0/1", "--config", configured).output
+    assert "chaos:" not in call("status", "--config", configured).output
+
+
+def test_unknown_device_is_named_with_those_that_are_there(configured: str) -> None:
+    said = refused("chaos", "slow", "n7/0", "3", "--config", configured)
+    assert "there is no device 'n7/0'; there are: n0/0, n0/1" in said
+
+
+@pytest.mark.parametrize("factor", ["0.5", "nan", "inf", "-1"])
+def test_factor_must_be_a_finite_slowdown(factor: str) -> None:
+    assert "must be a number of at least 1" in refused("chaos", "slow", "--", "n0/0", factor)
+
+
+def test_chaos_is_off_unless_the_configuration_turns_it_on(etcd: EtcdServer, tmp_path: Path) -> None:
+    options = ("--etcd", etcd.endpoint, "--cluster", "calm", "--port", "0")
+    (tmp_path / "e.toml").write_text(f'[cluster]\nname = "calm"\n[etcd]\nendpoints = ["{etcd.endpoint}"]\n')
+    with daemon("elasticd", "coordinator", *options, log=tmp_path / "log"):
+        until_answered("status", "--config", str(tmp_path / "e.toml"), wanted="cluster calm")
+        said = refused("chaos", "slow", "n0/0", "3", "--config", str(tmp_path / "e.toml"))
+    assert "chaos is off: set enabled = true in section [chaos]" in said
+
+
+def test_nobody_leading_is_said_with_the_remedy(etcd: EtcdServer, tmp_path: Path) -> None:
+    (tmp_path / "e.toml").write_text(f'[cluster]\nname = "empty"\n[etcd]\nendpoints = ["{etcd.endpoint}"]\n')
+    said = refused("status", "--config", str(tmp_path / "e.toml"))
+    assert "nobody leads the cluster 'empty'" in said
+    assert "start a coordinator with 'elasticd coordinator'" in said
+
+
+def test_foreign_key_in_the_place_of_the_leaders_is_said(etcd: EtcdServer, tmp_path: Path) -> None:
+    store = EtcdStore(EtcdOptions(endpoints=(etcd.endpoint,)))
+    store.put(Keys(cluster="foreign").leader, b"not ours")
+    store.close()
+    (tmp_path / "e.toml").write_text(f'[cluster]\nname = "foreign"\n[etcd]\nendpoints = ["{etcd.endpoint}"]\n')
+    assert "does not hold a leader's record" in refused("status", "--config", str(tmp_path / "e.toml"))
+
+
+def test_entry_point_ends_with_one_message_and_no_traceback() -> None:
+    command = [sys.executable, "-m", "elasticd", "status", "--config", "/nowhere/e.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: cannot read the configuration /nowhere/e.toml")
+    assert len(done.stderr.splitlines()) == 1
