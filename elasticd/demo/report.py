@@ -302,7 +302,8 @@ def _other_checks(
 ) -> tuple[Check, ...]:
     device = record.scenario.slow_device
     given, back = work(replanned.plan, device), work(final.plan, device)
-    plans = [entry.number for entry in record.history if unequal(entry.plan)]
+    ran = {step.plan for step in record.steps}
+    plans = [entry.number for entry in record.history if entry.number in ran and unequal(entry.plan)]
     wire = sum(switch.bytes_wire for switch in made.switches)
     lacking = sum(switch.bytes_lacking for switch in made.switches)
     return (

@@ -317,11 +317,12 @@ def _voting(state: State, event: Voting) -> Step:
 
 
 def _voted(state: State, event: Voted) -> Step:
-    agreed = state.voting != 0 and set(event.prepared) == {state.voting}
+    number = state.voting
+    agreed = number != 0 and number == state.proposal and set(event.prepared) == {number}
     effects: tuple[Effect, ...] = (DropOld(),) if state.holds_old else ()
     state = _to(state, voting=0, holds_old=False)
     if agreed:
-        return _to(state, phase=Phase.MOVING), (*effects, Move(number=state.proposal))
+        return _to(state, phase=Phase.MOVING), (*effects, Move(number=number))
     if state.aborted is not None:
         state, more = _keep(state, state.aborted)
         return state, (*effects, *more)

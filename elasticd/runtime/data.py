@@ -56,6 +56,26 @@ def sample_tokens(dataset: Dataset, most: int = 64) -> float:
     return total / count
 
 
+class Loader:
+    """Batches of a dataset, and a record of what was asked of it: the ledger's word for a first stage."""
+
+    def __init__(self, dataset: Dataset, collate: Collate) -> None:
+        self._dataset, self._collate = dataset, collate
+        self.asked: list[int] = []
+
+    def batch(self, ids: Sequence[int]) -> Batch:
+        samples = []
+        for index in ids:
+            samples.append(self._dataset[index])
+            self.asked.append(index)
+        return self._collate(samples)
+
+    def take(self) -> list[int]:
+        """The ids asked for since the last take, in order."""
+        asked, self.asked = self.asked, []
+        return asked
+
+
 class Header:
     """The shape of an activation and the ids of its samples, as one tensor of a fixed size."""
 

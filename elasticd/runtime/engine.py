@@ -21,7 +21,7 @@ from elasticd_planner.rules import member_box
 from torch import nn
 
 from elasticd.runtime import tensor_parallel
-from elasticd.runtime.data import Collate, Dataset, expected_hash
+from elasticd.runtime.data import Collate, Dataset, Loader, expected_hash
 from elasticd.runtime.groups import Fabric, Group
 from elasticd.runtime.model import LocalModel, Model
 from elasticd.runtime.reduce import GradientReducer
@@ -99,7 +99,7 @@ def first_state(model: Model, local: LocalModel, seed: int) -> LocalState:
 
 
 class Engine:
-    """Trains one plan on one device. `local` has its values; its optimizer is made here."""
+    """Trains one plan on one device, once `adopt` gave it its state and an optimizer."""
 
     def __init__(
         self,
@@ -113,7 +113,6 @@ class Engine:
     ) -> None:
         self.plan, self.device, self.local, self.fabric = layouts.plan, fabric.me, local, fabric
         self._recipe, self._groups = recipe, groups
-        self.optimizer = recipe.optimizer((name, p) for name, (_, p) in local.parameters.items())
         self._telemetry = Telemetry(self.device, fabric.stopwatch)
         self._reduce = GradientReducer(self.device, groups.reductions, groups.holders, local.parameters)
         if groups.tensor.size > 1:
@@ -125,8 +124,7 @@ class Engine:
             everyone=groups.everyone,
             dtype=recipe.model.dtype,
             loss=recipe.loss,
-            dataset=recipe.dataset,
-            collate=recipe.collate,
+            loader=Loader(recipe.dataset, recipe.collate),
             telemetry=self._telemetry,
             stopwatch=fabric.stopwatch,
             pace=pace,
@@ -144,7 +142,8 @@ class Engine:
                 tensor_parallel.attach(submodule, kind, self._groups.tensor, boxes)
 
     def adopt(self, state: LocalState) -> None:
-        """Makes `state` that of the local model, and of an optimizer that the user's function makes now."""
+        """Makes `state` that of the local model, and of an optimizer that the user's function makes now (and
+        not before: a plan that is prepared may never come)."""
         self.optimizer = self._recipe.optimizer((n, p) for n, (_, p) in self.local.parameters.items())
         install(state, self.local.parameters, self.optimizer)
 

@@ -84,11 +84,13 @@ class _BootstrapStore(Store):
         deadline = time.monotonic() + self._seconds
         while not self._dead():
             left = deadline - time.monotonic()
+            slice_ends = time.monotonic() + min(0.5, left)
             try:
                 return self._base.get(self._prefix + key, max(0.0, min(0.5, left)))
             except TimeoutError:
                 if left <= 0.5:
                     raise RuntimeError(f"peers did not arrive within {self._seconds:.0f} s ({key})") from None
+                time.sleep(max(0.0, slice_ends - time.monotonic()))  # it may fail at once: the agent is gone
         raise Cancelled("shut while a group was being made")
 
     def add(self, key: str, amount: int) -> int:
@@ -115,8 +117,8 @@ class _BootstrapStore(Store):
 class Group:
     """One group of a fabric; ranks count within `members`. All times go to the fabric's stopwatch."""
 
-    def __init__(self, fabric: Fabric, members: tuple[str, ...], me: str, label: str, backend: Any) -> None:
-        self.fabric, self.members, self.label, self._backend = fabric, members, label, backend
+    def __init__(self, fabric: Fabric, members: tuple[str, ...], me: str, label: str) -> None:
+        self.fabric, self.members, self.label = fabric, members, label
         self.rank, self.size = members.index(me), len(members)
         self._sent: list[tuple[Any, Tensor]] = []
 
@@ -148,7 +150,7 @@ class Group:
         """Sums in place over the group."""
         if self.size > 1:
             with self.fabric.stopwatch.measure(self.label):
-                self.wait(self._backend.allreduce([tensor]))
+                self.wait(self.backend.allreduce([tensor]))
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -157,17 +159,17 @@ class Group:
             return [tensor]
         out = [torch.empty_like(tensor) for _ in range(self.size)]
         with self.fabric.stopwatch.measure(self.label):
-            self.wait(self._backend.allgather([out], [tensor]))
+            self.wait(self.backend.allgather([out], [tensor]))
         return out
 
     def send(self, tensor: Tensor, to: int, tag: int, label: str = "boundary") -> None:
         """Starts to send; the tensor is kept until `received` says that it has arrived."""
         with self.fabric.stopwatch.measure(label), self._told():
-            self._sent.append((self._backend.send([tensor], to, tag), tensor))
+            self._sent.append((self.backend.send([tensor], to, tag), tensor))
 
     def receive(self, tensor: Tensor, source: int, tag: int, label: str = "boundary") -> Tensor:
         with self.fabric.stopwatch.measure(label), self._told():
-            self._backend.recv([tensor], source, tag).wait()
+            self.backend.recv([tensor], source, tag).wait()
         return tensor
 
     def received(self) -> None:
@@ -176,8 +178,11 @@ class Group:
 
     @property
     def backend(self) -> Any:
-        """The torch ProcessGroup, for a transport of migration."""
-        return self._backend
+        """The torch process group, for a transport of migration. The fabric alone keeps it, to let it go."""
+        backend = self.fabric.backends.get(self.members)
+        if backend is None:
+            raise Cancelled("the fabric of this group was let go")
+        return backend
 
 
 class Fabric:
@@ -201,7 +206,7 @@ class Fabric:
         self._store = _BootstrapStore(store, f"{name}/", lambda: self.dead, seconds)
         self._device, self._listener = _gloo_device(address)
         self._peers: set[Address] = set()
-        self._groups: dict[tuple[str, ...], Any] = {}
+        self.backends: dict[tuple[str, ...], Any] = {}
 
     def group(self, members: Sequence[str], label: str) -> Group:
         """Makes (once) the group of exactly these members; each of them must call this.
@@ -210,10 +215,10 @@ class Fabric:
         names = tuple(members)
         if self.dead:
             raise Cancelled("the fabric is shut")
-        if len(names) > 1 and names not in self._groups:
+        if len(names) > 1 and names not in self.backends:
             self._meet(names)
-            self._groups[names] = self._make(names)
-        return Group(self, names, self.me, label, self._groups.get(names))
+            self.backends[names] = self._make(names)
+        return Group(self, names, self.me, label)
 
     def _meet(self, members: tuple[str, ...]) -> None:
         """Tells the others where our gloo listens, and learns where theirs does: for `shut` alone."""
@@ -249,8 +254,8 @@ class Fabric:
 
     def park(self) -> threading.Thread:
         """Lets the groups go, in a thread of their own: destroying one may block on a stuck payload."""
-        held: list[Any] = [self._groups, self._device]
-        self._groups, self._device, self.dead = {}, None, True
+        held: list[Any] = [self.backends, self._device]
+        self.backends, self._device, self.dead = {}, None, True
         thread = threading.Thread(target=held.clear, name=f"park-{self.name}", daemon=True)
         thread.start()
         return thread

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from elasticd_planner.batch import Sampler
+from elasticd_planner.boxes import Box
 from elasticd_planner.plan import Plan
+from torch import Tensor
 
 from elasticd.messages import Finished, Goodbye, Hello, Report
 from elasticd.packets import default_path
@@ -18,11 +19,11 @@ from elasticd.runtime.control import AgentKeyValue, Control
 from elasticd.runtime.data import Collate, Dataset, pad, sample_tokens
 from elasticd.runtime.emulation import Pacer
 from elasticd.runtime.engine import MakeOptimizer, Recipe, StepDone
+from elasticd.runtime.groups import Cancelled, PeerLost
 from elasticd.runtime.model import Model
 from elasticd.runtime.stage import Loss
 from elasticd.runtime.switching import JobOver, JobStopped, Switcher
-
-log = logging.getLogger(__name__)
+from elasticd.runtime.vote import LedgerError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +46,10 @@ class Job:
 
     model: an `elasticd.Model`. loss(output, batch) -> (sum, count) over a micro-batch; sums are divided once
     by the global count. optimizer(named parameters) makes a torch optimizer with element-wise state; it is
-    called after every switch, and its state is loaded. dataset: map-style, a sample is a mapping of 1-D
-    tensors; collate makes a batch of samples (default: padding). global_batch samples make a step, taken
-    micro_batch at a time. clip: the largest norm of the gradient.
+    called after every switch with the parameters held here, slices of the whole ones, and its state is loaded
+    (settings changed since, as a learning rate, are not carried yet: let the function read them). dataset:
+    map-style, a sample is a mapping of 1-D tensors; collate makes a batch of samples (default: padding).
+    global_batch samples make a step, taken micro_batch at a time. clip: the largest norm of the gradient.
 
     Start the script with `torchrun --rdzv-backend=elasticd`. Raises SystemExit with one line where the job
     cannot start or go on.
@@ -96,6 +98,7 @@ class Job:
             sampler=sampler,
             clip=clip,
         )
+        self._taken = False
         self._pacer = Pacer(self._control.welcome.pace)
         store = AgentKeyValue(self._control)
         self._switcher = Switcher(recipe, self._control, store, self._pacer, seed)
@@ -120,10 +123,21 @@ class Job:
     def world_size(self) -> int | None:
         return len(self.plan.members) if self.plan else None
 
+    def parameters(self) -> dict[str, tuple[Box, Tensor]]:
+        """The parameters held here under the plan in force, by full name: the box of the global tensor that
+        this device holds, and its values (not a copy). Empty while this device stands by."""
+        engine = self._switcher.engine
+        held = engine.local.parameters if engine is not None else {}
+        return {name: (box, parameter.detach()) for name, (box, parameter) in held.items()}
+
     def steps(self, total: int) -> Iterator[Step]:
         """Trains until `total` updates were made, and gives each step after it is done.
 
-        A device that the plan does not use waits here; when it is used, the steps go on from there."""
+        A device that the plan does not use waits here; when it is used, the steps go on from there. A job's
+        steps are taken once: raises RuntimeError the second time."""
+        if self._taken:
+            raise RuntimeError("a Job's steps are taken once: ask for all of them in one call of steps()")
+        self._taken = True
         try:
             with contextlib.suppress(JobOver):
                 yield from self._steps(total)
@@ -144,8 +158,10 @@ class Job:
                 return
             try:
                 done = engine.step(switcher.step, switcher.prepared)
-            except RuntimeError as error:
+            except (PeerLost, Cancelled) as error:
                 raise switcher.bereaved(error) from error
+            except LedgerError as error:  # the same on every rank
+                raise JobStopped(f"elasticd: {error}") from error
             switcher.step += 1
             last = switcher.step >= total
             self._report(done, first=engine.rank == 0)

@@ -88,16 +88,49 @@ class Model:
         self.units, self.ties = dict(units or {}), dict(ties or {})
         self.sections: dict[str, nn.Module] = {
             "embed": _without_storage(embed),
-            **{f"blocks.{i}": _without_storage(block) for i, block in enumerate(blocks)},
+            **{name: _without_storage(block) for name, block in _numbered(blocks)},
             "head": _without_storage(head),
         }
         self.layers = len(blocks)
+        _refuse_unsaid_ties(self.ties, {"embed": embed, "head": head} | dict(_numbered(blocks)))
+        self._check()
         self.spec = self._describe()
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the activation between blocks: that of the first block's parameters."""
         return next(self.sections["blocks.0"].parameters()).dtype
+
+    def _check(self) -> None:
+        """Refuses what would train wrongly without a word: names that match nothing, and what a layout would
+        change the meaning of."""
+        names = {name for section in self.sections for name, _ in self._named(section)}
+        modules = [(path, m) for section in self.sections for path, m in self._modules(section)]
+        for rule in self.rules:
+            if not any(fnmatchcase(name, rule.pattern) for name in names):
+                raise ModelError(f"rule {rule.pattern!r} matches no parameter of the model")
+        for region in self.regions:
+            if not any(fnmatchcase(path, region.pattern) for path, _ in modules):
+                raise ModelError(f"region {region.pattern!r} matches no submodule of the model")
+        for kind, units in self.units.items():
+            pattern, _, attribute = (units.attribute or "").rpartition(".")
+            found = [hasattr(m, attribute) for path, m in modules if fnmatchcase(path, pattern)]
+            if units.attribute is not None and not (found and all(found)):
+                raise ModelError(f"units {kind!r}: {units.attribute!r} is no attribute of a submodule")
+        for tied in (*self.ties, *self.ties.values()):
+            if tied not in names:
+                raise ModelError(f"ties: {tied!r} is not a parameter of the model")
+        for path, module in modules:
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+                raise ModelError(
+                    f"{path} is a dropout of p = {module.p}: its masks would differ by layout; use p = 0"
+                )
+
+    def _modules(self, section: str) -> Iterator[tuple[str, nn.Module]]:
+        return self.sections[section].named_modules(prefix=section)
+
+    def _named(self, section: str) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.sections[section].named_parameters(prefix=section)
 
     def _describe(self) -> ModelSpec:
         kinds: list[tuple[Parameter, ...]] = []
@@ -107,15 +140,6 @@ class Model:
             if kind not in kinds:
                 kinds.append(kind)
             layers.append(kinds.index(kind))
-        names = {
-            f"{section}.{name}" for section, m in self.sections.items() for name, _ in m.named_parameters()
-        }
-        for rule in self.rules:
-            if not any(fnmatchcase(name, rule.pattern) for name in names):
-                raise ModelError(f"rule {rule.pattern!r} matches no parameter of the model")
-        for tied in (*self.ties, *self.ties.values()):
-            if tied not in names:
-                raise ModelError(f"ties: {tied!r} is not a parameter of the model")
         reduces = sum(
             1
             for path, _ in self.sections["blocks.0"].named_modules(prefix="blocks.0")
@@ -143,6 +167,10 @@ class Model:
                 "compute it in forward instead"
             )
         for name, parameter in self.sections[section].named_parameters():
+            if not parameter.requires_grad:
+                raise ModelError(
+                    f"{section}.{name} does not require a gradient: frozen parameters cannot be trained"
+                )
             rule = next((r for r in self.rules if fnmatchcase(f"{section}.{name}", r.pattern)), None)
             yield Parameter(
                 name=name,
@@ -217,6 +245,24 @@ def _split(name: str) -> tuple[str, str, str]:
         index, dot, rest = rest.partition(".")
         return f"blocks.{index}", dot, rest
     return head, dot, rest
+
+
+def _numbered(blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    return ((f"blocks.{index}", block) for index, block in enumerate(blocks))
+
+
+def _refuse_unsaid_ties(ties: Mapping[str, str], sections: Mapping[str, nn.Module]) -> None:
+    """Parameters that the modules share must be named in `ties`, else every layout would untie them."""
+    first: dict[int, str] = {}
+    for section, module in sections.items():
+        for name, parameter in module.named_parameters(prefix=section, remove_duplicate=False):
+            owner = first.setdefault(id(parameter), name)
+            if owner != name and owner.startswith(f"{section}."):
+                raise ModelError(f"{name} and {owner} are one parameter inside {section}: use one name for it")
+            if owner != name and ties.get(name) != owner:
+                raise ModelError(
+                    f"{name} and {owner} are one parameter: say so with ties={{{name!r}: {owner!r}}}"
+                )
 
 
 def _without_storage(module: nn.Module) -> nn.Module:

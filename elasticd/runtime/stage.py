@@ -18,7 +18,7 @@ from elasticd_planner.batch import MicroBatch
 from elasticd_planner.plan import Plan
 from torch import Tensor, nn
 
-from elasticd.runtime.data import Collate, Dataset, Header
+from elasticd.runtime.data import Header, Loader
 from elasticd.runtime.groups import Group, Stopwatch
 from elasticd.runtime.schedule import one_forward_one_backward
 from elasticd.runtime.telemetry import Telemetry
@@ -61,14 +61,13 @@ class StageRunner:
         everyone: Group,
         dtype: torch.dtype,
         loss: Loss,
-        dataset: Dataset,
-        collate: Collate,
+        loader: Loader,
         telemetry: Telemetry,
         stopwatch: Stopwatch,
         pace: Pace,
     ) -> None:
         self._modules, self._everyone, self._dtype = modules, everyone, dtype
-        self._loss, self._dataset, self._collate = loss, dataset, collate
+        self._loss, self._loader = loss, loader
         self._telemetry, self._stopwatch, self._pace = telemetry, stopwatch, pace
         place = plan.places[device]
         stages = plan.modules[place.module].pipelines[place.pipeline].stages
@@ -85,27 +84,30 @@ class StageRunner:
     def run(self, micro_batches: Sequence[MicroBatch]) -> Passed:
         """All passes of one step in 1F1B order; gradients accumulate in the parameters."""
         alive: dict[int, _Passage] = {}
-        seen: list[int] = []
+        received: list[int] = []
+        self._loader.take()
         loss = count = 0.0
         tokens = 0
         for kind, index in one_forward_one_backward(self._stages, self._stage, len(micro_batches)):
             if kind == "forward":
                 alive[index], ids, counted = self._forward(index, micro_batches[index])
                 self.most_alive = max(self.most_alive, len(alive))
-                seen.extend(ids)
+                received.extend(ids)
                 tokens += alive[index].tokens
                 ended = alive[index].loss
                 if ended is not None and self._position == 0:
                     loss, count = loss + float(ended.detach()), count + counted
             else:
                 self._backward(index, alive.pop(index))
+        # What came with the activations; where the pipeline begins, what the dataset was asked for.
+        seen = received if self._before else self._loader.take()
         counts_tokens = self._stage == 0 and self._position == 0
         return Passed(loss=loss, count=count, tokens=tokens if counts_tokens else 0, samples=hash_samples(seen))
 
     def _forward(self, index: int, micro: MicroBatch) -> tuple[_Passage, Sequence[int], int]:
         ids: Sequence[int] = micro
         ends = not self._after
-        batch = self._collate([self._dataset[i] for i in micro]) if ends or not self._before else None
+        batch = self._loader.batch(micro) if ends or not self._before else None
         if self._before:
             x, ids = self._receive_activation(index)
         else:

@@ -82,7 +82,7 @@ def until_third(cluster: Cluster) -> None:
     until(there, 60, lambda: f"a/2 joins again: {[e['text'] for e in cluster.events()]}")
 
 
-def check_exactness(cluster: Cluster, steps: int) -> None:
+def check_exactness(cluster: Cluster, steps: int, plans: int = 3) -> None:
     lines = [
         json.loads(line) for path in cluster.folder.glob("ledger-*") for line in path.read_text().splitlines()
     ]
@@ -90,7 +90,7 @@ def check_exactness(cluster: Cluster, steps: int) -> None:
     losses, weights = train.reference(steps)
     assert [line["step"] for line in lines] == list(range(steps)), "each step once, whoever had rank 0"
     assert [line["loss"] for line in lines] == pytest.approx(losses, abs=1e-10)
-    assert len({line["plan"] for line in lines}) >= 3
+    assert len({line["plan"] for line in lines}) >= plans
     samples = [i for line in lines for i in line["samples"]]
     assert len(samples) == len(set(samples)) == steps * train.BATCH
     held = 0
@@ -125,3 +125,25 @@ def test_a_worker_killed_in_a_switch_stops_the_job_with_a_clear_message(moment: 
         recorded = [event["data"]["number"] for event in cluster.events("recorded")]
         assert sorted(set(recorded)) == recorded, "no plan is recorded twice"
         assert cluster.job()["phase"] == "stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["preparing", "moving"])
+def test_a_plan_that_one_rank_refuses_is_given_up_and_training_goes_on_exactly(moment: str) -> None:
+    plans = {
+        "": plan_of((3, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (3, [stage(0, 5, ("b/0", 1))])),
+        "a/1": plan_of((6, [stage(0, 3, ("a/0", 6), ("a/1", 2)), stage(3, 5, ("b/0", 1))])),
+    }
+    steps = 35
+    settings = Settings(retry_seconds=300)
+    with Cluster({"a": 2, "b": 1}, plans=plans, settings=settings) as cluster:
+        cluster.run(SCRIPT, steps=steps, **{"b/0": {"refuse": moment}})
+        cluster.runs(1, steps=12)
+        cluster.pace("a/1", 3.0)
+        until(lambda: cluster.events("aborted"), 60, lambda: str([e["text"] for e in cluster.events()]))
+        until(lambda: cluster.job()["phase"] == "running", 30)
+        assert cluster.job()["plan"]["number"] == 1
+        codes = cluster.wait()
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-2000:] for device in codes}
+        assert [event["data"]["number"] for event in cluster.events("recorded")] == [1]
+        check_exactness(cluster, steps, plans=1)

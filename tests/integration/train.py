@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from elasticd_migration.execute import Corrupt
 from elasticd_planner.batch import Sampler
 from elasticd_planner.boxes import Box
 
@@ -71,11 +72,27 @@ def die_at(moment: str) -> None:
         raise ValueError(moment)
 
 
+def refuse(how: str) -> None:
+    """Lets this process not take part in its second plan's switch: it cannot prepare it, or says not ok."""
+    method = {"preparing": "_make", "moving": "_moved"}[how]
+    original = getattr(Switcher, method)
+
+    def refuses(self: Switcher, argument: Any) -> Any:
+        result = original(self, argument) if how == "moving" else None
+        if self.engine is not None:
+            raise Corrupt("this rank was told to refuse")
+        return result or original(self, argument)
+
+    setattr(Switcher, method, refuses)
+
+
 def main() -> None:
     options = json.loads(os.environ["OPTIONS"])
     out = Path(options["out"])
     if "die_at" in options:
         die_at(options["die_at"])
+    if "refuse" in options:
+        refuse(options["refuse"])
     with torch.device("meta"):
         model = Decoder(CONFIG).describe()
     job = elasticd.Job(
@@ -94,9 +111,8 @@ def main() -> None:
                 line = {"step": step.index, "loss": step.loss, "samples": step.samples, "plan": step.plan}
                 ledger.write(json.dumps(line) + "\n")
                 ledger.flush()
-    engine = job._switcher.engine
-    if engine is not None:
-        weights = {n: (box.start, box.stop, p.detach()) for n, (box, p) in engine.local.parameters.items()}
+    weights = {name: (box.start, box.stop, value) for name, (box, value) in job.parameters().items()}
+    if weights:
         torch.save(weights, out / f"weights-{job.device.replace('/', ':')}")
 
 

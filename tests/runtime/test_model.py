@@ -9,7 +9,7 @@ from elasticd_planner.plan import Stage
 from torch import nn
 
 from elasticd.models import Decoder, DecoderConfig
-from elasticd.runtime.model import Model, ModelError, Rule, UnitsOf
+from elasticd.runtime.model import Model, ModelError, Region, Rule, UnitsOf
 
 CONFIG = DecoderConfig(vocabulary=16, width=16, layers=3, heads=4, kv_heads=2, hidden=12)
 
@@ -53,6 +53,13 @@ def test_the_description_holds_no_weights() -> None:
     assert all(p.is_meta for section in model.sections.values() for p in section.parameters())
 
 
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+SHARED = nn.Linear(4, 4)
+
+
 def plain(**changes: object) -> Model:
     given: dict[str, object] = {
         "embed": nn.Embedding(8, 4),
@@ -71,6 +78,12 @@ def plain(**changes: object) -> Model:
         ({"rules": [Rule("blocks.*.wieght", dim=0, units="columns")]}, "matches no parameter"),
         ({"ties": {"head.weight": "embed.weights"}}, "'embed.weights' is not a parameter"),
         ({"head": nn.BatchNorm1d(4)}, "is a buffer"),
+        ({"regions": [Region("blocks.*.atention", "reduce")]}, "matches no submodule"),
+        ({"units": {"heads": UnitsOf(2, attribute="blocks.*.heads")}}, "is no attribute"),
+        ({"blocks": [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))]}, "dropout of p = 0.1"),
+        ({"blocks": [frozen(nn.Linear(4, 4))]}, "does not require a gradient"),
+        ({"blocks": [SHARED, SHARED]}, "are one parameter: say so with ties"),
+        ({"blocks": [nn.Sequential(SHARED, SHARED)]}, "inside blocks.0: use one name"),
         (
             {"rules": [Rule("head.weight", dim=0, units="rows")], "units": {"rows": UnitsOf(3)}},
             "does not divide",
