@@ -11,7 +11,9 @@ from elasticd_planner.value import Invalid
 from elasticd.cli.chaos import chaos
 from elasticd.cli.coordinator import coordinator
 from elasticd.cli.demo import demo
+from elasticd.cli.plan import plan
 from elasticd.cli.reach import CannotReach
+from elasticd.cli.simulate import simulate
 from elasticd.cli.status import status
 from elasticd.config import ConfigError
 from elasticd.store.compat import EtcdClientMissing
@@ -40,5 +42,5 @@ def elasticd() -> None:
     """
 
 
-for _command in (coordinator, status, chaos, demo):
+for _command in (coordinator, status, chaos, demo, simulate, plan):
     elasticd.add_command(_command)

@@ -2,3 +2,39 @@
 
 Pure: no torch, clock, IO or logging. Every decision is a function of its arguments.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+# Before the function below takes the name: `from elasticd_planner.plan import ...` keeps to the module.
+from elasticd_planner.plan import Plan as Plan
+
+if TYPE_CHECKING:
+    from elasticd_planner.formats import Objective, TableProblem
+    from elasticd_planner.problem import Problem
+
+__all__ = ["Plan", "plan"]
+
+
+def plan(problem: Problem | TableProblem | str | bytes, objective: Objective = "step") -> Plan:
+    """The best plan found of a problem: a job's (`problem.Problem`), or one of the shared format (a value or
+    its JSON). Its prediction has the objective, in seconds or units, and a proved lower bound of it.
+
+    Raises `value.Invalid` with what is wrong with the problem, or with what does not fit and what would help.
+    """
+    from elasticd_planner import search, solve
+    from elasticd_planner.formats import TableProblem, load
+    from elasticd_planner.value import Invalid
+
+    if isinstance(problem, str | bytes):
+        problem = load(problem)
+    if isinstance(problem, TableProblem):
+        planned = solve.solve(problem, objective, ideal=False)
+        found, refusal = planned.plan, planned.refusal
+    else:
+        answer = search.plan(problem)
+        found, refusal = answer.plan, answer.refusal
+    if found is None:
+        raise Invalid(refusal)
+    return found

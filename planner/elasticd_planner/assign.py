@@ -31,7 +31,7 @@ class Terms:
     most: tuple[int, ...]
 
 
-def _fill(terms: Sequence[Terms], layers: int, micro_batches: int) -> tuple[Floats, Ints]:
+def fill(terms: Sequence[Terms], layers: int, micro_batches: int) -> tuple[Floats, Ints]:
     """Caps on the slowest stage, ascending, and for each the layers by stage of the least sum of seconds."""
     depth = len(terms)
     block = np.array([t.block for t in terms])
@@ -52,8 +52,9 @@ def _fill(terms: Sequence[Terms], layers: int, micro_batches: int) -> tuple[Floa
     return caps, given
 
 
-def curve(terms: Sequence[Terms], layers: int, micro_batches: int) -> Floats:
-    """Seconds of the best layers for 1 ... `micro_batches` micro-batches; inf where the memory forbids it."""
+def curve(terms: Sequence[Terms], layers: int, micro_batches: int, *, steady: bool = False) -> Floats:
+    """Seconds of the best layers for 1 ... `micro_batches` micro-batches; inf where the memory forbids it.
+    `steady`: of the slowest stage alone, without fill and drain."""
     seconds = np.full(micro_batches, np.inf)
     depth = len(terms)
     if depth > layers:
@@ -66,18 +67,21 @@ def curve(terms: Sequence[Terms], layers: int, micro_batches: int) -> Floats:
         last = micro_batches if stop == depth else min(stop, micro_batches)
         if start > last:
             break
-        caps, given = _fill(terms, layers, stop)
+        caps, given = fill(terms, layers, stop)
         if len(caps):
             sums = given @ block + fixed
             count = np.arange(start, last + 1)
-            seconds[start - 1 : last] = (sums[:, None] + caps[:, None] * (count - 1)).min(axis=0)
+            if steady:
+                seconds[start - 1 : last] = caps.min() * count
+            else:
+                seconds[start - 1 : last] = (sums[:, None] + caps[:, None] * (count - 1)).min(axis=0)
         start = last + 1
     return seconds
 
 
 def split_layers(terms: Sequence[Terms], layers: int, micro_batches: int) -> tuple[int, ...]:
     """Layers by stage with the least pipeline time; raises ValueError where the memory forbids all."""
-    caps, given = _fill(terms, layers, micro_batches)
+    caps, given = fill(terms, layers, micro_batches)
     if not len(caps):
         raise ValueError(f"{layers} layers do not fit into the memory of {len(terms)} stages")
     sums = given @ np.array([t.block for t in terms])
@@ -90,17 +94,21 @@ def capacity(seconds: Floats, limit: float) -> int:
     return int(np.searchsorted(seconds, limit * (1 + EQUAL), side="right"))
 
 
-def split_micro_batches(curves: Sequence[Floats], total: int) -> tuple[int, ...] | None:
-    """Micro-batches by pipeline, at least one each, with the least time of the slowest pipeline; among those
-    the last micro-batches are taken from whoever is slowest with them. None where it is impossible."""
-    if total < len(curves):
+def split_micro_batches(
+    curves: Sequence[Floats], total: int, least: Sequence[int] | None = None
+) -> tuple[int, ...] | None:
+    """Micro-batches by pipeline, at least one each (or `least`), with the least time of the slowest pipeline;
+    among those the last micro-batches are taken from whoever is slowest with them. None where it is
+    impossible."""
+    least = least or (1,) * len(curves)
+    if total < sum(least):
         return None
     values = np.unique(np.concatenate([c[np.isfinite(c)] for c in curves]))
     low, high = 0, len(values)
     while low < high:
         middle = (low + high) // 2
         given = [capacity(c, float(values[middle])) for c in curves]
-        if min(given) >= 1 and sum(given) >= total:
+        if all(m >= n for m, n in zip(given, least, strict=True)) and sum(given) >= total:
             high = middle
         else:
             low = middle + 1
@@ -108,6 +116,6 @@ def split_micro_batches(curves: Sequence[Floats], total: int) -> tuple[int, ...]
         return None
     given = [capacity(c, float(values[low])) for c in curves]
     while sum(given) > total:
-        spare = [i for i, m in enumerate(given) if m > 1]
+        spare = [i for i, m in enumerate(given) if m > least[i]]
         given[max(spare, key=lambda i: (round(float(curves[i][given[i] - 1]), 9), i))] -= 1
     return tuple(given)

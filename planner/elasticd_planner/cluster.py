@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 
 from elasticd_planner.value import Value, refuse
@@ -67,8 +68,8 @@ class Cluster(Value, frozen=True, kw_only=True):
     between: Link = Link()
 
     def __post_init__(self) -> None:
-        names = [device.name for device in self.devices]
-        twice = sorted({name for name in names if names.count(name) > 1})
+        counts = Counter(device.name for device in self.devices)
+        twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
             refuse(f"device {twice[0]} is listed twice in the cluster")
 

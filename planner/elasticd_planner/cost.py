@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from elasticd_planner.bound import Paces, by_speed
 from elasticd_planner.cluster import Cluster, Link, Rates
 from elasticd_planner.plan import Pipeline, Plan, Prediction
 from elasticd_planner.problem import Problem
@@ -55,6 +56,23 @@ class CostModel(Protocol):
 
     def bound(self, rates: Sequence[float], micro_batches: int) -> float:
         """Seconds that no plan on devices of these rates can beat."""
+        ...
+
+    def widths(self, most: int) -> tuple[int, ...]:
+        """The sizes that a TP group may have, up to `most`, ascending."""
+        ...
+
+    def shares(self, rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+        """Shares worth trying for members of these rates: equal ones first."""
+        ...
+
+    @property
+    def exact_shares(self) -> bool:
+        """Whether no other shares than those of `shares` make a group faster."""
+        ...
+
+    def paces(self, rates: Sequence[float], link: Link) -> Paces:
+        """A_0 ... A_n: the most that k groups of these devices, of one node, can reach in sum(1 / block)."""
         ...
 
 
@@ -123,6 +141,37 @@ class ProfileCost:
         work = model.layers * model.block.seconds + model.embed.seconds + model.head.seconds
         total = micro_batches * model.tokens * work * model.pipeline_scale
         return total / speed + model.overhead_seconds
+
+    def widths(self, most: int) -> tuple[int, ...]:
+        return tuple(range(1, min(most, self.profile.share_units) + 1))
+
+    def shares(self, rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+        return share_options(rates, self.profile.share_units)
+
+    @property
+    def exact_shares(self) -> bool:
+        return False
+
+    def paces(self, rates: Sequence[float], link: Link) -> Paces:
+        """A block takes s / Y + r on a group of speed Y = sum(1 / rate) at best, r being its collectives: so
+        1 / block <= Y / (s + r Y), and Y is at least that of the slowest members."""
+        model, speeds = self.profile, sorted(1 / rate for rate in rates)
+        alone = model.tokens * model.block.seconds * model.pipeline_scale
+        paces = {}
+        for width in self.widths(len(rates)):
+            wait = model.block.collectives * self.collective(width, link) * model.pipeline_scale
+            paces[width] = 1 / (alone + wait * sum(speeds[:width]))
+        return by_speed(rates, paces)
+
+
+def share_options(rates: Sequence[float], units: int) -> tuple[tuple[int, ...], ...]:
+    """Shares worth trying for members of these rates: equal, and by inverse rate, in whole units."""
+    equal = apportion(units, (1,) * len(rates))
+    if len(set(rates)) == 1:
+        return (equal,)
+    # Integer weights with six digits: rates are rounded far coarser than that.
+    inverse = apportion(units, tuple(max(1, round(1e6 / rate)) for rate in rates))
+    return (equal, inverse) if inverse != equal else (equal,)
 
 
 def to_units(shares: Sequence[int], units: int) -> tuple[int, ...]:

@@ -47,6 +47,17 @@ class Combination:
     after: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pins:
+    """What a problem of the shared format fixes: size of groups on nodes of normal devices, number of
+    pipelines, at least as many micro-batches as stages, and whether fill and drain count."""
+
+    tp: int | None = None
+    dp: int | None = None
+    deep: bool = False
+    steady: bool = False
+
+
 class Exact:
     """One enumeration. `slack`: how much worse than the best (as a fraction) a plan may be and still count;
     `best`: seconds of a plan already known, inf for none."""
@@ -59,15 +70,19 @@ class Exact:
         *,
         layers: int,
         micro_batches: int,
-        units: int,
         slack: float = 0.0,
         best: float = math.inf,
+        pins: Pins | None = None,
     ) -> None:
         self.cluster, self.cost, self.layers, self.micro_batches = cluster, cost, layers, micro_batches
         self.slack, self.best, self.candidates = slack, best, 0
+        self.pins = pins or Pins()
         self.alike = classes(cluster, rates)
-        self.full: Counts = tuple(len(a.devices) for a in self.alike)
-        self.groups = groups(self.alike, cluster, units, cost)
+        devices: Counts = tuple(len(a.devices) for a in self.alike)
+        # Where a pipeline has as many micro-batches as stages at least, these are a resource like devices:
+        # each pipeline takes its depth of them.
+        self.full: Counts = (*devices, micro_batches) if self.pins.deep else devices
+        self.groups = tuple(group for group in groups(self.alike, cluster, cost) if self._allowed(group))
         self.shapes: dict[Counts, list[Shape]] = {}
         self.curves: dict[Counts, Floats] = {}
         self._count = np.arange(1, micro_batches + 1)
@@ -81,16 +96,29 @@ class Exact:
     def run(self) -> list[Combination]:
         """All combinations within the slack of the best, best first; empty where nothing fits. Shallow
         pipelines first: they are few, and give the best plan against which the deep ones are pruned."""
-        depth = min(sum(self.full), self.layers)
+        depth = min(sum(self._devices(self.full)), self.layers)
+        if self.pins.deep:
+            depth = min(depth, self.micro_batches)
         found: list[Combination] = []
         for stages in range(1, depth + 1):
-            for chosen in self._multisets(stages, 0, self.full):
+            for chosen in self._multisets(stages, 0, self._devices(self.full)):
                 self._add(chosen)
             if stages in (1, 2, depth):
                 found = list(self._combinations())
         limit = self.best * (1 + self.slack) * (1 + EQUAL)
         kept = [combination for combination in found if combination.seconds <= limit]
         return sorted(kept, key=lambda c: (round(c.seconds, 12), len(c.parts), c.parts))
+
+    def _devices(self, counts: Counts) -> Counts:
+        return counts[: len(self.alike)]
+
+    def _allowed(self, group: Group) -> bool:
+        """Whether the pins let a group be: nodes of normal devices have groups of one size."""
+        if self.pins.tp in (None, group.width):
+            return True
+        here = [a for a in self.alike if a.node == group.node]
+        whole = next(len(node.devices) for node in self.cluster.nodes if node.name == group.node)
+        return any(a.rate > 1 for a in here) or sum(len(a.devices) for a in here) < whole
 
     # Shapes.
 
@@ -112,6 +140,8 @@ class Exact:
         """Adds the shapes of all orders of these groups, unless no order can be of use."""
         used = [self.groups[index] for index in chosen]
         counts = tuple(map(sum, zip(*(group.counts for group in used), strict=True)))
+        if self.pins.deep:
+            counts = (*counts, len(used))
         least = self._least(used)
         if not self._useful(counts, least):
             return
@@ -121,7 +151,7 @@ class Exact:
             key = tuple(sorted(index for index, _ in items))
             terms = tuple(term for _, term in items)
             if key not in self._by_terms:
-                self._by_terms[key] = curve(terms, self.layers, self.micro_batches)
+                self._by_terms[key] = self._curve(terms)
             seconds = self._by_terms[key]
             if self._kept[counts, key] >= ALIKE or not self._useful(counts, seconds):
                 continue
@@ -130,13 +160,23 @@ class Exact:
             self.shapes.setdefault(counts, []).append(shape)
             known = self.curves.get(counts)
             self.curves[counts] = seconds if known is None else np.minimum(known, seconds)
-            self._improve(float(seconds[-1]) + self._after((counts,)))
+            if self.pins.dp in (None, 1):
+                self._improve(float(seconds[-1]) + self._after((counts,)))
+
+    def _curve(self, terms: Sequence[Terms]) -> Floats:
+        """Seconds by micro-batches; fewer than a pipeline must take cost as much as those."""
+        seconds = curve(terms, self.layers, self.micro_batches, steady=self.pins.steady)
+        if self.pins.deep:
+            seconds[: len(terms) - 1] = seconds[len(terms) - 1]
+        return seconds
 
     def _least(self, used: Sequence[Group]) -> Floats:
         """Seconds that no order and no assignment of layers beats: the slowest stage takes at least all
         layers over all speed, and at least its own one layer."""
         blocks = [group.cost.block for group in used]
         slowest = max(self.layers / sum(1 / block for block in blocks), *blocks, 0.0)
+        if self.pins.steady:
+            return np.asarray(self._count * slowest, dtype=np.float64)
         through = sum(blocks) + (self.layers - len(blocks)) * min(blocks)
         edges = min(group.cost.embed for group in used) + min(group.cost.head for group in used)
         hops = (len(used) - 1) * min(self._hop.values())
@@ -194,7 +234,7 @@ class Exact:
         self, parts: Sequence[Counts], first: int, chosen: tuple[Counts, ...], left: Counts
     ) -> Iterator[Combination]:
         for index in range(first, len(parts)):
-            if len(chosen) == self.micro_batches:
+            if len(chosen) in (self.micro_batches, self.pins.dp):
                 return
             counts = parts[index]
             if any(a > b for a, b in zip(counts, left, strict=True)):
@@ -205,7 +245,7 @@ class Exact:
             if not all(capable):
                 continue
             done = sum(capable)
-            if done >= self.micro_batches:
+            if done >= self.micro_batches and self.pins.dp in (None, len(now)):
                 yield from self._combination(now)
             if done + self._capacity(rest) >= self.micro_batches:
                 yield from self._combine(parts, index, now, rest)
@@ -217,7 +257,8 @@ class Exact:
         limit = self.best * (1 + self.slack) - after
         if sum(capacity(seconds, limit) for seconds in curves) < self.micro_batches:
             return
-        given = split_micro_batches(curves, self.micro_batches)
+        least = [part[-1] for part in parts] if self.pins.deep else None
+        given = split_micro_batches(curves, self.micro_batches, least)
         if given is None:
             return
         slowest = max(float(seconds[m - 1]) for seconds, m in zip(curves, given, strict=True))
@@ -235,15 +276,16 @@ class Exact:
         return self.best * (1 + self.slack) - self.cost.after(1, 1, self.cluster.inside)
 
     def _after(self, parts: Sequence[Counts]) -> float:
-        nodes = {self.alike[i].node for part in parts for i, count in enumerate(part) if count}
+        nodes = {self.alike[i].node for part in parts for i, n in enumerate(self._devices(part)) if n}
         link = self.cluster.between if len(nodes) > 1 else self.cluster.inside
-        return self.cost.after(len(parts), min(map(sum, parts)), link)
+        return self.cost.after(len(parts), min(sum(self._devices(part)) for part in parts), link)
 
     def _capacity_of_others(self, counts: Counts) -> int:
         return self._capacity(tuple(b - a for a, b in zip(counts, self.full, strict=True)))
 
     def _capacity(self, counts: Counts) -> int:
         """The most micro-batches that these devices can do in the time of the best plan, by the bound."""
+        counts = self._devices(counts)
         if not any(counts):
             return 0
         limit = self.best * (1 + self.slack) * (1 + EQUAL)

@@ -10,7 +10,6 @@ from itertools import product
 
 from elasticd_planner.cluster import Cluster, Rates
 from elasticd_planner.cost import CostModel, GroupCost, rate_of
-from elasticd_planner.rules import apportion
 
 #: How many devices of each class: of the whole cluster, of a group, of a pipeline.
 Counts = tuple[int, ...]
@@ -68,30 +67,21 @@ def classes(cluster: Cluster, rates: Rates) -> tuple[Alike, ...]:
     return tuple(found)
 
 
-def share_options(rates: Sequence[float], units: int) -> tuple[tuple[int, ...], ...]:
-    """Shares worth trying for members of these rates: equal, and by inverse rate, in whole units."""
-    equal = apportion(units, (1,) * len(rates))
-    if len(set(rates)) == 1:
-        return (equal,)
-    # Integer weights with six digits: rates are rounded far coarser than that.
-    inverse = apportion(units, tuple(max(1, round(1e6 / rate)) for rate in rates))
-    return (equal, inverse) if inverse != equal else (equal,)
-
-
-def groups(alike: Sequence[Alike], cluster: Cluster, units: int, cost: CostModel) -> tuple[Group, ...]:
+def groups(alike: Sequence[Alike], cluster: Cluster, cost: CostModel) -> tuple[Group, ...]:
     """Every TP group that the devices of one node can form, narrow ones first."""
     found: list[Group] = []
     for node in dict.fromkeys(a.node for a in alike):
         here = [i for i, a in enumerate(alike) if a.node == node]
+        widths = cost.widths(sum(len(alike[i].devices) for i in here))
         for taken in product(*(range(len(alike[i].devices) + 1) for i in here)):
-            if not 1 <= sum(taken) <= units:
+            if sum(taken) not in widths:
                 continue
             of_class = [i for i, count in zip(here, taken, strict=True) for _ in range(count)]
             rates = [alike[i].rate for i in of_class]
             counts = [0] * len(alike)
             for i in of_class:
                 counts[i] += 1
-            for shares in share_options(rates, units):
+            for shares in cost.shares(rates):
                 members = tuple(zip(of_class, shares, strict=True))
                 distinct = dict.fromkeys(members)
                 found.append(

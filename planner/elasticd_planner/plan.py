@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -150,7 +151,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
         if self.number < 0 or self.micro_batch < 1:
             refuse(f"plan {self.number}: number and micro-batch size must be positive")
         devices = [name for name, _ in self._walk()]
-        twice = sorted({name for name in devices if devices.count(name) > 1} | ({*devices} & {*self.idle}))
+        counts = Counter(devices)
+        twice = sorted({name for name in counts if counts[name] > 1} | ({*devices} & {*self.idle}))
         if twice:
             refuse(f"plan {self.number}: device {twice[0]} is placed twice")
         for module in self.modules:

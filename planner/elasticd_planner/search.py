@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 
 import msgspec
 import numpy as np
 
+from elasticd_planner import tight
 from elasticd_planner.assign import EQUAL, split_micro_batches
 from elasticd_planner.cluster import Node
 from elasticd_planner.cost import (
@@ -22,15 +23,18 @@ from elasticd_planner.cost import (
     stage_seconds,
     step_seconds,
 )
+from elasticd_planner.describe import describe
 from elasticd_planner.exact import Combination, Exact
+from elasticd_planner.finish import Finisher
+from elasticd_planner.nearest import nearest
 from elasticd_planner.placement import Outline, bytes_to_move, place, strategy
 from elasticd_planner.plan import Pipeline, Plan
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.shortfall import explain
+from elasticd_planner.solve import EXACT_DEVICES
+from elasticd_planner.task import Chained, Group, Task
 from elasticd_planner.value import refuse
-
-#: The most devices that enumeration plans for.
-EXACT_DEVICES = 8
+from elasticd_planner.wide import Wide
 
 #: Plans this close to the best (as a fraction) count as equal; the one that moves the fewest bytes is taken.
 TOLERANCE = 0.005
@@ -39,19 +43,20 @@ TOLERANCE = 0.005
 COMPARED_EACH, COMPARED = 64, 400
 
 
-def plan(problem: Problem, number: int = 0, tolerance: float = TOLERANCE) -> Answer:
+def plan(
+    problem: Problem,
+    number: int = 0,
+    tolerance: float = TOLERANCE,
+    stop: Callable[[], bool] | None = None,
+) -> Answer:
     """The plan with the least step time; within `tolerance` of it, the one nearest to the current plan.
-    A refusal says what does not fit and what would help."""
+    Up to EXACT_DEVICES devices the least of all; beyond, the best that the search finds, `stop` being asked now
+    and then whether to end with that. A refusal says what does not fit and what would help."""
     usable = [d for d in problem.cluster.devices if math.isfinite(rate_of(problem.rates, d.name))]
     if not usable:
         return Answer(plan=None, refusal="no device to plan for: every device is dead; add a node")
-    if len(usable) > EXACT_DEVICES:
-        return Answer(
-            plan=None,
-            refusal=f"{len(usable)} devices: this planner enumerates plans for at most {EXACT_DEVICES}; "
-            "give the job fewer nodes",
-        )
-    return _Planning(problem=problem, number=number, tolerance=tolerance).answer()
+    planning = _Planning(problem=problem, number=number, tolerance=tolerance)
+    return planning.answer() if len(usable) <= EXACT_DEVICES else planning.wide(stop)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +84,6 @@ class _Planning:
             self.cost,
             layers=self.problem.profile.layers,
             micro_batches=self.micro_batches,
-            units=self.problem.profile.share_units,
             slack=self.tolerance if current is not None else 0.0,
             best=known if current is not None and self.fits(current) else math.inf,
         )
@@ -95,6 +99,55 @@ class _Planning:
         near = [candidate for candidate in found if self.seconds(candidate) <= limit]
         chosen = min(near, key=self.distance) if current is not None else near[0]
         return Answer(plan=self.finished(chosen), current_seconds=now, candidates=exact.candidates + len(found))
+
+    @property
+    def task(self) -> Task:
+        return Task(
+            cluster=self.problem.cluster,
+            rates=self.problem.rates,
+            cost=self.cost,
+            layers=self.problem.profile.layers,
+            micro_batches=self.micro_batches,
+        )
+
+    def wide(self, stop: Callable[[], bool] | None) -> Answer:
+        """The answer for any number of devices."""
+        search = Wide(self.task, stop)
+        found = search.run()
+        finisher = Finisher(self.task)
+        best = finisher.pipelines(found.pipelines) if found is not None else None
+        current = self.current()
+        now = self.seconds(current) if current is not None else None
+        options = list(self._kept(current, finisher)) if current is not None else []
+        if best is not None:
+            near = nearest(best, search.kinds, self.problem.profile, self.problem.current)
+            options += [self.made(near)]
+        if not options:
+            return Answer(
+                plan=None, refusal=tight.explain(self.task), current_seconds=now, candidates=search.candidates
+            )
+        slack = self.tolerance if current is not None else 0.0
+        limit = min(map(self.seconds, options)) * (1 + slack) * (1 + EQUAL)
+        close = [option for option in options if self.seconds(option) <= limit]
+        chosen = min(close, key=self.distance) if current is not None else close[0]
+        return Answer(plan=self.finished(chosen), current_seconds=now, candidates=search.candidates)
+
+    def _kept(self, current: Plan, finisher: Finisher) -> Iterator[Plan]:
+        """The current plan, with other micro-batches, and with other layers on the same stages."""
+        room = {device.name: device.memory for device in self.problem.cluster.devices}
+        chains = [
+            Chained(
+                groups=tuple(
+                    Group(devices=s.devices, shares=s.shares, memory=tuple(room[name] for name in s.devices))
+                    for s in pipeline.stages
+                ),
+                micro_batches=pipeline.micro_batches,
+            )
+            for pipeline in current.modules[0].pipelines
+        ]
+        layered = finisher.pipelines(chains, keep=True)
+        made = [current, self.split_again(current), self.made(layered) if layered is not None else None]
+        yield from (plan for plan in made if plan is not None and self.fits(plan))
 
     def current(self) -> Plan | None:
         """The current plan, if it is one of this problem: its members alive, batch and layers equal."""
@@ -185,27 +238,10 @@ class _Planning:
     def finished(self, chosen: Plan) -> Plan:
         """The chosen plan with its number, prediction and reason."""
         made = self.made(chosen.modules[0].pipelines).replace(number=self.number)
-        return made.replace(prediction=predict(made, self.problem), reason=describe(made, self.problem))
-
-
-def describe(plan: Plan, problem: Problem) -> str:
-    """One sentence: the shape, where the slow devices are, who is idle."""
-    pipelines = plan.modules[0].pipelines
-    forms = []
-    for pipeline in pipelines:
-        stages = " + ".join(
-            f"TP{len(s.devices)} x {s.layers} layer{'s' if s.layers > 1 else ''}"
-            + (f" (shares {':'.join(map(str, s.shares))})" if len(set(s.shares)) > 1 else "")
-            for s in pipeline.stages
-        )
-        forms.append(f"{stages} with {pipeline.micro_batches} micro-batches")
-    text = f"{len(pipelines)} pipeline{'s' if len(pipelines) > 1 else ''}: {'; '.join(forms)}"
-    slow = [name for name in plan.members if rate_of(problem.rates, name) > 1]
-    if slow:
-        text += "; slow: " + ", ".join(f"{name} {rate_of(problem.rates, name):g}x" for name in slow)
-    if plan.idle:
-        text += f"; idle: {', '.join(plan.idle)}"
-    return text
+        prediction = predict(made, self.problem)
+        bound = min(max(prediction.bound_seconds, Wide(self.task).lower()), prediction.step_seconds)
+        prediction = msgspec.structs.replace(prediction, bound_seconds=bound)
+        return made.replace(prediction=prediction, reason=describe(made, self.problem.rates))
 
 
 def without(problem: Problem, device: str) -> Problem:

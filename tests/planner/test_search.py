@@ -171,11 +171,38 @@ def test_the_bytes_named_missing_are_enough() -> None:
     assert plan(short).plan is None
 
 
-def test_more_devices_than_enumeration_can_do_are_refused_with_the_limit() -> None:
-    answer = plan(problem(5, 4))
+@pytest.mark.parametrize("sizes", [(5, 4), (7, 7), (1,) * 11, (13,), (8, 8, 8, 7)])
+def test_any_number_of_devices_has_a_plan_that_fits_and_a_bound(sizes: tuple[int, ...]) -> None:
+    given = problem(*sizes, part=0.4, batch=24, model=profile(layers=9), rates={"n0/0": 2.5})
+    made = planned(given)
+    assert made.prediction is not None
+    assert made.prediction.bound_seconds <= made.prediction.step_seconds
+    for name, size in made.prediction.memory.items():
+        assert size <= given.cluster.device(name).memory
+
+
+def test_of_many_devices_a_replan_of_what_is_best_already_changes_nothing() -> None:
+    given = problem(4, 4, 4, part=0.4, batch=24, model=profile(layers=9), rates={"n1/2": 2.0})
+    made = planned(given)
+    again = planned(msgspec.structs.replace(given, current=made))
+    assert again.digest == made.digest
+    assert bytes_to_move(given.profile, made, again) == 0
+
+
+def test_of_many_devices_a_replan_moves_less_than_a_plan_that_knows_no_current_one() -> None:
+    healthy = problem(4, 4, 4, 4, part=0.4, batch=32, model=profile(layers=12))
+    old = planned(healthy)
+    slowed = msgspec.structs.replace(healthy, rates={"n2/1": 3.0})
+    fresh, near = planned(slowed), planned(msgspec.structs.replace(slowed, current=old))
+    assert seconds(near) <= seconds(fresh) * 1.005 * (1 + 1e-9)
+    assert bytes_to_move(healthy.profile, old, near) <= bytes_to_move(healthy.profile, old, fresh)
+
+
+def test_what_does_not_fit_on_many_devices_is_refused_with_the_bytes_missing() -> None:
+    answer = plan(problem(3, 3, 3, part=0.05, batch=24))
     assert answer.plan is None
-    assert "9 devices" in answer.refusal
-    assert "at most 8" in answer.refusal
+    assert "does not fit: the nearest plan needs " in answer.refusal
+    assert "more on n" in answer.refusal
 
 
 def test_a_cluster_without_a_live_device_is_refused() -> None:

@@ -1,0 +1,145 @@
+"""`elasticd simulate`: a scenario on a virtual clock, with its timeline and its totals beside baselines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from elasticd.simulator.record import Outcome, Totals
+
+_COLORS = {"fault": "red", "slow": "yellow", "recovered": "yellow", "recorded": "green", "stopped": "red"}
+
+#: Characters of one event on the screen: a plan for a thousand devices is no sentence any more.
+_MOST_TEXT = 240
+
+
+@click.command()
+@click.argument("scenario", metavar="SCENARIO.toml")
+@click.option("--json", "as_json", is_flag=True, help="The whole outcome, for programs.")
+@click.option("--plot", "plot_to", metavar="FILE", help="Throughput over time as an SVG or PNG.")
+@click.option("--seed", type=click.IntRange(min=0), help="Instead of the scenario's own.")
+def simulate(scenario: str, as_json: bool, plot_to: str | None, seed: int | None) -> None:
+    """Run the real machines, detection and planner over a modelled cluster.
+
+    The same scenario and seed give the same timeline, to the byte. All speeds are simulated. Examples are in
+    examples/scenarios; docs/simulator.md says what a scenario can hold.
+    """
+    from elasticd.simulator.plot import CannotPlot, plot
+    from elasticd.simulator.run import simulate as play
+    from elasticd.simulator.scenario import ScenarioError, load
+
+    try:
+        given = load(scenario, seed)
+    except ScenarioError as error:
+        raise click.ClickException(str(error)) from None
+    with Console(stderr=True).status(f"simulating {given.name}") as status:  # silent where nobody looks
+        outcome = play(given, lambda part: status.update(f"simulating {given.name}: {part:.0%}"))
+    if as_json:
+        sys.stdout.write(outcome.to_json().decode() + "\n")
+    else:
+        show(outcome, Console(highlight=False))
+    if plot_to is not None:
+        try:
+            plot(outcome, Path(plot_to))
+        except CannotPlot as error:
+            raise click.ClickException(str(error)) from None
+    if outcome.stopped:
+        raise click.ClickException(f"the simulated job stopped: {outcome.stopped}")
+
+
+def show(outcome: Outcome, console: Console) -> None:
+    """For people: what happened, how fast each stretch was, and the totals."""
+    console.print(
+        Text.assemble(
+            (outcome.scenario, "bold"),
+            f": {outcome.model} on {outcome.devices} devices, seed {outcome.seed}",
+            ("   (simulated)", "dim"),
+        )
+    )
+    console.print(timeline(outcome))
+    console.print()
+    console.print(stretches(outcome))
+    console.print()
+    console.print(totals(outcome))
+    for run in outcome.totals:
+        for line in _costs(run):
+            console.print(Text(f"{run.name}: {line}", style="dim"))
+
+
+def _costs(run: Totals) -> Iterator[str]:
+    """What a run's figures include already."""
+    if run.switches:
+        times = f"{run.switches} time{'s' if run.switches > 1 else ''}"
+        moved = f", {run.bytes_moved / 1e9:.1f} GB moved" if run.bytes_moved else ""
+        lost = f", {run.lost_steps:.0f} steps done again" if run.lost_steps else ""
+        yield f"changed plans {times}, {run.pause_seconds:.1f} s of pauses{moved}{lost}"
+    if run.planning_seconds:
+        yield f"planned for {run.planning_seconds:.1f} s, beside training"
+    if run.note:
+        yield run.note
+
+
+def timeline(outcome: Outcome) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("seconds", justify="right")
+    table.add_column("step", justify="right")
+    table.add_column("what")
+    table.add_column("")
+    for event in outcome.timeline:
+        style = _COLORS.get(event.kind, "")
+        table.add_row(
+            f"{event.seconds:,.1f}",
+            str(event.step),
+            Text(event.kind, style=style),
+            Text(shorten(event.text, _MOST_TEXT, placeholder=" ...")),
+        )
+    return table
+
+
+def stretches(outcome: Outcome) -> Table:
+    """One line for the steps under one plan at the same speeds of devices."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for column in ("from step", "steps", "plan", "seconds a step", "bound", "above it", "tokens/s"):
+        table.add_column(column, justify="right")
+    for (plan, bound), group in groupby(outcome.stretches, key=lambda s: (s.plan, s.bound)):
+        run = list(group)
+        steps = sum(stretch.steps for stretch in run)
+        each = sum(stretch.stop - stretch.start for stretch in run) / steps
+        table.add_row(
+            str(run[0].first_step),
+            str(steps),
+            str(plan),
+            f"{each:.3f}",
+            f"{bound:.3f}",
+            f"{each / bound - 1:.1%}",
+            f"{outcome.tokens_per_step / each:,.0f}",
+        )
+    return table
+
+
+def totals(outcome: Outcome) -> Table:
+    """All runs of the scenario beside each other."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for column in ("seconds", "steps", "tokens/s", "of the bound"):
+        table.add_column(column, justify="right")
+    best = next((run.tokens_per_second for run in outcome.totals if run.name == "bound"), 0.0)
+    for run in outcome.totals:
+        table.add_row(
+            run.name,
+            f"{run.seconds:,.1f}",
+            f"{run.steps:,.0f}",
+            f"{run.tokens_per_second:,.0f}",
+            f"{run.tokens_per_second / best:.1%}" if best else "-",
+        )
+    return table

@@ -1,0 +1,152 @@
+"""The leading coordinator: IO around its real machine, on the in-memory store and the virtual clock.
+
+It has no lease keeper: the key's lease is long, and is revoked when the script lets the leader die.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elasticd_planner.problem import Problem
+
+from elasticd.coordinator.writer import operations, stored
+from elasticd.machines import coordinator
+from elasticd.machines.coordinator import State
+from elasticd.machines.job.effects import (
+    AgentDown,
+    AgentUp,
+    CancelPlan,
+    Effect,
+    Event,
+    Note,
+    Planned,
+    Received,
+    RequestPlan,
+    Send,
+    Tick,
+)
+from elasticd.machines.job.state import OVER, JobState, Phase, Settings
+from elasticd.messages import AgentHello, Down, ToLeader, Up, WorkerLost
+from elasticd.records import Keys
+from elasticd.simulator.engine import LATE, Due, Engine
+from elasticd.simulator.planning import Planner
+from elasticd.store.leader import campaign
+from elasticd.store.memory import MemoryServer, MemoryStore
+
+#: Seconds between looks at what has become due, while anything may.
+TICK = 0.5
+
+#: Longer than any scenario.
+_LEASE = 10 * 365 * 86_400
+
+
+class Leader:
+    """One time of leading, from winning the key to `die`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        server: MemoryServer,
+        keys: Keys,
+        settings: Settings,
+        planner: Planner,
+        *,
+        name: str,
+        send: Callable[[str, Down], None],
+        tell: Callable[[Note], None],
+    ) -> None:
+        self._engine, self._keys, self._planner = engine, keys, planner
+        self._send, self._tell = send, tell
+        self._store = MemoryStore(server)
+        self._leadership = campaign(self._store, keys.leader, name, name, _LEASE, patience=0.0, clock=engine)
+        jobs = stored(keys, self._store.snapshot(keys.jobs).items)
+        self.state: State = coordinator.takeover(self._leadership.term, jobs, settings, engine.now())
+        self.alive = True
+        self.planning_seconds = 0.0
+        self._asked: dict[str, Due] = {}
+        self._tick: Due | None = None
+        self._watch_time()
+
+    def job(self, name: str) -> JobState | None:
+        return self.state.jobs.get(name)
+
+    def idle(self, name: str) -> bool:
+        """Whether nothing is under way that further steps or time would bring to an end."""
+        job = self.job(name)
+        if not self.alive or job is None or job.phase is not Phase.RUNNING:
+            return False
+        learning = job.first_step is not None or bool(job.samples) or not (job.profile and job.profile.fitted)
+        waiting = job.settle_until is not None or job.not_before > self._engine.now()
+        return not (learning or waiting or job.asked is not None or job.decided is None)
+
+    def heard(self, node: str, message: ToLeader) -> None:
+        if isinstance(message, AgentHello):
+            self.apply(AgentUp(record=message.record))
+        elif isinstance(message, Up | WorkerLost):
+            self.apply(Received(node=node, message=message))
+
+    def lost(self, node: str) -> None:
+        self.apply(AgentDown(node=node))
+
+    def apply(self, event: Event) -> None:
+        if not self.alive:
+            return
+        self.state, effects = coordinator.step(self.state, event, self._engine.now())
+        for effect in effects:
+            self._execute(effect)
+        self._watch_time()
+
+    def die(self) -> None:
+        """Nothing it was doing goes on."""
+        self.alive = False
+        for due in self._asked.values():
+            due.cancel()
+
+    def expire(self) -> None:
+        """The lease of its key has run out."""
+        self._leadership.resign(self._store)
+
+    def _execute(self, effect: Effect) -> None:
+        if isinstance(effect, Note):
+            self._tell(effect)
+        elif isinstance(effect, Send):
+            self._send(effect.node, effect.message)
+        elif isinstance(effect, RequestPlan):
+            self._request(effect.job, effect.token, effect.problem)
+        elif isinstance(effect, CancelPlan):
+            self._cancel(effect.job)
+        else:
+            self._leadership.transact(self._store, (), operations(self._keys, effect))
+            for note in effect.notes:
+                self._tell(note)
+
+    def _request(self, job: str, token: int, problem: Problem) -> None:
+        self._cancel(job)
+        seconds = self._planner.seconds(problem)
+
+        def answered() -> None:
+            self.planning_seconds += seconds
+            self._asked.pop(job, None)
+            self.apply(Planned(job=job, token=token, answer=self._planner.answer(problem)))
+
+        self._asked[job] = self._engine.after(seconds, answered)
+
+    def _cancel(self, job: str) -> None:
+        due = self._asked.pop(job, None)
+        if due is not None:
+            due.cancel()
+
+    def _watch_time(self) -> None:
+        """A tick while some job waits for time to pass; the reports of running jobs are events enough."""
+        now = self._engine.now()
+        waits = any(
+            job.phase is not Phase.RUNNING or job.settle_until is not None or job.not_before > now
+            for job in self.state.jobs.values()
+            if job.phase not in OVER
+        )
+        if waits and self._tick is None and self.alive:
+            self._tick = self._engine.after(TICK, self._ticked, LATE)
+
+    def _ticked(self) -> None:
+        self._tick = None
+        self.apply(Tick())

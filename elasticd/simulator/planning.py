@@ -1,0 +1,29 @@
+"""The real planner, asked at a virtual time: answers are kept, and how long it takes is modelled."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.search import plan
+
+from elasticd.simulator.scenario import Times
+
+
+class Planner:
+    """Answers by problem, for all runs of one simulation."""
+
+    def __init__(self, times: Times) -> None:
+        self._times = times
+        self._answers: dict[str, Answer] = {}
+
+    def answer(self, problem: Problem) -> Answer:
+        key = hashlib.sha256(msgspec.json.encode(problem)).hexdigest()
+        if key not in self._answers:
+            self._answers[key] = plan(problem)
+        return self._answers[key]
+
+    def seconds(self, problem: Problem) -> float:
+        """How long this is taken to last: wall time would make every run another."""
+        return self._times.planning + self._times.planning_per_device * len(problem.cluster.devices)

@@ -1,0 +1,248 @@
+"""Planning problems as files: the shared format read and checked, and the answer written in it.
+
+A problem is one JSON object (cluster, model, batch, pins, rates; docs/planner.md has the keys). Every refusal
+names the key and the value. `solve.solve` plans it; `answer` is what `elasticd plan --json` prints.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from elasticd_planner.plan import Plan
+from elasticd_planner.value import Invalid, Value, refuse
+
+Objective = Literal["step", "steady"]
+
+
+class NodeEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node: how many devices, their memory in MiB, and their speed (1.0 normal, 0.5 half as fast)."""
+
+    name: str
+    devices: int
+    memory_mib: float
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name:
+            refuse(f"name {self.name!r} must not be empty and has no '/'")
+        positive("devices", self.devices)
+        positive("memory_mib", self.memory_mib)
+        positive("speed", self.speed)
+
+
+class ClusterEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The nodes."""
+
+    nodes: tuple[NodeEntry, ...]
+
+    def __post_init__(self) -> None:
+        names = [node.name for node in self.nodes]
+        if not names:
+            refuse("nodes is empty: a cluster has at least one node")
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            refuse(f"nodes: {twice[0]!r} is there twice")
+
+
+class MemoryEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """MiB of a stage on a full group: of a layer by stage (the last entry is the last stage's), of embedding or
+    head, and of every device; `reserve_mib` is left free."""
+
+    layer_mib_by_stage: tuple[float, ...]
+    embedding_mib: float = 0.0
+    fixed_mib: float = 0.0
+    reserve_mib: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.layer_mib_by_stage:
+            refuse("layer_mib_by_stage is empty: it has an entry for the last stage at least")
+        for size in self.layer_mib_by_stage:
+            positive("layer_mib_by_stage", size)
+        for name in ("embedding_mib", "fixed_mib", "reserve_mib"):
+            if not 0 <= getattr(self, name) < math.inf:
+                refuse(f"{name} {getattr(self, name)} must not be negative")
+
+
+class ModelEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Layers, and how many times longer one takes on a TP group of each size than on a full one."""
+
+    name: str
+    layers: int
+    tp_full: int
+    tp_slowdown: dict[int, float]
+    memory: MemoryEntry | None = None
+    uneven_shares: bool = False
+
+    def __post_init__(self) -> None:
+        positive("layers", self.layers)
+        positive("tp_full", self.tp_full)
+        if not self.tp_slowdown:
+            refuse("tp_slowdown is empty: it names the sizes that TP groups may have")
+        for size, slowdown in self.tp_slowdown.items():
+            positive("tp_slowdown", size)
+            positive(f"tp_slowdown.{size}", slowdown)
+
+
+class BatchEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Samples of a step and of a micro-batch. Without `micro_batch` it is 1: under this format's times, which
+    grow with the samples alone, no larger one is ever better."""
+
+    global_batch: int
+    micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        positive("global_batch", self.global_batch)
+        if self.micro_batch is not None:
+            positive("micro_batch", self.micro_batch)
+            if self.global_batch % self.micro_batch:
+                refuse(
+                    f"global_batch {self.global_batch} does not divide into micro-batches of {self.micro_batch}"
+                )
+
+    @property
+    def size(self) -> int:
+        return self.micro_batch or 1
+
+    @property
+    def micro_batches(self) -> int:
+        return self.global_batch // self.size
+
+
+class Pins(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is not searched: TP size on nodes of normal devices, number of pipelines."""
+
+    tp: int | None = None
+    dp: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dp"):
+            if getattr(self, name) is not None:
+                positive(name, getattr(self, name))
+
+
+class TableProblem(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole problem. Rates by device name; null is a dead device."""
+
+    cluster: ClusterEntry
+    model: ModelEntry
+    batch: BatchEntry
+    pins: Pins = Pins()
+    rates: dict[str, float | None] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sizes = sorted(self.model.tp_slowdown)
+        if self.pins.tp is not None and self.pins.tp not in sizes:
+            refuse(f"pins.tp {self.pins.tp} is none of the sizes in model.tp_slowdown: {sizes}")
+        if self.pins.dp is not None and self.pins.dp > self.batch.micro_batches:
+            refuse(
+                f"pins.dp {self.pins.dp} pipelines cannot share {self.batch.micro_batches} micro-batches: "
+                "each needs one at least"
+            )
+        names = {f"{node.name}/{i}" for node in self.cluster.nodes for i in range(node.devices)}
+        for name, rate in self.rates.items():
+            if name not in names:
+                refuse(f"rates: {name!r} is not a device of the cluster")
+            if rate is not None and not 0.1 <= rate < math.inf:
+                refuse(f"rates: {name} {rate} is how many times slower than normal (1.0 normal, null dead)")
+
+
+def positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        refuse(f"{name} {value} must be positive")
+
+
+def load(text: bytes | str) -> TableProblem:
+    """A problem from its JSON; raises `Invalid` with the key and the value that are wrong."""
+    try:
+        raw = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise Invalid(f"the problem is no JSON: {error}") from None
+    try:
+        return msgspec.convert(raw, type=TableProblem, strict=True, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise Invalid(f"the problem is wrong: {located(str(error), raw)}") from None
+
+
+def located(message: str, raw: Any) -> str:
+    """msgspec's message with the key before it and the value after it: "batch.global_batch: ..."."""
+    said, found, path = message.partition(" - at `$")
+    if not found:
+        return said
+    path = path.rstrip("`").lstrip(".")
+    value: Any = raw
+    for name, index in re.findall(r"([A-Za-z_][\w]*)|\[(\d+|\.\.\.)\]", path):
+        if index == "...":
+            return f"{path}: {said}"
+        try:
+            value = value[name] if name else value[int(index)]
+        except (KeyError, IndexError, TypeError):
+            return f"{path}: {said}"
+    if isinstance(value, dict | list):
+        return f"{path}: {said}"
+    return f"{path}: {said} ({value!r} given)"
+
+
+class Figures(Value, frozen=True, kw_only=True):
+    """In layer x micro-batch units: the plan by both objectives; of the chosen one a valid lower bound, how far
+    above it the plan is at most, and the yardstick healthy x N / sum(1 / x)."""
+
+    steady: float
+    step: float
+    bound: float
+    gap: float
+    ideal: float
+
+
+class Planned(Value, frozen=True, kw_only=True):
+    """A problem's plan with its figures and the reason; or the refusal."""
+
+    plan: Plan | None
+    figures: Figures | None = None
+    objective: Objective = "step"
+    reason: str = ""
+    refusal: str = ""
+    candidates: int = 0
+
+
+def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
+    """The answer as JSON values, as `elasticd plan --json` prints it. Refused problems have no answer."""
+    if planned.plan is None or planned.figures is None:
+        raise Invalid(planned.refusal)
+    plan = planned.plan
+    modules = [
+        {
+            "module": module.module,
+            "pipelines": [
+                {
+                    "micro_batches": pipeline.micro_batches,
+                    "stages": [
+                        {
+                            "devices": list(stage.devices),
+                            "shares": [stage.fraction(i) for i in range(len(stage.devices))],
+                            "layers": [stage.start, stage.stop],
+                        }
+                        for stage in pipeline.stages
+                    ],
+                }
+                for pipeline in module.pipelines
+            ],
+        }
+        for module in plan.modules
+    ]
+    return {
+        "figures": msgspec.to_builtins(planned.figures),
+        "plan": {
+            "modules": modules,
+            "idle": list(plan.idle),
+            "micro_batch": plan.micro_batch,
+            "global_batch": plan.global_batch,
+            "digest": plan.digest,
+        },
+        "objective": planned.objective,
+        "planning_seconds": planning_seconds,
+        "reason": planned.reason,
+    }

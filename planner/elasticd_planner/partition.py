@@ -1,0 +1,76 @@
+"""Groups into pipelines so that they take the most micro-batches: exact over counts of equal groups.
+
+`f_d[k]` is the most that d pipelines take from at most `k` groups of each type: f_1 is the best single pipeline
+inside k, f_{a+b}[k] = max over j <= k of f_a[j] + f_b[k - j]. Halving d needs about log2 of it. Of the whole
+only the one entry at the end is needed, so that two pipelines cost one addition.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from elasticd_planner.assign import Ints
+from elasticd_planner.shapes import NEVER
+
+Counts = tuple[int, ...]
+
+
+class Partition:
+    """`single`: micro-batches of one pipeline by counts, NEVER where it is none."""
+
+    def __init__(self, single: Ints) -> None:
+        self.single = single
+        self.full: Counts = tuple(n - 1 for n in single.shape)
+        within = single
+        for axis in range(single.ndim):
+            within = np.maximum.accumulate(within, axis=axis)
+        self._best: dict[int, Ints] = {1: within}
+
+    def most(self, pipelines: int) -> int:
+        """Micro-batches that `pipelines` pipelines take, negative where there are no so many."""
+        if pipelines == 1:
+            return int(self._best[1][self.full])
+        half = pipelines // 2
+        return int(self._joined(half, pipelines - half, self.full).max())
+
+    def split(self, pipelines: int, within: Counts | None = None) -> list[Counts]:
+        """The counts of each pipeline of a best split."""
+        bound = self.full if within is None else within
+        if pipelines == 1:
+            inside = self.single[tuple(slice(0, n + 1) for n in bound)]
+            where = np.unravel_index(int(inside.argmax()), inside.shape)
+            return [tuple(int(i) for i in where)]
+        half = pipelines // 2
+        sums = self._joined(half, pipelines - half, bound)
+        where = np.unravel_index(int(sums.argmax()), sums.shape)
+        first = tuple(int(i) for i in where)
+        rest = tuple(n - i for n, i in zip(bound, first, strict=True))
+        return self.split(half, first) + self.split(pipelines - half, rest)
+
+    def _joined(self, a: int, b: int, bound: Counts) -> Ints:
+        """f_a[j] + f_b[bound - j] for all j."""
+        inside = tuple(slice(0, n + 1) for n in bound)
+        return self._table(a)[inside] + np.flip(self._table(b)[inside])
+
+    def _table(self, pipelines: int) -> Ints:
+        if pipelines not in self._best:
+            half = pipelines // 2
+            self._best[pipelines] = self._convolved(self._table(half), self._table(pipelines - half))
+        return self._best[pipelines]
+
+    def _convolved(self, a: Ints, b: Ints) -> Ints:
+        """max over j of a[j] + b[k - j]; only j at which `a` grows count."""
+        grows = a > NEVER // 2
+        for axis in range(a.ndim):
+            before = np.full_like(a, NEVER)
+            target = [slice(None)] * a.ndim
+            source = [slice(None)] * a.ndim
+            target[axis], source[axis] = slice(1, None), slice(0, -1)
+            before[tuple(target)] = a[tuple(source)]
+            grows &= a > before
+        found = np.full_like(a, 2 * NEVER)
+        for where in np.argwhere(grows):
+            to = tuple(slice(int(i), None) for i in where)
+            of = tuple(slice(0, n - int(i)) for i, n in zip(where, a.shape, strict=True))
+            np.maximum(found[to], a[tuple(where)] + b[of], out=found[to])
+        return found

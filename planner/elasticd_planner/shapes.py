@@ -1,0 +1,220 @@
+"""All pipelines that a set of TP groups can form, at once: arrays over counts of equal groups.
+
+A pipeline is a vector of counts by type of group, its stages in a canonical order of types or two. For a cap o
+on a stage's seconds every stage may have floor((o - fixed) / block) layers, or what its memory at that position
+allows; the layers go to the cheapest stages first. So each pipeline has a few lines (o, S): it takes m
+micro-batches in (m - 1) o + S. The caps tried are those at which some stage gains a layer, just above the
+real-valued optimum, and coarser ones far above it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elasticd_planner.assign import EQUAL, Floats, Ints
+
+#: Caps tried: so many values of each type from the real-valued optimum on, and multiples of that optimum.
+VALUES = 3
+MULTIPLES = (1.08, 1.2, 1.35, 1.6, 2.0, 2.6, 3.5, 5.0)
+
+#: Lines kept of a pipeline.
+LINES = 6
+
+#: What counts as impossible, in micro-batches: far below what sums of real pipelines can make up for.
+NEVER = -(10**9)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """A type of group: seconds of a block, of embed and head, and the most layers that its memory holds by
+    position from the end (0: the last stage), of a stage that is not the first and of one that is."""
+
+    block: float
+    embed: float
+    head: float
+    most: tuple[int, ...]
+    most_first: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """What pipelines have in common. hop: seconds between two stages. deep: a pipeline has at least as many
+    micro-batches as stages. most: the micro-batches of the whole step."""
+
+    layers: int
+    hop: float
+    steady: bool
+    deep: bool
+    most: int
+
+
+Order = tuple[int, ...]
+
+
+def orders(columns: Sequence[Column]) -> list[Order]:
+    """Orders of stages, by column: those with the most memory for their load come first, or those that are
+    slowest. Which is better where memory binds depends on how floors fall; both have slow groups first."""
+    middle = [column.most[min(2, len(column.most) - 1)] for column in columns]
+    indices = range(len(columns))
+    by_load = sorted(indices, key=lambda i: (-columns[i].block * middle[i], -columns[i].block, i))
+    by_block = sorted(indices, key=lambda i: (-columns[i].block, i))
+    return [tuple(by_load)] if by_load == by_block else [tuple(by_load), tuple(by_block)]
+
+
+class Shapes:
+    """The lines of every pipeline of at most `counts` groups of each column."""
+
+    def __init__(self, columns: Sequence[Column], counts: Sequence[int], rules: Rules) -> None:
+        self.orders = orders(columns)
+        self.columns, self.counts, self.rules = tuple(columns), tuple(counts), rules
+        self.dims = tuple(count + 1 for count in counts)
+        grid = np.indices(self.dims).reshape(len(self.dims), -1)
+        self.grid: Ints = grid.astype(np.int64)
+        self.depth: Ints = self.grid.sum(axis=0)
+        self.binding = False
+        self.rows = np.flatnonzero((self.depth >= 1) & (self.depth <= rules.layers))
+        caps, sums = self._lines(self.orders[0])
+        if self.binding:
+            for order in self.orders[1:]:
+                more = self._lines(order)
+                caps = np.concatenate([caps, more[0]], axis=1)
+                sums = np.concatenate([sums, more[1]], axis=1)
+        self.caps, self.sums = _useful(caps, sums, 1 if rules.steady else LINES)
+
+    def _lines(self, order: Order) -> tuple[Floats, Floats]:
+        """(o, S) by pipeline (row) and cap tried, stages in this order; inf where impossible."""
+        rows, rules = self.rows, self.rules
+        have = self.grid[:, rows]
+        caps = self._candidates(have)
+        limits = [self._room(have, order, index, caps) for index in range(len(self.columns))]
+        total = np.zeros_like(caps)
+        possible = np.ones(caps.shape, dtype=bool)
+        for index, room in enumerate(limits):
+            total += room
+            possible &= room >= have[index][:, None]
+        possible &= total >= rules.layers
+        left = np.broadcast_to((rules.layers - self.depth[rows])[:, None], caps.shape).astype(np.float64)
+        sums = self._fixed(have, order)[:, None] + np.zeros_like(caps)
+        for index in sorted(range(len(self.columns)), key=lambda i: self.columns[i].block):
+            base = have[index][:, None]
+            more = np.minimum(np.maximum(limits[index] - base, 0), left)
+            left = left - more
+            sums += (more + base) * self.columns[index].block
+        return np.where(possible, caps, np.inf), np.where(possible, sums, np.inf)
+
+    def _candidates(self, have: Ints) -> Floats:
+        """Caps to try: stages gain a layer there; coarser ones far above, where memory binds."""
+        rules = self.rules
+        inverse = np.array([1 / column.block for column in self.columns])
+        least = rules.layers / (inverse @ have)
+        parts = []
+        for index, column in enumerate(self.columns):
+            first = np.ceil(least / column.block * (1 - EQUAL))
+            values = (first[:, None] + np.arange(VALUES)) * column.block
+            away = np.where(have[index] > 0, 0.0, np.inf)[:, None]
+            parts.append(values + rules.hop + away)
+            for fixed in {column.embed + rules.hop, column.head} - {rules.hop}:
+                parts.append(values[:, :2] + fixed + away)
+        parts.append(least[:, None] * np.array(MULTIPLES) + rules.hop)
+        return np.concatenate(parts, axis=1)
+
+    def _room(self, have: Ints, order: Order, index: int, caps: Floats) -> Floats:
+        """Layers that the stages of one column may have in all under each cap."""
+        column, rules = self.columns[index], self.rules
+        count = have[index]
+        at = order.index(index)
+        behind = have[list(order[at + 1 :])].sum(axis=0)  # their positions from the end start here
+        before = have[list(order[:at])].sum(axis=0)
+        finite = np.where(np.isfinite(caps), caps, 0.0)
+        each = np.floor((finite - rules.hop) / column.block * (1 + EQUAL))
+        each = np.clip(each, 0, rules.layers)
+        most = np.array(column.most)
+        deepest = int((behind + count).max(initial=0))
+        if int(each.max(initial=0)) <= int(most[: max(1, deepest)].min()):
+            room = count[:, None] * each
+        else:
+            near = each[:, : VALUES * len(self.columns)]
+            self.binding |= bool((near > most[: max(1, deepest)].min()).any())
+            room = self._table(index, int(count.max(initial=0)), deepest)[
+                each.astype(np.int64), np.minimum(behind, deepest)[:, None], count[:, None]
+            ].astype(np.float64)
+        first = (count > 0) & (before == 0)
+        last = (count > 0) & (behind == 0)
+        top = np.maximum(behind + count - 1, 0)
+        fixed_first = column.embed + np.where(top == 0, column.head, rules.hop)
+        own = np.clip(np.floor((finite - fixed_first[:, None]) / column.block * (1 + EQUAL)), 0, rules.layers)
+        own = np.minimum(own, np.array(column.most_first)[top][:, None])
+        room = room + np.where(first[:, None], own - np.minimum(each, most[top][:, None]), 0.0)
+        if column.head != rules.hop:
+            tail = np.floor((finite - column.head) / column.block * (1 + EQUAL))
+            tail = np.minimum(np.clip(tail, 0, rules.layers), most[0])
+            other = last & ~(first & (top == 0))
+            room = room + np.where(other[:, None], tail - np.minimum(each, most[0]), 0.0)
+        none = np.concatenate([[0], np.cumsum(most < 1)])
+        if none[-1]:
+            # Of a first stage the table for first stages counts, the others must each hold a layer.
+            start, stop = behind, np.maximum(behind + count - first, behind)
+            blocked = none[stop] > none[start]
+            blocked |= first & (np.array(column.most_first)[top] < 1)
+            room = np.where(blocked[:, None], -1.0, room)
+        return np.where((count > 0)[:, None], room, 0.0)
+
+    def _table(self, index: int, count: int, deepest: int) -> Ints:
+        """[layers under the cap, stages behind, how many] -> the sum of min(layers, memory by position)."""
+        most = np.array(self.columns[index].most)
+        layers = np.arange(self.rules.layers + 1)
+        positions = np.minimum(np.arange(deepest + 1)[:, None] + np.arange(count), len(most) - 1)
+        each = np.minimum(layers[:, None, None], most[positions][None])
+        table = np.zeros((len(layers), deepest + 1, count + 1), dtype=np.int64)
+        np.cumsum(each, axis=2, out=table[:, :, 1:])
+        return table
+
+    def _fixed(self, have: Ints, order: Order) -> Floats:
+        """Seconds besides blocks: embed of the first stage, head of the last, hops between."""
+        ordered = list(order)
+        used = have[ordered] > 0
+        first = used.argmax(axis=0)
+        last = len(self.columns) - 1 - used[::-1].argmax(axis=0)
+        embed = np.array([column.embed for column in self.columns])[ordered]
+        head = np.array([column.head for column in self.columns])[ordered]
+        return np.asarray(embed[first] + head[last] + self.rules.hop * (have.sum(axis=0) - 1), dtype=np.float64)
+
+    def micro_batches(self, limit: float) -> Ints:
+        """By counts (one axis a column): how many micro-batches the pipeline does within `limit`; NEVER where
+        it does not do the least that it must."""
+        rules = self.rules
+        with np.errstate(invalid="ignore"):
+            if rules.steady:
+                done = np.floor(limit * (1 + EQUAL) / self.caps)
+            else:
+                done = np.floor((limit * (1 + EQUAL) - self.sums) / self.caps) + 1
+        best = np.nan_to_num(done, nan=NEVER, neginf=NEVER).max(axis=1, initial=NEVER)
+        least = self.depth[self.rows] if rules.deep else 1
+        found = np.full(self.grid.shape[1], NEVER, dtype=np.int64)
+        found[self.rows] = np.where(best >= least, np.minimum(best, rules.most), NEVER)
+        return found.reshape(self.dims)
+
+
+def _useful(caps: Floats, sums: Floats, most: int) -> tuple[Floats, Floats]:
+    """Of each row the lines that are best for some number of micro-batches: a larger cap must pay by a
+    smaller sum. At most `most`, those of the smallest caps."""
+    order = np.argsort(caps, axis=1, kind="stable")
+    caps, sums = np.take_along_axis(caps, order, axis=1), np.take_along_axis(sums, order, axis=1)
+    before = np.minimum.accumulate(sums, axis=1)
+    better = np.isfinite(caps)
+    better[:, 1:] &= sums[:, 1:] < before[:, :-1] * (1 - EQUAL)
+    rank = np.cumsum(better, axis=1) - 1
+    kept_caps = np.full((len(caps), most), np.inf)
+    kept_sums = np.full((len(caps), most), np.inf)
+    rows, columns = np.nonzero(better & (rank < most))
+    kept_caps[rows, rank[rows, columns]] = caps[rows, columns]
+    kept_sums[rows, rank[rows, columns]] = sums[rows, columns]
+    return kept_caps, kept_sums
+
+
+def size(counts: Sequence[int]) -> int:
+    return math.prod(count + 1 for count in counts)

@@ -1,0 +1,208 @@
+"""Problems of the shared format planned: every plan enumerated up to eight devices, searched beyond."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
+from elasticd_planner.cluster import Cluster, Device, Node
+from elasticd_planner.cost import memory_by_device, pipeline_seconds, stage_seconds
+from elasticd_planner.describe import describe
+from elasticd_planner.exact import Combination, Exact, Pins
+from elasticd_planner.finish import Finisher
+from elasticd_planner.formats import Figures, Objective, Planned, TableProblem
+from elasticd_planner.placement import strategy
+from elasticd_planner.plan import Pipeline, Plan, Prediction, Stage
+from elasticd_planner.table import MIB, TableCost
+from elasticd_planner.task import Task
+from elasticd_planner.tight import explain
+from elasticd_planner.wide import Wide
+
+#: So many micro-batches that nothing but the slowest stage counts.
+MANY = 10**6
+
+#: The most devices for which every plan is enumerated.
+EXACT_DEVICES = 8
+
+
+def cluster_of(problem: TableProblem) -> Cluster:
+    return Cluster(
+        nodes=tuple(
+            Node(
+                name=node.name,
+                devices=tuple(
+                    Device(name=f"{node.name}/{i}", memory=math.floor(node.memory_mib * MIB))
+                    for i in range(node.devices)
+                ),
+            )
+            for node in problem.cluster.nodes
+        )
+    )
+
+
+def rates_of(problem: TableProblem) -> dict[str, float]:
+    """Effective rates: how slow a device is, over how fast its node is."""
+    found = {}
+    for node in problem.cluster.nodes:
+        for i in range(node.devices):
+            rate = problem.rates.get(f"{node.name}/{i}", 1.0)
+            known = math.inf if rate is None else rate / node.speed
+            if known != 1.0:
+                found[f"{node.name}/{i}"] = known
+    return found
+
+
+def cost_of(problem: TableProblem) -> TableCost:
+    model, memory = problem.model, problem.model.memory
+    return TableCost(
+        layers=model.layers,
+        slowdown=tuple(sorted(model.tp_slowdown.items())),
+        full=model.tp_full,
+        uneven=model.uneven_shares,
+        layer_bytes=tuple(size * MIB for size in memory.layer_mib_by_stage) if memory else (0.0,),
+        embedding=memory.embedding_mib * MIB if memory else 0.0,
+        fixed=memory.fixed_mib * MIB if memory else 0.0,
+        reserve=memory.reserve_mib * MIB if memory else 0.0,
+    )
+
+
+def task_of(problem: TableProblem, objective: Objective = "step") -> Task:
+    return Task(
+        cluster=cluster_of(problem),
+        rates=rates_of(problem),
+        cost=cost_of(problem),
+        layers=problem.model.layers,
+        micro_batches=problem.batch.micro_batches,
+        steady=objective == "steady",
+        deep=True,
+        tp=problem.pins.tp,
+        dp=problem.pins.dp,
+    )
+
+
+def solve(
+    problem: TableProblem,
+    objective: Objective = "step",
+    *,
+    number: int = 0,
+    ideal: bool = True,
+    like: Plan | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> Planned:
+    """The best plan found, or the reason why there is none. `ideal`: whether the healthy problem is planned
+    too, for the yardstick (NaN where it is not). `like`: the plan before a rate moved: plans with as many
+    pipelines and groups of the same size are tried first, and no others where there is one."""
+    task = task_of(problem, objective)
+    wide = Wide(task, stop)
+    pipelines, candidates, proved = _pipelines(task, wide, like)
+    if pipelines is None:
+        return Planned(plan=None, objective=objective, refusal=explain(task), candidates=candidates)
+    used = {device for pipeline in pipelines for stage in pipeline.stages for device in stage.devices}
+    made = Plan(
+        number=number,
+        strategies=(strategy(pipelines, "model"),),
+        micro_batch=problem.batch.size,
+        global_batch=problem.batch.global_batch,
+        idle=tuple(d.name for d in task.cluster.devices if d.name not in used),
+    )
+    steady, step = figures(made, task)
+    value = steady if objective == "steady" else step
+    bound = value if proved else min(wide.lower(), value)
+    reason = describe(made, task.rates)
+    made = made.replace(
+        prediction=Prediction(
+            step_seconds=value, bound_seconds=bound, memory=memory_by_device(made, task.cost)
+        ),
+        reason=reason,
+    )
+    return Planned(
+        plan=made,
+        figures=Figures(
+            steady=steady,
+            step=step,
+            bound=bound,
+            gap=value / bound - 1 if bound else 0.0,
+            ideal=_ideal(problem, objective, value) if ideal else math.nan,
+        ),
+        objective=objective,
+        reason=reason,
+        candidates=candidates,
+    )
+
+
+def _pipelines(task: Task, wide: Wide, like: Plan | None) -> tuple[tuple[Pipeline, ...] | None, int, bool]:
+    """The pipelines, what was looked at, and whether they are the best of all: up to EXACT_DEVICES devices
+    every plan is enumerated."""
+    if sum(kind.devices * len(kind.nodes) for kind in wide.kinds) <= EXACT_DEVICES and not _joined(task):
+        exact = Exact(
+            task.cluster,
+            task.rates,
+            task.cost,
+            layers=task.layers,
+            micro_batches=task.micro_batches,
+            pins=Pins(tp=task.tp, dp=task.dp, deep=task.deep, steady=task.steady),
+        )
+        best = next(iter(exact.run()), None)
+        found = named(exact, best) if best is not None else None
+        return found, exact.candidates, not task.cost.uneven if isinstance(task.cost, TableCost) else False
+    searched = wide.run(_form(like) if like is not None else None)
+    if searched is None:
+        return None, wide.candidates, False
+    return Finisher(task).pipelines(searched.pipelines), wide.candidates, False
+
+
+def _form(plan: Plan) -> tuple[int, int]:
+    """How many pipelines a plan has, and the size of most of its devices' groups."""
+    pipelines = plan.modules[0].pipelines
+    sizes = Counter(len(stage.devices) for p in pipelines for stage in p.stages for _ in stage.devices)
+    return len(pipelines), sizes.most_common(1)[0][0]
+
+
+def _joined(task: Task) -> bool:
+    """Whether groups must cross nodes."""
+    widest = max((len(node.devices) for node in task.cluster.nodes), default=0)
+    return not task.cost.widths(widest)
+
+
+def named(exact: Exact, combination: Combination) -> tuple[Pipeline, ...]:
+    """The pipelines of a combination with devices taken in order."""
+    free = [list(alike.devices) for alike in exact.alike]
+    made = []
+    for part, m in zip(combination.parts, combination.micro_batches, strict=True):
+        shape = min(exact.shapes[part], key=lambda shape: float(shape.seconds[m - 1]))
+        # The steady figure asks for the least slowest stage, as very many micro-batches would.
+        layers_of = shape.layers(exact.layers, MANY if exact.pins.steady else m)
+        stages = []
+        start = 0
+        for group, layers in zip(shape.groups, layers_of, strict=True):
+            devices = tuple(free[index].pop(0) for index, _ in group.members)
+            stages.append(Stage(start=start, stop=start + layers, devices=devices, shares=group.shares))
+            start += layers
+        made.append(Pipeline(stages=tuple(stages), micro_batches=m))
+    return tuple(made)
+
+
+def figures(plan: Plan, task: Task) -> tuple[float, float]:
+    """(steady, step) of a plan, in units of a micro-batch."""
+    steady = step = 0.0
+    for pipeline in plan.modules[0].pipelines:
+        stages = stage_seconds(pipeline, task.cluster, task.rates, task.cost)
+        steady = max(steady, pipeline.micro_batches * max(stages))
+        step = max(step, pipeline_seconds(stages, pipeline.micro_batches))
+    return steady, step
+
+
+def _ideal(problem: TableProblem, objective: Objective, value: float) -> float:
+    """Healthy x N / sum(1 / x); dead devices have no speed."""
+    rates = [problem.rates.get(f"{n.name}/{i}", 1.0) for n in problem.cluster.nodes for i in range(n.devices)]
+    speed = sum(1 / rate for rate in rates if rate is not None)
+    if not problem.rates or not speed:
+        return value
+    healthy = solve(msgspec.structs.replace(problem, rates={}), objective, ideal=False)
+    if healthy.figures is None:
+        return math.nan
+    base = healthy.figures.steady if objective == "steady" else healthy.figures.step
+    return base * len(rates) / speed

@@ -1,0 +1,50 @@
+"""What the search is given, and what it hands to those who finish its plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticd_planner.cluster import Cluster, Rates
+from elasticd_planner.cost import CostModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be planned, in the terms of the search. tp: size of groups on nodes of normal devices (None:
+    searched); dp: number of pipelines (None: searched). deep: as many micro-batches as stages at least."""
+
+    cluster: Cluster
+    rates: Rates
+    cost: CostModel
+    layers: int
+    micro_batches: int
+    steady: bool = False
+    deep: bool = False
+    tp: int | None = None
+    dp: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """A TP group with names: devices and their shares, in the order of the plan."""
+
+    devices: tuple[str, ...]
+    shares: tuple[int, ...]
+    memory: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chained:
+    """A pipeline: its groups in order, and its micro-batches."""
+
+    groups: tuple[Group, ...]
+    micro_batches: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The pipelines, the seconds that the search gives them, combinations looked at."""
+
+    pipelines: tuple[Chained, ...]
+    seconds: float
+    candidates: int

@@ -1,0 +1,253 @@
+"""The search at any scale: how many pipelines, which size of groups, and the least time in which they do it.
+
+For each number of pipelines the bound says what it can reach. The most promising is tried first, and a number
+that cannot beat the best plan so far is not tried at all. `pooled` finds the best plan of one number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from elasticd_planner.bound import Choices, least
+from elasticd_planner.division import Division, divider, kinds
+from elasticd_planner.pool import Columns, Pool
+from elasticd_planner.pooled import CLOSE, EVER, Pooled
+from elasticd_planner.shapes import Rules
+from elasticd_planner.task import Found, Task
+
+#: Numbers of pipelines that are all tried; of more, the most promising with their sizes.
+FEW_NUMBERS, TRIED = 12, 6
+
+#: So many attempts are made thoroughly at once.
+FEW_ATTEMPTS = 2
+
+#: Combinations looked at of one pool in an attempt: thorough, brief, with mixed sizes.
+BUDGET_ALONE, BUDGET_BRIEF, BUDGET_MIXED = 60, 12, 20
+
+#: (bound, number of pipelines, size of groups on normal nodes)
+Attempt = tuple[float, int, int | None]
+
+#: Positions and widths looked at for the least memory of a layer; those beyond need no less.
+DEEPEST = 64
+
+
+class Wide:
+    """One search. `stop` is asked between combinations' evaluations whether to end with what there is."""
+
+    def __init__(self, task: Task, stop: Callable[[], bool] | None = None) -> None:
+        self.task, self.stop = task, stop or (lambda: False)
+        self.kinds = kinds(task.cluster, task.rates, task.cost)
+        self.rules = Rules(
+            layers=task.layers,
+            hop=task.cost.boundary(task.cluster.between),
+            steady=task.steady,
+            deep=task.deep,
+            most=task.micro_batches,
+        )
+        self.devices = sum(kind.devices * len(kind.nodes) for kind in self.kinds)
+        self.divider = divider(task.cost, task.cluster.inside)
+        self.candidates = 0
+        self._best: Found | None = None
+        self._size: int | None = None
+        self._known: dict[int | None, list[tuple[Choices, int]]] = {}
+
+    # The bound.
+
+    def bound(self, pipelines: int, size: int | None) -> float:
+        """Seconds that no plan of so many pipelines can beat, besides what comes after them."""
+        task = self.task
+        return least(self._choices(size), task.layers, task.micro_batches, pipelines, steady=task.steady)
+
+    def _choices(self, size: int | None) -> list[tuple[Choices, int]]:
+        """What `bound.least` reads: (A_k, k) of each kind and its nodes; with groups of normal devices of
+        this size, if one is given."""
+        if size not in self._known:
+            self._known[size] = [
+                (self.divider.choices(kind, size=size), len(kind.nodes)) for kind in self.kinds
+            ]
+        return self._known[size]
+
+    def lower(self) -> float:
+        """Seconds that no plan can beat."""
+        numbers = self._numbers(every=True)
+        if len(numbers) <= FEW_NUMBERS:
+            return min((self._reach(d, self.task.tp) for d in numbers), default=math.inf)
+        # More pipelines never raise the bound, what comes after them may.
+        return self.bound(numbers[-1], self.task.tp) + min(map(self._least_after, numbers))
+
+    def _reach(self, pipelines: int, size: int | None) -> float:
+        """The bound of so many pipelines, what comes after them included."""
+        return self.bound(pipelines, size) + self._least_after(pipelines)
+
+    def _least_after(self, pipelines: int) -> float:
+        """What comes after so many pipelines takes least over the quicker link, the smallest of them having
+        its part of the devices."""
+        task = self.task
+        fewest = max(1, self.devices // pipelines)
+        links = (task.cluster.inside, task.cluster.between)
+        return min(task.cost.after(pipelines, fewest, link) for link in links)
+
+    def _numbers(self, *, every: bool = False) -> list[int]:
+        """Numbers of pipelines: the one pinned, or those that devices, memory and batch allow."""
+        task = self.task
+        if task.dp is not None:
+            return [task.dp]
+        most = min(self._most_pipelines(), task.micro_batches)
+        if every:
+            return list(range(1, most + 1))
+        if most <= FEW_NUMBERS:
+            return list(range(1, most + 1))
+        nodes = sum(len(kind.nodes) for kind in self.kinds)
+        slow = sum(len(kind.nodes) for kind in self.kinds if not kind.normal)
+        widest = max(kind.devices for kind in self.kinds)
+        found = {most}
+        for whole in (nodes, nodes - slow // 2, nodes - slow):
+            found |= {whole // k for k in range(1, 9)}
+            found |= {whole * k for k in range(2, widest + 1)}
+        return sorted(d for d in found if 1 <= d <= most)
+
+    def _most_pipelines(self) -> int:
+        """By memory: one pipeline holds all layers, each at no less than its least bytes in any stage."""
+        task = self.task
+        layer, empty = math.inf, math.inf
+        deepest = min(task.layers, self.devices, DEEPEST)
+        for width in task.cost.widths(min(self.devices, DEEPEST)):
+            shares = task.cost.shares((1.0,) * width)[0]
+            for in_flight in range(1, deepest + 1):
+                none, one = (
+                    task.cost.memory(n, shares, 0, first=False, last=False, in_flight=in_flight) for n in (0, 1)
+                )
+                layer, empty = min(layer, (one - none) * width), min(empty, none)
+        room = sum(
+            max(0.0, memory - empty) * number * len(kind.nodes)
+            for kind in self.kinds
+            for _, memory, number in kind.classes
+        )
+        if layer <= 0:
+            return self.devices
+        return max(1, min(self.devices, math.floor(room / (layer * task.layers))))
+
+    # The search.
+
+    def run(self, like: tuple[int, int | None] | None = None) -> Found | None:
+        """The best plan found; None where nothing fits. Few attempts (as with pins) are made thoroughly. Of
+        many each is made briefly, then those like the best thoroughly, then mixtures of sizes. `like`: the
+        number of pipelines and the size of groups of a plan known to be good; where some plan is like it, no
+        others are tried."""
+        sizes = self._sizes()
+        if like is not None:
+            self._try([(0.0, like[0], self.task.tp or like[1])], BUDGET_BRIEF)
+            if self._best is not None:
+                return self._answer()
+        attempts = self._attempts(sizes)
+        if len(attempts) <= FEW_ATTEMPTS:
+            self._try(attempts, BUDGET_ALONE)
+        else:
+            self._try(attempts, BUDGET_BRIEF)
+            self._try(self._like_best([self._size, sizes[-1]]), BUDGET_ALONE)
+        if self.task.tp is None and sizes != [None]:
+            self._try(self._like_best([None]), BUDGET_MIXED)
+        return self._answer()
+
+    def _answer(self) -> Found | None:
+        best = self._best
+        if best is None:
+            return None
+        return Found(pipelines=best.pipelines, seconds=best.seconds, candidates=self.candidates)
+
+    def _try(self, attempts: Sequence[Attempt], budget: int) -> None:
+        """Makes attempts in order, but for those that cannot beat the best plan so far."""
+        for reach, pipelines, size in attempts:
+            best = self._best
+            if best is not None and self.stop():
+                return
+            if best is not None and reach >= best.seconds * (1 - CLOSE):
+                continue
+            found = self._with(pipelines, size, best.seconds if best is not None else math.inf, budget)
+            if found is not None and (best is None or found.seconds < best.seconds):
+                self._best, self._size = found, size
+
+    def _like_best(self, sizes: Sequence[int | None]) -> list[Attempt]:
+        """Attempts with as many pipelines as the best plan has."""
+        if self._best is None:
+            return []
+        number = len(self._best.pipelines)
+        return [(self._reach(number, size), number, size) for size in dict.fromkeys(sizes)]
+
+    def _attempts(self, sizes: Sequence[int | None]) -> list[Attempt]:
+        """What to try, in order: by the bound; where there are many numbers of pipelines, those that promise
+        most by what normal nodes alone would do."""
+        numbers = self._numbers()
+        listed = [(self._reach(d, size), d, size) for d in numbers for size in sizes]
+        listed.sort(key=lambda entry: (entry[0], entry[1], entry[2] or 0))
+        if len(numbers) <= FEW_NUMBERS:
+            return listed
+        hopes = [(self._hope(d, size), reach, d, size) for reach, d, size in listed]
+        hopes.sort(key=lambda entry: (entry[0], entry[1], entry[2], entry[3] or 0))
+        promising = [entry for entry in hopes if math.isfinite(entry[0])] or hopes
+        return [(reach, d, size) for _, reach, d, size in promising[:TRIED]]
+
+    def _hope(self, pipelines: int, size: int | None) -> float:
+        """Seconds in which normal nodes alone would do their part in so many pipelines."""
+        task = self.task
+        normal = [kind for kind in self.kinds if kind.normal] or list(self.kinds)
+        kind = max(normal, key=lambda kind: len(kind.nodes))
+        nodes = sum(len(kind.nodes) for kind in self.kinds)
+        pools, part = (1, max(1, pipelines // nodes)) if pipelines > nodes else (2 * nodes // pipelines, 2)
+        low = self.bound(pipelines, size)
+        divisions = self.divider.divisions(kind, low / task.layers, steady=task.steady, size=size)
+        if not divisions:
+            return math.inf
+        columns = Columns(task.cost, self.rules, pools * len(divisions[0].types))
+        pool = Pool([(kind, divisions[:1], pools)], part, columns, low / task.layers)
+        need = -(-task.micro_batches * part // pipelines)
+        high = low * EVER
+        if not pool.listed(0) or not pool.able(0, high, need):
+            return math.inf
+        while high > low * 1.005:
+            middle = min((low + high) / 2, low * 1.5)
+            low, high = (low, middle) if pool.able(0, middle, need) else (middle, high)
+        return high + self._after(pipelines)
+
+    def _after(self, pipelines: int) -> float:
+        """Seconds after the pipelines, where they are alike."""
+        task = self.task
+        nodes = sum(len(kind.nodes) for kind in self.kinds)
+        link = task.cluster.between if nodes > 1 else task.cluster.inside
+        return task.cost.after(pipelines, max(1, self.devices // pipelines), link)
+
+    def _sizes(self) -> list[int | None]:
+        """Sizes of groups on normal nodes; None where there are no such nodes."""
+        if self.task.tp is not None:
+            return [self.task.tp]
+        normal = [kind.devices for kind in self.kinds if kind.normal]
+        return list(self.task.cost.widths(max(normal))) if normal else [None]
+
+    def _with(self, pipelines: int, size: int | None, known: float, budget: int) -> Found | None:
+        """The best plan of so many pipelines, if it beats `known` seconds."""
+        task = self.task
+        low = self.bound(pipelines, size)
+        if not math.isfinite(low) or low <= 0:
+            return None
+        time = low / task.layers
+        after = self._after(pipelines)
+        divisions: list[Sequence[Division]] = []
+        for kind in self.kinds:
+            listed = self.divider.divisions(kind, time, steady=task.steady, size=size)
+            divisions.append(listed or (Division(types=(), members=()),))
+        pooled = Pooled(
+            task=task,
+            rules=self.rules,
+            kinds=self.kinds,
+            divisions=divisions,
+            pipelines=pipelines,
+            time=time,
+            budget=budget,
+            stop=self.stop,
+        )
+        found = pooled.solve(low, known - after)
+        self.candidates += pooled.evaluated
+        if found is None:
+            return None
+        return Found(pipelines=found.pipelines, seconds=found.seconds + after, candidates=self.candidates)

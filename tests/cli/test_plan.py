@@ -1,0 +1,118 @@
+"""`elasticd plan`: a problem in, a picture and figures out; what moves; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from elasticd.cli.app import elasticd
+from elasticd.cli.picture import named
+from elasticd.cli.plan import lacking
+
+PROBLEM: dict[str, Any] = {
+    "cluster": {"nodes": [{"name": f"n{i}", "devices": 4, "memory_mib": 80000} for i in range(3)]},
+    "model": {"name": "m", "layers": 24, "tp_full": 4, "tp_slowdown": {"4": 1.0, "2": 1.9, "1": 3.7}},
+    "batch": {"global_batch": 32, "micro_batch": 1},
+    "rates": {"n0/1": 3.0},
+}
+
+
+def run(*arguments: str, **options: Any) -> Result:
+    return CliRunner().invoke(elasticd, ["plan", *arguments], env={"COLUMNS": "120"}, **options)
+
+
+def written(path: Path, **changes: Any) -> str:
+    path.write_text(json.dumps({**PROBLEM, **changes}))
+    return str(path)
+
+
+def test_the_answer_as_json_has_figures_and_a_plan_that_covers_the_model(tmp_path: Path) -> None:
+    result = run(written(tmp_path / "p.json"), "--json")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.output)
+    figures, plan = answer["figures"], answer["plan"]
+    assert figures["bound"] <= figures["step"]
+    assert figures["gap"] == pytest.approx(figures["step"] / figures["bound"] - 1)
+    pipelines = plan["modules"][0]["pipelines"]
+    assert sum(pipeline["micro_batches"] for pipeline in pipelines) == 32
+    for pipeline in pipelines:
+        layers = [tuple(stage["layers"]) for stage in pipeline["stages"]]
+        assert layers[0][0] == 0
+        assert layers[-1][1] == 24
+        assert all(before[1] == after[0] for before, after in pairwise(layers))
+        for stage in pipeline["stages"]:
+            assert sum(stage["shares"]) == pytest.approx(1)
+
+
+def test_the_picture_names_slow_devices_what_limits_and_the_gap(tmp_path: Path) -> None:
+    result = run(written(tmp_path / "p.json"), "--objective", "steady")
+    assert result.exit_code == 0, result.output
+    assert "n0/1" in result.output
+    assert "3x" in result.output
+    assert "limited by" in result.output
+    assert "best possible" in result.output or "proved optimal" in result.output
+
+
+def test_a_problem_may_come_on_standard_input() -> None:
+    assert run("-", "--json", input=json.dumps(PROBLEM)).exit_code == 0
+
+
+def test_the_difference_of_a_plan_to_itself_is_empty_and_to_another_is_not(tmp_path: Path) -> None:
+    for name, rates in (("old", {}), ("new", {"n0/1": 3.0})):
+        text = run(written(tmp_path / "p.json", rates=rates), "--json").output
+        (tmp_path / name).write_text(text)
+    same = run("--diff", str(tmp_path / "old"), str(tmp_path / "old"))
+    assert same.exit_code == 0
+    assert "0.00" in same.output
+    assert "n0/1" not in same.output
+    assert "n0/1" in run("--diff", str(tmp_path / "old"), str(tmp_path / "new")).output
+
+
+def test_what_a_device_lacks_is_counted_in_layers() -> None:
+    assert lacking(None, (0, 10, 0.0, 0.5)) == 5.0
+    assert lacking((0, 10, 0.0, 0.5), (0, 10, 0.0, 0.5)) == 0.0
+    assert lacking((0, 10, 0.0, 0.5), (5, 15, 0.0, 0.5)) == 2.5
+    assert lacking((0, 10, 0.0, 0.5), (0, 10, 0.25, 0.75)) == 2.5
+
+
+def test_neighbours_are_shortened_and_slow_ones_named() -> None:
+    names = ("n0/0", "n0/1", "n0/2", "n0/7", "n1/0")
+    assert named(names, {"n0/2": 2.57}) == "n0/0-1 + n0/2 2.57x + n0/7 + n1/0"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"batch": {"global_batch": 0, "micro_batch": 1}}, "global_batch"),
+        ({"rates": {"n9/0": 2.0}}, "n9/0"),
+        ({"modle": {}}, "modle"),
+        ({"model": {**PROBLEM["model"], "layers": "many"}}, "layers"),
+    ],
+)
+def test_a_malformed_problem_names_key_and_value(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    result = run(written(tmp_path / "p.json", **changes))
+    assert result.exit_code == 1
+    assert said in result.output
+    assert "Traceback" not in result.output
+
+
+def test_files_that_are_not_there_or_no_answers_are_named(tmp_path: Path) -> None:
+    missing = run(str(tmp_path / "none.json"))
+    assert missing.exit_code == 1
+    assert "cannot read" in missing.output
+    (tmp_path / "x").write_text("{}")
+    other = run("--diff", str(tmp_path / "x"), str(tmp_path / "x"))
+    assert other.exit_code == 1
+    assert "is no answer of elasticd plan --json" in other.output
+
+
+def test_memory_that_does_not_suffice_is_refused_with_the_shortfall(tmp_path: Path) -> None:
+    memory = {"layer_mib_by_stage": [90000.0], "embedding_mib": 0, "fixed_mib": 0, "reserve_mib": 0}
+    result = run(written(tmp_path / "p.json", model={**PROBLEM["model"], "memory": memory}))
+    assert result.exit_code == 1
+    assert "more on" in result.output

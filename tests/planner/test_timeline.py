@@ -1,0 +1,175 @@
+"""The schedule played out: the runtime's order, the closed formula where it holds, and the exact recurrence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from elasticd_planner.timeline import (
+    Floats,
+    Timeline,
+    one_f_one_b_curve,
+    one_f_one_b_seconds,
+    passes,
+    simulate,
+)
+from elasticd_planner.value import Invalid
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticd.runtime.schedule import live_activations, one_forward_one_backward
+
+
+def drawn(seed: int) -> tuple[Floats, Floats, Floats, int]:
+    """A random pipeline: forward, backward, boundary, micro-batches."""
+    rng = np.random.default_rng(seed)
+    stages, micro_batches = int(rng.integers(1, 10)), int(rng.integers(1, 70))
+    forward = rng.uniform(0.2, 2.0, stages)
+    backward = forward * rng.uniform(1.0, 3.0, stages)
+    boundary = rng.uniform(0, 0.5, stages - 1) * (rng.random() < 0.7)
+    return forward, backward, boundary, micro_batches
+
+
+def played(forward: Floats, backward: Floats, boundary: Floats, micro_batches: int) -> Timeline:
+    each = [np.repeat(times[:, None], micro_batches, axis=1) for times in (forward, backward)]
+    return simulate(each[0], each[1], boundary)
+
+
+@given(stages=st.integers(1, 9), micro_batches=st.integers(1, 40))
+def test_the_order_of_passes_is_the_runtimes(stages: int, micro_batches: int) -> None:
+    for stage in range(stages):
+        ours = list(passes(stages, stage, micro_batches))
+        assert ours == list(one_forward_one_backward(stages, stage, micro_batches))
+
+
+@given(
+    stages=st.integers(1, 9), micro_batches=st.integers(1, 40), ahead=st.floats(0.1, 3), back=st.floats(0.1, 3)
+)
+@settings(max_examples=60, deadline=None)
+def test_equal_stages_take_what_the_closed_formula_says(
+    stages: int, micro_batches: int, ahead: float, back: float
+) -> None:
+    seconds = played(np.full(stages, ahead), np.full(stages, back), np.zeros(stages - 1), micro_batches).seconds
+    assert seconds == pytest.approx((micro_batches + stages - 1) * (ahead + back))
+
+
+def test_the_recurrence_is_exact_on_500_random_pipelines() -> None:
+    for seed in range(500):
+        forward, backward, boundary, micro_batches = drawn(seed)
+        expected = played(forward, backward, boundary, micro_batches).seconds
+        assert float(one_f_one_b_seconds(forward, backward, boundary, micro_batches)) == pytest.approx(
+            expected, rel=1e-12
+        ), seed
+
+
+@given(seed=st.integers(0, 10**6), most=st.integers(1, 30))
+@settings(max_examples=20, deadline=None)
+def test_a_curve_is_the_same_as_one_by_one(seed: int, most: int) -> None:
+    forward, backward, boundary, _ = drawn(seed)
+    one_by_one = [float(one_f_one_b_seconds(forward, backward, boundary, m)) for m in range(1, most + 1)]
+    np.testing.assert_allclose(one_f_one_b_curve(forward, backward, boundary, most), one_by_one, rtol=1e-12)
+
+
+def test_many_pipelines_at_once_are_the_same_as_each_alone() -> None:
+    rng = np.random.default_rng(3)
+    forward, boundary = rng.uniform(0.5, 1.5, (20, 2, 4)), rng.uniform(0, 0.2, (20, 2, 3))
+    together = one_f_one_b_seconds(forward, 2 * forward, boundary, 33)
+    curves = one_f_one_b_curve(forward, 2 * forward, boundary, 33)
+    assert together.shape == (20, 2)
+    for i, j in np.ndindex(20, 2):
+        alone = float(one_f_one_b_seconds(forward[i, j], 2 * forward[i, j], boundary[i, j], 33))
+        assert float(together[i, j]) == pytest.approx(alone, rel=1e-12)
+        assert float(curves[-1, i, j]) == pytest.approx(alone, rel=1e-12)
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_never_below_the_busiest_stage_nor_above_one_pass_after_the_other(seed: int) -> None:
+    forward, backward, boundary, micro_batches = drawn(seed)
+    line = played(forward, backward, boundary, micro_batches)
+    work = float((forward + backward).max()) * micro_batches
+    alone = float((forward + backward).sum() + 2 * boundary.sum())
+    assert line.seconds >= max(work, alone) * (1 - 1e-12)
+    # A micro-batch more costs at most the slowest stage and the boundaries that a round may wait for.
+    stages = forward + backward
+    stages[:-1] += 2 * boundary
+    assert line.seconds <= (float(stages.sum()) + (micro_batches - 1) * float(stages.max())) * (1 + 1e-12)
+
+
+@given(seed=st.integers(0, 10**6), grown=st.floats(0.01, 1.0))
+@settings(max_examples=40, deadline=None)
+def test_more_work_never_takes_less_time(seed: int, grown: float) -> None:
+    forward, backward, boundary, micro_batches = drawn(seed)
+    before = float(one_f_one_b_seconds(forward, backward, boundary, micro_batches))
+    stage = seed % len(forward)
+    more = forward.copy()
+    more[stage] += grown
+    assert float(one_f_one_b_seconds(more, backward, boundary, micro_batches)) >= before * (1 - 1e-12)
+    assert float(one_f_one_b_seconds(forward, backward, boundary, micro_batches + 1)) > before
+    if boundary.size:
+        assert float(one_f_one_b_seconds(forward, backward, boundary + grown, micro_batches)) >= before * (
+            1 - 1e-12
+        )
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=30, deadline=None)
+def test_intervals_are_whole_ordered_and_hold_no_more_activations_than_1f1b_allows(seed: int) -> None:
+    forward, backward, boundary, micro_batches = drawn(seed)
+    line = played(forward, backward, boundary, micro_batches)
+    ends: dict[tuple[str, int, int], float] = {}
+    for stage, done in enumerate(line.stages):
+        assert len(done.work) == 2 * micro_batches
+        assert all(a.stop <= b.start for a, b in zip(done.work, done.work[1:], strict=False))
+        gaps = sum(stop - start for start, stop in done.idle(line.seconds))
+        assert done.busy + gaps == pytest.approx(line.seconds)
+        alive = most = 0
+        for work in done.work:
+            alive += 1 if work.kind == "forward" else -1
+            most = max(most, alive)
+            ends[work.kind, stage, work.micro_batch] = work.stop
+        assert most == live_activations(len(forward), stage, micro_batches)
+    for stage in range(len(forward) - 1):
+        for work in line.stages[stage + 1].work:
+            if work.kind == "forward":
+                assert work.start >= ends["forward", stage, work.micro_batch] + boundary[stage] - 1e-9
+
+
+def test_an_overhead_counts_after_the_last_pass_of_its_stage() -> None:
+    line = simulate([[1.0], [1.0]], [[2.0], [2.0]], [0.5], [0.0, 9.0])
+    assert line.stages[1].end == pytest.approx(1 + 0.5 + 3 + 9)
+    assert line.seconds == line.stages[1].end
+    assert line.stages[0].idle(line.seconds)[-1] == (pytest.approx(7.0), pytest.approx(13.5))
+
+
+def test_micro_batches_of_different_length_are_played_in_order() -> None:
+    line = simulate([[1.0, 3.0], [1.0, 3.0]], [[1.0, 3.0], [1.0, 3.0]])
+    # Stage 0: F0 0-1, F1 1-4, B0 4-5 (B0 of stage 1 ended at 3); stage 1: F1 4-7, B1 7-10; stage 0: B1 10-13.
+    assert [(w.kind, w.micro_batch, w.start) for w in line.stages[0].work] == [
+        ("forward", 0, 0.0),
+        ("forward", 1, 1.0),
+        ("backward", 0, 4.0),
+        ("backward", 1, 10.0),
+    ]
+    assert line.seconds == 13.0
+
+
+def test_a_link_carries_one_micro_batch_after_the_other() -> None:
+    seconds = played(np.array([0.1, 0.1]), np.array([0.1, 0.1]), np.array([5.0]), 4).seconds
+    assert seconds > 4 * 5.0, "four transfers each way over one link, though computation takes no time"
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "boundary", "wrong"),
+    [
+        ([[1.0]], [[1.0, 2.0]], [], "must be \\[stage\\]\\[micro-batch\\] alike"),
+        ([[1.0], [1.0]], [[1.0], [1.0]], [1.0, 2.0], "boundary needs 1 times"),
+        ([[-1.0]], [[1.0]], [], "must not be negative"),
+    ],
+)
+def test_times_that_do_not_fit_are_refused(
+    forward: list[list[float]], backward: list[list[float]], boundary: list[float], wrong: str
+) -> None:
+    with pytest.raises(Invalid, match=wrong):
+        simulate(forward, backward, boundary)
+    with pytest.raises(Invalid, match="at least 1"):
+        one_f_one_b_seconds([1.0], [1.0], [], 0)

@@ -1,0 +1,102 @@
+"""What the modelled devices do: the schedule event by event, measurements that add up, bytes as the planner."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from elasticd_planner.placement import bytes_to_move
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.timeline import simulate
+
+from elasticd.simulator.moving import move
+from elasticd.simulator.scenario import Scenario, parse
+from elasticd.simulator.truth import FORWARD, Truth
+from tests.simulation.scenes import SMALL
+
+SCENARIO: Scenario = parse(SMALL, "small.toml")
+CLUSTER, PROFILE = SCENARIO.cluster.cluster(), SCENARIO.truth()
+
+
+def truth(noise: float = 0.0) -> Truth:
+    return Truth(CLUSTER, PROFILE, seed=1, noise=noise, overhead=0.0)
+
+
+def plan(*pipelines: Pipeline, number: int = 1) -> Plan:
+    return Plan(
+        number=number,
+        strategies=(Strategy(modules=(ModulePlan(module="model", pipelines=pipelines),)),),
+        micro_batch=1,
+        global_batch=8,
+    )
+
+
+def stage(start: int, stop: int, *devices: str, shares: tuple[int, ...] | None = None) -> Stage:
+    return Stage(start=start, stop=stop, devices=devices, shares=shares or (8 // len(devices),) * len(devices))
+
+
+UNEVEN = plan(
+    Pipeline(stages=(stage(0, 7, "n0/0", "n1/0", shares=(5, 3)), stage(7, 12, "n0/1")), micro_batches=6),
+    Pipeline(stages=(stage(0, 12, "n1/1"),), micro_batches=2),
+)
+EVEN = plan(Pipeline(stages=(stage(0, 6, "n0/0", "n0/1"), stage(6, 12, "n1/0", "n1/1")), micro_batches=8))
+
+
+def test_a_step_is_the_schedule_played_event_by_event_and_the_reduction() -> None:
+    world = truth()
+    world.slow(["n0/1"], 2.0)
+    unit = PROFILE.tokens * PROFILE.block.seconds
+    edge = PROFILE.tokens * PROFILE.head.seconds
+    size = PROFILE.boundary_bytes * PROFILE.tokens
+    count = 7 * PROFILE.block.collectives + PROFILE.embed.collectives
+    waits = count * 2 * CLUSTER.between.seconds(size / 2)
+    own = [7 * unit * 5 / 8, (5 * unit + edge) * 2.0]
+    forward = [own[0] * FORWARD + waits / 2, own[1] * FORWARD]
+    backward = [own[0] * (1 - FORWARD) + waits / 2, own[1] * (1 - FORWARD)]
+    line = simulate(
+        np.repeat(np.array(forward)[:, None], 6, axis=1),
+        np.repeat(np.array(backward)[:, None], 6, axis=1),
+        [CLUSTER.inside.seconds(size)],
+    ).seconds
+    alone = 2 * (12 * unit + edge)
+    whole = 12 * PROFILE.block.parameter_bytes + PROFILE.embed.parameter_bytes + PROFILE.head.parameter_bytes
+    reduction = 2 * CLUSTER.between.seconds(whole / 2)
+    assert world.step(UNEVEN, 0).seconds == pytest.approx(max(line, alone) + reduction)
+
+
+@pytest.mark.parametrize("made", [UNEVEN, EVEN], ids=["uneven", "even"])
+def test_what_a_member_measures_adds_up_to_the_step(made: Plan) -> None:
+    world = truth(noise=0.02)
+    times = world.step(made, 5)
+    measured = world.measurements(made, 5, times)
+    assert [m.device for m in measured] == list(made.members)
+    for m in measured:
+        parts = m.block_seconds + m.embed_seconds + m.head_seconds + m.tensor_seconds
+        assert parts + m.boundary_seconds + m.reduce_seconds == pytest.approx(times.seconds)
+        assert min(m.tensor_seconds, m.boundary_seconds, m.reduce_seconds) >= 0
+        assert m.block_seconds / m.block_work == pytest.approx(PROFILE.block.seconds, rel=0.1)
+
+
+def test_noise_is_a_function_of_seed_and_step() -> None:
+    world, again = truth(noise=0.01), truth(noise=0.01)
+    again.noise(3)
+    assert (world.noise(7) == again.noise(7)).all()
+    assert (world.noise(7) != world.noise(8)).any()
+    assert world.typical(EVEN) == pytest.approx(truth().step(EVEN, 0).seconds, rel=0.05)
+
+
+def test_a_slow_device_shows_in_rates_and_in_its_own_computation_alone() -> None:
+    world = truth()
+    before = world.measurements(EVEN, 0, world.step(EVEN, 0))
+    world.slow(["n1/0"], 3.0)
+    assert world.rates == {"n1/0": 3.0}
+    after = world.measurements(EVEN, 0, world.step(EVEN, 0))
+    ratio = {b.device: a.block_seconds / b.block_seconds for b, a in zip(before, after, strict=True)}
+    assert ratio == {name: pytest.approx(3.0 if name == "n1/0" else 1.0) for name in EVEN.members}
+
+
+def test_a_move_counts_the_bytes_that_the_planner_counts() -> None:
+    found = move(PROFILE, CLUSTER, EVEN, UNEVEN)
+    assert found.total == pytest.approx(bytes_to_move(PROFILE, EVEN, UNEVEN), abs=len(UNEVEN.members))
+    assert found.seconds >= max(found.lacking.values()) / CLUSTER.inside.bandwidth
+    assert move(PROFILE, CLUSTER, EVEN, EVEN).total == 0
+    assert move(PROFILE, CLUSTER, None, EVEN).seconds == 0.0, "the first plan is filled from the seed"
