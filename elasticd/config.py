@@ -65,11 +65,14 @@ class EtcdSection(Value, frozen=True, kw_only=True):
 
 
 class CoordinatorSection(Value, frozen=True, kw_only=True):
-    """The coordinator's name among those that stand by, and where it serves; port 0 takes a free one."""
+    """The coordinator's name among those that stand by, and where it serves; port 0 takes a free one. `state`
+    is the folder in which it remembers its etcd (default: elasticd in `$XDG_STATE_HOME` or ~/.local/state).
+    """
 
     name: str = msgspec.field(default_factory=_host_name)
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
+    state: str | None = None
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
@@ -83,7 +86,7 @@ class AgentSection(Value, frozen=True, kw_only=True):
     """One node: its name, its socket for the workers, the address at which they listen for each other.
 
     Without `devices` and `memory` (bytes of each device) the machine is asked; without `socket`
-    it is `$ELASTICD_SOCKET`, else a path of the user's own.
+    it is `$ELASTICD_SOCKET`, else a path of the user's own. `state` is as for the coordinator.
     """
 
     node: str = msgspec.field(default_factory=_host_name)
@@ -91,6 +94,7 @@ class AgentSection(Value, frozen=True, kw_only=True):
     address: str = "127.0.0.1"
     devices: int | None = None
     memory: int | None = None
+    state: str | None = None
 
     def __post_init__(self) -> None:
         _check_name("node", self.node)

@@ -15,6 +15,8 @@ from elasticd.records import JobSpec, NodeRecord, Proposal
 
 #: Version of all messages; a peer one older or one newer is accepted, others are refused at hello.
 WIRE_VERSION = 1
+#: Before a device's name: the address in `Down` of whoever drives that device, now or later.
+DEVICE_PREFIX = "device:"
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -185,7 +187,7 @@ class StoreAnswer(Message, frozen=True, kw_only=True):
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
-    """The job cannot go on: say why and end."""
+    """The job cannot go on, as read from the store: say why and end."""
 
     reason: str
 
@@ -198,7 +200,8 @@ class Joined(Message, frozen=True, kw_only=True):
 
 
 class Closed(Message, frozen=True, kw_only=True):
-    """The job is over; a torchrun that asks again ends gracefully."""
+    """The job finished: the leader's answer to a torchrun that asks again and then ends gracefully; or, to a
+    worker that has no part in the plan, as read from the store."""
 
     reason: str
 
@@ -230,7 +233,7 @@ class Up(Message, frozen=True, kw_only=True):
 
 
 class WorkerLost(Message, frozen=True, kw_only=True):
-    """A worker's process ended; `clean` if it had said goodbye."""
+    """A worker's process ended; `clean` if it had said goodbye, and then `how` is the reason that it gave."""
 
     job: str
     device: str
@@ -240,7 +243,7 @@ class WorkerLost(Message, frozen=True, kw_only=True):
 
 
 class Down(Message, frozen=True, kw_only=True):
-    """For one local client of the agent (`client` as in `Up`)."""
+    """For one local client of the agent (`client` as in `Up`, or DEVICE_PREFIX and a device's name)."""
 
     client: str
     body: ToWorker

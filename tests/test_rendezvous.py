@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.utils import store as torch_store
 
@@ -56,6 +58,30 @@ def test_missing_agent_is_a_rendezvous_error_that_names_it() -> None:
 def test_refusal_ends_a_program_with_its_message_and_the_end_of_a_job_in_good_order() -> None:
     assert Refusal("why").code == "elasticd: why"
     assert JobOver("done").code == 0
+
+
+def failed(exitcode: int) -> ChildFailedError:
+    failure = ProcessFailure(local_rank=0, pid=7, exitcode=exitcode, error_file="none")
+    return ChildFailedError("train.py", {0: failure})
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "how"), [(1, "ended with exit code 1"), (-9, "was ended by signal 9 (SIGKILL)")]
+)
+def test_failed_worker_is_one_line_and_any_other_error_is_left_to_the_hook_before(
+    exitcode: int, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    others: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: others.append(error))
+    for _ in range(2):  # a handler for each rendezvous makes no chain of hooks
+        create_handler(parameters())
+    sys.excepthook(ChildFailedError, failed(exitcode), None)
+    said = capsys.readouterr().err
+    assert said == f"elasticd: a worker of this node {how}: its own last line above says why\n"
+    other = ValueError("x")
+    sys.excepthook(ValueError, other, None)
+    assert others == [other]
+    assert capsys.readouterr().err == ""
 
 
 class Agent:

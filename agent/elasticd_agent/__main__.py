@@ -10,8 +10,9 @@ import click
 
 from elasticd.config import Config, ConfigError, load, with_overrides
 from elasticd.packets import PacketError, SocketTaken
+from elasticd.remembered import StateError, StateFile
 from elasticd.store.compat import EtcdClientMissing
-from elasticd.store.protocol import StoreError
+from elasticd.store.protocol import StoreError, StoreReplaced
 from elasticd_agent.daemon import Agent, AgentError, check_store
 from elasticd_agent.probe import ProbeError
 from elasticd_agent.registrar import NodeTaken
@@ -24,6 +25,7 @@ _EXPECTED = (
     PacketError,
     ProbeError,
     SocketTaken,
+    StateError,
     StoreError,
 )
 
@@ -72,14 +74,17 @@ async def run(config: Config) -> None:
     from elasticd.store.etcd import EtcdStore
     from elasticd.store.session import EtcdOptions
 
-    store = EtcdStore(EtcdOptions(endpoints=config.etcd.endpoints))
+    memory = StateFile(config.agent.state, config.cluster.name, "agent", config.agent.node)
+    store = EtcdStore(EtcdOptions(endpoints=config.etcd.endpoints), known=memory.identity)
     try:
-        agent = Agent(config, store)
+        agent = Agent(config, store, memory=memory)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, agent.stop)
         await check_store(store, config.etcd.endpoints)
         await agent.run()
+    except StoreReplaced as error:
+        raise AgentError(memory.refusal(error)) from error
     finally:
         store.close()
 

@@ -29,7 +29,8 @@ from elasticd.machines.agent_state import (
 from elasticd.messages import Pace
 from elasticd.packets import default_path
 from elasticd.records import Keys, NodeRecord
-from elasticd.store.protocol import Store, StoreError
+from elasticd.remembered import NOTE_SECONDS, StateFile
+from elasticd.store.protocol import Store, StoreError, StoreReplaced
 from elasticd_agent import probe
 from elasticd_agent.link import Link
 from elasticd_agent.registrar import Registrar
@@ -48,16 +49,26 @@ class AgentError(Exception):
 
 
 class Agent:
-    """One node's agent. `run` serves until `stop` is called or something makes that impossible."""
+    """One node's agent. `run` serves until `stop` is called or something makes that impossible; `memory` keeps
+    the highest epoch, and what is known of the store."""
 
-    def __init__(self, config: Config, store: Store, *, lease_seconds: int = LEASE_SECONDS) -> None:
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        *,
+        lease_seconds: int = LEASE_SECONDS,
+        memory: StateFile | None = None,
+    ) -> None:
         self._config = config
+        self._memory = memory
         self._store = store
         self._keys = Keys(cluster=config.cluster.name)
         self._lease_seconds = lease_seconds
         self._path = config.agent.socket or default_path()
         self._events: deque[Event] = deque()
-        self._state = State(record=self._node_record(), pace=self._emulated_pace())
+        epoch = memory.epoch if memory is not None else 0
+        self._state = State(record=self._node_record(), pace=self._emulated_pace(), epoch=epoch)
         self._end: asyncio.Future[str | None] | None = None
         self._stopped = False
 
@@ -101,7 +112,7 @@ class Agent:
         self._registrar.start()
         self._link = Link(self._emit)
         records = Records(self._store, self._keys, self._emit, self._link.follow)
-        ticking = asyncio.create_task(self._tick())
+        beside = (asyncio.create_task(self._tick()), asyncio.create_task(self._remember()))
         try:
             await records.start()
             self._workers.start()
@@ -113,7 +124,8 @@ class Agent:
             )
             reason = await end
         finally:
-            ticking.cancel()
+            for task in beside:
+                task.cancel()
             records.close()
             await self._link.close()
         if reason is not None:
@@ -126,7 +138,10 @@ class Agent:
             return
         while self._events:
             try:
+                before = self._state.epoch
                 self._state, effects = machine.step(self._state, self._events[0], time.monotonic())
+                if self._memory is not None and self._state.epoch > before:  # first remembered, then obeyed
+                    self._memory.note(epoch=self._state.epoch)
                 for effect in effects:
                     self._perform(effect)
             except Exception as error:
@@ -159,6 +174,11 @@ class Agent:
             await asyncio.sleep(_TICK_SECONDS)
             self._emit(Tick())
 
+    async def _remember(self) -> None:
+        while self._memory is not None:
+            await asyncio.to_thread(self._memory.note, identity=self._store.known())
+            await asyncio.sleep(NOTE_SECONDS)
+
     def _finish(self, reason: str | None) -> None:
         if self._end is not None and not self._end.done():
             self._end.set_result(reason)
@@ -179,9 +199,11 @@ class Agent:
 
 
 async def check_store(store: Store, endpoints: tuple[str, ...]) -> None:
-    """Raises AgentError with the remedy when no etcd answers."""
+    """Raises AgentError with the remedy when no etcd answers, StoreReplaced when it is not the one known."""
     try:
         await asyncio.to_thread(store.identity)
+    except StoreReplaced:
+        raise
     except StoreError as error:
         raise AgentError(
             f"no etcd can be used at {', '.join(endpoints)} ({error}): start it, or name yours with --etcd "

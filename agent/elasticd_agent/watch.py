@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from elasticd.machines.agent_state import DoneRead, Event, LeaderRead, PlanRead, ProposalRead
-from elasticd.records import Keys, PlanRecord, Proposal, decode
+from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
 from elasticd.store.leader import Leader
 from elasticd.store.protocol import KeyValue, Store, WatchEvent, WatchItem
 from elasticd.store.watch import Watch
@@ -79,7 +79,7 @@ class Records:
             elif part == "plan":
                 self._emit(PlanRead(job=job, record=_decoded(item, PlanRecord)))
             else:
-                self._emit(DoneRead(job=job, done=item is not None))
+                self._emit(DoneRead(job=job, record=_decoded(item, DoneRecord)))
         except ValueError as error:
             _log.error("the record %s in the store cannot be read: %s", key, error)
 

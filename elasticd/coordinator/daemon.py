@@ -27,6 +27,7 @@ from elasticd.coordinator.writer import WriteConflict, Writer, stored
 from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.state import Settings
 from elasticd.records import HistoryRecord, Keys, decode
+from elasticd.remembered import NOTE_SECONDS, StateError, StateFile
 from elasticd.store.protocol import Store, StoreError
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 class Coordinator:
     """One coordinator, from its election on. `start` leads and serves, `ended` waits for a reason to end,
-    `stop` gives everything back. The store is the caller's, to close afterwards."""
+    `stop` gives everything back. The store is the caller's, to close afterwards; `memory` keeps what is known
+    of it."""
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class Coordinator:
         *,
         settings: Settings | None = None,
         planner: tuple[str, ...] = COMMAND,
+        memory: StateFile | None = None,
     ) -> None:
         self.config = config
         self.keys = Keys(cluster=config.cluster.name)
@@ -51,6 +54,7 @@ class Coordinator:
         self._store = store
         self._settings = settings or Settings(detect=config.detect, policy=config.policy)
         self._planner = planner
+        self._memory = memory
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exits = contextlib.AsyncExitStack()
@@ -92,9 +96,7 @@ class Coordinator:
         """The campaign, in the store's thread. One that is given up is waited for: what it won goes back."""
         loop = asyncio.get_running_loop()
         name = self.config.coordinator.name
-        campaign = loop.run_in_executor(
-            self._executor, election.elect, self._store, self.keys, name, self.url
-        )
+        campaign = loop.run_in_executor(self._executor, election.elect, self._store, self.keys, name, self.url)
         try:
             term = await asyncio.shield(campaign)
         except asyncio.CancelledError:
@@ -126,6 +128,13 @@ class Coordinator:
         self._start(leading.writer.run(), "writer")
         self._exits.push_async_callback(self._flush, leading.writer)
         self._start(leading.ticks(), "ticks")
+        if self._memory is not None:
+            self._start(self._remember(self._memory), "memory")
+
+    async def _remember(self, memory: StateFile) -> None:
+        while True:
+            await asyncio.to_thread(memory.note, identity=self._store.known())
+            await asyncio.sleep(NOTE_SECONDS)
 
     async def _serve(self, listener: socket.socket) -> None:
         server = _Server(
@@ -224,10 +233,15 @@ def _url(host: str, port: int) -> str:
 
 
 async def run(config: Config, store: Store | None = None) -> None:
-    """Leads until SIGINT or SIGTERM. Raises `CannotLead` where it cannot, or not any longer."""
+    """Leads until SIGINT or SIGTERM. Raises `CannotLead` where it cannot, or not any longer; StateError where
+    it cannot remember its etcd. A store that is given is not remembered."""
     loop = asyncio.get_running_loop()
-    opened = store if store is not None else await asyncio.to_thread(election.connect, config)
-    coordinator = Coordinator(config, opened)
+    memory, opened = None, store
+    if opened is None:
+        section = config.coordinator
+        memory = StateFile(section.state, config.cluster.name, "coordinator", section.name)
+        opened = await asyncio.to_thread(election.connect, config, memory)
+    coordinator = Coordinator(config, opened, memory=memory)
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
         loop.add_signal_handler(number, coordinator.end)
@@ -257,7 +271,7 @@ def serve(config: Config) -> int:
     except KeyboardInterrupt:
         return 0
     except Exception as error:
-        if not isinstance(error, CannotLead | StoreError | WriteConflict):
+        if not isinstance(error, CannotLead | StateError | StoreError | WriteConflict):
             _log.exception("the coordinator failed")
         print(f"elasticd coordinator: {error}", file=sys.stderr, flush=True)
         return 1

@@ -10,10 +10,11 @@ from elasticd_planner.value import Value
 
 from elasticd.config import Config
 from elasticd.records import Keys
+from elasticd.remembered import StateFile
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.keeper import LeaseKeeper
 from elasticd.store.leader import AlreadyLed, Leadership, campaign
-from elasticd.store.protocol import Snapshot, Store, StoreRefused, StoreUnavailable
+from elasticd.store.protocol import Snapshot, Store, StoreRefused, StoreReplaced, StoreUnavailable
 from elasticd.store.session import EtcdOptions
 
 #: Seconds that the leader's key outlives its last refresh.
@@ -31,10 +32,12 @@ class Term(Value, frozen=True, kw_only=True):
     jobs: Snapshot
 
 
-def connect(config: Config) -> Store:
-    """The configured etcd. Raises `CannotLead` when it is not there, or does not want us."""
+def connect(config: Config, memory: StateFile | None = None) -> Store:
+    """The configured etcd. Raises `CannotLead` when it is not there, does not want us, or is not the one that
+    is remembered."""
     endpoints = ", ".join(config.etcd.endpoints)
-    store = EtcdStore(EtcdOptions(endpoints=config.etcd.endpoints))
+    known = memory.identity if memory is not None else None
+    store = EtcdStore(EtcdOptions(endpoints=config.etcd.endpoints), known=known)
     try:
         store.identity()
     except StoreUnavailable as error:
@@ -43,6 +46,9 @@ def connect(config: Config) -> Store:
             f"no etcd answers at {endpoints} ({error}): start one there, or set endpoints in section [etcd] "
             "of the configuration"
         ) from error
+    except StoreReplaced as error:
+        store.close()
+        raise CannotLead(memory.refusal(error) if memory is not None else str(error)) from error
     except StoreRefused as error:
         store.close()
         raise CannotLead(f"the etcd at {endpoints} refuses us: {error}") from error

@@ -167,9 +167,7 @@ def _decided(parts: dict[str, KeyValue]) -> bool:
 
 def _stored(job: str, parts: dict[str, KeyValue]) -> Stored:
     history = {
-        int(part.removeprefix("history/")): item
-        for part, item in parts.items()
-        if part.startswith("history/")
+        int(part.removeprefix("history/")): item for part, item in parts.items() if part.startswith("history/")
     }
     plan = decode(parts["plan"].value, PlanRecord) if "plan" in parts else None
     proposal = decode(parts["proposal"].value, Proposal) if "proposal" in parts else None

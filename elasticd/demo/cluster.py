@@ -21,7 +21,7 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 class Cluster:
     """Started by `with`, one part after the other; ended by it in reverse. `folder` holds configuration, logs
-    and ledgers; `sockets` the agents' sockets, whose paths must be short."""
+    and ledgers; `sockets` the agents' sockets, whose paths must be short, and what ends with the run."""
 
     def __init__(self, scenario: Scenario, processes: Processes, folder: Path, sockets: Path) -> None:
         self._scenario, self._processes = scenario, processes
@@ -54,7 +54,7 @@ class Cluster:
             raise DemoError(str(error)) from error
         # The last in is the first out: the processes end before the etcd that they need.
         self._exits.callback(self._processes.end)
-        self.configuration.write_text(self._scenario.configuration(etcd.endpoint))
+        self.configuration.write_text(self._scenario.configuration(etcd.endpoint, str(self._sockets / "state")))
         self.daemons.append(self._python("coordinator", "-m", "elasticd", "coordinator", *self.named))
         for node in self._scenario.nodes:
             options = ("--node", node, "--socket", self.socket(node))

@@ -57,15 +57,17 @@ class Scenario(Value, frozen=True, kw_only=True):
             *("--steps", str(self.steps)),
         )
 
-    def configuration(self, etcd: str) -> str:
-        """The TOML that every process of the demo reads; agents add node and socket on their command lines."""
+    def configuration(self, etcd: str, state: str) -> str:
+        """The TOML that every process of the demo reads; agents add node and socket on their command lines.
+        `state` is a folder of this run's own: its etcd is not the one of the run before."""
         return "\n".join(
             [
                 "# Written by elasticd demo. The training is real, the speed of its devices is emulated.",
                 '[cluster]\nname = "demo"',
                 f'[etcd]\nendpoints = ["{etcd}"]',
                 '[coordinator]\nname = "demo"\nhost = "127.0.0.1"\nport = 0',
-                f'[agent]\naddress = "127.0.0.1"\ndevices = {self.devices}',
+                f'state = "{state}"',
+                f'[agent]\naddress = "127.0.0.1"\ndevices = {self.devices}\nstate = "{state}"',
                 f"[emulate]\nenabled = true\nforward = {self.forward!r}\nbackward = {self.backward!r}",
                 f"memory = {self.memory}",
                 "[chaos]\nenabled = true",

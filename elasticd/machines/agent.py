@@ -8,9 +8,9 @@ leader (on a link that comes and goes), and the store (whose records are the onl
     again   a link can break with words under way. So what must not be lost is kept (each client's opening,
             what it said of a switch, its end) and is said again on every new link; the leader takes a
             statement as often as it comes. What the store's records have outdated is forgotten.
-    down    proposals, aborts and recorded plans are forwarded as read from the store, to the workers that
-            they concern, unless their epoch is below the highest seen. The leader's own messages carry
-            answers and hints alone: an order among them is dropped.
+    down    proposals, aborts, recorded plans and the job's end are forwarded as read from the store, to the
+            workers that they concern, unless their epoch is below the highest seen (`agent_orders`). The
+            leader's own messages carry answers and hints alone: an order among them is dropped.
 
 Invariant: an outcome that a client said, and that no record in the store has outdated, was sent on the
 present link or will be on the next; and no order is forwarded whose epoch is below one seen before.
@@ -20,13 +20,13 @@ present link or will be on the next; and no order is forwarded whose epoch is be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from elasticd_planner.plan import Plan
-
+from elasticd.machines import agent_orders
 from elasticd.machines.agent_admission import refusal
+from elasticd.machines.agent_orders import done_read, leader_read, plan_read, proposal_read
 from elasticd.machines.agent_state import (
     Call,
     ClearMember,
@@ -42,10 +42,10 @@ from elasticd.machines.agent_state import (
     LinkUp,
     Note,
     Opened,
-    Outcome,
     Phase,
     PlanRead,
     ProposalRead,
+    Result,
     Said,
     Send,
     SetMember,
@@ -53,12 +53,14 @@ from elasticd.machines.agent_state import (
     Stop,
     Tell,
     Tick,
+    UnknownEvent,
 )
 from elasticd.messages import (
+    DEVICE_PREFIX,
     Abort,
     AgentHello,
     AgentRejected,
-    Finished,
+    Closed,
     FromWorker,
     Goodbye,
     Hello,
@@ -68,6 +70,7 @@ from elasticd.messages import (
     Propose,
     Recorded,
     Report,
+    Shutdown,
     StoreAnswer,
     StoreCall,
     ToLeader,
@@ -84,14 +87,8 @@ MOST_REPORTS = 256
 MOST_DEPARTED = 256
 #: Seconds that the leader has beyond a call's own deadline to answer it.
 GRACE_SECONDS = 1.0
-#: A client address of the leader's: whoever drives this device, now or later.
-DEVICE_PREFIX = "device:"
-
-Result = tuple[State, tuple[Effect, ...]]
-
-
-class UnknownEvent(TypeError):
-    """An event that the table lacks: an error of the program."""
+#: What is never heard over the link, whoever it is for. A worker hears of its job's end from the store, too.
+_ORDERS = (Propose, Abort, Recorded, Welcome, Shutdown)
 
 
 def step(state: State, event: Event, now: float) -> Result:
@@ -123,15 +120,12 @@ def _opened(state: State, event: Opened, now: float) -> Result:
         pace=_pace(state, device),
     )
     member = MemberRecord(device=device, incarnation=event.incarnation, pid=event.pid)
-    effects: list[Effect] = [
+    effects = (
         SetMember(job=client.job, record=member),
         Send(client=client.id, body=welcome),
         *_up(state, client, body),
-    ]
-    proposal = state.proposals.get(client.job)
-    if proposal is not None and proposal.status == "open" and proposal.epoch >= state.epoch:
-        effects += _orders([client], (proposal.old, proposal.plan), Propose(proposal=proposal))
-    return _with_client(state, client), tuple(effects)
+    )
+    return _with_client(state, client), (*effects, *agent_orders.standing(state, client))
 
 
 def _said(state: State, event: Said, now: float) -> Result:
@@ -150,7 +144,8 @@ def _said(state: State, event: Said, now: float) -> Result:
     if isinstance(body, Join):  # A torchrun asks again after a local restart.
         client = replace(client, opening=body, goodbye=False)
     elif isinstance(body, Goodbye | Leave):
-        client = replace(client, goodbye=True)
+        farewell = body.reason if isinstance(body, Goodbye) else ""
+        client = replace(client, goodbye=True, farewell=farewell)
     elif body not in client.said:
         client = replace(client, said=(*client.said, body))
     return _with_client(state, client), _up(state, client, body)
@@ -190,7 +185,7 @@ def _link_up(state: State, event: LinkUp, now: float) -> Result:
         words.append(_wrap(client, client.opening))
         words += [_wrap(client, body) for body in client.said]
         if client.goodbye:
-            words.append(_wrap(client, Goodbye()))
+            words.append(_wrap(client, Goodbye(reason=client.farewell)))
     words += [_wrap(state.clients[name], call.call) for (name, _), call in state.calls.items()]
     words += state.reports
     state = replace(state, phase=Phase.LINKED, reports=())
@@ -209,13 +204,14 @@ def _heard(state: State, event: Heard, now: float) -> Result:
     message = event.message
     if isinstance(message, AgentRejected):
         return replace(state, phase=Phase.OVER), (Stop(reason=message.reason),)
-    body = message.body
-    if isinstance(body, Propose | Abort | Recorded | Welcome):
+    body, to = message.body, state.clients.get(message.client)
+    to_worker = message.client.startswith(DEVICE_PREFIX) or (to is not None and to.device != "")
+    if isinstance(body, _ORDERS) or (to_worker and isinstance(body, Closed)):
         text = f"the leader sent {type(body).__name__} over the link, but only the store gives orders: dropped"
         return state, (Note(text=text),)
     if message.client.startswith(DEVICE_PREFIX):
         return _to_device(state, message.client.removeprefix(DEVICE_PREFIX), body)
-    if message.client not in state.clients:
+    if to is None:
         return state, ()
     if isinstance(body, StoreAnswer):
         key = (message.client, body.id)
@@ -243,63 +239,11 @@ def _tick(state: State, event: Tick, now: float) -> Result:
     return replace(state, calls=calls), tuple(_failed(key, why) for key in late)
 
 
-# -- the store ---------------------------------------------------------------------------------------------
-
-
-def _leader_read(state: State, event: LeaderRead, now: float) -> Result:
-    return replace(state, epoch=max(state.epoch, event.epoch)), ()
-
-
-def _proposal_read(state: State, event: ProposalRead, now: float) -> Result:
-    job, proposal = event.job, event.proposal
-    if proposal is None:
-        return replace(state, proposals=_without(state.proposals, job)), ()
-    if proposal.epoch < state.epoch:
-        return state, (_stale(f"proposal {proposal.number}", job, proposal.epoch, state.epoch),)
-    if state.proposals.get(job) == proposal:
-        return state, ()
-    order: Propose | Abort = Propose(proposal=proposal)
-    if proposal.status == "aborted":
-        order = Abort(number=proposal.number, reason=proposal.reason)
-    effects = _orders(_workers(state, job), (proposal.old, proposal.plan), order)
-    state = replace(state, epoch=proposal.epoch, proposals={**state.proposals, job: proposal})
-    # A proposal opens only once all is settled of those before it.
-    return _forget_before(state, job, proposal.number), tuple(effects)
-
-
-def _plan_read(state: State, event: PlanRead, now: float) -> Result:
-    job, record = event.job, event.record
-    if record is None:
-        return replace(state, plans=_without(state.plans, job)), ()
-    if record.epoch < state.epoch:
-        return state, (_stale(f"the record of plan {record.plan.number}", job, record.epoch, state.epoch),)
-    before, proposal = state.plans.get(job), state.proposals.get(job)
-    if before == record:
-        return state, ()
-    plans = [record.plan, before.plan if before is not None else None]
-    if proposal is not None and proposal.number == record.plan.number:
-        plans.append(proposal.old)
-    effects = _orders(_workers(state, job), plans, Recorded(number=record.plan.number))
-    state = replace(state, epoch=record.epoch, plans={**state.plans, job: record})
-    return _forget_before(state, job, record.plan.number), tuple(effects)
-
-
-def _done_read(state: State, event: DoneRead, now: float) -> Result:
-    if not event.done:
-        return replace(state, done=state.done - {event.job}), ()
-    departed = tuple(client for client in state.departed if client.job != event.job)
-    return replace(state, done=state.done | {event.job}, departed=departed), ()
-
-
 # -- parts -------------------------------------------------------------------------------------------------
 
 
 def _with_client(state: State, client: Client) -> State:
     return replace(state, clients={**state.clients, client.id: client})
-
-
-def _workers(state: State, job: str) -> list[Client]:
-    return [client for client in state.clients.values() if client.device and client.job == job]
 
 
 def _wrap(client: Client, body: FromWorker) -> Up:
@@ -317,7 +261,7 @@ def _lost(client: Client) -> WorkerLost:
         device=client.device,
         incarnation=client.incarnation,
         clean=client.goodbye,
-        how=client.ended,
+        how=client.farewell or client.ended,
     )
 
 
@@ -332,44 +276,6 @@ def _pace(state: State, device: str) -> Pace | None:
     return Pace(factor=factor) if factor != 1.0 else None
 
 
-def _orders(workers: list[Client], plans: Sequence[Plan | None], body: ToWorker) -> list[Effect]:
-    """`body` for those workers that one of the plans binds, this incarnation of theirs."""
-    return [
-        Send(client=worker.id, body=body)
-        for worker in workers
-        if any(plan is not None and _bound(plan, worker) for plan in plans)
-    ]
-
-
-def _bound(plan: Plan, worker: Client) -> bool:
-    if worker.device not in plan.places:
-        return False
-    return plan.binding.get(worker.device, worker.incarnation) == worker.incarnation
-
-
-def _stale(what: str, job: str, epoch: int, highest: int) -> Note:
-    return Note(text=f"{what} of job {job!r} has epoch {epoch}, below {highest} that was seen: refused")
-
-
-def _forget_before(state: State, job: str, number: int) -> State:
-    """Drop what was said of numbers below, in this job: the store has shown that they are settled."""
-
-    def current(body: Outcome) -> bool:
-        return isinstance(body, Finished) or body.number >= number
-
-    def shorten(client: Client) -> Client:
-        if client.job != job or all(current(body) for body in client.said):
-            return client
-        return replace(client, said=tuple(body for body in client.said if current(body)))
-
-    clients = {name: shorten(client) for name, client in state.clients.items()}
-    return replace(state, clients=clients, departed=tuple(shorten(client) for client in state.departed))
-
-
-def _without(records: Mapping[str, Any], job: str) -> Mapping[str, Any]:
-    return {name: record for name, record in records.items() if name != job}
-
-
 def _ignored(state: State, event: Event, now: float) -> Result:
     return state, ()
 
@@ -379,10 +285,10 @@ _ALWAYS: dict[type, Handler] = {
     Opened: _opened,
     Said: _said,
     Ended: _ended,
-    LeaderRead: _leader_read,
-    ProposalRead: _proposal_read,
-    PlanRead: _plan_read,
-    DoneRead: _done_read,
+    LeaderRead: leader_read,
+    ProposalRead: proposal_read,
+    PlanRead: plan_read,
+    DoneRead: done_read,
     Tick: _tick,
 }
 #: What each event does in each phase of the link.

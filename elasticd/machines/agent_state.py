@@ -23,7 +23,7 @@ from elasticd.messages import (
     ToWorker,
     Up,
 )
-from elasticd.records import MemberRecord, NodeRecord, PlanRecord, Proposal
+from elasticd.records import DoneRecord, MemberRecord, NodeRecord, PlanRecord, Proposal
 
 Outcome = Prepared | Refused | Swapped | Kept | Doubt | Finished
 
@@ -38,7 +38,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Client:
-    """A worker (with device and incarnation) or a torchrun; `said` is what a new leader must hear again."""
+    """A worker (with device and incarnation) or a torchrun; `said` is what a new leader must hear again,
+    `farewell` why it said goodbye."""
 
     id: str
     opening: Hello | Join
@@ -46,6 +47,7 @@ class Client:
     incarnation: str = ""
     said: tuple[Outcome, ...] = ()
     goodbye: bool = False
+    farewell: str = ""
     ended: str = ""
 
     @property
@@ -63,7 +65,8 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """All that an agent knows. `pace` holds the emulated times of a normal device, if there are any."""
+    """All that an agent knows. `pace` holds the emulated times of a normal device, if there are any; `epoch`
+    is the highest seen, by this agent or one before it on its node."""
 
     record: NodeRecord
     pace: Pace | None = None
@@ -73,7 +76,7 @@ class State:
     departed: tuple[Client, ...] = ()
     proposals: Mapping[str, Proposal] = field(default_factory=dict)
     plans: Mapping[str, PlanRecord] = field(default_factory=dict)
-    done: frozenset[str] = frozenset()
+    done: Mapping[str, DoneRecord] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
     reports: tuple[Up, ...] = ()
     calls: Mapping[tuple[str, int], Call] = field(default_factory=dict)
@@ -154,10 +157,10 @@ class PlanRead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoneRead:
-    """Whether a job is over, as read from the store."""
+    """How a job ended, as read from the store; None when the key is gone."""
 
     job: str
-    done: bool
+    record: DoneRecord | None
 
 
 @dataclass(frozen=True, slots=True)

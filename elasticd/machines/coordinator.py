@@ -26,10 +26,7 @@ from elasticd.machines.job.effects import (
     Stored,
 )
 from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, fresh, restored
-from elasticd.messages import Down, Hello, Join, Pace, Rejected, Up
-
-#: The address of whoever drives a device, now or later; agents know it.
-DEVICE_PREFIX = "device:"
+from elasticd.messages import DEVICE_PREFIX, Down, Hello, Join, Pace, Rejected, Up
 
 
 class State(Value, frozen=True, kw_only=True):
@@ -68,6 +65,7 @@ def step(state: State, event: Event, now: float) -> Result:
 def _agent_up(state: State, event: AgentUp, now: float) -> Result:
     record = event.record
     known = state.nodes.get(record.node)
+    event = AgentUp(record=record, anew=known is not None and known.record.agent != record.agent)
     node = NodeState(record=record, connected=True, since=now, paces=known.paces if known is not None else {})
     state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node})
     text = f"node {record.node} is there with {len(record.devices)} devices"
@@ -96,32 +94,54 @@ def _received(state: State, event: Received, now: float) -> Result:
         why = f"job name {message.job!r} must not be empty or contain '/': choose another --rdzv-id"
         rejected = Down(client=message.client, body=Rejected(reason=why))
         return state, (Send(node=event.node, message=rejected),)
+    taken = _taken(state, event.node, message) if isinstance(message, Up) else ""
     if message.job not in state.jobs:
         body = message.body if isinstance(message, Up) else None
         if not isinstance(body, Join | Hello):
             return state, ()
-        # A worker of an unknown job started under a leader that ended before anything was written.
-        phase = Phase.GATHERING if isinstance(body, Join) else Phase.ASSEMBLING
-        jobs = {**state.jobs, message.job: fresh(message.job, phase, now)}
-        state = msgspec.structs.replace(state, jobs=jobs)
-    taken = _taken(state, message) if isinstance(message, Up) else ""
+        if not taken:
+            # A worker of an unknown job started under a leader that ended before anything was written.
+            phase = Phase.GATHERING if isinstance(body, Join) else Phase.ASSEMBLING
+            jobs = {**state.jobs, message.job: fresh(message.job, phase, now)}
+            state = msgspec.structs.replace(state, jobs=jobs)
     if taken and isinstance(message, Up):
-        rejected = Down(client=message.client, body=Rejected(reason=taken))
-        return state, (Send(node=event.node, message=rejected),)
+        return _turned_away(state, event.node, message, taken, now)
     return _jobs(state, event, now, (message.job,))
 
 
-def _taken(state: State, up: Up) -> str:
-    """Why a worker cannot have its device: another living job has it."""
-    if not isinstance(up.body, Hello):
+def _taken(state: State, node: str, up: Up) -> str:
+    """Why a worker cannot have its device, or a torchrun its node: another living job has it."""
+    if not isinstance(up.body, Hello | Join):
         return ""
     for name, job in state.jobs.items():
-        if name != up.job and job.phase in LIVE and up.device in job.workers:
-            return (
-                f"device {up.device} belongs to job {name}: a device belongs to one job at a time; "
-                "wait for its end or use other nodes"
-            )
+        if name == up.job or job.phase not in LIVE:
+            continue
+        held = [worker for worker in job.workers.values() if worker.node == node and not worker.left]
+        if isinstance(up.body, Hello):
+            held = [worker for worker in held if worker.device == up.device]
+        if held:
+            devices = ", ".join(worker.device for worker in held)
+            lost = any(worker.orphan for worker in held)
+            return f"{devices}: in use by job {name}; {_ORPHANED if lost else _ONE_JOB}"
     return ""
+
+
+_ONE_JOB = "a device belongs to one job at a time: wait for the end of that job or use other nodes"
+_ORPHANED = (
+    "the node's agent was started again while its workers trained, so that nobody here sees when they end: end "
+    "that job (its torchruns) and start the coordinator again, or use other nodes"
+)
+
+
+def _turned_away(state: State, node: str, up: Up, why: str, now: float) -> Result:
+    """A worker that cannot come is one that all others of its job wait for: they would wait for ever."""
+    effects: tuple[Effect, ...] = (Send(node=node, message=Down(client=up.client, body=Rejected(reason=why))),)
+    job = state.jobs.get(up.job)
+    if isinstance(up.body, Hello) and job is not None:
+        after, asked = machine.turned_away(job, why, state.nodes, state.epoch, state.settings, now)
+        effects = (*effects, *asked)
+        state = msgspec.structs.replace(state, jobs={**state.jobs, up.job: after})
+    return state, effects
 
 
 def _paced(state: State, event: Paced) -> Result:

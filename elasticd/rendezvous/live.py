@@ -41,6 +41,7 @@ from elasticd.messages import (
     StoreCall,
     ToWorker,
 )
+from elasticd.rendezvous import failure
 
 BACKEND = "elasticd"
 #: Seconds to wait for the agent's socket, so that agent and torchrun may be started side by side.
@@ -88,6 +89,7 @@ def create_handler(parameters: RendezvousParameters) -> Handler:
         seconds = float(wait)
     except ValueError:
         raise Refusal(f"--rdzv-conf agent_timeout={wait} must be a number of seconds, as 5") from None
+    failure.install()
     return Handler(parameters, seconds)
 
 

@@ -24,7 +24,7 @@ from elasticd_planner.layouts import Layouts
 
 from elasticd import messages
 from elasticd.machines import switch as sw
-from elasticd.messages import Abort, Pace, Propose, Recorded, Shutdown, ToWorker
+from elasticd.messages import Abort, Pace, Propose, Recorded, Rejected, Shutdown, ToWorker
 from elasticd.records import Proposal
 from elasticd.runtime.control import Control
 from elasticd.runtime.emulation import Pacer
@@ -33,8 +33,9 @@ from elasticd.runtime.groups import Cancelled, Fabric, Group, KeyValue
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a rank in doubt, or one that lost the others, waits for the leader's word.
-_PATIENCE = 20.0
+#: Seconds that a rank in doubt, or one that lost the others, waits with its state for the leader's word, which
+#: may have to wait for the store.
+_PATIENCE = 120.0
 
 #: Seconds that the end of a job waits for threads that let groups go.
 _LEAVE = 5.0
@@ -109,7 +110,7 @@ class Switcher:
                 self._feed(sw.Aborted(number=number, reason=reason))
             case Recorded(number=number):
                 self._feed(sw.Recorded(number=number))
-            case Shutdown(reason=reason):
+            case Shutdown(reason=reason) | Rejected(reason=reason):
                 self._feed(sw.Ordered(reason=reason))
             case messages.Closed(reason=reason):
                 self._close(reason)
@@ -266,6 +267,7 @@ class Switcher:
     def bereaved(self, error: Exception) -> JobStopped:
         """A collective of the plan in force failed: what to raise. The leader knows best why, so its word is
         waited for."""
+        log.warning("lost the other ranks (%s): waiting for the coordinator's word", error)
         deadline = time.monotonic() + _PATIENCE
         while not self._control.lost and (left := deadline - time.monotonic()) > 0:
             try:

@@ -212,7 +212,7 @@ class EtcdStore:
         refusals = [failure for failure in failures if isinstance(failure, StoreRefused)]
         # One member that refuses while the others are silent is an outage, once we have been let in.
         if refusals and (not self._opened_once or len(refusals) == len(failures)):
-            return StoreRefused(said)
+            return type(refusals[0])(said)
         return StoreUnavailable(said)
 
     def _read(self, ask: Callable[[EtcdSession], T]) -> T:

@@ -280,6 +280,9 @@ class MemoryStore:
         with self._connected() as server:
             return Identity(cluster_id=server.cluster_id, revision=server.revision)
 
+    def known(self) -> Identity | None:
+        return Identity(cluster_id=self.server.cluster_id, revision=self.server.revision)
+
     def close(self) -> None:
         self._closed = True
         for feed in self._feeds:

@@ -40,6 +40,10 @@ class StoreRefused(StoreError):
     """The store is there but must not be used: credentials, permissions, or an older or other cluster."""
 
 
+class StoreReplaced(StoreRefused):
+    """The store is another than the one known before, or came back older than it was."""
+
+
 class LeaseLost(StoreError):
     """The lease has expired or was revoked; its keys are gone."""
 
@@ -235,6 +239,10 @@ class Store(Protocol):
 
     def identity(self) -> Identity:
         """Which store this is. Also the check to make at start-up: it raises StoreRefused early."""
+        ...
+
+    def known(self) -> Identity | None:
+        """The store and the highest revision seen so far, without asking: what a daemon persists."""
         ...
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from elasticd.store.protocol import (
     LeaseLost,
     StoreError,
     StoreRefused,
+    StoreReplaced,
     StoreUnavailable,
     WatchCompacted,
     WatchEvent,
@@ -89,17 +90,17 @@ class Guard:
             return self._known.revision if self._known is not None else 0
 
     def check(self, endpoint: str, cluster_id: int, revision: int, floor: int) -> None:
-        """Take note of an answer's header. Raises StoreRefused for another or an older cluster."""
+        """Take note of an answer's header. Raises StoreReplaced for another or an older cluster."""
         with self._lock:
             known = self._known
             if known is not None and cluster_id != known.cluster_id:
-                raise StoreRefused(
+                raise StoreReplaced(
                     f"etcd at {endpoint} is cluster {cluster_id:x}, but this daemon belongs to "
                     f"cluster {known.cluster_id:x}; point it at its own etcd, or remove its "
                     "state to adopt this one"
                 )
             if revision < floor:
-                raise StoreRefused(
+                raise StoreReplaced(
                     f"etcd at {endpoint} is at revision {revision}, but revision {floor} was seen before: it "
                     "was restored from an old copy; stop the daemons and remove their state to accept it"
                 )

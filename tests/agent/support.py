@@ -9,7 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from elasticd_agent.daemon import Agent
 from elasticd_planner.rules import ModelSpec
@@ -17,7 +18,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import Server, ServerConnection, serve
 
 from elasticd import messages, packets
-from elasticd.config import Config
+from elasticd.config import AgentSection, ClusterSection, Config
 from elasticd.messages import (
     AgentHello,
     Closed,
@@ -34,7 +35,9 @@ from elasticd.messages import (
     Welcome,
 )
 from elasticd.records import JobSpec, Keys
+from elasticd.remembered import StateFile
 from elasticd.store.leader import Leadership, campaign
+from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Store
 
 DEADLINE = 20.0
@@ -156,8 +159,10 @@ class Leader:
 class RunningAgent:
     """An agent on a thread of its own; `error` is what its `run` raised."""
 
-    def __init__(self, config: Config, store: Store, lease_seconds: int = 3) -> None:
-        self.agent = Agent(config, store, lease_seconds=lease_seconds)
+    def __init__(
+        self, config: Config, store: Store, lease_seconds: int = 3, memory: StateFile | None = None
+    ) -> None:
+        self.agent = Agent(config, store, lease_seconds=lease_seconds, memory=memory)
         self.error: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -209,6 +214,41 @@ class Trainer:
 
     def close(self) -> None:
         self.sock.close()
+
+
+class Node:
+    """A store, a leader and a way to start agents, all ended with the test."""
+
+    def __init__(self, register: Callable[[Any], Any], folder: Path) -> None:
+        self.register = register
+        self.folder = folder
+        self.server = MemoryServer()
+        self.store = MemoryStore(self.server)
+        self.path = str(folder / "a.sock")
+
+    def leader(self) -> Leader:
+        leader: Leader = self.register(Leader(self.store))
+        return leader.lead()
+
+    def config(self, node: str = "n0", path: str | None = None, **sections: Any) -> Config:
+        agent = AgentSection(node=node, socket=path or self.path, devices=2, memory=1 << 20)
+        return Config(cluster=ClusterSection(name=CLUSTER), agent=agent, **sections)
+
+    def agent(
+        self,
+        node: str = "n0",
+        path: str | None = None,
+        ttl: int = 3,
+        memory: StateFile | None = None,
+        **sections: Any,
+    ) -> RunningAgent:
+        config = self.config(node, path, **sections)
+        running: RunningAgent = self.register(RunningAgent(config, MemoryStore(self.server), ttl, memory))
+        return running
+
+    def trainer(self, path: str | None = None) -> Trainer:
+        trainer: Trainer = self.register(Trainer(path or self.path))
+        return trainer
 
 
 @contextlib.contextmanager

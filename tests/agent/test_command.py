@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from elasticd.records import Keys
+from elasticd.remembered import StateFile
 from elasticd.store.etcd import EtcdStore
+from elasticd.store.protocol import Identity
 from elasticd.store.server import EtcdServer
 from elasticd.store.session import EtcdOptions
 from tests.agent.support import CLUSTER, DEADLINE, Trainer, until
@@ -61,6 +63,23 @@ def test_unknown_key_in_the_configuration_is_named(tmp_path: Path) -> None:
 def test_wrong_option_is_named() -> None:
     assert "No such option" in refused("--nod", "a")
     assert "node = 'a/b'" in refused("--node", "a/b")
+
+
+def test_etcd_that_was_set_up_anew_under_an_old_name_is_refused_with_the_file_to_delete(
+    etcd: EtcdServer, tmp_path: Path
+) -> None:
+    store = EtcdStore(EtcdOptions(endpoints=(etcd.endpoint,)))
+    known = store.identity()
+    store.close()
+    (tmp_path / "e.toml").write_text(f'[agent]\nstate = "{tmp_path}"\n')
+    memory = StateFile(str(tmp_path), "default", "agent", "n0")
+    memory.note(identity=Identity(cluster_id=known.cluster_id, revision=known.revision + 1000))
+    options = ("--config", str(tmp_path / "e.toml"), "--node", "n0", "--etcd", etcd.endpoint)
+    said = refused(*options, "--socket", str(tmp_path / "a.sock"), "--devices", "1", "--memory", "1 MiB")
+    assert f"revision {known.revision + 1000} was seen before" in said
+    assert f"{memory.path}: if this etcd is the right one" in said
+    assert "delete that file, or use another cluster name" in said
+    assert len(said.splitlines()) == 1
 
 
 @pytest.mark.slow

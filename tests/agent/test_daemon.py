@@ -6,17 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from elasticd_agent.daemon import AgentError
-from elasticd_agent.registrar import NodeTaken
 from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd import messages, packets
-from elasticd.config import AgentSection, ClusterSection, Config, EmulateSection
+from elasticd.config import EmulateSection
 from elasticd.messages import (
     AgentHello,
     AgentRejected,
@@ -30,14 +28,16 @@ from elasticd.messages import (
     Pace,
     Propose,
     Rejected,
+    Shutdown,
     StoreAnswer,
     StoreCall,
     Welcome,
     WorkerLost,
 )
-from elasticd.records import Keys, MemberRecord, NodeRecord, Proposal, decode, encode
-from elasticd.store.memory import MemoryServer, MemoryStore
-from tests.agent.support import CLUSTER, Leader, RunningAgent, Trainer, closing_all, spec, until
+from elasticd.records import DoneRecord, Keys, MemberRecord, NodeRecord, Proposal, decode, encode
+from elasticd.remembered import StateFile
+from elasticd.store.memory import MemoryStore
+from tests.agent.support import CLUSTER, Leader, Node, closing_all, spec, until
 
 KEYS = Keys(cluster=CLUSTER)
 WORKER = """
@@ -52,34 +52,6 @@ print(packets.receive(sock).decode(), flush=True)
 if sys.stdin.buffer.readline().strip() == b"goodbye":
     packets.send(sock, messages.encode(messages.Goodbye()))
 """
-
-
-class Node:
-    """A store, a leader and a way to start agents, all ended with the test."""
-
-    def __init__(self, register: Callable[[Any], Any], folder: Path) -> None:
-        self.register = register
-        self.folder = folder
-        self.server = MemoryServer()
-        self.store = MemoryStore(self.server)
-        self.path = str(folder / "a.sock")
-
-    def leader(self) -> Leader:
-        leader: Leader = self.register(Leader(self.store))
-        return leader.lead()
-
-    def config(self, node: str = "n0", path: str | None = None, **sections: Any) -> Config:
-        agent = AgentSection(node=node, socket=path or self.path, devices=2, memory=1 << 20)
-        return Config(cluster=ClusterSection(name=CLUSTER), agent=agent, **sections)
-
-    def agent(self, node: str = "n0", path: str | None = None, ttl: int = 3, **sections: Any) -> RunningAgent:
-        config = self.config(node, path, **sections)
-        running: RunningAgent = self.register(RunningAgent(config, MemoryStore(self.server), ttl))
-        return running
-
-    def trainer(self, path: str | None = None) -> Trainer:
-        trainer: Trainer = self.register(Trainer(path or self.path))
-        return trainer
 
 
 @pytest.fixture
@@ -232,6 +204,40 @@ def test_proposal_in_the_store_reaches_the_worker_and_a_stale_one_does_not(node:
     assert answer.proposal == record
 
 
+def test_highest_epoch_outlasts_the_agent_and_orders_below_it_are_refused(node: Node) -> None:
+    def memory() -> StateFile:
+        return StateFile(str(node.folder), CLUSTER, "agent", "n0")
+
+    leader = node.leader()
+    running = node.agent(memory=memory())
+    until(lambda: memory().epoch == leader.epoch)
+    until(lambda: memory().identity == MemoryStore(node.server).known())
+    running.stop()
+    memory().note(epoch=leader.epoch + 100)  # as if a later leader had been seen
+    node.agent(memory=memory())
+    trainer = node.trainer()
+    binding = {"n0/0": trainer.welcomed(0).incarnation}
+    for number, epoch in ((1, leader.epoch), (2, leader.epoch + 100)):
+        record = Proposal(number=number, epoch=epoch, plan=plan(number, binding), old=None)
+        node.store.put(KEYS.job("job", "proposal"), encode(record))
+    answer = trainer.hear()
+    assert isinstance(answer, Propose)
+    assert answer.proposal == record
+
+
+def test_end_of_a_job_reaches_the_worker_from_the_store(node: Node) -> None:
+    leader = node.leader()
+    node.agent()
+    trainer = node.trainer()
+    trainer.welcomed(0)
+    until(lambda: leader.bodies(Hello))
+    client = leader.client("n0/0")
+    leader.send(Down(client=client, body=Shutdown(reason="the leader says so by itself")))
+    done = DoneRecord(step=3, epoch=leader.epoch, reason="n1/0 died")
+    node.store.put(KEYS.job("job", "done"), encode(done))
+    assert trainer.hear() == Shutdown(reason="n1/0 died")
+
+
 def test_call_on_the_bootstrap_store_and_its_answer_pass_through(node: Node) -> None:
     leader = node.leader()
     node.agent()
@@ -304,41 +310,6 @@ def test_lost_lease_is_replaced_and_all_keys_written_again(node: Node) -> None:
     again = until(lambda: node.store.get(KEYS.member("job", "n0/0")))
     assert again.lease != item.lease
     assert until(lambda: node.store.get(KEYS.node("n0"))).lease == again.lease
-
-
-# -- one agent for a node ------------------------------------------------------------------------------------
-
-
-def test_second_agent_under_one_node_name_ends_and_the_first_goes_on(node: Node) -> None:
-    first = node.agent(ttl=1)
-    until(lambda: node.store.get(KEYS.node("n0")))
-    second = node.agent(path=str(node.folder / "b.sock"), ttl=1)
-    second.join()
-    assert isinstance(second.error, NodeTaken)
-    assert f"node 'n0' is served by agent {first.agent.record.agent}" in str(second.error)
-    assert "--node" in str(second.error)
-    assert not (node.folder / "b.sock").exists()
-    assert node.trainer().welcomed(0)
-
-
-def test_successor_of_a_crashed_agent_waits_for_its_lease_and_serves(node: Node) -> None:
-    lease = node.store.grant(1)
-    node.store.put(KEYS.node("n0"), encode(NodeRecord(node="n0", devices=(), address="x", agent="dead")), lease)
-    packets.listen(node.path).close()  # a crashed agent leaves its socket file, too
-    running = node.agent(ttl=1)
-    assert node.trainer().welcomed(0)
-    found = node.store.get(KEYS.node("n0"))
-    assert found is not None
-    assert decode(found.value, NodeRecord).agent == running.agent.record.agent
-
-
-def test_second_agent_at_one_socket_ends_and_the_first_goes_on(node: Node) -> None:
-    node.agent()
-    node.trainer().welcomed(0)
-    second = node.agent(node="n1")
-    second.join()
-    assert isinstance(second.error, packets.SocketTaken)
-    assert node.trainer().welcomed(1)
 
 
 def test_stopped_agent_leaves_no_key_and_no_socket_behind(node: Node) -> None:

@@ -154,6 +154,22 @@ def test_one_torchrun_does_not_wait_for_another_to_end(cluster: Callable[[int], 
     assert ended(stays)[0] != 0
 
 
+def test_script_that_cannot_start_ends_torchrun_with_two_lines_of_ours_and_no_traceback(
+    cluster: Callable[[int], Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTIONS", '{"out": "/", "steps": 1, "global_batch": 7, "micro_batch": 2}')
+    nodes = cluster(1)
+    nodes.script = Path(__file__).resolve().parents[1] / "integration" / "train.py"
+    code, said = ended(nodes.torchrun("alpha", nnodes=1, nproc=1))
+    assert code == 1
+    assert "Traceback" not in said
+    ours = [line for line in said.splitlines() if line.startswith("elasticd: ")]
+    assert "global_batch 7 does not divide into micro-batches of 2: choose a multiple of 2" in ours[0]
+    assert ours[1:] == [
+        "elasticd: a worker of this node ended with exit code 1: its own last line above says why"
+    ]
+
+
 def test_killed_torchrun_takes_its_leave_through_its_agent(cluster: Callable[[int], Nodes]) -> None:
     nodes = cluster(2)
     alone = nodes.torchrun("alpha")

@@ -136,7 +136,7 @@ def test_job_lives_from_its_join_to_its_end() -> None:
             )
             this = alpha if first.node == "alpha" else beta
             await this.tell(first.up(Report(measurement=measured, loss=2.5, tokens=512)))
-            await until(lambda: coordinator.leading.state.jobs[JOB].progress.step == 4)
+            await until(lambda: coordinator.leading.state.jobs[JOB].progress.step == 5)
             _, found = await get(coordinator, "/v1/status")
             (job,) = found["jobs"]
             assert (job["phase"], job["plan"]["number"], job["proposal"]) == ("running", 1, None)

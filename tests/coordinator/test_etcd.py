@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from elasticd.config import Config, with_overrides
 from elasticd.coordinator import election
-from elasticd.coordinator.daemon import Coordinator
+from elasticd.coordinator.daemon import Coordinator, serve
 from elasticd.messages import Hello, Join, Up
 from elasticd.records import JobSpec, Keys, decode
+from elasticd.remembered import StateFile
 from elasticd.store.leader import read_leader
 from elasticd.store.server import EtcdServer
 from tests.coordinator.agents import agent, config, until
@@ -61,3 +63,26 @@ def test_leader_outlasts_a_restart_of_etcd_and_writes_what_waited(etcd: EtcdServ
         store.close()
 
     asyncio.run(body())
+
+
+def test_etcd_that_is_not_the_one_remembered_is_refused_with_the_file_to_delete(
+    etcd: EtcdServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {"etcd.endpoints": (etcd.endpoint,), "coordinator.state": str(tmp_path)}
+
+    async def leads() -> None:
+        memory = StateFile(str(tmp_path), "test", "coordinator", "c0")
+        store = election.connect(configured(etcd), memory)
+        coordinator = Coordinator(configured(etcd), store, memory=memory)
+        await coordinator.start()
+        await until(lambda: memory.identity is not None)
+        await coordinator.stop()
+        store.close()
+
+    asyncio.run(leads())
+    with EtcdServer(fsync=False) as fresh:
+        assert serve(with_overrides(config(), options | {"etcd.endpoints": (fresh.endpoint,)})) == 1
+    said = capfd.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith(f"elasticd coordinator: etcd at {fresh.endpoint} is")
+    assert f"{tmp_path}/test-coordinator-c0.json: if this etcd is the right one" in said
+    assert "delete that file, or use another cluster name" in said

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elasticd.machines.agent import DEVICE_PREFIX, MOST_REPORTS, TABLE, UnknownEvent, step
+from elasticd.machines.agent import MOST_REPORTS, TABLE, step
 from elasticd.machines.agent_state import (
     ClearMember,
     Dismiss,
@@ -25,12 +25,15 @@ from elasticd.machines.agent_state import (
     State,
     Stop,
     Tick,
+    UnknownEvent,
 )
 from elasticd.messages import (
+    DEVICE_PREFIX,
     WIRE_VERSION,
     Abort,
     AgentHello,
     AgentRejected,
+    Closed,
     Finished,
     Goodbye,
     Hello,
@@ -42,12 +45,13 @@ from elasticd.messages import (
     Propose,
     Recorded,
     Report,
+    Shutdown,
     StoreAnswer,
     StoreCall,
     Welcome,
     WorkerLost,
 )
-from elasticd.records import MemberRecord, PlanRecord
+from elasticd.records import DoneRecord, MemberRecord, PlanRecord
 from tests.machines.agent_scene import (
     JOB,
     RECORD,
@@ -159,6 +163,7 @@ def test_order_below_the_highest_epoch_is_refused(learned: str) -> None:
         ProposalRead(job=JOB, proposal=mine),
         ProposalRead(job=JOB, proposal=aborted(mine, epoch=8)),
         PlanRead(job=JOB, record=PlanRecord(plan=mine.plan, epoch=8, step=1)),
+        over("a leader that was replaced says so", epoch=8),
     ):
         state, effects = run(hello(0), seen[learned], stale)
         assert [type(effect) for effect in effects] == [Note]
@@ -174,12 +179,58 @@ def test_open_proposal_of_a_replaced_leader_is_not_handed_to_a_new_worker() -> N
 
 
 @pytest.mark.parametrize(
-    "order", [Propose(proposal=proposal(2, {"n0/0": "i0"})), Abort(number=2, reason=""), Recorded(number=2)]
+    "order",
+    [
+        Propose(proposal=proposal(2, {"n0/0": "i0"})),
+        Abort(number=2, reason=""),
+        Recorded(number=2),
+        Shutdown(reason="a leader that was replaced says so"),
+        Closed(reason="done"),
+    ],
 )
 def test_order_over_the_link_is_dropped(order: object) -> None:
     for address in ("w0", DEVICE_PREFIX + "n0/0"):
         _, effects = run(hello(0), LinkUp(), down(address, order))
         assert [type(effect) for effect in effects] == [Note]
+
+
+def over(reason: str = "", epoch: int = 5) -> DoneRead:
+    return DoneRead(job=JOB, record=DoneRecord(step=9, epoch=epoch, reason=reason))
+
+
+def test_end_of_a_job_that_cannot_go_on_reaches_all_its_workers_once_and_nobody_else() -> None:
+    running = PlanRead(job=JOB, record=PlanRecord(plan=plan(1, {"n0/0": "i0"}), epoch=5, step=0))
+    start = (hello(0), hello(1, job="other"), join(), running)
+    state, effects = run(*start, over("n1/0 died"))
+    assert sent(effects) == [("w0", Shutdown(reason="n1/0 died"))]
+    again = over("n1/0 died", epoch=6)  # by a new leader
+    assert run(over("n1/0 died"), again, state=state)[1] == []
+
+
+def test_end_of_a_finished_job_is_told_to_those_that_had_no_part_in_its_plan() -> None:
+    running = PlanRead(job=JOB, record=PlanRecord(plan=plan(1, {"n0/0": "i0"}), epoch=5, step=0))
+    _, effects = run(hello(0), hello(1), running, over())
+    assert sent(effects) == [("w1", Closed(reason="the job finished at step 9"))]
+
+
+def test_worker_that_comes_after_the_end_hears_of_it_after_its_welcome() -> None:
+    _, effects = run(over("n1/0 died"), hello(0))
+    assert [type(body) for _, body in sent(effects)] == [Welcome, Shutdown]
+    _, effects = run(over("n1/0 died"), DoneRead(job=JOB, record=None), hello(0))
+    assert [type(body) for _, body in sent(effects)] == [Welcome]
+
+
+def test_closed_over_the_link_is_an_answer_to_a_torchrun() -> None:
+    _, effects = run(LinkUp(), join(), down("t", Closed(reason="it finished")))
+    assert sent(effects) == [("t", Closed(reason="it finished"))]
+
+
+def test_reason_of_a_goodbye_is_told_with_the_end_of_its_process_on_every_link() -> None:
+    end = (said(Goodbye(reason="the script had enough")), Ended(client="w0", how="its process ended"))
+    for events in ((LinkUp(), hello(0), *end), (hello(0), *end, LinkUp())):
+        lost = told(run(*events)[1])[-1]
+        assert isinstance(lost, WorkerLost)
+        assert (lost.clean, lost.how) == (True, "the script had enough")
 
 
 def test_same_record_read_again_is_forwarded_once() -> None:
@@ -209,7 +260,7 @@ def test_worker_that_ended_while_the_link_was_away_has_its_last_words_told() -> 
     assert [type(word) for word in words] == [AgentHello, Hello, Finished, WorkerLost]
     assert isinstance(words[-1], WorkerLost)
     assert words[-1].clean
-    _, effects = run(LinkUp(), hello(0), LinkDown(), *end, DoneRead(job=JOB, done=True), LinkUp())
+    _, effects = run(LinkUp(), hello(0), LinkDown(), *end, over(), LinkUp())
     assert [type(word) for word in told(effects)] == [AgentHello]
 
 

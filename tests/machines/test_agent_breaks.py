@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from elasticd.machines.agent import step
 from elasticd.machines.agent_state import (
+    DoneRead,
     Ended,
     Event,
     LeaderRead,
@@ -31,11 +32,12 @@ from elasticd.messages import (
     Propose,
     Recorded,
     Refused,
+    Shutdown,
     Swapped,
     Up,
     WorkerLost,
 )
-from elasticd.records import PlanRecord
+from elasticd.records import DoneRecord, PlanRecord
 from tests.machines.agent_scene import (
     JOB,
     RECORD,
@@ -72,6 +74,11 @@ LIFE: tuple[Event, ...] = (
     said(Finished(step=9), "w0"),
     said(Goodbye(), "w0"),
     Ended(client="w0", how="its process ended"),
+)
+#: After it nothing said of the job matters any more.
+END: tuple[Event, ...] = (
+    hello(0, client="w9"),
+    DoneRead(job=JOB, record=DoneRecord(step=9, epoch=5, reason="why")),
 )
 
 
@@ -126,13 +133,14 @@ def test_nothing_said_is_lost_whenever_the_link_breaks_and_returns(breaks: list[
     check_all_is_told(happened, words)
 
 
-@pytest.mark.parametrize("cut", range(len(LIFE) + 1))
+@pytest.mark.parametrize("cut", range(len(LIFE) + len(END)))
 def test_new_leader_after_every_prefix_forwards_no_order_of_the_old_one(cut: int) -> None:
-    state, _ = run(*LIFE[:cut])
+    life = (*LIFE, *END)
+    state, _ = run(*life[:cut])
     state, _ = run(LeaderRead(epoch=50), state=state)
-    for event in LIFE[cut:]:
+    for event in life[cut:]:
         state, effects = step(state, event, 0.0)
-        orders = [b for _, b in sent(list(effects)) if isinstance(b, Propose | Abort | Recorded)]
+        orders = [b for _, b in sent(list(effects)) if isinstance(b, Propose | Abort | Recorded | Shutdown)]
         assert orders == []
 
 

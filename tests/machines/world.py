@@ -166,6 +166,8 @@ class World:
             self.notes.append(effect)
         elif isinstance(effect, Send):
             self.sent.append(effect)
+            if effect.message.client.startswith("w"):
+                assert not isinstance(effect.message.body, Closed | Shutdown), "they hear it from the store"
             self.told.setdefault(effect.message.client, []).append(effect.message.body)
             if isinstance(effect.message.body, Joined):
                 self._started(effect.node, effect.message.body)
@@ -187,7 +189,8 @@ class World:
     def _check(self, effect: Write) -> None:
         """Invariants 1 to 3 and 5 of the job's machine."""
         part = {name: self.store.get(KEYS.job(JOB, name)) for name in ("plan", "proposal", "done")}
-        assert part["done"] is None, "nothing is written after the end"
+        if part["done"] is not None:
+            self._check_same(decode(part["done"].value, DoneRecord), effect)
         before = decode(part["proposal"].value, Proposal) if part["proposal"] else None
         for record in effect.records:
             if isinstance(record, Proposal) and record.status == "open":
@@ -202,6 +205,12 @@ class World:
                 number = record.plan.number
                 assert self.recorded.setdefault(number, record.plan) == record.plan, "one plan a number"
                 assert any(worker.plan == number for worker in self.workers.values()), "a member swapped"
+
+    def _check_same(self, before: DoneRecord, effect: Write) -> None:
+        (record,) = effect.records
+        assert isinstance(record, DoneRecord), "nothing is written after the end"
+        assert (record.step, record.reason) == (before.step, before.reason), "but the same, by a new leader"
+        assert record.epoch == self.state.epoch > before.epoch
 
     def _check_kept(self, before: Proposal | None, record: Proposal) -> None:
         if before is not None and before.old is not None:
@@ -287,9 +296,7 @@ class World:
 
     def _plans(self) -> list[Plan]:
         proposal, plan = self.proposal(), self.plan()
-        return [
-            found for found in (plan, proposal.plan if proposal is not None else None) if found is not None
-        ]
+        return [found for found in (plan, proposal.plan if proposal is not None else None) if found is not None]
 
     def _vote(self) -> None:
         proposal = self.proposal()
@@ -322,7 +329,7 @@ class World:
         measured = Measurement(
             device=device,
             plan=plan.number,
-            step=self.steps,
+            step=self.steps - 1,
             tokens=tokens,
             block_seconds=work * 1e-3 * self.rates.get(device, 1.0),
             block_work=work,
@@ -335,14 +342,19 @@ class World:
             measurement=measured, loss=2.0 if rank_zero else None, tokens=all_tokens if rank_zero else None
         )
 
-    def lost(self, worker: FakeWorker, clean: bool = False) -> WorkerLost:
+    def lost(self, worker: FakeWorker, clean: bool = False, how: str = "") -> WorkerLost:
         return WorkerLost(
             job=JOB,
             device=worker.device,
             incarnation=worker.incarnation,
             clean=clean,
-            how="exit status 0" if clean else "killed by signal 9",
+            how=how or ("exit status 0" if clean else "killed by signal 9"),
         )
+
+    def leave_cleanly(self, device: str, reason: str) -> None:
+        self.workers[device].alive = False
+        gone = self.lost(self.workers[device], clean=True, how=reason)
+        self.say(Received(node=device.rpartition("/")[0], message=gone))
 
     def kill(self, device: str) -> None:
         self.workers[device].alive = False
@@ -369,6 +381,4 @@ class World:
 
 def refused(world: World, client: str) -> list[str]:
     """Reasons in what a client was told."""
-    return [
-        body.reason for body in world.told.get(client, []) if isinstance(body, Rejected | Closed | Shutdown)
-    ]
+    return [body.reason for body in world.told.get(client, []) if isinstance(body, Rejected | Closed)]

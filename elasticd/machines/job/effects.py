@@ -14,6 +14,7 @@ from elasticd.records import DoneRecord, HistoryRecord, JobSpec, NodeRecord, Pla
 EventKind = Literal[
     "node_up",
     "node_down",
+    "agent_restarted",
     "worker_lost",
     "job_gathered",
     "planning",
@@ -25,6 +26,7 @@ EventKind = Literal[
     "slow",
     "recovered",
     "kept_plan",
+    "put_off",
     "refused",
     "fitted",
     "chaos",
@@ -36,9 +38,11 @@ EventKind = Literal[
 
 
 class AgentUp(Value, frozen=True, kw_only=True):
-    """An agent said hello on a connection of its own; what its workers last said follows."""
+    """An agent said hello on a connection of its own; what its workers last said follows. The leader adds
+    whether it took the place of another: the workers that spoke to that one are no workers of its own."""
 
     record: NodeRecord
+    anew: bool = False
 
 
 class AgentDown(Value, frozen=True, kw_only=True):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from elasticd.machines.job.ending import AGAIN, stop
+from elasticd.machines.job.ending import AGAIN, affirm, stop
 from elasticd.machines.job.state import OVER, Joiner, Phase, Worker
 from elasticd.machines.job.turn import Turn
-from elasticd.messages import Closed, Hello, Join, Joined, Rejected, Shutdown, Up
+from elasticd.messages import Closed, Hello, Join, Joined, Rejected, Up
 from elasticd.records import JobSpec
 
 
@@ -13,8 +13,10 @@ def join(turn: Turn, node: str, up: Up, body: Join) -> None:
     """A torchrun asks to take part."""
     job = turn.job
     if job.phase in OVER:
-        why = job.reason or f"it finished at step {job.progress.step}"
-        text = f"job {job.job} is over: {why}" + ("" if job.reason else f"; {AGAIN}")
+        if job.reason:  # nothing was finished: whoever asks again has failed
+            turn.send(node, up.client, Rejected(reason=f"job {job.job} is over: {job.reason}"))
+            return
+        text = f"job {job.job} is over: it finished at step {job.progress.step}; {AGAIN}"
         turn.send(node, up.client, Closed(reason=text))
         return
     known = job.joiners.get(node)
@@ -130,11 +132,10 @@ def _answer(turn: Turn, node: str, client: str) -> None:
 def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
     """A worker is there: a new one, or one whose agent says again what it said (to a new leader, too)."""
     job = turn.job
+    affirm(turn)
     known = job.workers.get(up.device)
     if known is not None and known.incarnation == up.incarnation:
-        turn.worker(known, node=node, client=up.client, pid=body.pid)
-        if job.phase is Phase.STOPPED:  # it was cut off when the others were told
-            turn.send(node, up.client, Shutdown(reason=job.reason))
+        turn.worker(known, node=node, client=up.client, pid=body.pid, orphan=False)
         return
     refusal = _unwelcome(turn, up, body)
     if refusal:
@@ -142,16 +143,12 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
         if job.phase is Phase.ASSEMBLING:  # one of those that all others wait for: they would wait for ever
             stop(turn, refusal)
         return
-    if job.phase is Phase.STOPPED:
-        turn.send(node, up.client, Shutdown(reason=job.reason))
     if job.phase in OVER:
         return
     if job.spec is None:
         turn.write(body.spec)
     turn.set(spec=body.spec, world_size=job.world_size or body.world_size)
-    turn.worker(
-        Worker(device=up.device, incarnation=up.incarnation, node=node, client=up.client, pid=body.pid)
-    )
+    turn.worker(Worker(device=up.device, incarnation=up.incarnation, node=node, client=up.client, pid=body.pid))
 
 
 def assemble(turn: Turn) -> None:

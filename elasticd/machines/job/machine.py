@@ -40,9 +40,20 @@ def step(
         replan.answered(turn, event)
     elif isinstance(event, AgentDown):
         gather.forget(turn, event.node)
-    elif isinstance(event, AgentUp):
-        pass  # what it means for a job, its workers' messages tell
+    elif isinstance(event, AgentUp) and event.anew:
+        ending.orphaned(turn, event.record.node)
+    # What else an agent's arrival means for a job, its workers' messages tell.
     _due(turn)
+    return turn.job, tuple(turn.effects)
+
+
+def turned_away(
+    job: JobState, why: str, nodes: Mapping[str, NodeState], epoch: int, settings: Settings, now: float
+) -> tuple[JobState, tuple[Effect, ...]]:
+    """A worker of the job was told that it cannot take part: the job ends if it waits for all of them."""
+    turn = Turn(job, nodes, epoch, settings, now)
+    if job.phase is Phase.ASSEMBLING:
+        ending.stop(turn, why)
     return turn.job, tuple(turn.effects)
 
 
@@ -101,6 +112,7 @@ def _due(turn: Turn) -> None:
     gather.complete(turn)
     gather.assemble(turn)
     _settle(turn)
+    ending.deserted(turn)
     switch.overdue(turn)
     switch.abort(turn)
     switch.all_kept(turn)

@@ -17,7 +17,7 @@ from elasticd_planner.value import Invalid
 
 from elasticd.machines.job.effects import CancelPlan, Planned, RequestPlan
 from elasticd.machines.job.ending import stop
-from elasticd.machines.job.state import Asked, Basis, Phase, Progress
+from elasticd.machines.job.state import Asked, Basis, JobState, Phase, Progress
 from elasticd.machines.job.switch import propose
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Report
@@ -32,7 +32,8 @@ def measured(turn: Turn, report: Report) -> None:
     if report.loss is not None or report.tokens is not None:  # rank 0's, which speaks for the step
         seconds = measurement.step_seconds
         speed = report.tokens / seconds if report.tokens is not None and seconds > 0 else None
-        turn.set(progress=Progress(step=measurement.step, loss=report.loss, tokens_per_second=speed))
+        done = measurement.step + 1  # a step's index is the number of updates before it
+        turn.set(progress=Progress(step=done, loss=report.loss, tokens_per_second=speed))
     plan = job.plan
     if plan is None or measurement.plan != plan.number or measurement.device not in plan.binding:
         return
@@ -130,7 +131,7 @@ def _request(turn: Turn) -> None:
     if job.asked is not None:
         if job.asked.basis == basis:
             return
-    elif basis == job.decided or turn.now < job.not_before:
+    elif basis == job.decided or turn.now < _due(job, basis):
         return
     problem = Problem(
         cluster=_cluster(turn, devices),
@@ -145,6 +146,12 @@ def _request(turn: Turn) -> None:
     turn.effects.append(RequestPlan(job=job.job, token=token, problem=problem))
     slow = ", ".join(f"{device} {rate:.2f}x" for device, rate in sorted(basis.rates.items()))
     turn.note("planning", f"planning for {len(devices)} devices, slow: {slow or 'none'}", rates=basis.rates)
+
+
+def _due(job: JobState, basis: Basis) -> float:
+    """When a plan may be made from `basis`: one that others were given up for waits longer."""
+    setback = job.setback
+    return max(job.not_before, setback.until if setback is not None and setback.basis == basis else 0.0)
 
 
 def answered(turn: Turn, event: Planned) -> None:

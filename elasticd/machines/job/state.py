@@ -79,7 +79,9 @@ OVER = _ENDS
 class Settings(Value, frozen=True, kw_only=True):
     """Times in seconds, counts in steps. gather: from enough nodes to the start; prepare: for members to
     prepare a proposal; reconnect: for agents to return to a new leader, or after a broken connection;
-    retry: from an abort to the next proposal; fit: measured steps that a profile is fitted from. flops (of a
+    retry: from an abort to the next proposal, doubled for each further one that is made from the same and given
+    up as well, up to most_retry; leave: for all members to take their leave after the first did, before the
+    last step; fit: measured steps that a profile is fitted from. flops (of a
     normal device, per second) and the links inside a node and between nodes are what plans count with until
     something was measured."""
 
@@ -87,6 +89,8 @@ class Settings(Value, frozen=True, kw_only=True):
     prepare_seconds: float = 30.0
     reconnect_seconds: float = 3.0
     retry_seconds: float = 30.0
+    most_retry_seconds: float = 3600.0
+    leave_seconds: float = 2.0
     fit_steps: int = STEPS
     detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
     policy: PolicySettings = msgspec.field(default_factory=PolicySettings)
@@ -95,7 +99,10 @@ class Settings(Value, frozen=True, kw_only=True):
     between: Link = Link()
 
     def __post_init__(self) -> None:
-        times = (self.gather_seconds, self.prepare_seconds, self.reconnect_seconds, self.retry_seconds)
+        times = (
+            *(self.gather_seconds, self.prepare_seconds, self.reconnect_seconds),
+            *(self.retry_seconds, self.most_retry_seconds, self.leave_seconds),
+        )
         if min(times) < 0 or self.fit_steps < STEPS:
             refuse(f"coordinator: times must not be negative and fit_steps at least {STEPS}, not {self}")
 
@@ -121,7 +128,9 @@ class Joiner(Value, frozen=True, kw_only=True):
 
 
 class Worker(Value, frozen=True, kw_only=True):
-    """A worker process that said hello, and the last that it said about a proposal (0: nothing yet)."""
+    """A worker process that said hello, and the last that it said about a proposal (0: nothing yet). Once it
+    took its leave: since when, and why. `orphan`: its node's agent was started again, and has no line to it.
+    """
 
     device: str
     incarnation: str
@@ -131,7 +140,13 @@ class Worker(Value, frozen=True, kw_only=True):
     prepared: int = 0
     kept: int = 0
     swapped: int = 0
-    left: bool = False
+    left_at: float | None = None
+    farewell: str = ""
+    orphan: bool = False
+
+    @property
+    def left(self) -> bool:
+        return self.left_at is not None
 
 
 class Basis(Value, frozen=True, kw_only=True):
@@ -150,6 +165,14 @@ class Asked(Value, frozen=True, kw_only=True):
     problem: Problem
 
 
+class Setback(Value, frozen=True, kw_only=True):
+    """Plans made from `basis` were given up `times` times in a row: the next may be made at `until`."""
+
+    basis: Basis
+    times: int
+    until: float
+
+
 class Progress(Value, frozen=True, kw_only=True):
     """The newest step that rank 0 reported: `step` updates were applied; None where nothing was yet."""
 
@@ -166,9 +189,11 @@ class JobState(Value, frozen=True, kw_only=True):
     switch: `plan` is in force, `proposal` open or aborting, `highest` the highest number ever used, `give_up`
         why the proposal is to be aborted; `settle_until` a new leader's patience (invariant 4), then None.
     planning: `decided` is what the last decision was made from, None where one is due, but not before
-        `not_before`; `asked` is under way; `token` counts requests.
+        `not_before`, and from the basis of a `setback` not before its own time; `asked` is under way; `token`
+        counts requests.
     measuring: `partial` steps that some members have not reported yet; `samples` for the fit, from the step
         after `first_step` on; `taught_by` the plan that the profile was last fitted to.
+    end: `done_epoch` is that of the record in the store.
     """
 
     job: str
@@ -190,6 +215,7 @@ class JobState(Value, frozen=True, kw_only=True):
     rates: RateState = msgspec.field(default_factory=RateState)
     decided: Basis | None = None
     not_before: float = 0.0
+    setback: Setback | None = None
     asked: Asked | None = None
     token: int = 0
     partial: dict[int, dict[str, Measurement]] = msgspec.field(default_factory=dict)
@@ -197,6 +223,7 @@ class JobState(Value, frozen=True, kw_only=True):
     taught_by: int = 0
     samples: tuple[tuple[Measurement, ...], ...] = ()
     progress: Progress = Progress()
+    done_epoch: int = 0
 
     @property
     def number(self) -> int:
@@ -210,7 +237,8 @@ class JobState(Value, frozen=True, kw_only=True):
         return tuple(worker for incarnation, worker in found if worker and worker.incarnation == incarnation)
 
     def unreported(self) -> tuple[str, ...]:
-        """Devices of members, of the running or the proposed plan, whose worker has not said hello."""
+        """Devices of members, of the running or the proposed plan, whose worker has not said hello, or not
+        to the agent that its node has now."""
         plans = (self.plan, self.proposal.plan if self.proposal is not None else None)
         return tuple(
             dict.fromkeys(
@@ -218,7 +246,9 @@ class JobState(Value, frozen=True, kw_only=True):
                 for plan in plans
                 if plan is not None
                 for device, incarnation in plan.binding.items()
-                if (worker := self.workers.get(device)) is None or worker.incarnation != incarnation
+                if (worker := self.workers.get(device)) is None
+                or worker.incarnation != incarnation
+                or worker.orphan
             )
         )
 
@@ -253,8 +283,9 @@ def restored(stored: Stored, now: float, settings: Settings) -> JobState:
         settle_until=None if phase in OVER else now + settings.reconnect_seconds,
         profile=problem.profile if problem is not None else None,
         rates=_restored_rates(problem),
-        decided=_restored_basis(problem) if phase in (Phase.RUNNING, Phase.PROPOSED) else None,
+        decided=_restored_basis(problem) if phase in (Phase.RUNNING, Phase.PROPOSED, Phase.ABORTING) else None,
         progress=Progress(step=last.step if last is not None else 0),
+        done_epoch=stored.done.epoch if stored.done is not None else 0,
     )
 
 

@@ -6,7 +6,7 @@ from elasticd_planner.plan import Plan
 from elasticd_planner.problem import Problem
 
 from elasticd.machines.job.ending import aborted, called, stop
-from elasticd.machines.job.state import Phase, Worker
+from elasticd.machines.job.state import Phase, Setback, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Doubt, Kept, Prepared, Refused, Swapped
 from elasticd.records import HistoryRecord, PlanRecord, Proposal
@@ -158,7 +158,26 @@ def all_kept(turn: Turn) -> None:
     members = job.bound(job.plan)
     if len(members) == len(job.plan.binding) and all(w.kept == job.proposal.number for w in members):
         retry = turn.now + turn.settings.retry_seconds
-        turn.enter(Phase.RUNNING, proposal=None, give_up="", decided=None, not_before=retry)
+        setback = _setback(turn)
+        turn.enter(Phase.RUNNING, proposal=None, give_up="", decided=None, not_before=retry, setback=setback)
+
+
+def _setback(turn: Turn) -> Setback | None:
+    """What was given up now would be again, unless rates or devices change: each time that it is, the next
+    attempt waits twice as long."""
+    job, settings = turn.job, turn.settings
+    if job.decided is None:  # it changed while the proposal was open: nothing is known against the new one
+        return None
+    before = job.setback
+    times = before.times + 1 if before is not None and before.basis == job.decided else 1
+    seconds = min(settings.retry_seconds * 2.0 ** min(times - 1, 64), settings.most_retry_seconds)
+    if times > 1:
+        text = (
+            f"plan {job.number} stays: another for these rates and devices was given up {times} times; the "
+            f"next is tried in {seconds:g} s, or when they change"
+        )
+        turn.note("put_off", text, number=job.number, times=times, seconds=seconds)
+    return Setback(basis=job.decided, times=times, until=turn.now + seconds)
 
 
 def _open(turn: Turn, number: int) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 
 from elasticd.machines.job.effects import Effect, EventKind, Note, Send, Write
 from elasticd.machines.job.state import OVER, TRANSITIONS, JobState, NodeState, Phase, Settings, Worker
-from elasticd.messages import Closed, Down, Joined, Rejected, Shutdown
+from elasticd.messages import Closed, Down, Joined, Rejected
 from elasticd.records import DoneRecord, HistoryRecord, JobSpec, PlanRecord, Proposal
 
 
@@ -55,7 +55,7 @@ class Turn:
         """A note to be told later, as when a write is done."""
         return Note(kind=kind, job=self.job.job, text=text, data=data)
 
-    def send(self, node: str, client: str, body: Rejected | Joined | Closed | Shutdown) -> None:
+    def send(self, node: str, client: str, body: Rejected | Joined | Closed) -> None:
         self.effects.append(Send(node=node, message=Down(client=client, body=body)))
 
     def write(

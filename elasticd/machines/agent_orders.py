@@ -1,0 +1,147 @@
+"""What an agent makes of the store's records: the orders for its workers, and what they outdate.
+
+A record reaches the workers that it concerns, once, unless its epoch is below the highest seen: a leader that
+was replaced gives no orders. That highest epoch outlasts the agent, whose daemon keeps it on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from elasticd_planner.plan import Plan
+
+from elasticd.machines.agent_state import (
+    Client,
+    DoneRead,
+    Effect,
+    LeaderRead,
+    Note,
+    Outcome,
+    PlanRead,
+    ProposalRead,
+    Result,
+    Send,
+    State,
+)
+from elasticd.messages import Abort, Closed, Finished, Propose, Recorded, Shutdown, ToWorker
+from elasticd.records import DoneRecord
+
+
+def leader_read(state: State, event: LeaderRead, now: float) -> Result:
+    return replace(state, epoch=max(state.epoch, event.epoch)), ()
+
+
+def proposal_read(state: State, event: ProposalRead, now: float) -> Result:
+    job, proposal = event.job, event.proposal
+    if proposal is None:
+        return replace(state, proposals=_without(state.proposals, job)), ()
+    if proposal.epoch < state.epoch:
+        return state, (_stale(f"proposal {proposal.number}", job, proposal.epoch, state.epoch),)
+    if state.proposals.get(job) == proposal:
+        return state, ()
+    order: Propose | Abort = Propose(proposal=proposal)
+    if proposal.status == "aborted":
+        order = Abort(number=proposal.number, reason=proposal.reason)
+    effects = _orders(_workers(state, job), (proposal.old, proposal.plan), order)
+    state = replace(state, epoch=proposal.epoch, proposals={**state.proposals, job: proposal})
+    # A proposal opens only once all is settled of those before it.
+    return _forget_before(state, job, proposal.number), effects
+
+
+def plan_read(state: State, event: PlanRead, now: float) -> Result:
+    job, record = event.job, event.record
+    if record is None:
+        return replace(state, plans=_without(state.plans, job)), ()
+    if record.epoch < state.epoch:
+        return state, (_stale(f"the record of plan {record.plan.number}", job, record.epoch, state.epoch),)
+    before, proposal = state.plans.get(job), state.proposals.get(job)
+    if before == record:
+        return state, ()
+    plans = [record.plan, before.plan if before is not None else None]
+    if proposal is not None and proposal.number == record.plan.number:
+        plans.append(proposal.old)
+    effects = _orders(_workers(state, job), plans, Recorded(number=record.plan.number))
+    state = replace(state, epoch=record.epoch, plans={**state.plans, job: record})
+    return _forget_before(state, job, record.plan.number), effects
+
+
+def done_read(state: State, event: DoneRead, now: float) -> Result:
+    job, record = event.job, event.record
+    if record is None:
+        return replace(state, done=_without(state.done, job)), ()
+    if record.epoch < state.epoch:
+        return state, (_stale("the end", job, record.epoch, state.epoch),)
+    before = state.done.get(job)
+    departed = tuple(client for client in state.departed if client.job != job)
+    state = replace(state, epoch=record.epoch, done={**state.done, job: record}, departed=departed)
+    if before is not None and (before.step, before.reason) == (record.step, record.reason):
+        return state, ()  # a new leader said it again, for those that had refused the old one's word
+    return state, _end(state, record, _workers(state, job))
+
+
+def standing(state: State, worker: Client) -> tuple[Effect, ...]:
+    """The orders that hold already for a worker that comes now."""
+    done, proposal = state.done.get(worker.job), state.proposals.get(worker.job)
+    if done is not None:
+        return _end(state, done, [worker])
+    if proposal is None or proposal.status != "open" or proposal.epoch < state.epoch:
+        return ()
+    return _orders([worker], (proposal.old, proposal.plan), Propose(proposal=proposal))
+
+
+def _end(state: State, record: DoneRecord, workers: Iterable[Client]) -> tuple[Effect, ...]:
+    """A job that cannot go on ends for all. One that finished ends by itself for the members of its plan, who
+    made the last step; whoever stood by learns of it from here."""
+    if record.reason:
+        return tuple(Send(client=worker.id, body=Shutdown(reason=record.reason)) for worker in workers)
+    closed = Closed(reason=f"the job finished at step {record.step}")
+    return tuple(Send(client=worker.id, body=closed) for worker in workers if not _member(state, worker))
+
+
+def _member(state: State, worker: Client) -> bool:
+    record = state.plans.get(worker.job)
+    return record is not None and _bound(record.plan, worker)
+
+
+def _workers(state: State, job: str) -> list[Client]:
+    return [client for client in state.clients.values() if client.device and client.job == job]
+
+
+def _orders(workers: Iterable[Client], plans: Sequence[Plan | None], body: ToWorker) -> tuple[Effect, ...]:
+    """`body` for those workers that one of the plans binds, this incarnation of theirs."""
+    return tuple(
+        Send(client=worker.id, body=body)
+        for worker in workers
+        if any(plan is not None and _bound(plan, worker) for plan in plans)
+    )
+
+
+def _bound(plan: Plan, worker: Client) -> bool:
+    if worker.device not in plan.places:
+        return False
+    return plan.binding.get(worker.device, worker.incarnation) == worker.incarnation
+
+
+def _stale(what: str, job: str, epoch: int, highest: int) -> Note:
+    return Note(text=f"{what} of job {job!r} has epoch {epoch}, below {highest} that was seen: refused")
+
+
+def _forget_before(state: State, job: str, number: int) -> State:
+    """Drop what was said of numbers below, in this job: the store has shown that they are settled."""
+
+    def current(body: Outcome) -> bool:
+        return isinstance(body, Finished) or body.number >= number
+
+    def shorten(client: Client) -> Client:
+        if client.job != job or all(current(body) for body in client.said):
+            return client
+        return replace(client, said=tuple(body for body in client.said if current(body)))
+
+    clients = {name: shorten(client) for name, client in state.clients.items()}
+    return replace(state, clients=clients, departed=tuple(shorten(client) for client in state.departed))
+
+
+def _without(records: Mapping[str, Any], job: str) -> Mapping[str, Any]:
+    return {name: record for name, record in records.items() if name != job}

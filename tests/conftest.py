@@ -1,0 +1,21 @@
+"""For all tests: what daemons remember over restarts goes to a folder of the test's own, not the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For the daemons of fixtures that several tests share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def state_of_the_test(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test may have an etcd of its own under a name that others used."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
