@@ -12,10 +12,8 @@ waited for, its tensor is kept until a later collective proves that it was recei
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +25,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-Address = tuple[str, int]
+from elasticd.runtime.sockets import Address, listeners, tcp_sockets
+from elasticd.runtime.stopwatch import Stopwatch
 
 
 class Cancelled(RuntimeError):
@@ -45,29 +44,6 @@ class KeyValue(Protocol):
     def get(self, key: str, seconds: float) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
     def check(self, keys: Sequence[str]) -> bool: ...
-
-
-class Stopwatch:
-    """Seconds spent in communication, by what it was for; the only clock that communication keeps."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def measure(self, label: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[label] = self.seconds.get(label, 0.0) + time.perf_counter() - start
-
-    def read(self, label: str) -> float:
-        return self.seconds.get(label, 0.0)
-
-    def take(self) -> dict[str, float]:
-        """All seconds since the last take."""
-        seconds, self.seconds = self.seconds, {}
-        return seconds
 
 
 class _BootstrapStore(Store):
@@ -118,7 +94,7 @@ class Group:
     """One group of a fabric; ranks count within `members`. All times go to the fabric's stopwatch."""
 
     def __init__(self, fabric: Fabric, members: tuple[str, ...], me: str, label: str) -> None:
-        self.fabric, self.members, self.label = fabric, members, label
+        self.fabric, self.members, self.me, self.label = fabric, members, me, label
         self.rank, self.size = members.index(me), len(members)
         self._sent: list[tuple[Any, Tensor]] = []
 
@@ -242,7 +218,7 @@ class Fabric:
         """Frees whoever waits in this fabric; from any thread. Returns how many sockets were shut."""
         self.dead = True
         shut = 0
-        for _, listening, local, peer, sock in _tcp_sockets():
+        for _, listening, local, peer, sock in tcp_sockets():
             with sock:
                 if not listening and (local == self._listener or peer in self._peers):
                     try:
@@ -267,50 +243,9 @@ _making_a_device = threading.Lock()
 def _gloo_device(address: str) -> tuple[Any, Address]:
     """A gloo device and where it listens, found by what is new among our listening sockets."""
     with _making_a_device:
-        before = _listeners()
+        before = listeners()
         device = ProcessGroupGloo.create_device(hostname=address)
-        new = _listeners() - before
+        new = listeners() - before
     if len(new) != 1:
         raise RuntimeError(f"gloo opened {len(new)} listening sockets at {address} where one was expected")
     return device, new.pop()
-
-
-def _listeners() -> set[Address]:
-    found = set()
-    for _, listening, local, _, sock in _tcp_sockets():
-        sock.close()
-        if listening:
-            found.add(local)
-    return found
-
-
-def _tcp_sockets() -> Iterator[tuple[int, bool, Address, Address | None, socket.socket]]:
-    """(fd, listening, local, peer, a duplicate) of every TCP socket of this process. Working on a duplicate
-    keeps a descriptor that is closed and used again meanwhile from fooling us. The caller closes it."""
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            duplicate = os.dup(int(entry))
-        except OSError:
-            continue
-        try:
-            if not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
-                os.close(duplicate)
-                continue
-            sock = socket.socket(fileno=duplicate)
-        except OSError:
-            os.close(duplicate)
-            continue
-        try:
-            if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
-                sock.close()
-                continue
-            listening = bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-            local = sock.getsockname()[:2]
-        except OSError:
-            sock.close()
-            continue
-        try:
-            peer = sock.getpeername()[:2]
-        except OSError:
-            peer = None
-        yield int(entry), listening, local, peer, sock

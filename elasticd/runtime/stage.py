@@ -19,8 +19,9 @@ from elasticd_planner.plan import Plan
 from torch import Tensor, nn
 
 from elasticd.runtime.data import Header, Loader
-from elasticd.runtime.groups import Group, Stopwatch
+from elasticd.runtime.groups import Group
 from elasticd.runtime.schedule import one_forward_one_backward
+from elasticd.runtime.stopwatch import Stopwatch
 from elasticd.runtime.telemetry import Telemetry
 from elasticd.runtime.vote import hash_samples
 

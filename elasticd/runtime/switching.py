@@ -12,15 +12,8 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass
 
 import torch
-from elasticd_migration.execute import Corrupt, Incomplete, agree, migrate
-from elasticd_migration.reshard import Lost, bytes_lacking, whole_bytes
-from elasticd_migration.schema import Disagreement
-from elasticd_migration.state import LocalState, NotElementWise
-from elasticd_migration.transport import ProcessGroupTransport
-from elasticd_planner.layouts import Layouts
 
 from elasticd import messages
 from elasticd.machines import switch as sw
@@ -28,8 +21,9 @@ from elasticd.messages import Abort, Pace, Propose, Recorded, Rejected, Shutdown
 from elasticd.records import Proposal
 from elasticd.runtime.control import Control
 from elasticd.runtime.emulation import Pacer
-from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
-from elasticd.runtime.groups import Cancelled, Fabric, Group, KeyValue
+from elasticd.runtime.engine import Engine, Recipe
+from elasticd.runtime.groups import Cancelled, Fabric, KeyValue
+from elasticd.runtime.move import SOUND, Prepared, Side, move, prepare
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +34,6 @@ _PATIENCE = 120.0
 #: Seconds that the end of a job waits for threads that let groups go.
 _LEAVE = 5.0
 
-#: What goes wrong in a move without the transition group being broken: said as not ok, by a whole group.
-_SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise)
-
 
 class JobStopped(SystemExit):
     """The job cannot go on; the message says why. As a SystemExit it ends a script with that one line."""
@@ -50,30 +41,6 @@ class JobStopped(SystemExit):
 
 class JobOver(Exception):
     """The job ended while this rank stood by."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    """All that a proposal needs here before the switch: `engine` for a member of its plan, without state."""
-
-    proposal: Proposal
-    old: Layouts | None
-    new: Layouts
-    engine: Engine | None
-    transition: Fabric
-    group: Group
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Side:
-    """Where a move leads, and what it cost. It keeps the transport, whose last messages may still be on their
-    way, until all ranks have said ok."""
-
-    transport: ProcessGroupTransport | None
-    step: int
-    bytes_sent: int
-    bytes_lacking: int
-    bytes_state: int
 
 
 class Switcher:
@@ -91,8 +58,8 @@ class Switcher:
         self._todo: queue.Queue[sw.Effect] = queue.Queue()
         self._proposals: dict[int, Proposal] = {}
         self._fabrics: dict[int, list[Fabric]] = {}
-        self._prepared: dict[int, _Prepared] = {}
-        self._side: _Side | None = None
+        self._prepared: dict[int, Prepared] = {}
+        self._side: Side | None = None
         self._old: Engine | None = None
         self._threads: list[threading.Thread] = []
         self._over: str | None = None
@@ -175,39 +142,14 @@ class Switcher:
                 self._prepared[number] = prepared
         self._feed(sw.Stands(number=number))
 
-    def _make(self, proposal: Proposal) -> _Prepared:
-        """New groups and modules, then the transition group: it stands only when all members are ready."""
-        number, plan, old = proposal.number, proposal.plan, proposal.old
-        new_layouts = Layouts(self._recipe.model.spec, plan)
-        engine = None
-        if self._device in plan.places:
-            fabric = self._fabric(number, f"plan/{number}/groups")
-            groups = connect(fabric, new_layouts)
-            local = build(self._recipe.model, plan, self._device)
-            engine = Engine(
-                recipe=self._recipe,
-                layouts=new_layouts,
-                local=local,
-                fabric=fabric,
-                groups=groups,
-                pace=self._pacer,
-            )
-        members = tuple(dict.fromkeys((*(old.members if old else ()), *plan.members)))
-        transition = self._fabric(number, f"plan/{number}/transition")
-        group = transition.group(members, "transition")
-        old_layouts = Layouts(self._recipe.model.spec, old) if old else None
-        return _Prepared(
-            proposal=proposal,
-            old=old_layouts,
-            new=new_layouts,
-            engine=engine,
-            transition=transition,
-            group=group,
+    def _make(self, proposal: Proposal) -> Prepared:
+        return prepare(
+            proposal, self._recipe, self._device, self._pacer, lambda part: self._fabric(proposal.number, part)
         )
 
-    def _fabric(self, number: int, name: str) -> Fabric:
+    def _fabric(self, number: int, part: str) -> Fabric:
         """A fabric that a cancellation of `number` shuts, also one that came while this was under way."""
-        fabric = Fabric(name, self._device, self._address, self._store)
+        fabric = Fabric(f"plan/{number}/{part}", self._device, self._address, self._store)
         with self._lock:
             if self._state.proposal != number or self._state.phase is sw.Phase.STOPPED:
                 self._remember(fabric.park())
@@ -307,7 +249,7 @@ class Switcher:
             return  # superseded meanwhile
         try:
             self._side = self._moved(prepared)
-        except _SOUND as error:
+        except SOUND as error:
             self._feed(sw.MoveFailed(number=number, reason=f"{self._device}: {error}"))
         except Exception as error:
             log.debug("moving to %d", number, exc_info=True)
@@ -316,31 +258,8 @@ class Switcher:
         else:
             self._feed(sw.Moved(number=number))
 
-    def _moved(self, prepared: _Prepared) -> _Side:
-        group, engine = prepared.group, prepared.engine
-        steps = group.all_gather(torch.tensor([self.step if self.engine else -1]))
-        step = max(0, *(int(s) for s in steps))
-        if prepared.old is None:
-            assert engine is not None
-            engine.adopt(first_state(self._recipe.model, engine.local, self._seed))
-            return _Side(transport=None, step=step, bytes_sent=0, bytes_lacking=0, bytes_state=0)
-        transport = ProcessGroupTransport(group.backend, group.members, self._device, group.wait)
-        try:
-            state = self.engine.state() if self.engine else LocalState()
-        except NotElementWise as error:
-            agree(transport, LocalState(), refused=str(error))  # raises it on every rank alike
-            raise
-        moved = migrate(prepared.old, prepared.new, state, transport)
-        if engine is not None:
-            engine.adopt(moved.state)
-        sizes = moved.schema.sizes
-        return _Side(
-            transport=transport,
-            step=step,
-            bytes_sent=transport.bytes_sent,
-            bytes_lacking=bytes_lacking(prepared.old, prepared.new, sizes).get(self._device, 0),
-            bytes_state=whole_bytes(prepared.new, sizes),
-        )
+    def _moved(self, prepared: Prepared) -> Side:
+        return move(prepared, self.engine, self.step, self._recipe, self._seed)
 
     def _say(self, number: int, ok: bool) -> None:
         prepared = self._prepared.get(number)

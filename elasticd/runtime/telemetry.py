@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from elasticd_planner.measurement import Measurement
 
-from elasticd.runtime.groups import Stopwatch
+from elasticd.runtime.stopwatch import Stopwatch
 
 
 class Telemetry:

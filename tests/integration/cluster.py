@@ -43,8 +43,8 @@ def until(condition: Callable[[], T], seconds: float = 60.0, what: Callable[[], 
 
 
 class Cluster:
-    """`nodes` gives the number of devices of each node. `plans` answers the planner's questions by the set of
-    slow devices ("" when none is); without it the real planner is asked."""
+    """`nodes` gives the number of devices of each node. `plans` answers the planner's questions by the
+    slowest device ("" when none is slow); without it the real planner is asked."""
 
     def __init__(
         self,

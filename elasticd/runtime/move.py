@@ -1,0 +1,103 @@
+"""What a switch makes and moves on one rank: a proposal's groups and modules, then its state in side buffers.
+
+Nothing here decides; `switching` calls it when the machine says so, `prepare` beside training and `move` when
+training has stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from elasticd_migration.execute import Corrupt, Incomplete, agree, migrate
+from elasticd_migration.reshard import Lost, bytes_lacking, whole_bytes
+from elasticd_migration.schema import Disagreement
+from elasticd_migration.state import LocalState, NotElementWise
+from elasticd_migration.transport import ProcessGroupTransport
+from elasticd_planner.layouts import Layouts
+
+from elasticd.records import Proposal
+from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.groups import Fabric, Group
+from elasticd.runtime.stage import Pace
+
+#: What goes wrong in a move while the transition group is sound: not ok is said by a whole group.
+SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """All that a proposal needs here before the switch: `engine` for a member of its plan, without state."""
+
+    old: Layouts | None
+    new: Layouts
+    engine: Engine | None
+    transition: Fabric
+    group: Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """Where a move leads, and what it cost. It keeps the transport, whose last messages may still be on their
+    way, until all ranks have said ok."""
+
+    step: int
+    transport: ProcessGroupTransport | None = None
+    bytes_sent: int = 0
+    bytes_lacking: int = 0
+    bytes_state: int = 0
+
+
+def prepare(
+    proposal: Proposal, recipe: Recipe, device: str, pace: Pace, fabric_of: Callable[[str], Fabric]
+) -> Prepared:
+    """New groups and modules, then the transition group: it stands only when all members are ready.
+    `fabric_of` makes the fabrics, by the part that they are for."""
+    spec, plan, old = recipe.model.spec, proposal.plan, proposal.old
+    layouts = Layouts(spec, plan)
+    engine = None
+    if device in plan.places:
+        fabric = fabric_of("groups")
+        groups = connect(fabric, layouts)
+        local = build(recipe.model, plan, device)
+        engine = Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=pace)
+    members = tuple(dict.fromkeys((*(old.members if old else ()), *plan.members)))
+    transition = fabric_of("transition")
+    return Prepared(
+        old=Layouts(spec, old) if old else None,
+        new=layouts,
+        engine=engine,
+        transition=transition,
+        group=transition.group(members, "transition"),
+    )
+
+
+def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, seed: int) -> Side:
+    """Fills the new engine from what all ranks hold, `engine` being the one in force here (None: a joiner).
+
+    The old engine is untouched. Raises one of `SOUND`, or what the transition group raises."""
+    group, new = prepared.group, prepared.engine
+    steps = group.all_gather(torch.tensor([step if engine else -1]))
+    step = max(0, *(int(s) for s in steps))
+    if prepared.old is None:
+        assert new is not None
+        new.adopt(first_state(recipe.model, new.local, seed))
+        return Side(step=step)
+    transport = ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
+    try:
+        state = engine.state() if engine else LocalState()
+    except NotElementWise as error:
+        agree(transport, LocalState(), refused=str(error))  # raises it on every rank alike
+        raise
+    moved = migrate(prepared.old, prepared.new, state, transport)
+    if new is not None:
+        new.adopt(moved.state)
+    sizes = moved.schema.sizes
+    return Side(
+        step=step,
+        transport=transport,
+        bytes_sent=transport.bytes_sent,
+        bytes_lacking=bytes_lacking(prepared.old, prepared.new, sizes).get(group.me, 0),
+        bytes_state=whole_bytes(prepared.new, sizes),
+    )
