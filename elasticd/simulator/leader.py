@@ -77,7 +77,8 @@ class Leader:
             return False
         learning = job.first_step is not None or bool(job.samples) or not (job.profile and job.profile.fitted)
         waiting = job.settle_until is not None or job.not_before > self._engine.now()
-        return not (learning or waiting or job.asked is not None or job.decided is None)
+        undecided = job.asked is not None or job.decided is None or job.deferred is not None
+        return not (learning or waiting or undecided)
 
     def heard(self, node: str, message: ToLeader) -> None:
         if isinstance(message, AgentHello):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from elasticd_planner.policy import PolicySettings
+from elasticd_planner.policy import Moved, PolicySettings
+from elasticd_planner.stability import FREE
 
 from elasticd.machines.job.effects import AgentUp, Paced, Planned, Received
 from elasticd.machines.job.state import TRANSITIONS, Phase, Settings
@@ -115,6 +116,71 @@ def test_plan_that_saves_too_little_is_not_proposed() -> None:
     assert world.kinds()[-1] == "kept_plan"
     assert "less than 90% saved" in world.notes[-1].text
     assert world.kinds().count("kept_plan") == 1, "decided once"
+
+
+def restless(times: int, lasts: int = 9) -> World:
+    """A job in which beta/1 became slow and normal again in turn, `times` times."""
+    world = fitted()
+    for count in range(times):
+        world.rates = {"beta/1": 3.0} if count % 2 == 0 else {}
+        world.train(lasts)
+    return world
+
+
+def test_device_that_keeps_changing_is_left_alone_and_the_event_says_why() -> None:
+    world = restless(12)
+    assert number(world) == 2 + FREE
+    assert world.phase is Phase.RUNNING
+    told = [note for note in world.notes if note.kind == "kept_plan" and note.data["again_in"] is not None]
+    assert told
+    assert "beta/1 has changed its speed 4 times in" in told[0].text
+    assert "a switch pays once this lasts 25 steps" in told[0].text
+
+
+def test_condition_that_lasts_after_all_is_answered_without_asking_the_planner_again() -> None:
+    world = restless(8)
+    before = world.kinds().count("planning")
+    deferred = world.job.deferred
+    assert deferred is not None
+    world.train(deferred.step - world.job.rates.step - 1)
+    assert number(world) == 2 + FREE
+    world.planner_waits = True
+    world.train(4)
+    assert number(world) == 3 + FREE
+    assert world.job.deferred is None
+    assert world.kinds().count("planning") == before
+
+
+def test_kept_answer_is_dropped_when_another_device_changes() -> None:
+    world = restless(8)
+    assert world.job.deferred is not None
+    world.rates = {"alpha/0": 3.0}
+    world.train(8)
+    assert number(world) == 3 + FREE, "that device is not restless"
+    assert world.job.deferred is None
+
+
+def test_price_of_a_switch_is_the_measured_one() -> None:
+    world = slowed()
+    members = world.recorded[3].members
+    cost = [(moved.number, moved.bytes_lacking, moved.pause_seconds) for moved in world.job.moved]
+    assert cost[-1][0] == 3, "not the first plan, for which nothing moves"
+    assert cost[-1][1] >= 10 * len(members)
+    assert cost[-1][2] == 0.1
+    world.rates = {}
+    world.train(12)
+    proposed = [note.text for note in world.notes if note.kind == "proposed"]
+    assert "0.1 s to move" in proposed[-1]
+
+
+def test_price_that_was_measured_keeps_a_plan_that_the_guess_would_change() -> None:
+    world = fitted()
+    job = msgspec.structs.replace(world.job, moved=(Moved(number=2, bytes_lacking=1000, pause_seconds=1e4),))
+    world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, JOB: job})
+    world.rates = {"beta/1": 3.0}
+    world.train(8)
+    assert number(world) == 2
+    assert "10000.0 s to move" in world.notes[-1].text
 
 
 def test_proposal_refused_by_a_member_is_aborted_and_tried_again_later() -> None:

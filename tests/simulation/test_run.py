@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from math import log2
 from pathlib import Path
 
 import msgspec
 import pytest
+from elasticd_planner.policy import PolicySettings
+from elasticd_planner.stability import FREE, first_wait
 
 from elasticd.simulator.faults import Fault
 from elasticd.simulator.record import Outcome, Totals
@@ -186,14 +189,43 @@ def test_a_proposal_is_given_up_when_a_node_loses_the_leader_before_it_is_prepar
     assert max(s.plan for s in outcome.stretches) > 2, "the next one has a number of its own"
 
 
-def test_a_device_that_oscillates_causes_a_bounded_number_of_switches() -> None:
+@pytest.mark.parametrize("period", [8, 30])
+def test_a_device_that_oscillates_causes_a_bounded_number_of_switches(period: int) -> None:
+    faults = tuple(
+        Fault(kind="slow" if i % 2 == 0 else "recover", device="n0/1", factor=2.0, step=20 + period * i)
+        for i in range(24)
+    )
+    steps = 20 + period * len(faults)
+    outcome = simulate(scenario(steps=steps, faults=faults))
+    check_history(outcome)
+    ours, still = total(outcome, "elasticd"), total(outcome, "no reaction")
+    changes = [event for event in outcome.timeline if event.kind in ("slow", "recovered")]
+    assert len(changes) > 20, "each was seen"
+    wait = first_wait(PolicySettings().horizon_steps)
+    assert 3 <= ours.switches <= min(FREE + 1 + 2 * log2(steps / (2 * wait) + 1), len(changes) / 2)
+    assert ours.tokens_per_second > 0.97 * still.tokens_per_second
+    stays = [event.text for event in outcome.timeline if event.kind == "kept_plan"]
+    assert any(
+        "n0/1 has changed its speed" in text and "a switch pays once this lasts" in text for text in stays
+    )
+
+
+def test_an_oscillation_that_ends_is_answered_once_the_condition_has_lasted() -> None:
     faults = tuple(
         Fault(kind="slow" if i % 2 == 0 else "recover", device="n0/1", factor=2.0, step=20 + 8 * i)
-        for i in range(40)
+        for i in range(8)
     )
-    outcome = simulate(scenario(steps=360, faults=faults))
+    outcome = simulate(scenario(steps=400, faults=faults))
     check_history(outcome)
-    assert 1 <= total(outcome, "elasticd").switches <= 40
+    last = [event for event in outcome.timeline if event.kind == "recorded"][-1]
+    assert 76 + first_wait(PolicySettings().horizon_steps) <= last.step <= 76 + 40
+    asked = [
+        event.step for event in outcome.timeline if event.kind == "planning" and 84 < event.step < last.step
+    ]
+    assert asked == [], "the answer that was kept is enough"
+    assert mean(outcome, outcome.stretches[-1].plan, after=last.step + 5) == pytest.approx(
+        mean(outcome, 1, before=20), rel=0.02
+    )
 
 
 def test_a_model_that_does_not_fit_stops_the_job_and_says_what_is_missing() -> None:

@@ -34,7 +34,8 @@ def step(
     turn = Turn(job, nodes, epoch, settings, now)
     if isinstance(event, Received):
         _message(turn, event.node, event.message)
-        if _is_report(event) and turn.job.rates is job.rates and turn.job.profile is job.profile:
+        same = turn.job.rates is job.rates and turn.job.profile is job.profile
+        if _is_report(event) and same and not replan.ripe(turn.job):
             return turn.job, tuple(turn.effects)
     elif isinstance(event, Planned):
         replan.answered(turn, event)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 from elasticd_planner.cluster import Cluster, Device, Node
 from elasticd_planner.fit import fit
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.placement import bytes_to_move
 from elasticd_planner.plan import Plan
-from elasticd_planner.policy import Decision, decide
-from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.policy import Decision, decide, measured_price
+from elasticd_planner.problem import Problem
 from elasticd_planner.profiles import ModelProfile, derive
 from elasticd_planner.rates import observe
+from elasticd_planner.stability import changed, outlook, settled
 from elasticd_planner.value import Invalid
 
 from elasticd.machines.job.effects import CancelPlan, Planned, RequestPlan
 from elasticd.machines.job.ending import stop
-from elasticd.machines.job.state import Asked, Basis, JobState, Phase, Progress
+from elasticd.machines.job.state import Asked, Basis, Deferred, JobState, Phase, Progress
 from elasticd.machines.job.switch import propose
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Report
@@ -55,7 +57,10 @@ def _observe(turn: Turn, plan: Plan, step: tuple[Measurement, ...]) -> None:
     """A whole step: who became slow or recovered, and one more sample for the profile's fit."""
     rates, changes = observe(turn.job.rates, step, turn.settings.detect)
     turn.set(rates=rates)
+    horizon = turn.settings.policy.horizon_steps
     for change in changes:
+        stability = changed(turn.job.stability, change.device, change.after, change.step, horizon)
+        turn.set(stability=stability)
         turn.note(
             "slow" if change.after > change.before else "recovered",
             change.reason,
@@ -131,7 +136,11 @@ def _request(turn: Turn) -> None:
     if job.asked is not None:
         if job.asked.basis == basis:
             return
-    elif basis == job.decided or turn.now < _due(job, basis):
+    elif turn.now < _due(job, basis):
+        return
+    elif basis == job.decided:
+        if ripe(job) and job.deferred is not None and job.deferred.basis == basis:
+            _weigh(turn, job.plan, job.deferred)
         return
     problem = Problem(
         cluster=_cluster(turn, devices),
@@ -142,7 +151,7 @@ def _request(turn: Turn) -> None:
         current=job.plan,
     )
     token = job.token + 1
-    turn.set(asked=Asked(token=token, basis=basis, problem=problem), token=token)
+    turn.set(asked=Asked(token=token, basis=basis, problem=problem), token=token, deferred=None)
     turn.effects.append(RequestPlan(job=job.job, token=token, problem=problem))
     slow = ", ".join(f"{device} {rate:.2f}x" for device, rate in sorted(basis.rates.items()))
     turn.note("planning", f"planning for {len(devices)} devices, slow: {slow or 'none'}", rates=basis.rates)
@@ -169,24 +178,56 @@ def answered(turn: Turn, event: Planned) -> None:
         else:
             turn.note("refused", f"plan {job.number} stays, there is no other: {why}", number=job.number)
         return
-    reason = answer.plan.reason or "the first plan"
-    if job.plan is not None:
-        decision = _worth_it(turn, job.plan, answer, asked.problem)
-        reason = decision.reason
-        if not decision.replan:
-            turn.note("kept_plan", f"plan {job.number} stays: {reason}", number=job.number, reason=reason)
-            return
-    propose(turn, answer.plan, asked.problem, reason)
+    if job.plan is None:
+        propose(turn, answer.plan, asked.problem, answer.plan.reason or "the first plan")
+        return
+    step = job.rates.step
+    _weigh(turn, job.plan, Deferred(basis=asked.basis, problem=asked.problem, answer=answer, step=step))
 
 
-def _worth_it(turn: Turn, plan: Plan, answer: Answer, problem: Problem) -> Decision:
-    new = answer.plan
+def ripe(job: JobState) -> bool:
+    """Whether an answer that was worth no switch may have become worth one, since its basis has held."""
+    return job.deferred is not None and job.rates.step >= job.deferred.step
+
+
+def _weigh(turn: Turn, plan: Plan | None, found: Deferred) -> None:
+    """An answer against the running plan: proposed, kept for later, or done with."""
+    new = found.answer.plan
+    assert plan is not None
     assert new is not None
+    decision = _worth_it(turn, plan, new, found)
+    if decision.replan:
+        turn.set(deferred=None)
+        propose(turn, new, found.problem, decision.reason)
+        return
+    step = turn.job.rates.step
+    if decision.again_in is None:
+        turn.set(deferred=None, stability=settled(turn.job.stability, step))
+    else:
+        turn.set(deferred=msgspec.structs.replace(found, step=step + decision.again_in))
+    reason = decision.reason
+    turn.note(
+        "kept_plan",
+        f"plan {plan.number} stays: {reason}",
+        number=plan.number,
+        reason=reason,
+        again_in=decision.again_in,
+    )
+
+
+def _worth_it(turn: Turn, plan: Plan, new: Plan, found: Deferred) -> Decision:
+    job, policy = turn.job, turn.settings.policy
     if new.strategies == plan.strategies:
         return Decision(replan=False, reason="it is the best plan still")
     seconds = new.prediction.step_seconds if new.prediction is not None else math.inf
-    moved = bytes_to_move(problem.profile, plan, new)
-    return decide(turn.settings.policy, answer.current_seconds, seconds, moved)
+    return decide(
+        policy,
+        found.answer.current_seconds,
+        seconds,
+        bytes_to_move(found.problem.profile, plan, new),
+        price=measured_price(policy, job.moved),
+        outlook=outlook(job.stability, found.basis.rates, job.rates.step, policy.horizon_steps),
+    )
 
 
 def _all_there(turn: Turn) -> bool:

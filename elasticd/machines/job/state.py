@@ -34,10 +34,11 @@ from elasticd_planner.cluster import Device, Link
 from elasticd_planner.fit import STEPS
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
-from elasticd_planner.policy import PolicySettings
-from elasticd_planner.problem import Problem
+from elasticd_planner.policy import Moved, PolicySettings
+from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiles import GUESSED_FLOPS, ModelProfile
 from elasticd_planner.rates import DetectSettings, DeviceRate, RateState
+from elasticd_planner.stability import Stability
 from elasticd_planner.value import Value, refuse
 
 from elasticd.machines.job.effects import Stored
@@ -165,6 +166,15 @@ class Asked(Value, frozen=True, kw_only=True):
     problem: Problem
 
 
+class Deferred(Value, frozen=True, kw_only=True):
+    """An answer of the planner that is worth a switch once its `basis` has held up to `step`."""
+
+    basis: Basis
+    problem: Problem
+    answer: Answer
+    step: int
+
+
 class Setback(Value, frozen=True, kw_only=True):
     """Plans made from `basis` were given up `times` times in a row: the next may be made at `until`."""
 
@@ -190,7 +200,8 @@ class JobState(Value, frozen=True, kw_only=True):
         why the proposal is to be aborted; `settle_until` a new leader's patience (invariant 4), then None.
     planning: `decided` is what the last decision was made from, None where one is due, but not before
         `not_before`, and from the basis of a `setback` not before its own time; `asked` is under way; `token`
-        counts requests.
+        counts requests; `deferred` waits for more steps; `stability` knows how long conditions last, and
+        `moved` what the last switches cost. A new leader learns the latter two anew.
     measuring: `partial` steps that some members have not reported yet; `samples` for the fit, from the step
         after `first_step` on; `taught_by` the plan that the profile was last fitted to.
     end: `done_epoch` is that of the record in the store.
@@ -217,6 +228,9 @@ class JobState(Value, frozen=True, kw_only=True):
     not_before: float = 0.0
     setback: Setback | None = None
     asked: Asked | None = None
+    deferred: Deferred | None = None
+    stability: Stability = msgspec.field(default_factory=Stability)
+    moved: tuple[Moved, ...] = ()
     token: int = 0
     partial: dict[int, dict[str, Measurement]] = msgspec.field(default_factory=dict)
     first_step: int | None = None
@@ -283,6 +297,7 @@ def restored(stored: Stored, now: float, settings: Settings) -> JobState:
         settle_until=None if phase in OVER else now + settings.reconnect_seconds,
         profile=problem.profile if problem is not None else None,
         rates=_restored_rates(problem),
+        stability=Stability(planned=dict(problem.rates) if problem is not None else {}),
         decided=_restored_basis(problem) if phase in (Phase.RUNNING, Phase.PROPOSED, Phase.ABORTING) else None,
         progress=Progress(step=last.step if last is not None else 0),
         done_epoch=stored.done.epoch if stored.done is not None else 0,

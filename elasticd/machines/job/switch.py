@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from elasticd_planner.plan import Plan
+from elasticd_planner.policy import Moved
 from elasticd_planner.problem import Problem
+from elasticd_planner.stability import switched as answered_by
 
 from elasticd.machines.job.ending import aborted, called, stop
 from elasticd.machines.job.state import Phase, Setback, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Doubt, Kept, Prepared, Refused, Swapped
 from elasticd.records import HistoryRecord, PlanRecord, Proposal
+
+#: Switches whose measured cost the next one is expected to have.
+MOST_MOVED = 4
 
 
 def propose(turn: Turn, plan: Plan, problem: Problem, reason: str) -> None:
@@ -78,13 +83,41 @@ def swapped(turn: Turn, worker: Worker, body: Swapped) -> None:
         bytes_state=body.bytes_state,
         device=worker.device,
     )
+    if record and turn.job.plan is not None:  # nothing moves for the first plan
+        turn.set(moved=(*turn.job.moved, Moved(number=body.number, bytes_lacking=0, pause_seconds=0.0)))
+    _cost(turn, body)
     if record and proposal is not None:
         _record(turn, proposal, body.step)
 
 
+def _cost(turn: Turn, body: Swapped) -> None:
+    """Adds what the switch cost this member: bytes sum up, and the longest pause is everybody's."""
+    moved = turn.job.moved
+    if not moved or moved[-1].number != body.number:
+        return
+    last = moved[-1]
+    cost = Moved(
+        number=body.number,
+        bytes_lacking=last.bytes_lacking + body.bytes_lacking,
+        pause_seconds=max(last.pause_seconds, body.pause_seconds),
+    )
+    turn.set(moved=(*moved[:-1], cost)[-MOST_MOVED:])
+
+
 def _record(turn: Turn, proposal: Proposal, step: int) -> None:
     kept_it = [other.device for other in turn.job.workers.values() if other.kept == proposal.number]
-    turn.enter(Phase.RUNNING, plan=proposal.plan, proposal=None, give_up="", partial={}, first_step=None)
+    job = turn.job
+    rates = job.decided.rates if job.decided is not None else job.rates.rates
+    turn.enter(
+        Phase.RUNNING,
+        plan=proposal.plan,
+        proposal=None,
+        give_up="",
+        partial={},
+        first_step=None,
+        deferred=None,
+        stability=answered_by(job.stability, rates, step, turn.settings.policy.horizon_steps),
+    )
     turn.write(
         PlanRecord(plan=proposal.plan, epoch=turn.epoch, step=step),
         notes=(
