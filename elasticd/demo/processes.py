@@ -165,7 +165,8 @@ class Processes:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                # Once asked to end we do, and an impatient user's next Ctrl-C must not break the clean-up off.
+                signal.signal(number, signal.SIG_IGN if self._interrupted else handler)
 
     def end(self) -> None:
         """Ends all that we started, the last first."""
