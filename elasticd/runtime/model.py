@@ -20,6 +20,9 @@ from elasticd_planner.plan import Stage
 from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units, member_box, unit_range
 from torch import Tensor, nn
 
+#: Modules whose random masks would differ by layout.
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 Init = Callable[[str, tuple[int, ...], torch.Generator], Tensor]
 
 
@@ -121,7 +124,7 @@ class Model:
             if tied not in names:
                 raise ModelError(f"ties: {tied!r} is not a parameter of the model")
         for path, module in modules:
-            if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            if isinstance(module, _DROPOUTS) and module.p > 0:
                 raise ModelError(
                     f"{path} is a dropout of p = {module.p}: its masks would differ by layout; use p = 0"
                 )

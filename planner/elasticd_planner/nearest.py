@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticd_planner.division import NodeKind
-from elasticd_planner.placement import Held, Holders, assign, by_units, estimate, holders
+from elasticd_planner.placement import Held, Holders, assign, by_units, estimate, held_by, holders
 from elasticd_planner.plan import Pipeline, Plan, Stage
 from elasticd_planner.profiles import ModelProfile
 
@@ -27,32 +27,13 @@ def nearest(
     if current is None:
         return tuple(pipelines)
     before = holders(current, profile.share_units)
-    wanted = _wanted(pipelines, profile.share_units)
+    wanted = held_by(pipelines, profile.share_units)
     names: dict[str, str] = {}
     for kind in kinds:
         for virtual, real in zip(kind.nodes, _matched(kind, wanted, before, profile), strict=True):
             for old, new in zip(virtual, real, strict=True):
                 names.update(_devices(old, new, wanted, before, profile))
     return tuple(_renamed(pipeline, names, before) for pipeline in pipelines)
-
-
-def _wanted(pipelines: Sequence[Pipeline], units: int) -> Holders:
-    """What each device would hold."""
-    held: Holders = {}
-    for pipeline in pipelines:
-        for stage in pipeline.stages:
-            low = 0
-            for device, share in zip(stage.devices, stage.shares, strict=True):
-                held[device] = Held(
-                    start=stage.start,
-                    stop=stage.stop,
-                    low=low,
-                    high=low + share,
-                    embed=stage.start == 0,
-                    head=stage.stop == pipeline.layers,
-                )
-                low += share
-    return held
 
 
 def _matched(

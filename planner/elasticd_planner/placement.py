@@ -50,8 +50,13 @@ class Outline:
 
 def holders(plan: Plan | None, units: int) -> Holders:
     """What each member of a plan holds."""
+    return held_by(plan.modules[0].pipelines if plan is not None else (), units)
+
+
+def held_by(pipelines: Sequence[Pipeline], units: int) -> Holders:
+    """What each device of some pipelines holds, shares counted in `units`."""
     held: Holders = {}
-    for pipeline in plan.modules[0].pipelines if plan is not None else ():
+    for pipeline in pipelines:
         for stage in pipeline.stages:
             low = 0
             for device, share in zip(stage.devices, to_units(stage.shares, units), strict=True):
