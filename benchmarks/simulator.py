@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 from _results import Row, finish, row
 from elasticd_planner.cluster import Cluster, Device, Link, Node
-from elasticd_planner.cost import ProfileCost, reach, step_seconds
+from elasticd_planner.cost import reach, step_seconds
 from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile, SectionProfile
 from elasticd_planner.rules import apportion
 from elasticd_planner.timeline import one_f_one_b_seconds, simulate

@@ -1,7 +1,7 @@
 """Writes the state machines' diagrams into docs/architecture.md, from the machines' own tables.
 
-    python docs/draw.py           writes them
-    python docs/draw.py --check   exits with 1 when they are stale
+python docs/draw.py           writes them
+python docs/draw.py --check   exits with 1 when they are stale
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def test_file_is_read_and_the_rest_stays_default(tmp_path: Path) -> None:
     path.write_text(
         '[cluster]\nname = "c"\n[etcd]\nendpoints = ["a:1", "b:2"]\n[agent]\nnode = "alpha"\ndevices = 2\n'
         '[emulate]\nenabled = true\nforward = 2e-4\nbackward = 4e-4\nmemory = "3 MiB"\n'
-        '[chaos]\nenabled = true\n'
+        "[chaos]\nenabled = true\n"
     )
     read = config.load(path)
     assert read.cluster.name == "c"

@@ -229,11 +229,7 @@ def test_package_says_that_it_is_typed(package: str) -> None:
 
 KEPT = [
     *MODULES.values(),
-    *(
-        path
-        for folder in ("tests", "benchmarks", "examples")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    ),
+    *(path for folder in ("tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))),
 ]
 
 

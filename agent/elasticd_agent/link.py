@@ -119,9 +119,7 @@ class Link:
             try:
                 message = messages.to_agent(data.encode() if isinstance(data, str) else data)
             except msgspec.MsgspecError as error:
-                _log.warning(
-                    "a message of the leader's is not understood, is it of another release? %s", error
-                )
+                _log.warning("a message of the leader's is not understood, is it of another release? %s", error)
                 continue
             self._emit(Heard(message=message))
 

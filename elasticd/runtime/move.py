@@ -16,6 +16,7 @@ from elasticd_migration.schema import Disagreement
 from elasticd_migration.state import LocalState, NotElementWise
 from elasticd_migration.transport import ProcessGroupTransport
 from elasticd_planner.layouts import Layouts
+from elasticd_planner.plan import Plan
 
 from elasticd.records import Proposal
 from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
@@ -55,6 +56,7 @@ def prepare(
     """New groups and modules, then the transition group: it stands only when all members are ready.
     `fabric_of` makes the fabrics, by the part that they are for."""
     spec, plan, old = recipe.model.spec, proposal.plan, proposal.old
+    _check_supported(plan)
     layouts = Layouts(spec, plan)
     engine = None
     if device in plan.places:
@@ -71,6 +73,15 @@ def prepare(
         transition=transition,
         group=transition.group(members, "transition"),
     )
+
+
+def _check_supported(plan: Plan) -> None:
+    """Refuses what this runtime cannot run yet; the coordinator asks for no such plan."""
+    stages = [stage for module in plan.modules for pipeline in module.pipelines for stage in pipeline.stages]
+    if plan.state.zero:
+        raise ValueError(f"plan {plan.number}: this runtime has no ZeRO; plan with zero 0")
+    if any(stage.recompute for stage in stages):
+        raise ValueError(f"plan {plan.number}: this runtime does not recompute activations; plan without")
 
 
 def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, seed: int) -> Side:

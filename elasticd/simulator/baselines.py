@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import msgspec
 from elasticd_planner.cluster import Cluster
-from elasticd_planner.cost import ProfileCost
 from elasticd_planner.plan import Plan
 from elasticd_planner.policy import decide
 from elasticd_planner.problem import Problem
+from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile
 
 from elasticd.simulator.faults import Fault

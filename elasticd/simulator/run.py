@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elasticd_planner.cluster import Device
-from elasticd_planner.cost import ProfileCost
+from elasticd_planner.profiled import ProfileCost
 
 from elasticd.machines.job.effects import Note
 from elasticd.machines.job.state import OVER, Settings

@@ -13,9 +13,10 @@ from statistics import median
 import msgspec
 
 from elasticd_planner.cluster import Cluster, Rates
-from elasticd_planner.cost import ProfileCost, rate_of, step_seconds
+from elasticd_planner.cost import rate_of, step_seconds
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan, Stage
+from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile, SectionProfile
 from elasticd_planner.value import refuse
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.cost import to_units
 from elasticd_planner.exact import Shape
 from elasticd_planner.grouping import Alike, by_name
 from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.profiled import to_units
 from elasticd_planner.profiles import ModelProfile, SectionProfile
 
 

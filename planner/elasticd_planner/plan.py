@@ -15,13 +15,15 @@ from elasticd_planner.value import Value, refuse
 PLAN_VERSION = 1
 
 
-class Stage(Value, frozen=True, kw_only=True):
-    """Blocks [start, stop) on one TP group; `shares` is an integer weight for each member."""
+class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
+    """Blocks [start, stop) on one TP group; `shares` is an integer weight for each member. With `recompute`
+    a block's activations are made again in the backward pass instead of kept."""
 
     start: int
     stop: int
     devices: tuple[str, ...]
     shares: tuple[int, ...]
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
@@ -89,15 +91,25 @@ class Strategy(Value, frozen=True, kw_only=True):
 
 
 class StatePolicy(Value, frozen=True, kw_only=True):
-    """The layout of master weights and optimizer state: ZeRO stage, replicas of each box (None: wherever
-    the parameter is held, which is plain data parallel)."""
+    """The layout of master weights and optimizer state, apart from that of the parameters.
+
+    zero: 0, they are wherever the parameter is (plain data parallel); 1, each box of them is on `replicas`
+    devices, on as many different nodes where there are so many; 2, gradients too are kept there alone.
+    replicas: None with zero 0, else at least 1 (with 2 or more no single node's loss loses state).
+    """
 
     zero: int = 0
     replicas: int | None = None
 
     def __post_init__(self) -> None:
-        if self.zero != 0 or self.replicas is not None:
-            refuse("state policy: only ZeRO stage 0 with a replica at every holder is supported")
+        if self.zero not in (0, 1, 2):
+            refuse(f"state policy: zero must be 0, 1 or 2, not {self.zero}")
+        if self.zero == 0 and self.replicas is not None:
+            refuse(
+                "state policy: replicas go with zero 1 or 2; with 0 every holder of a parameter has its state"
+            )
+        if self.zero and (self.replicas is None or self.replicas < 1):
+            refuse(f"state policy: zero {self.zero} needs replicas of at least 1, not {self.replicas}")
 
 
 class Prediction(Value, frozen=True, kw_only=True):

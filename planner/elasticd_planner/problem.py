@@ -5,9 +5,25 @@ from __future__ import annotations
 import msgspec
 
 from elasticd_planner.cluster import Cluster, check_rates
-from elasticd_planner.plan import Plan
+from elasticd_planner.plan import Plan, StatePolicy
 from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.value import Value, refuse
+
+
+class Freedom(Value, frozen=True, kw_only=True):
+    """What the search may choose besides the layout. micro_batches: sizes in samples (empty: the problem's
+    alone); states: policies in the order of preference; recompute: whether stages may recompute activations
+    where memory demands it."""
+
+    micro_batches: tuple[int, ...] = ()
+    states: tuple[StatePolicy, ...] = (StatePolicy(),)
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.states:
+            refuse("freedom: states must name one state policy at least")
+        if any(size < 1 for size in self.micro_batches):
+            refuse(f"freedom: sizes of micro-batches must be positive, not {self.micro_batches}")
 
 
 class Problem(Value, frozen=True, kw_only=True):
@@ -21,6 +37,7 @@ class Problem(Value, frozen=True, kw_only=True):
     micro_batch: int
     rates: dict[str, float] = msgspec.field(default_factory=dict)
     current: Plan | None = None
+    freedom: Freedom = Freedom()
 
     def __post_init__(self) -> None:
         if self.micro_batch < 1 or self.global_batch < 1 or self.global_batch % self.micro_batch:

@@ -15,10 +15,8 @@ from elasticd_planner.assign import EQUAL, split_micro_batches
 from elasticd_planner.cluster import Node
 from elasticd_planner.cost import (
     CostModel,
-    ProfileCost,
     memory_by_device,
     pipeline_seconds,
-    predict,
     rate_of,
     stage_seconds,
     step_seconds,
@@ -30,6 +28,7 @@ from elasticd_planner.nearest import nearest
 from elasticd_planner.placement import Outline, bytes_to_move, place, strategy
 from elasticd_planner.plan import Pipeline, Plan
 from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.profiled import ProfileCost, predict
 from elasticd_planner.shortfall import explain
 from elasticd_planner.solve import EXACT_DEVICES
 from elasticd_planner.task import Chained, Group, Task

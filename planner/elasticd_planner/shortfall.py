@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from elasticd_planner.cluster import Device
-from elasticd_planner.cost import CostModel, ProfileCost, rate_of
+from elasticd_planner.cost import CostModel, rate_of
 from elasticd_planner.problem import Problem
+from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.rules import apportion
 
 Groups = tuple[tuple[Device, ...], ...]

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 from elasticd_planner.cluster import Cluster, Device, Node
-from elasticd_planner.cost import ProfileCost, step_seconds
+from elasticd_planner.cost import step_seconds
 from elasticd_planner.plan import Plan
 from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile, derive
 from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units
 from elasticd_planner.search import plan as search

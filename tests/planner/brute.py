@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from elasticd_planner.cluster import Device
-from elasticd_planner.cost import ProfileCost, memory_by_device, step_seconds
+from elasticd_planner.cost import memory_by_device, step_seconds
 from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from elasticd_planner.problem import Problem
+from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.rules import apportion
 
 Groups = tuple[tuple[Device, ...], ...]

@@ -2,15 +2,9 @@
 
 import pytest
 from elasticd_planner.cluster import Link
-from elasticd_planner.cost import (
-    ProfileCost,
-    memory_by_device,
-    pipeline_seconds,
-    predict,
-    stage_seconds,
-    step_seconds,
-)
+from elasticd_planner.cost import memory_by_device, pipeline_seconds, stage_seconds, step_seconds
 from elasticd_planner.problem import Problem
+from elasticd_planner.profiled import ProfileCost, predict
 from elasticd_planner.profiles import ModelProfile, SectionProfile
 
 from tests.planner.models import cluster, plan

@@ -5,9 +5,10 @@ import math
 import msgspec
 import pytest
 from elasticd_planner.cluster import Cluster, Device, Link, Node
-from elasticd_planner.cost import ProfileCost, step_seconds
+from elasticd_planner.cost import step_seconds
 from elasticd_planner.exact import orders
 from elasticd_planner.problem import Problem
+from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import SectionProfile
 from elasticd_planner.search import plan
 from hypothesis import given, settings

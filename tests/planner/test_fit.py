@@ -1,11 +1,11 @@
 """A fitted profile explains what was measured, and says the same of other plans."""
 
 import pytest
-from elasticd_planner.cost import predict
 from elasticd_planner.fit import STEPS, fit
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
 from elasticd_planner.problem import Problem
+from elasticd_planner.profiled import predict
 from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.value import Invalid
 

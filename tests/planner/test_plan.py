@@ -91,7 +91,9 @@ def test_digest_does_not_depend_on_the_order_in_which_bindings_were_made() -> No
         (lambda: SIMPLE.replace(strategies=()), "exactly one strategy"),
         (lambda: SIMPLE.replace(binding={"n0/0": "x"}), "binding must name exactly the members"),
         (lambda: SIMPLE.replace(version=2), "version 2 .* reads version 1"),
-        (lambda: StatePolicy(zero=1), "only ZeRO stage 0"),
+        (lambda: StatePolicy(zero=1), "needs replicas"),
+        (lambda: StatePolicy(zero=3, replicas=1), "must be 0, 1 or 2"),
+        (lambda: StatePolicy(replicas=2), "go with zero 1 or 2"),
     ],
 )
 def test_a_wrong_plan_is_refused_by_name(make: object, message: str) -> None:

@@ -2,8 +2,8 @@
 
 import msgspec
 import pytest
-from elasticd_planner.cost import ProfileCost
 from elasticd_planner.layouts import Layouts
+from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile, SectionProfile, derive, item_size
 from elasticd_planner.value import Invalid
 

@@ -5,10 +5,10 @@ import sys
 
 import msgspec
 import pytest
-from elasticd_planner.cost import predict
 from elasticd_planner.placement import bytes_to_move
 from elasticd_planner.plan import Plan
 from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.profiled import predict
 from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.search import ideal_ratio, plan, without
 from elasticd_planner.value import Invalid

@@ -20,9 +20,7 @@ def test_loading_twice_gives_the_same_package():
 def test_every_message_and_stub_that_the_session_uses_is_there():
     rpc = compat.load().etcdrpc
     request = rpc.TxnRequest(
-        compare=[
-            rpc.Compare(key=b"k", target=rpc.Compare.CREATE, result=rpc.Compare.EQUAL, create_revision=7)
-        ],
+        compare=[rpc.Compare(key=b"k", target=rpc.Compare.CREATE, result=rpc.Compare.EQUAL, create_revision=7)],
         success=[rpc.RequestOp(request_put=rpc.PutRequest(key=b"k", value=b"v", lease=3))],
         failure=[rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=b"k"))],
     )

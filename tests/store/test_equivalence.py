@@ -20,9 +20,7 @@ _puts = st.builds(lambda name, value, lease: ("put", name, value, lease), _names
 _deletes = st.builds(lambda name: ("delete", name), _names)
 _ops = st.lists(st.one_of(_puts, _deletes), max_size=3, unique_by=lambda op: op[1])
 _compares = st.lists(
-    st.tuples(
-        st.sampled_from(["created", "modified", "equals", "absent"]), _names, _values, st.integers(0, 8)
-    ),
+    st.tuples(st.sampled_from(["created", "modified", "equals", "absent"]), _names, _values, st.integers(0, 8)),
     max_size=2,
 )
 _actions = st.lists(

@@ -38,9 +38,7 @@ def closed_port():
 
 def test_an_etcd_that_is_not_there_is_named(closed_port):
     store = store_on(closed_port)
-    with pytest.raises(
-        StoreUnavailable, match=f"etcd at {closed_port} does not answer: nothing listens there"
-    ):
+    with pytest.raises(StoreUnavailable, match=f"etcd at {closed_port} does not answer: nothing listens there"):
         store.identity()
     store.close()
 

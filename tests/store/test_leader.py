@@ -25,9 +25,7 @@ def test_the_winner_leads_and_everybody_sees_who_it_is(store, world):
 def test_a_second_coordinator_is_told_who_leads(store, world):
     key = world.prefix + "leader"
     campaign(store, key, "alpha", "127.0.0.1:8000", 60)
-    with pytest.raises(
-        AlreadyLed, match=r"'alpha' at 127\.0\.0\.1:8000 leads already.*stop it first"
-    ) as error:
+    with pytest.raises(AlreadyLed, match=r"'alpha' at 127\.0\.0\.1:8000 leads already.*stop it first") as error:
         campaign(world.client(), key, "beta", "127.0.0.1:8001", 60, patience=0.2)
     assert error.value.leader.name == "alpha"
     assert read_leader(store, key).name == "alpha"
