@@ -8,6 +8,7 @@ same checks. `[emulate]` is for agents and workers alone: no section of the plan
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import platform
 import re
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from elasticd_planner.cluster import Link
 from elasticd_planner.policy import PolicySettings
+from elasticd_planner.profiles import GUESSED_FLOPS
 from elasticd_planner.rates import DetectSettings
 from elasticd_planner.value import Value, refuse
 
@@ -106,6 +109,38 @@ class AgentSection(Value, frozen=True, kw_only=True):
             refuse(f"memory = {self.memory} must be a positive number of bytes, as 8 GiB")
 
 
+class LinkSection(Value, frozen=True, kw_only=True):
+    """A link between two devices: bytes a second (a number, or as "25 GB/s") and seconds until the first."""
+
+    bandwidth: float = Link().bandwidth
+    latency: float = Link().latency
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bandwidth < math.inf:
+            refuse(f"bandwidth = {self.bandwidth} must be bytes a second, as 25e9 or '25 GB/s'")
+        if not 0 <= self.latency < 60:
+            refuse(f"latency = {self.latency} must be the seconds of one hop, as 2e-5")
+
+    @property
+    def link(self) -> Link:
+        return Link(bandwidth=self.bandwidth, latency=self.latency)
+
+
+class PlannerSection(Value, frozen=True, kw_only=True):
+    """What plans are made from until something was measured: `flops` that a normal device reaches a second on
+    a job's model, the links `inside` a node and `between` nodes (those between two devices each)."""
+
+    flops: float = GUESSED_FLOPS
+    inside: LinkSection = LinkSection()
+    between: LinkSection = LinkSection()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.flops < math.inf:
+            refuse(
+                f"flops = {self.flops} must be the operations a second that a normal device reaches, as 1.5e14"
+            )
+
+
 class EmulateSection(Value, frozen=True, kw_only=True):
     """Emulated devices: seconds a token takes in one whole block on a normal device, forward and backward,
     and the bytes of memory that each device claims to have."""
@@ -142,6 +177,7 @@ class Config(Value, frozen=True, kw_only=True):
     agent: AgentSection = msgspec.field(default_factory=AgentSection)
     detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
     policy: PolicySettings = msgspec.field(default_factory=PolicySettings)
+    planner: PlannerSection = msgspec.field(default_factory=PlannerSection)
     emulate: EmulateSection = msgspec.field(default_factory=EmulateSection)
     chaos: ChaosSection = msgspec.field(default_factory=ChaosSection)
 
@@ -214,11 +250,21 @@ def section(name: str, base: S, body: Mapping[str, Any], source: str, *, strict:
     for key, value in body.items():
         if key not in fields:
             raise ConfigError(f"{source}: [{name}] has no key {key!r} (= {value!r}){_suggest(key, fields)}")
-        values[key] = _convert(value, fields[key].type, f"{source}: [{name}] {key} = {value!r}", key, strict)
+        where = f"{source}: [{name}] {key} = {value!r}"
+        if fields[key].type is LinkSection:
+            values[key] = _link(value, getattr(base, key), f"{name}.{key}", source, where)
+        else:
+            values[key] = _convert(value, fields[key].type, where, key, strict)
     try:
         return msgspec.structs.replace(base, **values)
     except ValueError as error:
         raise ConfigError(f"{source}: [{name}]: {error}") from error
+
+
+def _link(value: Any, base: LinkSection, name: str, source: str, where: str) -> LinkSection:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: write a table, as {{ bandwidth = '25 GB/s', latency = 2e-5 }}")
+    return section(name, base, value, source)
 
 
 def size(text: str) -> int:
@@ -234,6 +280,8 @@ def _convert(value: Any, kind: Any, where: str, key: str, strict: bool) -> Any:
     try:
         if key == "memory" and isinstance(value, str):
             return size(value)
+        if key == "bandwidth" and isinstance(value, str) and value.strip().endswith("/s"):
+            return float(size(value.strip().removesuffix("/s")))
         if not strict and isinstance(value, str) and kind == tuple[str, ...]:
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return msgspec.convert(value, kind, strict=strict)

@@ -27,13 +27,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """A worker's first message. `world_size` is what torchrun started for the job in all."""
+    """A worker's first message. `world_size` is what torchrun started for the job in all, `checkpoints` the
+    names of those that this worker sees and that look sound, the newest first."""
 
     job: str
     local_rank: int
     world_size: int
     pid: int
     spec: JobSpec
+    checkpoints: tuple[str, ...] = ()
     version: int = WIRE_VERSION
 
 
@@ -64,7 +66,7 @@ class Refused(Message, frozen=True, kw_only=True):
 class Swapped(Message, frozen=True, kw_only=True):
     """The plan of this number is in force here after `step` updates; with what the switch cost in bytes
     (sent by this rank, checksums included; lacking at it before; and beside them the job's whole state, each
-    element once) and in seconds of its step loop."""
+    element once) and in seconds of its step loop. `checkpoint` names what its state was read from, if so."""
 
     number: int
     step: int
@@ -72,6 +74,7 @@ class Swapped(Message, frozen=True, kw_only=True):
     bytes_sent: int
     bytes_lacking: int
     bytes_state: int
+    checkpoint: str = ""
 
 
 class Kept(Message, frozen=True, kw_only=True):
@@ -88,6 +91,15 @@ class Doubt(Message, frozen=True, kw_only=True):
     number: int
     step: int
     reason: str
+
+
+class Saved(Message, frozen=True, kw_only=True):
+    """A checkpoint is whole on disk but for its name, which it gets when the store says that it may: the state
+    after `step` updates, written by all members of this plan."""
+
+    name: str
+    step: int
+    plan: int
 
 
 class Finished(Message, frozen=True, kw_only=True):
@@ -177,6 +189,12 @@ class Recorded(Message, frozen=True, kw_only=True):
     number: int
 
 
+class Published(Message, frozen=True, kw_only=True):
+    """The checkpoint of this name may get it, as read from the store."""
+
+    name: str
+
+
 class StoreAnswer(Message, frozen=True, kw_only=True):
     """The answer to a `StoreCall`; `error` is set where it failed (a timeout, no leader)."""
 
@@ -207,9 +225,33 @@ class Closed(Message, frozen=True, kw_only=True):
 
 
 FromWorker = (
-    Hello | Report | Prepared | Refused | Swapped | Kept | Doubt | Finished | Goodbye | StoreCall | Join | Leave
+    Hello
+    | Report
+    | Prepared
+    | Refused
+    | Swapped
+    | Kept
+    | Doubt
+    | Saved
+    | Finished
+    | Goodbye
+    | StoreCall
+    | Join
+    | Leave
 )
-ToWorker = Welcome | Rejected | Propose | Abort | Recorded | StoreAnswer | Shutdown | Pace | Joined | Closed
+ToWorker = (
+    Welcome
+    | Rejected
+    | Propose
+    | Abort
+    | Recorded
+    | Published
+    | StoreAnswer
+    | Shutdown
+    | Pace
+    | Joined
+    | Closed
+)
 
 
 # -- agent to leader -------------------------------------------------------------------------------------------

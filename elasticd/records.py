@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 from elasticd_planner.cluster import Device
-from elasticd_planner.plan import Plan
+from elasticd_planner.plan import Plan, StatePolicy
 from elasticd_planner.problem import Problem
+from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.rules import ModelSpec
 from elasticd_planner.value import Value, refuse
 
@@ -47,7 +48,11 @@ class Keys(Value, frozen=True, kw_only=True):
     def jobs(self) -> str:
         return self.root + "jobs/"
 
-    def job(self, job: str, part: Literal["spec", "plan", "proposal", "done", "members/", "history/"]) -> str:
+    def job(
+        self,
+        job: str,
+        part: Literal["spec", "plan", "proposal", "done", "checkpoints", "members/", "history/"],
+    ) -> str:
         return f"{self.jobs}{job}/{part}"
 
     def member(self, job: str, device: str) -> str:
@@ -78,7 +83,9 @@ class MemberRecord(Value, frozen=True, kw_only=True):
 
 
 class JobSpec(Value, frozen=True, kw_only=True):
-    """What a job trains, the same from every worker; a sample has `sample_tokens` tokens in the mean."""
+    """What a job trains, the same from every worker; a sample has `sample_tokens` tokens in the mean. profile:
+    what was measured of the model before the job (None: nothing, seconds are guessed from the shapes). state:
+    who keeps its optimizer's state."""
 
     job: str
     model: ModelSpec
@@ -87,6 +94,8 @@ class JobSpec(Value, frozen=True, kw_only=True):
     samples: int
     sample_tokens: float
     seed: int
+    profile: ModelProfile | None = None
+    state: StatePolicy = StatePolicy()
     version: int = RECORD_VERSION
 
     def __post_init__(self) -> None:
@@ -98,7 +107,8 @@ class JobSpec(Value, frozen=True, kw_only=True):
 
 
 class Proposal(Value, frozen=True, kw_only=True):
-    """A plan that the members of `old` and `plan` are to prepare. One is open at a time."""
+    """A plan that the members of `old` and `plan` are to prepare. One is open at a time. Without an `old` the
+    state comes from the first of `checkpoints` that all members can read; with none of them it is made anew."""
 
     number: int
     epoch: int
@@ -106,6 +116,7 @@ class Proposal(Value, frozen=True, kw_only=True):
     old: Plan | None
     status: Literal["open", "aborted"] = "open"
     reason: str = ""
+    checkpoints: tuple[str, ...] = ()
     version: int = RECORD_VERSION
 
 
@@ -125,6 +136,23 @@ class HistoryRecord(Value, frozen=True, kw_only=True):
     plan: Plan
     problem: Problem
     reason: str
+    version: int = RECORD_VERSION
+
+
+class PublishedCheckpoint(Value, frozen=True, kw_only=True):
+    """A checkpoint by its folder's name: the state after `step` updates, written under this plan."""
+
+    name: str
+    step: int
+    plan: int
+
+
+class CheckpointsRecord(Value, frozen=True, kw_only=True):
+    """The checkpoints of a job that may get their names, the newest last. Bounded: what lies on disk under its
+    final name was in here once."""
+
+    published: tuple[PublishedCheckpoint, ...]
+    epoch: int
     version: int = RECORD_VERSION
 
 

@@ -45,6 +45,18 @@ def optimizer(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Op
     return torch.optim.AdamW(named, lr=3e-3, weight_decay=0.01)
 
 
+def model(layers: int = 4, width: int = 64) -> elasticd.Model:
+    """The decoder that is trained; `elasticd profile examples/train_lm.py:model` measures it."""
+    with torch.device("meta"):
+        return Decoder(DecoderConfig(layers=layers, width=width)).describe()
+
+
+def batch(samples: int, tokens: int) -> dict[str, torch.Tensor]:
+    """The first samples of the data, for `elasticd profile --batch batch`."""
+    data = StandardLibrary(tokens)
+    return pad([data[i] for i in range(samples)])
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="updates to make (default %(default)s)")
@@ -53,6 +65,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=256, help="bytes in a sample (default %(default)s)")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--profile", type=Path, help="a file that `elasticd profile` wrote for this model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ledger", type=Path, help="append one JSON line a step to this file")
     parser.add_argument("--plain", action="store_true", help="one process, plain torch, the same batches")
@@ -66,10 +79,8 @@ def write(ledger: TextIO | None, **line: object) -> None:
 
 
 def train(options: argparse.Namespace, ledger: TextIO | None) -> None:
-    with torch.device("meta"):
-        model = Decoder(DecoderConfig(layers=options.layers, width=options.width)).describe()
     job = elasticd.Job(
-        model=model,
+        model=model(options.layers, options.width),
         loss=next_token_loss,
         optimizer=optimizer,
         dataset=StandardLibrary(options.tokens),
@@ -77,6 +88,7 @@ def train(options: argparse.Namespace, ledger: TextIO | None) -> None:
         micro_batch=options.micro_batch,
         seed=options.seed,
         clip=1.0,
+        profile=options.profile,
     )
     for step in job.steps(options.steps):
         if job.rank == 0:  # whoever has rank 0 under the plan of this step
@@ -94,18 +106,18 @@ def train(options: argparse.Namespace, ledger: TextIO | None) -> None:
 def train_plainly(options: argparse.Namespace, ledger: TextIO | None) -> None:
     data = StandardLibrary(options.tokens)
     sampler = Sampler(size=len(data), global_batch=options.global_batch, seed=options.seed)
-    model = Decoder(DecoderConfig(layers=options.layers, width=options.width))
-    first = model.describe().first_value
+    decoder = Decoder(DecoderConfig(layers=options.layers, width=options.width))
+    first = decoder.describe().first_value
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in decoder.named_parameters():
             parameter.copy_(first(name, Box.whole(parameter.shape), options.seed))
-    update = optimizer(model.named_parameters())
+    update = optimizer(decoder.named_parameters())
     for index in range(options.steps):
-        batch = pad([data[i] for i in sampler.samples(index)])
-        total, count = next_token_loss(model(batch), batch)
+        given = pad([data[i] for i in sampler.samples(index)])
+        total, count = next_token_loss(decoder(given), given)
         update.zero_grad()
         (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
         update.step()
         write(ledger, step=index, loss=float(total.detach()) / count, samples=sampler.samples(index))
 

@@ -26,7 +26,9 @@ MAY_IMPORT = {
     "elasticd_agent": {"elasticd_planner", "elasticd", "elasticd_agent"},
 }
 TRAINER = ("elasticd.runtime", "elasticd.models", "elasticd.rendezvous")
-MOVERS = ("elasticd_migration.state", "elasticd_migration.transport", "elasticd_migration.execute")
+MOVERS = tuple(
+    f"elasticd_migration.{name}" for name in ("state", "settings", "transport", "side", "exchange", "execute")
+)
 USES_TORCH = (*MOVERS, *TRAINER)
 # Import names of what the extra `daemon` brings, by distribution; a test keeps this true to pyproject.toml.
 DAEMON_EXTRA = {

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from elasticd_planner.cluster import Link
 
 from elasticd import config
 from elasticd.config import Config, ConfigError
@@ -72,6 +73,18 @@ def test_file_that_is_not_there_is_named_with_who_named_it(
         ("[emulate]\nforward = 1e-3", ["forward and backward go together"]),
         ("[emulate]\nforward = -1.0\nbackward = 1.0", ["forward = -1.0", "seconds that one token takes"]),
         ("[chaos]\nenabled = 1", ["[chaos] enabled = 1", "expected bool"]),
+        ("[planner]\nflops = 0", ["[planner]", "flops = 0", "operations a second", "as 1.5e14"]),
+        ("[planner]\nflops = inf", ["flops = inf", "as 1.5e14"]),
+        ("[planner]\nflop = 1e12", ["no key 'flop'", "did you mean 'flops'"]),
+        ("[planner]\ninside = 1e9", ["[planner] inside = 1000000000.0", "write a table"]),
+        (
+            "[planner]\ninside = {bandwith = 1e9}",
+            ["[planner.inside]", "'bandwith'", "did you mean 'bandwidth'"],
+        ),
+        ("[planner.between]\nbandwidth = 0", ["[planner.between]", "bandwidth = 0", "as 25e9"]),
+        ("[planner.between]\nbandwidth = '25 parsecs/s'", ["'25 parsecs' is not a size"]),
+        ("[planner.between]\nbandwidth = '25 GB'", ["bandwidth = '25 GB'", "expected float"]),
+        ("[planner.between]\nlatency = -1e-5", ["latency = -1e-05", "seconds of one hop", "as 2e-5"]),
         ("[cluster\n", ["f.toml is not TOML", "line 1"]),
     ],
 )
@@ -90,8 +103,22 @@ def test_planners_settings_are_sections_of_their_own(section: str) -> None:
         config.parse(f"[{section}]\n{name}x = 1", "f.toml")
 
 
+def test_devices_and_links_are_read_with_their_units() -> None:
+    text = """[planner]
+flops = 1.5e14
+inside = { bandwidth = "200 GB/s", latency = 1e-5 }
+[planner.between]
+bandwidth = 25e9
+"""
+    read = config.parse(text, "f.toml").planner
+    assert read.flops == 1.5e14
+    assert read.inside.link == Link(bandwidth=2e11, latency=1e-5)
+    assert read.between.link == Link(bandwidth=2.5e10)
+    assert Config().planner.inside.link == Link(), "the defaults are the planner's own"
+
+
 def test_emulated_times_are_known_to_no_section_of_the_planners() -> None:
-    for section in ("detect", "policy"):
+    for section in ("detect", "policy", "planner"):
         names = {field.name for field in msgspec.structs.fields(getattr(Config(), section))}
         assert not names & {"forward", "backward"}
 

@@ -9,9 +9,11 @@ import click
 from elasticd_planner.value import Invalid
 
 from elasticd.cli.chaos import chaos
+from elasticd.cli.checkpoint import checkpoint
 from elasticd.cli.coordinator import coordinator
 from elasticd.cli.demo import demo
 from elasticd.cli.plan import plan
+from elasticd.cli.profile import profile
 from elasticd.cli.reach import CannotReach
 from elasticd.cli.simulate import simulate
 from elasticd.cli.status import status
@@ -42,5 +44,5 @@ def elasticd() -> None:
     """
 
 
-for _command in (coordinator, status, chaos, demo, simulate, plan):
+for _command in (coordinator, status, chaos, demo, simulate, plan, profile, checkpoint):
     elasticd.add_command(_command)

@@ -1,4 +1,7 @@
-"""A plan as a picture in the terminal: pipelines down, stages across, in each cell devices, layers and load."""
+"""A plan as a picture in the terminal: pipelines down, stages across, in each cell devices, layers and load.
+
+Where the stages do not fit beside each other each has a line of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,76 +10,165 @@ from itertools import groupby
 
 from elasticd_planner.plan import Plan, Stage
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 #: Cells of a load bar.
-BAR = 4
+BAR = 5
 #: Pipelines that are shown; the rest is counted.
 SHOWN = 32
 
 #: By pipeline, the time that each stage spends on one micro-batch, in whatever unit the plan was made.
 StageTimes = Sequence[Sequence[float]]
 
+#: By pipeline and stage, its busy time over that of the busiest; None where times are not known.
+Loads = Sequence[Sequence[float | None]]
+
 
 def picture(plan: Plan, rates: Mapping[str, float], times: StageTimes | None = None) -> RenderableType:
     """The plan's pipelines and what stands idle. With `times`, each stage shows how busy it is of the time
     that the busiest stage of the plan takes for its micro-batches."""
     pipelines = plan.modules[0].pipelines
-    table = Table(box=SIMPLE_HEAD, show_lines=True, padding=(0, 1, 0, 0), header_style="dim")
-    table.add_column("pipe\nline", no_wrap=True)
-    table.add_column("micro\nbatch", justify="right", no_wrap=True)
-    for index in range(max(len(pipeline.stages) for pipeline in pipelines)):
-        table.add_column(f"stage {index}\nlayers", overflow="fold")
-    busy = [
-        [seconds * pipeline.micro_batches for seconds in times[index]] if times is not None else []
-        for index, pipeline in enumerate(pipelines)
-    ]
-    most = max((seconds for row in busy for seconds in row), default=0.0)
-    for index, pipeline in enumerate(pipelines[:SHOWN]):
-        cells = [
-            cell(stage, rates, busy[index][place] / most if most else None)
-            for place, stage in enumerate(pipeline.stages)
-        ]
-        table.add_row(str(index), str(pipeline.micro_batches), *cells)
-    parts: list[RenderableType] = [table]
+    parts: list[RenderableType] = [_Pipelines(plan, rates, _loads(plan, times))]
     if len(pipelines) > SHOWN:
         parts.append(Text(f"and {len(pipelines) - SHOWN} more pipelines"))
+    state = plan.state
+    if state.zero:
+        count = state.replicas or 1
+        parts.append(
+            Text.assemble(
+                ("state ", "dim"), f"ZeRO {state.zero}, {count} replica{'s' if count > 1 else ''} of each piece"
+            )
+        )
+    if plan.carriers:
+        parts.append(Text.assemble(("state alone ", "dim"), named(plan.carriers, rates)))
     if plan.idle:
         parts.append(Text.assemble(("idle ", "dim"), named(plan.idle, rates)))
     return Group(*parts)
 
 
+def _loads(plan: Plan, times: StageTimes | None) -> Loads:
+    pipelines = plan.modules[0].pipelines
+    if times is None:
+        return [[None] * len(pipeline.stages) for pipeline in pipelines]
+    busy = [
+        [seconds * pipeline.micro_batches for seconds in row]
+        for pipeline, row in zip(pipelines, times, strict=True)
+    ]
+    most = max(seconds for row in busy for seconds in row)
+    return [[seconds / most if most else None for seconds in row] for row in busy]
+
+
+class _Pipelines:
+    """Stages beside each other where the terminal is wide enough, else below each other."""
+
+    def __init__(self, plan: Plan, rates: Mapping[str, float], loads: Loads) -> None:
+        self._shown = plan.modules[0].pipelines[:SHOWN]
+        self._rates, self._loads = rates, loads
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        across = self._across()
+        fits = Measurement.get(console, options.update(width=10_000), across).maximum <= options.max_width
+        yield across if fits else self._down()
+
+    def _across(self) -> Table:
+        table = Table(box=SIMPLE_HEAD, show_lines=True, padding=(0, 2, 0, 0), header_style="dim")
+        table.add_column("pipeline", no_wrap=True)
+        table.add_column("micro-\nbatches", justify="right", no_wrap=True)
+        for index in range(max(len(pipeline.stages) for pipeline in self._shown)):
+            table.add_column(f"stage {index}", no_wrap=True)
+        for index, pipeline in enumerate(self._shown):
+            cells = [
+                cell(stage, self._rates, load)
+                for stage, load in zip(pipeline.stages, self._loads[index], strict=True)
+            ]
+            table.add_row(str(index), str(pipeline.micro_batches), *cells)
+        return table
+
+    def _down(self) -> Group:
+        stages = [stage for pipeline in self._shown for stage in pipeline.stages]
+        widest = max(layers(stage).cell_len for stage in stages)
+        parts: list[RenderableType] = []
+        for index, pipeline in enumerate(self._shown):
+            count = f"{pipeline.micro_batches} micro-batch{'es' if pipeline.micro_batches > 1 else ''}"
+            parts.append(Text.assemble(("pipeline ", "dim"), (str(index), "bold"), (f", {count}", "dim")))
+            table = Table.grid(padding=(0, 2, 0, 0))
+            table.add_column(justify="right", width=4, no_wrap=True, style="dim")
+            table.add_column(width=widest, no_wrap=True)
+            table.add_column(width=BAR + 5, no_wrap=True)
+            table.add_column(overflow="fold")
+            for place, stage in enumerate(pipeline.stages):
+                load = self._loads[index][place]
+                shown = bar(load) if load is not None else ""
+                table.add_row(str(place), layers(stage), shown, Text(", ").join(members(stage, self._rates)))
+            parts += [table, ""]
+        return Group("", *parts)
+
+
 def cell(stage: Stage, rates: Mapping[str, float], load: float | None) -> Text:
-    """One stage: layers, devices with the rates of slow ones, unequal shares, load."""
-    span = f"{stage.start}-{stage.stop - 1}" if stage.layers > 1 else str(stage.start)
-    text = Text.assemble((span, "bold"), f" ({stage.layers})\n")
-    text.append(named(stage.devices, rates, between="\n"))
-    if len(set(stage.shares)) > 1:
-        text.append(f"\n{':'.join(map(str, stage.shares))}", style="cyan")
+    """One stage: layers, devices with the rates of slow ones and their shares where those differ, load."""
+    lines = [layers(stage), *members(stage, rates)]
     if load is not None:
-        full = round(load * BAR)
-        text.append(f"\n{'█' * full}{'·' * (BAR - full)} {load:.0%}", style="red" if load > 0.999 else "")
+        lines.append(bar(load))
+    return Text("\n").join(lines)
+
+
+def layers(stage: Stage) -> Text:
+    """Which, how many, and whether they make their activations again."""
+    span = f"{stage.start}-{stage.stop - 1}" if stage.layers > 1 else str(stage.start)
+    text = Text.assemble((span, "bold"), f" ({stage.layers})")
+    if stage.recompute:
+        text.append(" recompute", style="yellow")
     return text
 
 
-def named(devices: Sequence[str], rates: Mapping[str, float], between: str = " + ") -> str:
-    """Device names, runs of neighbours shortened ("n0/0-3"), slow ones with their rate ("n0/7 2.57x")."""
+def members(stage: Stage, rates: Mapping[str, float]) -> list[Text]:
+    """A line for each run of members that are alike in speed and share; the part of each layer that a member
+    has, where these differ."""
+    uneven = len(set(stage.shares)) > 1
+    places = list(enumerate(stage.devices))
+    found = []
+    for (rate, share), run in groupby(places, key=lambda p: (rates.get(p[1], 1.0), stage.shares[p[0]])):
+        text = Text(", ".join(_spans([device for _, device in run])))
+        if rate != 1.0:
+            text.append(f" {rate:g}x", style="red")
+        if uneven:
+            text.append(f" {share / sum(stage.shares):.1%}", style="cyan")
+        found.append(text)
+    return found
+
+
+def bar(load: float) -> Text:
+    full = round(load * BAR)
+    style = "red" if load > 0.999 else ""
+    return Text(f"{'█' * full}{'·' * (BAR - full)} {load:.0%}", style=style)
+
+
+def named(devices: Sequence[str], rates: Mapping[str, float]) -> str:
+    """Device names, neighbours shortened ("n0/0-3,5"), slow ones with their rate ("n0/7 2.57x")."""
     parts = []
     for slow, run in groupby(devices, key=lambda device: rates.get(device, 1.0)):
         mark = f" {slow:g}x" if slow != 1.0 else ""
         parts += [f"{span}{mark}" for span in _spans(list(run))]
-    return between.join(parts)
+    return " + ".join(parts)
 
 
 def _spans(devices: Sequence[str]) -> list[str]:
-    spans: list[tuple[str, int, int]] = []
+    """One for each run of devices of a node."""
+    nodes: list[tuple[str, list[tuple[int, int]]]] = []
     for device in devices:
         node, _, text = device.rpartition("/")
         index = int(text)
-        if spans and spans[-1][0] == node and spans[-1][2] == index - 1:
-            spans[-1] = (node, spans[-1][1], index)
+        if not nodes or nodes[-1][0] != node:
+            nodes.append((node, []))
+        spans = nodes[-1][1]
+        if spans and spans[-1][1] == index - 1:
+            spans[-1] = (spans[-1][0], index)
         else:
-            spans.append((node, index, index))
-    return [f"{node}/{first}" if first == last else f"{node}/{first}-{last}" for node, first, last in spans]
+            spans.append((index, index))
+    return [
+        f"{node}/" + ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+        for node, spans in nodes
+    ]

@@ -10,13 +10,11 @@ from typing import Any
 
 import click
 import msgspec
-from elasticd_planner.placement import strategy
-from elasticd_planner.plan import Pipeline, Plan, Stage
-from elasticd_planner.value import Invalid, refuse
+from elasticd_planner.plan import Pipeline
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from elasticd.cli.moves import answered, difference
 from elasticd.cli.options import config_option, coordinator_option
 from elasticd.cli.picture import named, picture
 from elasticd.cli.reach import reach
@@ -32,6 +30,11 @@ from elasticd.cli.reach import reach
     help="step: the time of a step; steady: without filling and draining the pipelines.",
 )
 @click.option("--json", "as_json", is_flag=True, help="The answer as one JSON object.")
+@click.option(
+    "--current",
+    metavar="OLD",
+    help="An answer written with --json: stay close to its plan, and say what moves.",
+)
 @click.option("--diff", nargs=2, metavar="OLD NEW", help="What moves between two answers written with --json.")
 @config_option
 @coordinator_option
@@ -39,6 +42,7 @@ def plan(
     problem: str | None,
     objective: Any,
     as_json: bool,
+    current: str | None,
     diff: tuple[str, str] | None,
     config: str | None,
     coordinator: str | None,
@@ -49,10 +53,12 @@ def plan(
     """
     console = Console(highlight=False)
     if diff is not None:
-        old, new = (_answered(path) for path in diff)
-        console.print(_difference(old, new))
+        old, new = (answered(_text(path), path) for path in diff)
+        console.print(difference(old, new))
     elif problem is not None:
-        _solve(_text(problem), objective, as_json, console)
+        _solve(_text(problem), objective, as_json, current, console)
+    elif current is not None:
+        raise click.UsageError("--current goes with a problem: name the file of one")
     else:
         _running(config, coordinator, as_json, console)
 
@@ -64,32 +70,48 @@ def _text(path: str) -> bytes:
         raise click.ClickException(f"cannot read {path}: {error.strerror}") from None
 
 
-def _solve(text: bytes, objective: Any, as_json: bool, console: Console) -> None:
-    from elasticd_planner import formats, solve
+def _solve(text: bytes, objective: Any, as_json: bool, current: str | None, console: Console) -> None:
+    from elasticd_planner import formats, solve, staying
     from elasticd_planner.cost import stage_seconds
 
     given = formats.load(text)
     start = time.perf_counter()
-    planned = solve.solve(given, objective)
+    near = None
+    if current is not None:
+        near = staying.solve_near(given, objective, answered(_text(current), current).plan)
+    planned = near.planned if near is not None else solve.solve(given, objective)
     seconds = time.perf_counter() - start
     if planned.plan is None or planned.figures is None:
         raise click.ClickException(planned.refusal)
     if as_json:
-        sys.stdout.write(msgspec.json.encode(formats.answer(planned, seconds)).decode() + "\n")
+        found = formats.answer(planned, seconds)
+        found["state_bytes"] = msgspec.to_builtins(staying.state_bytes(given, planned.plan))
+        if near is not None:
+            found["current"] = {"value": near.current, "moved_bytes": near.moved}
+        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
         return
-    task = solve.task_of(given, objective)
+    task = solve.task_of(given, objective, planned.plan)
     pipelines = planned.plan.modules[0].pipelines
     times = [stage_seconds(pipeline, task.cluster, task.rates, task.cost) for pipeline in pipelines]
     console.print(picture(planned.plan, task.rates, times))
-    for line in _figures(planned.figures, objective, seconds):
+    for line in _figures(planned.figures, objective, planned.unit, seconds):
         console.print(line)
+    if near is not None:
+        console.print(_nearness(near, planned.unit))
     console.print(Text.assemble(("limited by ", "dim"), _limit(pipelines, times, task.rates)))
 
 
-def _figures(figures: Any, objective: str, seconds: float) -> Iterator[Text]:
+def _nearness(near: Any, unit: str) -> Text:
+    """Beside the plan that runs."""
+    value = f"{near.current:,.2f} {unit}" if near.current is not None else "it cannot run any more"
+    moved = f"{near.moved / 2**30:,.2f} GiB move" if near.moved is not None else "layers' bytes are not known"
+    return Text.assemble(("current plan ", "dim"), value, f"   to this one {moved}")
+
+
+def _figures(figures: Any, objective: str, unit: str, seconds: float) -> Iterator[Text]:
     value = figures.steady if objective == "steady" else figures.step
     gap = "proved optimal" if figures.gap < 1e-9 else f"at most {figures.gap:.2%} above the best possible"
-    yield Text.assemble((f"{objective} ", "dim"), (f"{value:,.2f}", "bold"), f"   {gap}")
+    yield Text.assemble((f"{objective} ", "dim"), (f"{value:,.2f}", "bold"), f" {unit}   {gap}")
     yield Text.assemble(
         ("steady ", "dim"),
         f"{figures.steady:,.2f}",
@@ -99,9 +121,8 @@ def _figures(figures: Any, objective: str, seconds: float) -> Iterator[Text]:
         f"{figures.bound:,.2f}",
         ("   healthy x N/Σ(1/x) ", "dim"),
         f"{figures.ideal:,.2f}",
-        ("   planned in ", "dim"),
-        f"{seconds:.2f} s",
     )
+    yield Text.assemble(("planned in ", "dim"), f"{seconds:.2f} s")
 
 
 def _limit(pipelines: tuple[Pipeline, ...], times: list[Any], rates: Any) -> str:
@@ -130,127 +151,3 @@ def _running(config: str | None, coordinator: str | None, as_json: bool, console
         assert job.plan is not None
         console.print(Text.assemble(("job ", "dim"), (job.job, "bold"), f"   plan {job.plan.number}"))
         console.print(picture(job.plan, rates))
-
-
-# -- differences -----------------------------------------------------------------------------------------------
-
-
-class _StageView(msgspec.Struct):
-    devices: list[str]
-    shares: list[float]
-    layers: tuple[int, int]
-
-
-class _PipelineView(msgspec.Struct):
-    micro_batches: int
-    stages: list[_StageView]
-
-
-class _ModuleView(msgspec.Struct):
-    module: str
-    pipelines: list[_PipelineView]
-
-
-class _PlanView(msgspec.Struct):
-    modules: list[_ModuleView]
-    idle: list[str]
-    global_batch: int
-    micro_batch: int
-
-
-class _AnswerView(msgspec.Struct):
-    plan: _PlanView
-
-
-#: Shares are read back as parts of this many.
-_PARTS = 1 << 20
-
-
-def _answered(path: str) -> Plan:
-    """The plan of an answer file."""
-    try:
-        view = msgspec.json.decode(_text(path), type=_AnswerView).plan
-        module = view.modules[0]
-        pipelines = tuple(
-            Pipeline(
-                stages=tuple(
-                    Stage(
-                        start=stage.layers[0],
-                        stop=stage.layers[1],
-                        devices=tuple(stage.devices),
-                        shares=tuple(max(1, round(share * _PARTS)) for share in stage.shares),
-                    )
-                    for stage in pipeline.stages
-                ),
-                micro_batches=pipeline.micro_batches,
-            )
-            for pipeline in module.pipelines
-        )
-        return Plan(
-            number=0,
-            strategies=(strategy(pipelines, module.module),),
-            micro_batch=view.micro_batch,
-            global_batch=view.global_batch,
-            idle=tuple(view.idle),
-        )
-    except (ValueError, IndexError) as error:
-        raise Invalid(f"{path} is no answer of elasticd plan --json: {error}") from None
-
-
-Held = tuple[int, int, float, float]
-
-
-def _held(plan: Plan) -> dict[str, Held]:
-    """For each device its layers [start, stop) and the part [low, high) of each that it holds."""
-    held = {}
-    for device, place in plan.places.items():
-        stage = plan.stage(place)
-        total = sum(stage.shares)
-        low = sum(stage.shares[: place.position]) / total
-        held[device] = (stage.start, stage.stop, low, low + stage.fraction(place.position))
-    return held
-
-
-def lacking(old: Held | None, new: Held) -> float:
-    """Layers' worth of state that a holder of `new` lacks when it holds `old`."""
-    size = (new[1] - new[0]) * (new[3] - new[2])
-    if old is None:
-        return size
-    layers = max(0, min(old[1], new[1]) - max(old[0], new[0]))
-    part = max(0.0, min(old[3], new[3]) - max(old[2], new[2]))
-    return size - layers * part
-
-
-def _difference(old: Plan, new: Plan) -> Table:
-    """A row for each device whose layers or part of them change, and what it has to fetch."""
-    if old.modules[0].pipelines[0].layers != new.modules[0].pipelines[0].layers:
-        refuse("--diff: the two plans are of models with different numbers of layers")
-    before, after = _held(old), _held(new)
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in ("device", "before", "after", "fetches (layers)"):
-        table.add_column(column, justify="right" if column.startswith("fetches") else "left")
-    total = 0.0
-    for device in sorted(
-        {*before, *after}, key=lambda name: (name.rpartition("/")[0], int(name.rpartition("/")[2]))
-    ):
-        was, now = before.get(device), after.get(device)
-        if was == now:
-            continue
-        fetches = lacking(was, now) if now is not None else 0.0
-        total += fetches
-        table.add_row(device, _holding(was), _holding(now), f"{fetches:.2f}")
-    table.add_row(
-        "in all",
-        "",
-        f"of {len(after)} devices' {sum(lacking(None, h) for h in after.values()):.0f} layers",
-        f"{total:.2f}",
-    )
-    return table
-
-
-def _holding(held: Held | None) -> str:
-    if held is None:
-        return "idle"
-    start, stop, low, high = held
-    part = "" if high - low > 0.9999 else f", {low:.1%} to {high:.1%} of each"
-    return f"layers {start}-{stop - 1}{part}"

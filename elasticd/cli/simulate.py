@@ -17,7 +17,16 @@ from rich.text import Text
 if TYPE_CHECKING:
     from elasticd.simulator.record import Outcome, Totals
 
-_COLORS = {"fault": "red", "slow": "yellow", "recovered": "yellow", "recorded": "green", "stopped": "red"}
+_COLORS = {
+    "fault": "red",
+    "healed": "green",
+    "slow": "yellow",
+    "recovered": "yellow",
+    "recorded": "green",
+    "restart": "green",
+    "stopped": "red",
+    "worker_lost": "red",
+}
 
 #: Characters of one event on the screen: a plan for a thousand devices is no sentence any more.
 _MOST_TEXT = 240
@@ -79,14 +88,22 @@ def show(outcome: Outcome, console: Console) -> None:
 def _costs(run: Totals) -> Iterator[str]:
     """What a run's figures include already."""
     if run.switches:
-        times = f"{run.switches} time{'s' if run.switches > 1 else ''}"
         moved = f", {run.bytes_moved / 1e9:.1f} GB moved" if run.bytes_moved else ""
-        lost = f", {run.lost_steps:.0f} steps done again" if run.lost_steps else ""
-        yield f"changed plans {times}, {run.pause_seconds:.1f} s of pauses{moved}{lost}"
-    if run.planning_seconds:
-        yield f"planned for {run.planning_seconds:.1f} s, beside training"
+        yield f"changed plans {_times(run.switches)}, {run.pause_seconds:.1f} s of pauses{moved}"
+    if run.restarts:
+        yield f"started again {_times(run.restarts)}, {run.down_seconds:.1f} s without a job"
+    elif run.down_seconds:
+        yield f"{run.down_seconds:.1f} s without a job"
+    if run.lost_steps:
+        yield f"{run.lost_steps:.0f} steps done again since the last checkpoint"
+    if run.plans:
+        yield f"planned {_times(run.plans)}, {run.planning_seconds:.1f} s beside training"
     if run.note:
         yield run.note
+
+
+def _times(count: int) -> str:
+    return f"{count} time{'' if count == 1 else 's'}"
 
 
 def timeline(outcome: Outcome) -> Table:
@@ -111,7 +128,9 @@ def stretches(outcome: Outcome) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False)
     for column in ("from step", "steps", "plan", "seconds a step", "bound", "above it", "tokens/s"):
         table.add_column(column, justify="right")
-    for (plan, bound), group in groupby(outcome.stretches, key=lambda s: (s.plan, s.bound)):
+    for (_, plan, bound, tokens), group in groupby(
+        outcome.stretches, key=lambda s: (s.start_number, s.plan, s.bound, s.tokens)
+    ):
         run = list(group)
         steps = sum(stretch.steps for stretch in run)
         each = sum(stretch.stop - stretch.start for stretch in run) / steps
@@ -122,7 +141,7 @@ def stretches(outcome: Outcome) -> Table:
             f"{each:.3f}",
             f"{bound:.3f}",
             f"{each / bound - 1:.1%}",
-            f"{outcome.tokens_per_step / each:,.0f}",
+            f"{tokens / each:,.0f}",
         )
     return table
 

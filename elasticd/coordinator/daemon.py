@@ -52,7 +52,7 @@ class Coordinator:
         self.url = ""
         self.leading: Leading
         self._store = store
-        self._settings = settings or Settings(detect=config.detect, policy=config.policy)
+        self._settings = settings or settings_of(config)
         self._planner = planner
         self._memory = memory
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -199,6 +199,17 @@ class Coordinator:
 
     def ready(self) -> str:
         return "" if self._serving and not self._end.done() else "this coordinator is ending"
+
+
+def settings_of(config: Config) -> Settings:
+    """What the machine needs of the configuration."""
+    return Settings(
+        detect=config.detect,
+        policy=config.policy,
+        flops=config.planner.flops,
+        inside=config.planner.inside.link,
+        between=config.planner.between.link,
+    )
 
 
 class _Server(uvicorn.Server):

@@ -11,8 +11,9 @@ import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 
-from elasticd.machines.job.effects import Note, Stored, Write
+from elasticd.machines.job.effects import Note, Record, Stored, Write
 from elasticd.records import (
+    CheckpointsRecord,
     DoneRecord,
     HistoryRecord,
     JobSpec,
@@ -138,7 +139,7 @@ def operations(keys: Keys, write: Write) -> tuple[Op, ...]:
     return tuple(ops)
 
 
-def _key(keys: Keys, job: str, record: JobSpec | PlanRecord | Proposal | HistoryRecord | DoneRecord) -> str:
+def _key(keys: Keys, job: str, record: Record) -> str:
     if isinstance(record, HistoryRecord):
         return keys.history(job, record.number)
     if isinstance(record, JobSpec):
@@ -147,6 +148,8 @@ def _key(keys: Keys, job: str, record: JobSpec | PlanRecord | Proposal | History
         return keys.job(job, "plan")
     if isinstance(record, Proposal):
         return keys.job(job, "proposal")
+    if isinstance(record, CheckpointsRecord):
+        return keys.job(job, "checkpoints")
     return keys.job(job, "done")
 
 
@@ -179,5 +182,6 @@ def _stored(job: str, parts: dict[str, KeyValue]) -> Stored:
         proposal=proposal,
         done=decode(parts["done"].value, DoneRecord) if "done" in parts else None,
         history=decode(history[number].value, HistoryRecord) if number in history else None,
+        checkpoints=decode(parts["checkpoints"].value, CheckpointsRecord) if "checkpoints" in parts else None,
         highest=max(history, default=0),
     )

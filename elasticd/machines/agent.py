@@ -26,9 +26,10 @@ from typing import Any
 
 from elasticd.machines import agent_orders
 from elasticd.machines.agent_admission import refusal
-from elasticd.machines.agent_orders import done_read, leader_read, plan_read, proposal_read
+from elasticd.machines.agent_orders import checkpoints_read, done_read, leader_read, plan_read, proposal_read
 from elasticd.machines.agent_state import (
     Call,
+    CheckpointsRead,
     ClearMember,
     Client,
     Dismiss,
@@ -68,6 +69,7 @@ from elasticd.messages import (
     Leave,
     Pace,
     Propose,
+    Published,
     Recorded,
     Report,
     Shutdown,
@@ -88,7 +90,7 @@ MOST_DEPARTED = 256
 #: Seconds that the leader has beyond a call's own deadline to answer it.
 GRACE_SECONDS = 1.0
 #: What is never heard over the link, whoever it is for. A worker hears of its job's end from the store, too.
-_ORDERS = (Propose, Abort, Recorded, Welcome, Shutdown)
+_ORDERS = (Propose, Abort, Recorded, Published, Welcome, Shutdown)
 
 
 def step(state: State, event: Event, now: float) -> Result:
@@ -289,6 +291,7 @@ _ALWAYS: dict[type, Handler] = {
     ProposalRead: proposal_read,
     PlanRead: plan_read,
     DoneRead: done_read,
+    CheckpointsRead: checkpoints_read,
     Tick: _tick,
 }
 #: What each event does in each phase of the link.

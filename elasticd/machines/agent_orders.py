@@ -13,6 +13,7 @@ from typing import Any
 from elasticd_planner.plan import Plan
 
 from elasticd.machines.agent_state import (
+    CheckpointsRead,
     Client,
     DoneRead,
     Effect,
@@ -25,7 +26,7 @@ from elasticd.machines.agent_state import (
     Send,
     State,
 )
-from elasticd.messages import Abort, Closed, Finished, Propose, Recorded, Shutdown, ToWorker
+from elasticd.messages import Abort, Closed, Finished, Propose, Published, Recorded, Saved, Shutdown, ToWorker
 from elasticd.records import DoneRecord
 
 
@@ -81,6 +82,25 @@ def done_read(state: State, event: DoneRead, now: float) -> Result:
     return state, _end(state, record, _workers(state, job))
 
 
+def checkpoints_read(state: State, event: CheckpointsRead, now: float) -> Result:
+    """Tells the workers that wait for it that a checkpoint of theirs is published, and then forgets that they
+    said so; a leader that never heard them writes nothing, and hears them again."""
+    job, record = event.job, event.record
+    if record is None:
+        return state, ()
+    if record.epoch < state.epoch:
+        return state, (_stale("the list of checkpoints", job, record.epoch, state.epoch),)
+    names = {checkpoint.name for checkpoint in record.published}
+    clients, effects = dict(state.clients), []
+    for client in _workers(state, job):
+        waited = [body for body in client.said if isinstance(body, Saved) and body.name in names]
+        if waited:
+            effects += [Send(client=client.id, body=Published(name=body.name)) for body in waited]
+            said = tuple(body for body in client.said if body not in waited)
+            clients[client.id] = replace(client, said=said)
+    return replace(state, epoch=record.epoch, clients=clients), tuple(effects)
+
+
 def standing(state: State, worker: Client) -> tuple[Effect, ...]:
     """The orders that hold already for a worker that comes now."""
     done, proposal = state.done.get(worker.job), state.proposals.get(worker.job)
@@ -119,7 +139,7 @@ def _orders(workers: Iterable[Client], plans: Sequence[Plan | None], body: ToWor
 
 
 def _bound(plan: Plan, worker: Client) -> bool:
-    if worker.device not in plan.places:
+    if worker.device not in plan.members:
         return False
     return plan.binding.get(worker.device, worker.incarnation) == worker.incarnation
 
@@ -132,7 +152,7 @@ def _forget_before(state: State, job: str, number: int) -> State:
     """Drop what was said of numbers below, in this job: the store has shown that they are settled."""
 
     def current(body: Outcome) -> bool:
-        return isinstance(body, Finished) or body.number >= number
+        return isinstance(body, Finished | Saved) or body.number >= number
 
     def shorten(client: Client) -> Client:
         if client.job != job or all(current(body) for body in client.said):

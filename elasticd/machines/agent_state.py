@@ -16,6 +16,7 @@ from elasticd.messages import (
     Pace,
     Prepared,
     Refused,
+    Saved,
     StoreCall,
     Swapped,
     ToAgent,
@@ -23,9 +24,9 @@ from elasticd.messages import (
     ToWorker,
     Up,
 )
-from elasticd.records import DoneRecord, MemberRecord, NodeRecord, PlanRecord, Proposal
+from elasticd.records import CheckpointsRecord, DoneRecord, MemberRecord, NodeRecord, PlanRecord, Proposal
 
-Outcome = Prepared | Refused | Swapped | Kept | Doubt | Finished
+Outcome = Prepared | Refused | Swapped | Kept | Doubt | Saved | Finished
 
 
 class Phase(Enum):
@@ -163,13 +164,32 @@ class DoneRead:
     record: DoneRecord | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointsRead:
+    """A job's published checkpoints, as read from the store; None when the key is gone."""
+
+    job: str
+    record: CheckpointsRecord | None
+
+
 @dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
 Event = (
-    Opened | Said | Ended | LinkUp | LinkDown | Heard | LeaderRead | ProposalRead | PlanRead | DoneRead | Tick
+    Opened
+    | Said
+    | Ended
+    | LinkUp
+    | LinkDown
+    | Heard
+    | LeaderRead
+    | ProposalRead
+    | PlanRead
+    | DoneRead
+    | CheckpointsRead
+    | Tick
 )
 
 

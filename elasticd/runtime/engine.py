@@ -9,9 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from elasticd_migration.state import VALUE, LocalState, LocalTensor, collect, install
+from elasticd_migration.settings import from_text
+from elasticd_migration.state import (
+    VALUE,
+    LocalState,
+    LocalTensor,
+    Owned,
+    Shard,
+    collect,
+    install,
+    restore_optimizer,
+)
 from elasticd_planner.batch import Sampler, batch_plan
 from elasticd_planner.layouts import Layouts
 from elasticd_planner.measurement import Measurement
@@ -24,17 +35,20 @@ from elasticd.runtime import tensor_parallel
 from elasticd.runtime.data import Collate, Dataset, Loader, expected_hash
 from elasticd.runtime.groups import Fabric, Group
 from elasticd.runtime.model import LocalModel, Model
+from elasticd.runtime.ownership import Ownership
 from elasticd.runtime.reduce import GradientReducer
-from elasticd.runtime.stage import Loss, Pace, StageRunner
+from elasticd.runtime.stage import Loss, Pace, Passed, StageRunner
 from elasticd.runtime.telemetry import Telemetry
-from elasticd.runtime.vote import Outcome, Record, vote
+from elasticd.runtime.vote import Outcome, Record, hash_samples, vote
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the user trains, the same under every plan. `clip` is the largest gradient norm, if any."""
+    """What the user trains, the same under every plan. `clip` is the largest gradient norm, if any; the folder
+    `checkpoints` has what a job may start from."""
 
     model: Model
     loss: Loss
@@ -43,6 +57,8 @@ class Recipe:
     collate: Collate
     sampler: Sampler
     clip: float | None = None
+    scheduler: MakeScheduler | None = None
+    checkpoints: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +84,7 @@ class StepDone:
 def connect(fabric: Fabric, layouts: Layouts) -> Groups:
     """Makes all groups that `fabric.me` is in under the plan, in one order on all ranks."""
     plan, me = layouts.plan, fabric.me
-    place = plan.places[me]
-    team = plan.stage(place).devices
+    team = plan.stage(plan.places[me]).devices if me in plan.places else (me,)
     mine = tuple(reduction for reduction in reductions(layouts) if me in reduction.devices)
     sets = [reduction.devices for reduction in mine if len(reduction.devices) > 1]
     for members in sorted({plan.members, team, *sets}, key=lambda m: [plan.rank(d) for d in m]):
@@ -83,23 +98,33 @@ def connect(fabric: Fabric, layouts: Layouts) -> Groups:
 
 
 def build(model: Model, plan: Plan, device: str) -> LocalModel:
-    """The local modules of a device, parameters not filled."""
+    """The local modules of a device, parameters not filled; none of one that computes nothing."""
+    if device not in plan.places:
+        return LocalModel(modules={}, parameters={}, buffers={})
     place = plan.places[device]
     return model.local(plan.stage(place), place.position)
 
 
-def first_state(model: Model, local: LocalModel, seed: int) -> LocalState:
-    """The state that a job starts from: every parameter's first value, no optimizer state yet."""
+def first_state(model: Model, layouts: Layouts, device: str, seed: int) -> LocalState:
+    """The state that a job starts from: all first values that the device holds, no optimizer state yet."""
     return LocalState(
         tensors={
-            name: LocalTensor(box=box, planes={VALUE: model.first_value(name, box, seed)}, scalars={})
-            for name, (box, _) in local.parameters.items()
+            item: LocalTensor(
+                shards=tuple(
+                    Shard(box=box, planes={VALUE: model.first_value(item.name, box, seed)}) for box in boxes
+                )
+            )
+            for item, boxes in layouts.held(device).items()
+            if item.role != "state"
         }
     )
 
 
 class Engine:
-    """Trains one plan on one device, once `adopt` gave it its state and an optimizer."""
+    """Trains one plan on one device, once `adopt` gave it its state and an optimizer.
+
+    reducer: its gradients' reduction, which says what it took. A device that only carries replicas of state has
+    no runner."""
 
     def __init__(
         self,
@@ -112,21 +137,28 @@ class Engine:
         pace: Pace,
     ) -> None:
         self.plan, self.device, self.local, self.fabric = layouts.plan, fabric.me, local, fabric
+        self.layouts = layouts
         self._recipe, self._groups = recipe, groups
         self._telemetry = Telemetry(self.device, fabric.stopwatch)
-        self._reduce = GradientReducer(self.device, groups.reductions, groups.holders, local.parameters)
+        self.reducer = GradientReducer(self.device, groups.reductions, groups.holders, local.parameters)
+        self._owns = Ownership(layouts, self.device, local, groups.everyone, self.reducer)
+        self._carried: dict[str, str] = {}
+        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         if groups.tensor.size > 1:
             self._attach()
-        self.runner = StageRunner(
+        self.runner = self._runner(pace) if self.device in self.plan.places else None
+
+    def _runner(self, pace: Pace) -> StageRunner:
+        return StageRunner(
             plan=self.plan,
             device=self.device,
-            modules=local.modules,
-            everyone=groups.everyone,
-            dtype=recipe.model.dtype,
-            loss=recipe.loss,
-            loader=Loader(recipe.dataset, recipe.collate),
+            modules=self.local.modules,
+            everyone=self._groups.everyone,
+            dtype=self._recipe.model.dtype,
+            loss=self._recipe.loss,
+            loader=Loader(self._recipe.dataset, self._recipe.collate),
             telemetry=self._telemetry,
-            stopwatch=fabric.stopwatch,
+            stopwatch=self.fabric.stopwatch,
             pace=pace,
         )
 
@@ -142,30 +174,62 @@ class Engine:
                 tensor_parallel.attach(submodule, kind, self._groups.tensor, boxes)
 
     def adopt(self, state: LocalState) -> None:
-        """Makes `state` that of the local model, and of an optimizer that the user's function makes now (and
-        not before: a plan that is prepared may never come)."""
-        self.optimizer = self._recipe.optimizer((n, p) for n, (_, p) in self.local.parameters.items())
-        install(state, self.local.parameters, self.optimizer)
+        """Makes `state` that of the local model, and of an optimizer and a scheduler that the user's functions
+        make now (and not before: a plan that is prepared may never come)."""
+        install(state, self._owns.values, buffers=self._owns.buffers)
+        owned = self._owns.take()
+        self.optimizer = self._recipe.optimizer((part.name, part.parameter) for part in owned)
+        if self._recipe.scheduler is not None:
+            self.scheduler = self._recipe.scheduler(self.optimizer)
+        restore_optimizer(state, owned, self.optimizer)  # what the new scheduler changed is as it was
+        self._carried = dict(state.extras)
+        if self.scheduler is not None and (text := self._carried.pop("scheduler", None)) is not None:
+            self.scheduler.load_state_dict(from_text(text))
 
     def state(self) -> LocalState:
-        """The parameters and optimizer state held here, by reference."""
-        return collect(self.local.parameters, self.optimizer)
+        """All that is held here, by reference: values, what is owned of the optimizer's state, settings.
+
+        What was carried under a name that nothing here uses is carried on."""
+        extras: dict[str, object] = {name: from_text(text) for name, text in self._carried.items()}
+        if self.scheduler is not None:
+            extras["scheduler"] = self.scheduler.state_dict()
+        owns = self._owns
+        return collect(owns.values, owns.owned, self.optimizer, buffers=owns.buffers, extras=extras)
+
+    @property
+    def owned(self) -> list[Owned]:
+        """What the optimizer steps on."""
+        return self._owns.owned
 
     @property
     def rank(self) -> int:
         return self.plan.rank(self.device)
 
-    def step(self, step: int, prepared: Callable[[], int]) -> StepDone:
-        """Trains step `step` (counted from 0). `prepared` is read once, as the vote's record is made."""
+    def settle(self) -> None:
+        """After the last step, by all members: returns when every one has the values that were sent to it."""
+        if self.plan.state.zero:
+            self.gather(0)
+        self._groups.everyone.received()
+
+    def gather(self, word: int) -> tuple[int, ...]:
+        """All members' words, in rank order. Between steps: each member must ask."""
+        words = self._groups.everyone.all_gather(torch.tensor([word]))
+        return tuple(int(word) for word in words)
+
+    def step(self, step: int, prepared: Callable[[], int], saving: Callable[[], int] = int) -> StepDone:
+        """Trains step `step` (counted from 0). `prepared` and `saving` are read once, as the vote's record is
+        made."""
         self._telemetry.begin()
         batch = batch_plan(self.plan, step, self._recipe.sampler.samples(step))
-        place = self.plan.places[self.device]
-        passed = self.runner.run(batch.modules[place.module][place.pipeline])
-        self._reduce()
-        squares = self._reduce.squares()
+        passed = Passed(loss=0.0, count=0.0, tokens=0, samples=hash_samples(()))
+        if self.runner is not None:
+            place = self.plan.places[self.device]
+            passed = self.runner.run(batch.modules[place.module][place.pipeline])
+        squares = self._owns.reduce()
         record = Record(
             step=step,
             prepared=prepared(),
+            saving=saving(),
             finite=math.isfinite(squares),
             tokens=passed.tokens,
             squares=squares,
@@ -175,10 +239,14 @@ class Engine:
         )
         hashes = [[expected_hash(pipeline) for pipeline in module] for module in batch.modules]
         expected = [hashes[p.module][p.pipeline] for p in self.plan.places.values()]
+        expected += [hash_samples(())] * len(self.plan.carriers)
         outcome = vote(self._groups.everyone, record, expected)
         self._groups.everyone.received()
         with self._telemetry.compute("optimizer"):
             self._update(outcome)
+        if outcome.apply:
+            self._owns.return_values()
+        self._owns.copy_buffers()
         measurement = self._telemetry.finish(self.plan.number, step)
         return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
 
@@ -188,8 +256,10 @@ class Engine:
         if self._recipe.clip is not None:
             scale *= min(1.0, self._recipe.clip / (outcome.norm + 1e-6))
         if outcome.apply:
-            for _, parameter in self.local.parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
+            for part in self._owns.owned:
+                if part.parameter.grad is not None:
+                    part.parameter.grad.mul_(scale)
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._owns.clear()

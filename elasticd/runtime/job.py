@@ -6,21 +6,27 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from elasticd_planner.batch import Sampler
 from elasticd_planner.boxes import Box
-from elasticd_planner.plan import Plan
+from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_planner.profiles import ModelProfile
+from elasticd_planner.value import Invalid
 from torch import Tensor
 
-from elasticd.messages import Finished, Goodbye, Hello, Report
+from elasticd.messages import Finished, Goodbye, Hello, Published, Report, ToWorker
 from elasticd.packets import default_path
 from elasticd.records import JobSpec
+from elasticd.runtime import parent
 from elasticd.runtime.control import AgentKeyValue, Control
 from elasticd.runtime.data import Collate, Dataset, pad, sample_tokens
 from elasticd.runtime.emulation import Pacer
-from elasticd.runtime.engine import MakeOptimizer, Recipe, StepDone
+from elasticd.runtime.engine import Engine, MakeOptimizer, MakeScheduler, Recipe, StepDone
 from elasticd.runtime.groups import Cancelled, PeerLost
+from elasticd.runtime.loading import offered
 from elasticd.runtime.model import Model
+from elasticd.runtime.saver import Keeping, Saver
 from elasticd.runtime.stage import Loss
 from elasticd.runtime.switching import JobOver, JobStopped, Switcher
 from elasticd.runtime.vote import LedgerError
@@ -46,10 +52,17 @@ class Job:
 
     model: an `elasticd.Model`. loss(output, batch) -> (sum, count) over a micro-batch; sums are divided once
     by the global count. optimizer(named parameters) makes a torch optimizer with element-wise state; it is
-    called after every switch with the parameters held here, slices of the whole ones, and its state is loaded
-    (settings changed since, as a learning rate, are not carried yet: let the function read them). dataset:
+    called after every switch with every trained parameter by name: the slices that this device steps on, which
+    may be several of one parameter, and an empty tensor for what others step on. Its state and its groups'
+    settings are restored, so group parameters by name. scheduler(optimizer) makes a learning-rate scheduler,
+    which is stepped after every step and carried over switches. zero: 1 keeps optimizer state on `replicas`
+    (default 1) of a parameter's holders, on as many nodes, instead of on all; 2 gradients too. dataset:
     map-style, a sample is a mapping of 1-D tensors; collate makes a batch of samples (default: padding).
     global_batch samples make a step, taken micro_batch at a time. clip: the largest norm of the gradient.
+    checkpoint: a folder that all nodes share. A state is saved there every checkpoint_every steps and at the
+    end, without holding training up; the newest `keep` stay, and those of each checkpoint_keep_every-th step.
+    A job that is started anew with the same folder goes on from the newest that is sound, under any layout.
+    profile: a file of `elasticd profile` for this model, for a first plan from measured seconds, not guesses.
 
     Start the script with `torchrun --rdzv-backend=elasticd`. Raises SystemExit with one line where the job
     cannot start or go on.
@@ -67,16 +80,36 @@ class Job:
         seed: int = 0,
         clip: float | None = None,
         collate: Collate = pad,
+        scheduler: MakeScheduler | None = None,
+        zero: int = 0,
+        replicas: int | None = None,
+        profile: str | os.PathLike[str] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int = 1000,
+        keep: int = 3,
+        checkpoint_keep_every: int | None = None,
     ) -> None:
+        parent.end_with(os.getppid())
         try:
+            keeping = None
+            if checkpoint is not None:
+                keeping = Keeping(
+                    folder=Path(checkpoint).absolute(),
+                    every=checkpoint_every,
+                    keep=keep,
+                    keep_every=checkpoint_keep_every,
+                )
+            tokens = sample_tokens(dataset)
             spec = JobSpec(
                 job=_environment("TORCHELASTIC_RUN_ID"),
                 model=model.spec,
                 global_batch=global_batch,
                 micro_batch=micro_batch,
                 samples=len(dataset),
-                sample_tokens=sample_tokens(dataset),
+                sample_tokens=tokens,
                 seed=seed,
+                state=StatePolicy(zero=zero, replicas=1 if zero and replicas is None else replicas),
+                profile=_profile(profile, model, tokens, micro_batch) if profile is not None else None,
             )
             sampler = Sampler(size=len(dataset), global_batch=global_batch, seed=seed)
             hello = Hello(
@@ -85,6 +118,7 @@ class Job:
                 world_size=int(_environment("WORLD_SIZE")),
                 pid=os.getpid(),
                 spec=spec,
+                checkpoints=offered(keeping.folder, spec) if keeping is not None else (),
             )
             self._control = Control(default_path(), hello)
         except (ValueError, TypeError, RuntimeError, ConnectionError) as error:
@@ -97,12 +131,25 @@ class Job:
             collate=collate,
             sampler=sampler,
             clip=clip,
+            scheduler=scheduler,
+            checkpoints=keeping.folder if keeping is not None else None,
         )
+        self._saver = self._make_saver(keeping, spec) if keeping is not None else None
         self._taken = False
         self._pacer = Pacer(self._control.welcome.pace)
         store = AgentKeyValue(self._control)
         self._switcher = Switcher(recipe, self._control, store, self._pacer, seed)
-        self._control.start(self._switcher.handle)
+        self._control.start(self._hear)
+
+    def _make_saver(self, keeping: Keeping, spec: JobSpec) -> Saver:
+        return Saver(keeping, spec, self.device, self._control.send, lambda: self._control.lost)
+
+    def _hear(self, message: ToWorker) -> None:
+        """On the control thread."""
+        if not isinstance(message, Published):
+            self._switcher.handle(message)
+        elif self._saver is not None:
+            self._saver.published(message.name)
 
     @property
     def device(self) -> str:
@@ -141,29 +188,40 @@ class Job:
         try:
             with contextlib.suppress(JobOver):
                 yield from self._steps(total)
-        except GeneratorExit:
-            self._leave("the script left the loop before the last step")
+        except BaseException as error:
+            if self._saver is not None:
+                self._saver.end()
+            if isinstance(error, GeneratorExit):
+                self._leave("the script left the loop before the last step")
             raise
         self._leave("")
 
     def _leave(self, reason: str) -> None:
+        if self._saver is not None:
+            self._saver.end()
         self._switcher.end()
         self._control.close(Goodbye(reason=reason))
 
     def _steps(self, total: int) -> Iterator[Step]:
-        switcher = self._switcher
+        switcher, saver = self._switcher, self._saver
         while True:
+            if switcher.engine is None and saver is not None:
+                saver.left()
             engine = switcher.wait()
-            if switcher.step >= total:
+            if switcher.step >= total:  # the checkpoint that the job started from is that of its last step
+                self._control.send(Finished(step=switcher.step))
                 return
             try:
-                done = engine.step(switcher.step, switcher.prepared)
+                done = engine.step(switcher.step, switcher.prepared, lambda: saver.word if saver else 0)
+                switcher.step += 1
+                last = switcher.step >= total
+                self._save(engine, switcher.step, done.outcome.saving, last=last)
+                if last:
+                    engine.settle()
             except (PeerLost, Cancelled) as error:
                 raise switcher.bereaved(error) from error
             except LedgerError as error:  # the same on every rank
                 raise JobStopped(f"elasticd: {error}") from error
-            switcher.step += 1
-            last = switcher.step >= total
             self._report(done, first=engine.rank == 0)
             if last:
                 self._control.send(Finished(step=switcher.step))
@@ -180,6 +238,14 @@ class Job:
                 return
             switcher.voted(done.outcome.prepared)
 
+    def _save(self, engine: Engine, step: int, words: tuple[int, ...], *, last: bool) -> None:
+        saver = self._saver
+        if saver is None:
+            return
+        saver.voted(step, words, engine.layouts, engine.state)
+        if last:
+            saver.finish(step, engine.gather, engine.layouts, engine.state)
+
     def _report(self, done: StepDone, *, first: bool) -> None:
         paced, overruns = self._pacer.take()
         self._control.send(
@@ -191,6 +257,18 @@ class Job:
                 overruns=overruns,
             )
         )
+
+
+def _profile(path: str | os.PathLike[str], model: Model, tokens: float, micro_batch: int) -> ModelProfile:
+    """Raises ValueError, with the file's name, where it cannot be read or is no profile of this model."""
+    from elasticd_planner.given import given_profile  # of no use to jobs without a profile
+
+    try:
+        return given_profile(Path(path).read_bytes(), model.spec, tokens, micro_batch)
+    except OSError as error:
+        raise ValueError(f"profile {os.fspath(path)} cannot be read: {error.strerror}") from None
+    except Invalid as error:
+        raise ValueError(f"profile {os.fspath(path)}: {error}") from None
 
 
 def _environment(name: str) -> str:

@@ -20,6 +20,9 @@ from elasticd_planner.plan import Stage
 from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units, member_box, unit_range
 from torch import Tensor, nn
 
+#: Modules whose running statistics would differ by layout.
+_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
 #: Modules whose random masks would differ by layout.
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -128,6 +131,10 @@ class Model:
                 raise ModelError(
                     f"{path} is a dropout of p = {module.p}: its masks would differ by layout; use p = 0"
                 )
+            if isinstance(module, _STATISTICS) and module.track_running_stats:
+                raise ModelError(
+                    f"{path} keeps running statistics, which would differ by layout; use a layer or RMS norm"
+                )
 
     def _modules(self, section: str) -> Iterator[tuple[str, nn.Module]]:
         return self.sections[section].named_modules(prefix=section)
@@ -164,16 +171,7 @@ class Model:
         )
 
     def _parameters(self, section: str) -> Iterator[Parameter]:
-        for name, buffer in self.sections[section].named_buffers():
-            raise ModelError(
-                f"{section}.{name} is a buffer of shape {tuple(buffer.shape)}: only parameters are moved; "
-                "compute it in forward instead"
-            )
         for name, parameter in self.sections[section].named_parameters():
-            if not parameter.requires_grad:
-                raise ModelError(
-                    f"{section}.{name} does not require a gradient: frozen parameters cannot be trained"
-                )
             rule = next((r for r in self.rules if fnmatchcase(f"{section}.{name}", r.pattern)), None)
             yield Parameter(
                 name=name,
@@ -181,7 +179,18 @@ class Model:
                 dtype=str(parameter.dtype).removeprefix("torch."),
                 cut=Cut(dim=rule.dim, units=rule.units) if rule else None,
                 replicas=rule.replicas if rule else "same",
+                kind="trained" if parameter.requires_grad else "frozen",
             )
+        persistent = self.sections[section].state_dict().keys()
+        for name, buffer in self.sections[section].named_buffers():
+            if name in persistent:
+                dtype = str(buffer.dtype).removeprefix("torch.")
+                yield Parameter(name=name, shape=tuple(buffer.shape), dtype=dtype, kind="buffer")
+            elif buffer.is_meta:
+                raise ModelError(
+                    f"{section}.{name} is a buffer without values that is not persistent: make the model with "
+                    "storage, let the buffer be persistent, or compute it in forward"
+                )
 
     def _region(self, path: str) -> str | None:
         return next((region.kind for region in self.regions if fnmatchcase(path, region.pattern)), None)
@@ -190,19 +199,23 @@ class Model:
         """The sections of `stage` with parameters of the local shape, values not set."""
         modules: dict[str, nn.Module] = {}
         parameters: dict[str, tuple[Box, nn.Parameter]] = {}
+        buffers: dict[str, Tensor] = {}
         for section in self.spec.sections(stage.start, stage.stop):
             module = copy.deepcopy(self.sections[section])
             for rule in self.spec.section(section):
                 name = self.spec.owner(f"{section}.{rule.name}")
-                if name not in parameters:
-                    box = member_box(self.spec, rule, stage.shares, position)
-                    empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype))
-                    parameters[name] = (box, nn.Parameter(empty))
+                box = member_box(self.spec, rule, stage.shares, position)
+                empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype))
+                if rule.kind == "buffer":
+                    held: Tensor = buffers.setdefault(name, empty)
+                else:
+                    trained = rule.kind == "trained"
+                    _, held = parameters.setdefault(name, (box, nn.Parameter(empty, requires_grad=trained)))
                 owner, _, leaf = rule.name.rpartition(".")
-                setattr(module.get_submodule(owner), leaf, parameters[name][1])
+                setattr(module.get_submodule(owner), leaf, held)
             self._set_units(section, module, stage, position)
             modules[section] = module
-        return LocalModel(modules=modules, parameters=parameters)
+        return LocalModel(modules=modules, parameters=parameters, buffers=buffers)
 
     def _set_units(self, section: str, module: nn.Module, stage: Stage, position: int) -> None:
         for kind, units in self.units.items():
@@ -223,9 +236,14 @@ class Model:
                 yield submodule, kind
 
     def first_value(self, name: str, box: Box, seed: int) -> Tensor:
-        """The box of a parameter's first value, as every layout starts from it."""
+        """The box of a parameter's or buffer's first value, as every layout starts from it. A buffer starts as
+        the module made it, if it has storage there."""
         section, _, rest = _split(name)
         rule = next(parameter for parameter in self.spec.section(section) if parameter.name == rest)
+        if rule.kind == "buffer":
+            given = self.sections[section].get_buffer(rest)
+            if not given.is_meta:
+                return given.detach().clone()
         key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
         value = self.init(name, rule.shape, generator)
@@ -236,10 +254,12 @@ class Model:
 
 @dataclass(frozen=True)
 class LocalModel:
-    """The sections that one device runs, in order, and their parameters by full name with the box held."""
+    """The sections that one device runs, in order, their parameters by full name with the box held, and their
+    persistent buffers."""
 
     modules: dict[str, nn.Module]
     parameters: dict[str, tuple[Box, nn.Parameter]]
+    buffers: dict[str, Tensor]
 
 
 def _split(name: str) -> tuple[str, str, str]:

@@ -21,10 +21,11 @@ from elasticd_planner.plan import Plan
 from elasticd.records import Proposal
 from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
 from elasticd.runtime.groups import Fabric, Group
+from elasticd.runtime.loading import NoCheckpoint, start_from
 from elasticd.runtime.stage import Pace
 
 #: What goes wrong in a move while the transition group is sound: not ok is said by a whole group.
-SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise)
+SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise, NoCheckpoint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class Prepared:
     engine: Engine | None
     transition: Fabric
     group: Group
+    checkpoints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ class Side:
     bytes_sent: int = 0
     bytes_lacking: int = 0
     bytes_state: int = 0
+    checkpoint: str = ""
 
 
 def prepare(
@@ -59,7 +62,7 @@ def prepare(
     _check_supported(plan)
     layouts = Layouts(spec, plan)
     engine = None
-    if device in plan.places:
+    if device in plan.members:
         fabric = fabric_of("groups")
         groups = connect(fabric, layouts)
         local = build(recipe.model, plan, device)
@@ -72,14 +75,13 @@ def prepare(
         engine=engine,
         transition=transition,
         group=transition.group(members, "transition"),
+        checkpoints=proposal.checkpoints,
     )
 
 
 def _check_supported(plan: Plan) -> None:
     """Refuses what this runtime cannot run yet; the coordinator asks for no such plan."""
     stages = [stage for module in plan.modules for pipeline in module.pipelines for stage in pipeline.stages]
-    if plan.state.zero:
-        raise ValueError(f"plan {plan.number}: this runtime has no ZeRO; plan with zero 0")
     if any(stage.recompute for stage in stages):
         raise ValueError(f"plan {plan.number}: this runtime does not recompute activations; plan without")
 
@@ -93,7 +95,12 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
     step = max(0, *(int(s) for s in steps))
     if prepared.old is None:
         assert new is not None
-        new.adopt(first_state(recipe.model, new.local, seed))
+        if prepared.checkpoints and recipe.checkpoints is not None:
+            held, place = prepared.new.held(group.me), torch.device("cpu")
+            found = start_from(recipe.checkpoints, prepared.checkpoints, held, group, place)
+            new.adopt(found.state)
+            return Side(step=found.step, checkpoint=found.name)
+        new.adopt(first_state(recipe.model, prepared.new, group.me, seed))
         return Side(step=step)
     transport = ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
     try:

@@ -157,7 +157,8 @@ class StageRunner:
             self._send_gradient(index, grad)
         else:
             with self._telemetry.compute("embed"):
-                torch.autograd.backward(first[2], grad)
+                if first[2].requires_grad:  # it may be frozen
+                    torch.autograd.backward(first[2], grad)
 
     @contextmanager
     def _paced(self, kind: str, tokens: int) -> Iterator[None]:

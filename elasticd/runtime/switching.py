@@ -72,7 +72,7 @@ class Switcher:
         match message:
             case Propose(proposal=proposal):
                 self._proposals = {proposal.number: proposal}
-                self._feed(sw.Proposed(number=proposal.number, joins=self._device in proposal.plan.places))
+                self._feed(sw.Proposed(number=proposal.number, joins=self._device in proposal.plan.members))
             case Abort(number=number, reason=reason):
                 self._feed(sw.Aborted(number=number, reason=reason))
             case Recorded(number=number):
@@ -294,6 +294,7 @@ class Switcher:
                 bytes_sent=side.bytes_sent,
                 bytes_lacking=side.bytes_lacking,
                 bytes_state=side.bytes_state,
+                checkpoint=side.checkpoint,
             )
         )
 

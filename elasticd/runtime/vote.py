@@ -16,8 +16,9 @@ import torch
 
 from elasticd.runtime.groups import Group
 
-#: step, prepared number, finite, tokens (int64); squares, loss sum, target count (float64); samples hash.
-_RECORD = struct.Struct("<qqqqdddQ")
+#: step, prepared number, saving, finite, tokens (int64); squares, loss sum, target count (float64); samples
+#: hash.
+_RECORD = struct.Struct("<qqqqqdddQ")
 
 
 class LedgerError(RuntimeError):
@@ -28,10 +29,11 @@ class LedgerError(RuntimeError):
 class Record:
     """What one rank brings. `squares` is the sum of squares of the gradient pieces that it owns; loss sum and
     count are of the samples whose loss it computed (zero elsewhere); `samples` hashes the ids that came with
-    the tensors into its forward."""
+    the tensors into its forward; `saving` is the word on its checkpoint (see machines.saving)."""
 
     step: int
     prepared: int
+    saving: int
     finite: bool
     tokens: int
     squares: float
@@ -43,6 +45,7 @@ class Record:
         data = _RECORD.pack(
             self.step,
             self.prepared,
+            self.saving,
             self.finite,
             self.tokens,
             self.squares,
@@ -54,10 +57,12 @@ class Record:
 
     @classmethod
     def unpack(cls, tensor: torch.Tensor) -> Record:
-        step, prepared, finite, tokens, squares, loss, count, samples = _RECORD.unpack(bytes(tensor.tolist()))
+        step, prepared, saving, finite, tokens, *rest = _RECORD.unpack(bytes(tensor.tolist()))
+        squares, loss, count, samples = rest
         return cls(
             step=step,
             prepared=prepared,
+            saving=saving,
             finite=bool(finite),
             tokens=tokens,
             squares=squares,
@@ -70,7 +75,8 @@ class Record:
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What the vote decided, the same on every rank: mean loss per target, gradient norm of the mean loss,
-    target count, tokens, whether to apply the update, and the numbers that the ranks had prepared."""
+    target count, tokens, whether to apply the update, and of every rank the number that it had prepared and its
+    word on checkpoints."""
 
     step: int
     loss: float
@@ -79,6 +85,7 @@ class Outcome:
     tokens: int
     apply: bool
     prepared: tuple[int, ...]
+    saving: tuple[int, ...]
 
 
 def hash_samples(ids: Iterable[int]) -> int:
@@ -111,6 +118,7 @@ def fold(records: Sequence[Record], expected: Sequence[int]) -> Outcome:
         tokens=sum(record.tokens for record in records),
         apply=finite,
         prepared=tuple(record.prepared for record in records),
+        saving=tuple(record.saving for record in records),
     )
 
 

@@ -2,94 +2,98 @@
 
 Each runs the script in its own time: a fault at a step comes when that run is there. Time is continuous here,
 a step takes what it takes in the mean over noise, and the plans are the planner's own, made from the true
-profile: the baselines lose nothing by bad planning.
+profile: the baselines lose nothing by bad planning. Nobody goes on without a member that died: both then start
+again from their last checkpoint on the whole nodes that are left, as elasticd's job does.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
-from elasticd_planner.cluster import Cluster
 from elasticd_planner.plan import Plan
 from elasticd_planner.policy import decide
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.profiles import ModelProfile
 
+from elasticd.simulator.bound import Bounds
 from elasticd.simulator.faults import Fault
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.record import Totals, rounded
 from elasticd.simulator.scenario import Scenario
+from elasticd.simulator.trained import Trained
 from elasticd.simulator.truth import Truth
 
 
-def baselines(
-    scenario: Scenario, cluster: Cluster, profile: ModelProfile, planner: Planner
-) -> tuple[Totals, ...]:
+def baselines(scenario: Scenario, bounds: Bounds, planner: Planner) -> tuple[Totals, ...]:
     """In the order in which they are shown."""
-    given = _Given(scenario=scenario, cluster=cluster, profile=profile, planner=planner)
-    healthy = given.plan(cluster)
-    if healthy is None:  # then elasticd's run said so
+    given = Given(scenario=scenario, bounds=bounds, planner=planner)
+    if given.plan(given.truth(), frozenset()) is None:  # then elasticd's run said so
         return (Bound(given).run("bound"),)
     return (
-        Still(given, healthy).run("no reaction"),
-        Restarting(given, healthy).run("restart without the slow nodes"),
+        Still(given).run("no reaction"),
+        Restarting(given).run("restart without the slow nodes"),
         Bound(given).run("bound"),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given:
+class Given:
     """What all baselines share."""
 
     scenario: Scenario
-    cluster: Cluster
-    profile: ModelProfile
+    bounds: Bounds
     planner: Planner
 
-    def plan(self, cluster: Cluster) -> Plan | None:
-        """The best plan on healthy devices, or None where the model does not fit."""
+    def plan(self, truth: Truth, without: frozenset[str]) -> Plan | None:
+        """The best plan on healthy devices of the other nodes, or None where the model does not fit there."""
         model = self.scenario.model
+        nodes = tuple(node for node in truth.cluster.nodes if node.name not in without)
+        if not nodes:
+            return None
         problem = Problem(
-            cluster=cluster,
-            profile=self.profile,
+            cluster=msgspec.structs.replace(truth.cluster, nodes=nodes),
+            profile=truth.profile,
             global_batch=model.global_batch,
             micro_batch=model.micro_batch,
         )
         return self.planner.answer(problem).plan
 
     def truth(self) -> Truth:
-        times = self.scenario.times
-        return Truth(
-            self.cluster,
-            self.profile,
-            seed=self.scenario.seed,
-            noise=times.noise,
-            overhead=times.overhead,
+        scenario = self.scenario
+        made = Truth(
+            scenario.cluster.cluster(),
+            scenario.truth,
+            scenario.model.tokens,
+            seed=scenario.seed,
+            noise=scenario.times.noise,
+            overhead=scenario.times.overhead,
         )
+        for fault in scenario.faults:
+            if fault.kind == "kill" and fault.step == 0:
+                made.kill(fault.devices(made.names))
+        return made
 
 
 class Run(ABC):
     """One run: from event to event at a speed that only changes there."""
 
-    def __init__(self, given: _Given) -> None:
+    def __init__(self, given: Given) -> None:
         self.given, self.scenario = given, given.scenario
         self.truth = given.truth()
-        self.now = self.done = self.paused = self.lost = 0.0
-        self.switches = 0
+        self.trained = Trained()
+        self.now = self.paused = self.down = 0.0
+        self.switches = self.restarts = 0
         self.note = ""
         self.react_at = math.inf
 
     @abstractmethod
     def step_seconds(self) -> float:
-        """Of a step as things are."""
+        """Of a step as things are; infinite where nobody trains."""
 
-    def changed(self) -> None:  # noqa: B027
-        """The devices' speeds changed, which nobody has noticed yet; most runs never do."""
+    def changed(self, fault: Fault) -> None:  # noqa: B027
+        """Something happened to the devices, which nobody has noticed yet; most runs never do."""
 
     def react(self) -> None:  # noqa: B027
         """What the run does at `react_at` steps, once it has noticed."""
@@ -100,48 +104,64 @@ class Run(ABC):
         by_time = sorted((f for f in scenario.faults if f.seconds is not None), key=lambda f: f.seconds or 0.0)
         steps = math.inf if scenario.steps is None else float(scenario.steps)
         until = math.inf if scenario.seconds is None else scenario.seconds
-        while self.done < steps and self.now < until:
+        while self.trained.steps < steps and self.now < until:
             each = self.step_seconds()
             next_step = min(steps, float(by_step[0].step or 0) if by_step else math.inf, self.react_at)
             next_time = min(until, (by_time[0].seconds or 0.0) if by_time else math.inf)
-            ahead = (next_step - self.done) * each
-            if self.now + ahead <= next_time:
-                self.now, self.done = self.now + ahead, next_step
+            ahead = max(0.0, next_step - self.trained.steps)
+            if math.isinf(each) and math.isinf(next_time):
+                break  # nothing brings back what is missing
+            if not math.isinf(each) and self.now + ahead * each <= next_time:
+                self.now += ahead * each
+                self._train(ahead)
             else:
-                self.done, self.now = (
-                    self.done + max(0.0, next_time - self.now) / each,
-                    max(self.now, next_time),
-                )
+                self._train(max(0.0, next_time - self.now) / each)
+                self.now = max(self.now, next_time)
             self._happen(by_step, by_time)
-        tokens = self.done * scenario.model.tokens * scenario.model.global_batch
+        self.now = min(self.now, until)
         return Totals(
             name=name,
             seconds=rounded(self.now),
-            steps=rounded(self.done),
-            tokens_per_second=rounded(tokens / self.now) if self.now else 0.0,
+            steps=rounded(self.trained.steps),
+            tokens_per_second=rounded(self.trained.tokens / self.now) if self.now else 0.0,
             switches=self.switches,
             pause_seconds=rounded(self.paused),
-            lost_steps=rounded(self.lost),
+            restarts=self.restarts,
+            down_seconds=rounded(self.down),
+            lost_steps=rounded(self.trained.lost),
             note=self.note,
         )
 
+    def _train(self, steps: float) -> None:
+        self.trained.add(steps, self.truth.tokens * self.scenario.model.global_batch)
+
     def _happen(self, by_step: list[Fault], by_time: list[Fault]) -> None:
-        struck = False
-        while by_step and (by_step[0].step or 0) <= self.done:
-            struck = self._strike(by_step.pop(0)) or struck
+        noticed = self.trained.steps >= self.react_at
+        while by_step and (by_step[0].step or 0) <= self.trained.steps:
+            noticed = not self._strike(by_step.pop(0)) and noticed
         while by_time and (by_time[0].seconds or 0.0) <= self.now:
-            struck = self._strike(by_time.pop(0)) or struck
-        if struck:
-            self.changed()
-        elif self.done >= self.react_at:
+            noticed = not self._strike(by_time.pop(0)) and noticed
+        if noticed:
             self.react_at = math.inf
             self.react()
 
     def _strike(self, fault: Fault) -> bool:
-        if not fault.speed:
-            return False
-        names = [n for n in self.truth.names if n == fault.device or n.rpartition("/")[0] == fault.node]
-        self.truth.slow(names, fault.factor if fault.kind == "slow" else 1.0)
+        """Whether it is one that this run may ever notice."""
+        names = fault.devices(self.truth.names)
+        match fault.kind:
+            case "slow" | "recover":
+                self.truth.slow(names, fault.factor if fault.kind == "slow" else 1.0)
+            case "kill":
+                self.truth.kill(names)
+            case "join":
+                self.truth.join(names)
+            case "shift":
+                self.truth.shift(fault.tokens)
+            case "partition":
+                pass
+            case _:
+                return False
+        self.changed(fault)
         return True
 
 
@@ -149,67 +169,105 @@ class Bound(Run):
     """No plan is faster than this at any moment."""
 
     def step_seconds(self) -> float:
-        model = self.scenario.model
-        rates = self.truth.factors.tolist()
-        return ProfileCost(self.given.profile).bound(rates, model.global_batch // model.micro_batch)
+        return self.given.bounds.seconds(self.truth.speeds, self.truth.profile)
 
 
 class Still(Run):
-    """The healthy plan, whatever happens."""
+    """The healthy plan, whatever becomes slow."""
 
-    def __init__(self, given: _Given, plan: Plan) -> None:
+    def __init__(self, given: Given) -> None:
         super().__init__(given)
-        self.plan = plan
-        self._known: dict[tuple[str, bytes], float] = {}
+        self._plans: dict[tuple[frozenset[str], int], Plan | None] = {}
+        self._cut: dict[str, float] = {}
+        self.plan = self.without(self.dead())
 
     def step_seconds(self) -> float:
-        return self.seconds_of(self.plan)
+        return self.truth.typical(self.plan) if self.plan is not None else math.inf
 
-    def seconds_of(self, plan: Plan) -> float:
-        key = (plan.digest, self.truth.factors.tobytes())
-        if key not in self._known:
-            self._known[key] = self.truth.typical(plan)
-        return self._known[key]
+    def dead(self) -> frozenset[str]:
+        """Nodes on which torchrun cannot be started: a device is dead, or nobody reaches them."""
+        cut = {name for name, until in self._cut.items() if until > self.now}
+        return frozenset(cut | {name.rpartition("/")[0] for name in self.truth.dead})
+
+    def without(self, nodes: frozenset[str]) -> Plan | None:
+        key = (nodes, self.truth.tokens)
+        if key not in self._plans:
+            self._plans[key] = self.given.plan(self.truth, nodes)
+        return self._plans[key]
+
+    def changed(self, fault: Fault) -> None:
+        patience = self.scenario.times.patience
+        if fault.kind == "partition":
+            self._cut[fault.node] = self.now + fault.lasts
+        if self.plan is None:
+            if fault.kind == "join":
+                self._again(0.0, self.dead())
+            return
+        hit = {name.rpartition("/")[0] for name in self.plan.members} & {
+            fault.node or fault.device.rpartition("/")[0]
+        }
+        if fault.kind == "kill" and hit:
+            self._again(patience if fault.node else 0.0, self.dead())
+        elif fault.kind == "partition" and hit and fault.lasts > patience:
+            self._again(patience, self.dead())
+        elif fault.kind == "partition" and hit:
+            self.now += fault.lasts
+        elif fault.kind == "shift" and self.truth.overfull(self.plan):
+            self._again(0.0, self.dead())
+
+    def _again(self, waited: float, without: frozenset[str]) -> None:
+        """From the last checkpoint, on the other nodes."""
+        self.trained.back_to(self.scenario.restart.checkpoint_steps)
+        self.plan = self.chosen(without)
+        self.now += waited + self.scenario.restart.seconds
+        self.down += waited + self.scenario.restart.seconds
+        self.restarts += 1
+        if self.plan is None:
+            self.note = f"the model does not fit without {_listed(without)}: it waits for them"
+
+    def chosen(self, without: frozenset[str]) -> Plan | None:
+        """The plan of a start that cannot be avoided."""
+        return self.without(without)
 
 
 class Restarting(Still):
     """Notices as soon as elasticd can, and restarts from the last checkpoint on the nodes without a slow
     device where the policy finds that it pays; back on all nodes when they have recovered."""
 
-    def __init__(self, given: _Given, plan: Plan) -> None:
-        super().__init__(given, plan)
-        self._plans: dict[frozenset[str], Plan | None] = {frozenset(): plan}
-
-    def changed(self) -> None:
-        self.react_at = self.done + self.scenario.detect.window // 2 + 1
+    def changed(self, fault: Fault) -> None:
+        super().changed(fault)
+        if fault.speed or fault.kind == "join":
+            self.react_at = self.trained.steps + self.scenario.detect.window // 2 + 1
 
     def react(self) -> None:
-        slow = frozenset(name.rpartition("/")[0] for name in self._noticed())
-        target = self._without(slow)
+        slow = self._slow()
+        target = self.without(slow | self.dead())
         if target is None:
-            self.note = f"the model does not fit without {', '.join(sorted(slow))}: it stayed"
-        if target is None or target.digest == self.plan.digest:
+            self.note = f"the model does not fit without {_listed(slow | self.dead())}: it stayed"
+        if target is None or self.plan is None or target.digest == self.plan.digest:
             return
         restart = self.scenario.restart
         now = self.step_seconds()
-        lost = self.done % restart.checkpoint_steps
+        lost = self.trained.steps % restart.checkpoint_steps
         price = restart.seconds + lost * now
         settings = msgspec.structs.replace(self.scenario.policy, pause_seconds=price)
-        if not decide(settings, now, self.seconds_of(target), 0).replan:
+        if not decide(settings, now, self.truth.typical(target), 0).replan:
             return
+        self.trained.back_to(restart.checkpoint_steps)
         self.plan = target
-        self.now += price
+        self.now += restart.seconds
         self.paused += restart.seconds
-        self.lost += lost
         self.switches += 1
 
-    def _noticed(self) -> Mapping[str, float]:
-        least = self.scenario.detect.slow
-        return {name: rate for name, rate in self.truth.rates.items() if rate >= least}
+    def chosen(self, without: frozenset[str]) -> Plan | None:
+        """The quicker one of the plans with and without the slow nodes."""
+        found = [p for p in (self.without(without), self.without(without | self._slow())) if p is not None]
+        return min(found, key=self.truth.typical, default=None)
 
-    def _without(self, slow: frozenset[str]) -> Plan | None:
-        if slow not in self._plans:
-            nodes = tuple(node for node in self.given.cluster.nodes if node.name not in slow)
-            left = msgspec.structs.replace(self.given.cluster, nodes=nodes)
-            self._plans[slow] = self.given.plan(left) if nodes else None
-        return self._plans[slow]
+    def _slow(self) -> frozenset[str]:
+        least = self.scenario.detect.slow
+        return frozenset(name.rpartition("/")[0] for name, rate in self.truth.rates.items() if rate >= least)
+
+
+def _listed(nodes: frozenset[str]) -> str:
+    return ", ".join(sorted(nodes, key=lambda name: (len(name), name)))

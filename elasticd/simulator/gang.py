@@ -7,9 +7,11 @@ between them, which complete when all members have come, and the time that all o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from elasticd_planner.plan import Plan
+from elasticd_planner.profiles import ModelProfile
 
 from elasticd.machines import switch as sw
 from elasticd.messages import Doubt, Finished, Kept, Prepared, Refused, Report, Swapped
@@ -18,15 +20,28 @@ from elasticd.simulator.engine import Engine
 from elasticd.simulator.moving import Move, move
 from elasticd.simulator.nodes import SimulationError, Worker
 from elasticd.simulator.scenario import Times
-from elasticd.simulator.truth import Floats, Truth
+from elasticd.simulator.truth import Truth
 
-#: Called after each stretch of training: steps, seconds, and how slow each device was in it.
-Trained = Callable[[int, float, Floats], None]
+
+@dataclass(frozen=True, kw_only=True)
+class Began:
+    """A stretch of training as it began: when, at which speeds, with which samples. What happens to a device
+    while a step is under way shows in the next one."""
+
+    now: float
+    speeds: Mapping[str, float]
+    profile: ModelProfile
+    tokens: int
+
+
+#: Called after each stretch of training: how it began, and its steps.
+Told = Callable[[Began, int], None]
 
 
 class Gang:
     """The workers of the job. `plan` is in force, `step` updates were applied. The script says by `limit` how
-    many steps may be counted without playing them (0: play the next one)."""
+    many steps may be counted without playing them (0: play the next one). `cut`: nodes that nobody reaches;
+    what all members do together waits for them. Once `broken`, nothing completes any more."""
 
     def __init__(
         self,
@@ -35,26 +50,71 @@ class Gang:
         times: Times,
         *,
         steps: int | None,
-        tokens_per_step: int,
+        samples: int,
         limit: Callable[[float], int],
-        trained: Trained,
+        trained: Told,
+        starved: Callable[[str], None],
     ) -> None:
         self._engine, self._truth, self._times = engine, truth, times
-        self._steps, self._tokens = steps, tokens_per_step
-        self._limit, self._trained = limit, trained
-        self.workers: dict[str, Worker] = {}
-        self.plan: Plan | None = None
-        self.step = 0
+        self._steps, self._samples = steps, samples
+        self._limit, self._trained, self._starved = limit, trained, starved
         self.pause_seconds = 0.0
         self.bytes_moved = 0
         self.switches = 0
+        self.cut: set[str] = set()
+        self.life = 0
+        self.start(0)
+
+    def start(self, step: int) -> None:
+        """Processes that know nothing but the checkpoint of `step`."""
+        self.life += 1
+        self.step = step
+        self.workers: dict[str, Worker] = {}
+        self.plan: Plan | None = None
         self.over_at: float | None = None
         self.stopped = ""
+        self.broken = False
         self._paused_at: float | None = None
         self._standing: dict[int, set[str]] = {}
         self._moving: dict[int, set[str]] = {}
         self._moves: dict[int, Move] = {}
         self._said: dict[int, dict[str, bool]] = {}
+        self._waiting: list[Callable[[], None]] = []
+
+    def together(self, seconds: float, done: Callable[[], None]) -> None:
+        """What the members do together and end after `seconds`, if all of them can be reached then."""
+        life = self.life
+
+        def due() -> None:
+            if self.life != life or self.broken:
+                return
+            if self.stalled:
+                self._waiting.append(due)
+            else:
+                done()
+
+        self._engine.after(seconds, due)
+
+    @property
+    def stalled(self) -> bool:
+        """Whether a member is on a node that nobody reaches."""
+        members = self.plan.members if self.plan is not None else self.workers
+        return bool(self.cut) and any(name.rpartition("/")[0] in self.cut for name in members)
+
+    def needs(self, node: str) -> bool:
+        """Whether a member, or one that is about to be, is on the node."""
+        proposals = {
+            w.proposal.number: w.proposal.plan for w in self.workers.values() if w.proposal is not None
+        }
+        plans = [plan for plan in (self.plan, *proposals.values()) if plan is not None]
+        names = {name for plan in plans for name in plan.members} if plans else self.workers
+        return any(name.rpartition("/")[0] == node for name in names) or not plans
+
+    def reached(self) -> None:
+        """A node can be reached again: what waited for it goes on."""
+        waiting, self._waiting = self._waiting, []
+        for due in waiting:
+            self._engine.after(self._times.message, due)
 
     # -- what the machines ask for ---------------------------------------------------------------------------
 
@@ -62,7 +122,7 @@ class Gang:
         self.workers.setdefault(worker.device, worker)
         match effect:
             case sw.Prepare(number=number):
-                self._engine.after(self._times.prepare, lambda: self._prepared(worker, number))
+                self.together(self._times.prepare, lambda: self._prepared(worker, number))
             case sw.Cancel(number=number):
                 self._left(worker, number)
             case sw.Move(number=number):
@@ -135,7 +195,7 @@ class Gang:
             for member in members:
                 member.feed(sw.Moved(number=number))
 
-        self._engine.after(found.seconds + pause, moved)
+        self.together(found.seconds + pause, moved)
 
     def _say(self, worker: Worker, number: int, ok: bool) -> None:
         said = self._said.setdefault(number, {})
@@ -143,7 +203,7 @@ class Gang:
         if len(said) < self._size(worker, number):
             return
         members, proposal = self._all(worker, number), self._proposal(worker, number)
-        self._engine.after(self._times.message, lambda: self._gathered(proposal, members, dict(said)))
+        self.together(self._times.message, lambda: self._gathered(proposal, members, dict(said)))
 
     def _gathered(self, proposal: Proposal, members: tuple[Worker, ...], said: dict[str, bool]) -> None:
         oks = tuple(said[member.device] for member in members)
@@ -174,7 +234,7 @@ class Gang:
             pause_seconds=now - self._paused_at if self._paused_at is not None else 0.0,
             bytes_sent=lacking,
             bytes_lacking=lacking,
-            bytes_state=round(profile.gradient_bytes * (profile.state_factor - 1)),
+            bytes_state=round(profile.parameter_bytes * (1 + profile.optimizer_factor)),
         )
 
     @property
@@ -190,18 +250,21 @@ class Gang:
 
     def train(self) -> None:
         """Begins the next step, or as many as need not be played."""
-        if self.over or self.plan is None:
+        if self.over or self.broken or self.plan is None:
             return
-        plan = self.plan
-        typical = self._truth.typical(plan)
-        factors = self._truth.factors.copy()
-        uncounted = self._limit(typical)
+        plan, truth = self.plan, self._truth
+        tokens = truth.tokens * self._samples
+        began = Began(now=self._engine.now(), speeds=truth.speeds, profile=truth.profile, tokens=tokens)
+        full = truth.overfull(plan)
+        if full:
+            self._starved(full)
+            return
+        uncounted = self._limit(truth.typical(plan))
         if uncounted > 1:
-            seconds = uncounted * typical
-            self._engine.after(seconds, lambda: self._passed(uncounted, seconds, factors))
+            self.together(uncounted * truth.typical(plan), lambda: self._passed(began, uncounted))
             return
-        times = self._truth.step(plan, self.step)
-        reports = self._truth.measurements(plan, self.step, times)
+        times = truth.step(plan, self.step)
+        reports = truth.measurements(plan, self.step, times)
 
         def done() -> None:
             if self.over:
@@ -210,19 +273,19 @@ class Gang:
             self.step += 1
             for index, (worker, measured) in enumerate(zip(members, reports, strict=True)):
                 first = index == 0
-                worker.say(Report(measurement=measured, loss=None, tokens=self._tokens if first else None))
-            self._trained(1, times.seconds, factors)
+                worker.say(Report(measurement=measured, loss=None, tokens=tokens if first else None))
+            self._trained(began, 1)
             self._go_on(members)
 
-        self._engine.after(times.seconds, done)
+        self.together(float(times.seconds), done)
 
-    def _passed(self, steps: int, seconds: float, factors: Floats) -> None:
+    def _passed(self, began: Began, steps: int) -> None:
         """Steps that were counted: nothing was under way, so that the last vote stands for all."""
         if self.over or self.plan is None:
             return
         members = self._vote(self.plan)
         self.step += steps
-        self._trained(steps, seconds, factors)
+        self._trained(began, steps)
         self._go_on(members)
 
     def _vote(self, plan: Plan) -> list[Worker]:
@@ -233,6 +296,8 @@ class Gang:
 
     def _go_on(self, members: list[Worker]) -> None:
         """The vote's result; then the switch that it decided, the end, or the next step."""
+        if self.broken:  # a member died just then
+            return
         if self._steps is not None and self.step >= self._steps:
             self.end()
             for worker in members:

@@ -62,7 +62,7 @@ class Leader:
         jobs = stored(keys, self._store.snapshot(keys.jobs).items)
         self.state: State = coordinator.takeover(self._leadership.term, jobs, settings, engine.now())
         self.alive = True
-        self.planning_seconds = 0.0
+        self.planning_seconds, self.plans = 0.0, 0
         self._asked: dict[str, Due] = {}
         self._tick: Due | None = None
         self._watch_time()
@@ -127,6 +127,7 @@ class Leader:
 
         def answered() -> None:
             self.planning_seconds += seconds
+            self.plans += 1
             self._asked.pop(job, None)
             self.apply(Planned(job=job, token=token, answer=self._planner.answer(problem)))
 

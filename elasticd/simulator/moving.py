@@ -57,7 +57,7 @@ def _lacking(profile: ModelProfile, old: Held | None, new: Held) -> float:
         total += lack(profile.embed, old is not None and old.embed)
     if new.head:
         total += lack(profile.head, old is not None and old.head)
-    return total * (profile.state_factor - 1)
+    return total * (1 + profile.optimizer_factor)
 
 
 def _overlap(a: tuple[int, int], b: tuple[int, int]) -> int:

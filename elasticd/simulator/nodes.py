@@ -17,6 +17,7 @@ from elasticd.machines import switch as sw
 from elasticd.machines.agent_state import (
     DoneRead,
     Effect,
+    Ended,
     Event,
     Heard,
     LeaderRead,
@@ -65,9 +66,9 @@ class Gang(Protocol):
 class Worker:
     """One training process: the machine of its switch, and the proposal it was told of last."""
 
-    def __init__(self, device: str, node: Node, gang: Gang) -> None:
+    def __init__(self, device: str, node: Node, gang: Gang, torchrun: int) -> None:
         self.device, self.node, self._gang = device, node, gang
-        self.client = f"w{device}"
+        self.client = f"w{device}-{torchrun}"
         self.state = sw.State()
         self.proposal: Proposal | None = None
 
@@ -75,7 +76,7 @@ class Worker:
         match message:
             case Propose(proposal=proposal):
                 self.proposal = proposal
-                self.feed(sw.Proposed(number=proposal.number, joins=self.device in proposal.plan.places))
+                self.feed(sw.Proposed(number=proposal.number, joins=self.device in proposal.plan.members))
             case Abort(number=number, reason=reason):
                 self.feed(sw.Aborted(number=number, reason=reason))
             case Recorded(number=number):
@@ -95,18 +96,38 @@ class Worker:
 
 
 class Node:
-    """An agent's machine and what it drives. `tell` takes its words to the leader."""
+    """An agent's machine and what it drives. `tell` takes its words to the leader, `refused` hears why its
+    torchrun was turned away. While `apart` it reads nothing of the store, and reads all when it is back."""
 
-    def __init__(self, shape: NodeShape, gang: Gang, tell: Callable[[str, ToLeader], None]) -> None:
+    def __init__(
+        self,
+        shape: NodeShape,
+        gang: Gang,
+        tell: Callable[[str, ToLeader], None],
+        refused: Callable[[str, str], None],
+    ) -> None:
         self.name = shape.name
-        record = NodeRecord(
-            node=shape.name, devices=shape.devices, address="127.0.0.1", agent=f"a-{shape.name}", emulated=True
-        )
-        self.state = State(record=record)
         self.workers: dict[str, Worker] = {}
-        self._shape, self._gang, self._tell = shape, gang, tell
+        self.apart = False
+        self._shape, self._gang, self._tell, self._refused = shape, gang, tell, refused
         self._events: deque[Event] = deque()
+        self._missed: list[Event] = []
         self._hello: Callable[[int, int], Hello] | None = None
+        self._torchrun = ""
+        self._boots = 0
+        self.state = self._booted()
+
+    def _booted(self) -> State:
+        """An agent that knows nothing yet."""
+        self._boots += 1
+        record = NodeRecord(
+            node=self.name,
+            devices=self._shape.devices,
+            address="127.0.0.1",
+            agent=f"a{self._boots}-{self.name}",
+            emulated=True,
+        )
+        return State(record=record)
 
     def emit(self, event: Event) -> None:
         """One event after the other: what an effect emits waits until the effects before it are done."""
@@ -127,8 +148,37 @@ class Node:
             return Hello(job=spec.job, local_rank=rank, world_size=size, pid=process, spec=spec)
 
         self._hello, self._pid = hello, pid
+        self._torchrun = f"t{self.name}-{pid}"
         join = Join(job=spec.job, min_nodes=nodes, max_nodes=nodes, pid=pid)
-        self.emit(Opened(client=f"t{self.name}", body=join, pid=pid, incarnation=f"t{self.name}"))
+        self.emit(Opened(client=self._torchrun, body=join, pid=pid, incarnation=self._torchrun))
+
+    def end(self, how: str) -> None:
+        """All processes that torchrun started here end, and torchrun with them."""
+        clients, self.workers = (*self.workers, self._torchrun), {}
+        self._torchrun = ""
+        for client in clients:
+            if client:
+                self.emit(Ended(client=client, how=how))
+
+    def crash(self) -> None:
+        """The whole machine is gone; what boots later knows nothing of it."""
+        self.workers, self._torchrun = {}, ""
+        self._missed.clear()
+        self.state = self._booted()
+
+    def read(self, event: Event) -> None:
+        """A record of the store."""
+        if self.apart:
+            self._missed.append(event)
+        else:
+            self.emit(event)
+
+    def back(self) -> None:
+        """The store can be reached again: its watch goes on where it was."""
+        self.apart = False
+        missed, self._missed = self._missed, []
+        for event in missed:
+            self.emit(event)
 
     @property
     def linked(self) -> bool:
@@ -152,7 +202,9 @@ class Node:
                 self._start()
             case Send(body=Closed() | Shutdown()):
                 pass  # the torchrun ends; its workers were told themselves
-            case Send(body=Rejected(reason=reason)) | Stop(reason=reason):
+            case Send(body=Rejected(reason=reason)):
+                self._refused(self.name, reason)
+            case Stop(reason=reason):
                 raise SimulationError(f"node {self.name} was turned away: {reason}")
             case _:
                 pass  # member keys are for people; the leader hears of workers from the agents
@@ -160,13 +212,11 @@ class Node:
     def _start(self) -> None:
         assert self._hello is not None
         for rank, device in enumerate(self._shape.devices):
-            worker = Worker(device.name, self, self._gang)
+            worker = Worker(device.name, self, self._gang, self._pid)
             self.workers[worker.client] = worker
             pid = self._pid + 1 + rank
-            opened = Opened(
-                client=worker.client, body=self._hello(rank, pid), pid=pid, incarnation=f"i-{device.name}"
-            )
-            self.emit(opened)
+            hello = self._hello(rank, pid)
+            self.emit(Opened(client=worker.client, body=hello, pid=pid, incarnation=f"i{pid}-{device.name}"))
 
 
 def read_for_all(
@@ -177,7 +227,7 @@ def read_for_all(
     def spread(event: Event) -> None:
         def emit() -> None:
             for node in nodes:
-                node.emit(event)
+                node.read(event)
 
         later(emit)
 

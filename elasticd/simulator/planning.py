@@ -21,8 +21,12 @@ class Planner:
     def answer(self, problem: Problem) -> Answer:
         key = hashlib.sha256(msgspec.json.encode(problem)).hexdigest()
         if key not in self._answers:
-            self._answers[key] = plan(problem)
+            self._answers[key] = self.plan(problem)
         return self._answers[key]
+
+    def plan(self, problem: Problem) -> Answer:
+        """One call of the planner."""
+        return plan(problem)
 
     def seconds(self, problem: Problem) -> float:
         """How long this is taken to last: wall time would make every run another."""

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from elasticd_planner.value import Value
 
-VERSION = 1
+VERSION = 2
 
 
 class Happening(Value, frozen=True, kw_only=True):
@@ -21,13 +21,16 @@ class Happening(Value, frozen=True, kw_only=True):
 
 
 class Stretch(Value, frozen=True, kw_only=True):
-    """Steps from `start` to `stop` (seconds) under one plan; `bound` is what a step cannot beat meanwhile.
-    Where steps were counted and not played, one stretch has many."""
+    """Steps from `start` to `stop` (seconds) under one plan, of so many `tokens` each; `bound` is what a step
+    cannot beat meanwhile. Where steps were counted and not played, one stretch has many. start_number: how
+    often the job had been started; numbers of plans begin anew with each."""
 
     start: float
     stop: float
     first_step: int
     steps: int
+    tokens: int
+    start_number: int
     plan: int
     bound: float
 
@@ -37,7 +40,12 @@ class Stretch(Value, frozen=True, kw_only=True):
 
 
 class Totals(Value, frozen=True, kw_only=True):
-    """One way to run the scenario. `seconds` include planning (beside training), pauses and restarts."""
+    """One way to run the scenario. `seconds` include planning (beside training), pauses and restarts.
+
+    switches: changes of the plan; pause_seconds: what they took. plans: calls of the planner, beside training;
+    planning_seconds: what they took. restarts: of the job after something died; down_seconds: nobody trained
+    for want of a job. lost_steps: trained, and lost by going back to a checkpoint.
+    """
 
     name: str
     seconds: float
@@ -45,8 +53,11 @@ class Totals(Value, frozen=True, kw_only=True):
     tokens_per_second: float
     switches: int = 0
     pause_seconds: float = 0.0
+    plans: int = 0
     planning_seconds: float = 0.0
     bytes_moved: int = 0
+    restarts: int = 0
+    down_seconds: float = 0.0
     lost_steps: float = 0.0
     note: str = ""
 
@@ -58,7 +69,6 @@ class Outcome(Value, frozen=True, kw_only=True):
     seed: int
     devices: int
     model: str
-    tokens_per_step: int
     timeline: tuple[Happening, ...]
     stretches: tuple[Stretch, ...]
     totals: tuple[Totals, ...]

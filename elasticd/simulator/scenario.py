@@ -26,7 +26,7 @@ from elasticd_planner.rules import ModelSpec
 from elasticd_planner.value import Value, refuse
 
 from elasticd.config import ConfigError, section, size
-from elasticd.simulator.faults import Fault, RandomFaults, draw
+from elasticd.simulator.faults import KINDS, Fault, RandomFaults, draw
 from elasticd.simulator.models import PRESETS, Shapes, model_spec
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -87,14 +87,16 @@ class Training(Value, frozen=True, kw_only=True):
 class Times(Value, frozen=True, kw_only=True):
     """Seconds of what is modelled beside training. planning, planning_per_device: the planner takes so long.
     prepare: groups and modules of a proposal, beside training; pause: a switch costs that without any bytes;
-    message: from one process to another; overhead: fixed part of a step; noise: spread of a device's
-    computation from step to step (standard deviation of its logarithm)."""
+    message: from one process to another; patience: until a collective fails that waits for a node; overhead:
+    fixed part of a step; noise: spread of a device's computation from step to step (standard deviation of its
+    logarithm)."""
 
     planning: float = 0.3
     planning_per_device: float = 0.003
     prepare: float = 2.0
     pause: float = 0.5
     message: float = 0.001
+    patience: float = 600.0
     overhead: float = 0.0
     noise: float = 0.01
 
@@ -146,7 +148,7 @@ class Scenario(Value, frozen=True, kw_only=True):
             node, _, index = fault.device.partition("/")
             named = fault.node or node
             wrong = fault.device and not (index.isdigit() and int(index) < devices)
-            if fault.kind != "takeover" and (named not in known or wrong):
+            if KINDS[fault.kind][0] and (named not in known or wrong):
                 what = f"device = {fault.device!r}" if fault.device else f"node = {fault.node!r}"
                 refuse(
                     f"fault {number}: {what} is not in the cluster: it has n0/0 to n{nodes - 1}/{devices - 1}"
@@ -156,10 +158,11 @@ class Scenario(Value, frozen=True, kw_only=True):
     def seconds(self) -> float | None:
         return None if self.hours is None else self.hours * 3600
 
-    def truth(self) -> ModelProfile:
-        """What a normal device really takes: nobody tells the coordinator."""
+    def truth(self, tokens: int | None = None) -> ModelProfile:
+        """What a normal device really takes for samples of so many tokens (the scenario's at first): nobody
+        tells the coordinator."""
         model = self.model
-        return derive(model.spec(), model.tokens, model.micro_batch, flops=self.cluster.flops)
+        return derive(model.spec(), tokens or model.tokens, model.micro_batch, flops=self.cluster.flops)
 
 
 def load(path: str | Path, seed: int | None = None) -> Scenario:
@@ -206,7 +209,7 @@ def _scenario(table: Mapping[str, Any], source: str) -> Scenario:
         raise ScenarioError(f"{source}: fault must be a list: write [[fault]] above each one")
     faults = [_read(Fault, body, f"{source}: fault {n}") for n, body in enumerate(given, start=1)]
     made = _read(Scenario, {**rest, **values, "faults": tuple(faults)}, source)
-    if not drawn.slow_per_device_day:
+    if not drawn.any:
         return made
     if made.seconds is None:
         raise ScenarioError(f"{source}: [random] needs hours: steps do not say how long it runs")

@@ -1,40 +1,49 @@
 """From two layouts to transfers: what each device lacks, and which holder gives it.
 
 Pure, and the same on every rank: only names, boxes and byte counts go in, and every choice has an order.
-The total of the transfers is exactly the bytes that the destinations lack, each of them sent once.
+The total of the transfers is exactly the bytes that the destinations lack, each of them sent once. Each
+transfer lies in one box that its source holds and in one that its destination is to hold.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from elasticd_planner.boxes import Box, Holding, TensorLayout, cut, lacking, subtract
-from elasticd_planner.layouts import Layouts
+from elasticd_planner.layouts import Item, Layouts, Role
 from elasticd_planner.plan import Plan
+from elasticd_planner.sharding import union
 from elasticd_planner.value import Value, refuse
 
+from elasticd_migration.sources import Share, Want, choose
 
-class Transfer(Value, frozen=True, kw_only=True):
-    """One box of one tensor (its value and its optimizer state alike) from one device to another."""
+
+class Transfer(Value, frozen=True, kw_only=True, gc=False):
+    """One box of one item (all planes that it has in this role) from one device to another."""
 
     name: str
+    role: Role
     box: Box
     source: str
     destination: str
 
     def __post_init__(self) -> None:
         if self.source == self.destination:
-            refuse(f"{self.name}: {self.source} cannot send to itself")
+            refuse(f"{self.item}: {self.source} cannot send to itself")
+
+    @property
+    def item(self) -> Item:
+        return Item(self.name, self.role)
 
 
 class Lost(RuntimeError):
-    """Parts of the state that no device holds; `boxes` has them by name. Nothing is ever filled in."""
+    """Parts of the state that no device holds; `boxes` has them by item. Nothing is ever filled in."""
 
-    def __init__(self, boxes: Mapping[str, Sequence[Box]]) -> None:
-        self.boxes = {name: tuple(parts) for name, parts in boxes.items()}
-        parts = [f"{name} {span(box)}" for name, lost in self.boxes.items() for box in lost]
+    def __init__(self, boxes: Mapping[Item, Sequence[Box]]) -> None:
+        self.boxes = {item: tuple(parts) for item, parts in boxes.items()}
+        parts = [f"{item} {span(box)}" for item, lost in self.boxes.items() for box in lost]
         more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
         super().__init__(
             f"no live device holds {', '.join(parts[:3])}{more}: go back to a snapshot or a checkpoint"
@@ -42,62 +51,69 @@ class Lost(RuntimeError):
 
 
 def reshard(
-    old: Layouts | None, new: Layouts, sizes: Mapping[str, int], *, without: Collection[str] = ()
+    old: Layouts | None, new: Layouts, sizes: Mapping[Item, int], *, without: Collection[str] = ()
 ) -> tuple[Transfer, ...]:
-    """What has to move so that the layout `old` becomes `new`.
+    """What has to move so that the layout `old` becomes `new`, in the model's order.
 
-    sizes: bytes of one element by tensor name, over all that moves with it (value, moments).
+    sizes: bytes of one element by item, over all planes that it has; state that no step made yet has none.
     without: devices of `old` whose copies are gone. A device that both plans bind, but to different
     incarnations of its worker, is one of them by itself.
     Without `old` the job starts: nobody holds anything yet, the caller initialises, nothing moves.
-    Sources: the receiver's node first, then whoever has given the fewest bytes, then the order of holdings.
+    Sources: the receiver's node first; then such that no link is much busier than need be (`sources`).
 
     Raises `Lost` with all that nobody holds.
     """
     if old is None:
         return ()
-    given: dict[str, int] = defaultdict(int)
-    lost: dict[str, tuple[Box, ...]] = {}
-    transfers: list[Transfer] = []
-    known: dict[tuple[object, object], _Wants] = {}  # the layers of one stage want alike
-    for before, after in _changed(old, new, without):
-        element = _element(sizes, after.name)
-        key = before.holdings, after.holdings
-        wants = known[key] if key in known else known.setdefault(key, _wants(before, after))
-        if wants.lost:
-            lost[after.name] = wants.lost
-        for destination, cell, holders in wants.cells:
-            source = _source(destination, holders, given)
-            given[source] += cell.size * element
-            transfers.append(Transfer(name=after.name, box=cell, source=source, destination=destination))
+    lost: dict[Item, tuple[Box, ...]] = {}
+    wanted = list(_wanted(old, new, sizes, without))
+    for alike in wanted:
+        if alike.lack.lost:
+            lost.update(dict.fromkeys(alike.items, alike.lack.lost))
     if lost:
         raise Lost(lost)
-    return tuple(joined(transfers))
+    chosen = iter(
+        choose(
+            [
+                Want(cell.destination, cell.size * alike.element, cell.holders)
+                for alike in wanted
+                for cell in alike.lack.cells
+            ]
+        )
+    )
+    transfers: list[Transfer] = []
+    for alike in wanted:
+        parts = [
+            (cell.destination, source, box)
+            for cell in alike.lack.cells
+            for source, box in _parts(cell.box, next(chosen))
+        ]
+        transfers += [
+            Transfer(name=name, role=role, box=box, source=source, destination=destination)
+            for name, role in alike.items
+            for destination, source, box in parts
+        ]
+    return tuple(joined(transfers, old, new))
 
 
 def bytes_lacking(
-    old: Layouts | None, new: Layouts, sizes: Mapping[str, int], *, without: Collection[str] = ()
+    old: Layouts | None, new: Layouts, sizes: Mapping[Item, int], *, without: Collection[str] = ()
 ) -> dict[str, int]:
     """Bytes that each device of `new` is to hold and does not hold; devices that lack nothing are left out.
 
     Without `old` all is lacking. Counted by box differences alone, apart from `reshard`.
     """
     lacks: dict[str, int] = defaultdict(int)
-    if old is None:
-        pairs: Iterator[tuple[TensorLayout | None, TensorLayout]] = (
-            (None, new.parameter(name)) for name in new.names
-        )
-    else:
-        pairs = iter(_changed(old, new, without))
-    for before, after in pairs:
-        for device, boxes in lacking(before, after).items():
-            lacks[device] += sum(box.size for box in boxes) * _element(sizes, after.name)
-    return dict(lacks)
+    for item, counts in _lacking(old, new, without):
+        element = _element(sizes, item)
+        for device, count in counts.items():
+            lacks[device] += count * element
+    return {device: size for device, size in lacks.items() if size}
 
 
-def whole_bytes(layouts: Layouts, sizes: Mapping[str, int]) -> int:
+def whole_bytes(layouts: Layouts, sizes: Mapping[Item, int]) -> int:
     """Bytes of the whole state, each element once: what a checkpoint of it would hold."""
-    return sum(Box.whole(layouts.parameter(name).shape).size * _element(sizes, name) for name in layouts.names)
+    return sum(Box.whole(layouts.layout(item).shape).size * _element(sizes, item) for item in layouts.items)
 
 
 def renewed(old: Plan, new: Plan) -> frozenset[str]:
@@ -120,93 +136,176 @@ def span(box: Box) -> str:
     return f"[{', '.join(f'{a}:{b}' for a, b in zip(box.start, box.stop, strict=True))}]"
 
 
-def joined(transfers: Sequence[Transfer]) -> Iterator[Transfer]:
-    """Transfers with neighbours of one pair made one where together they are a box again: borders of
-    holders that were not chosen cut nothing."""
+def joined(transfers: Sequence[Transfer], old: Layouts, new: Layouts) -> Iterator[Transfer]:
+    """Transfers with neighbours of one pair made one where together they are a box again that both ends have
+    in one piece: borders of holders that were not chosen cut nothing."""
     pending: Transfer | None = None
     for transfer in transfers:
-        whole = _union(pending, transfer) if pending is not None else None
+        whole = _together(pending, transfer, old, new) if pending is not None else None
         if pending is not None and whole is None:
             yield pending
-        pending = Transfer(
-            name=transfer.name,
-            box=whole or transfer.box,
-            source=transfer.source,
-            destination=transfer.destination,
-        )
+        pending = transfer if whole is None else whole
     if pending is not None:
         yield pending
 
 
-def _union(a: Transfer, b: Transfer) -> Box | None:
-    if (a.name, a.source, a.destination) != (b.name, b.source, b.destination):
+def _together(a: Transfer, b: Transfer, old: Layouts, new: Layouts) -> Transfer | None:
+    if a.source != b.source or a.destination != b.destination or (a.name, a.role) != (b.name, b.role):
         return None
-    sides = list(zip(a.box.start, a.box.stop, b.box.start, b.box.stop, strict=True))
-    differ = [dim for dim, (a0, a1, b0, b1) in enumerate(sides) if (a0, a1) != (b0, b1)]
-    if len(differ) != 1 or a.box.stop[differ[0]] != b.box.start[differ[0]]:
+    whole = union(a.box, b.box)
+    if whole is None:
         return None
-    return Box(start=a.box.start, stop=b.box.stop)
+    for layouts, device in ((old, a.source), (new, a.destination)):
+        if not any(box.contains(whole) for box in layouts.boxes(a.item, device)):
+            return None
+    return Transfer(name=a.name, role=a.role, box=whole, source=a.source, destination=a.destination)
 
 
 def _changed(
     old: Layouts, new: Layouts, without: Collection[str]
-) -> Iterator[tuple[TensorLayout, TensorLayout]]:
-    """Old and new layout of every tensor that is held differently; the others cost one comparison."""
-    if set(old.names) != set(new.names):
-        unlike = sorted(set(old.names) ^ set(new.names))
+) -> Iterator[tuple[Item, tuple[Hashable, Hashable], TensorLayout, TensorLayout]]:
+    """Old and new layout of every item that is held differently, with the families that it is of: items of
+    the same two have equal holdings before and after, are compared once, and cost nothing where those stay."""
+    if set(old.items) != set(new.items):
+        unlike = sorted(set(old.items) ^ set(new.items))
         raise ValueError(f"old and new layout describe different models: {unlike[0]} is in one of them only")
     gone = {*without, *renewed(old.plan, new.plan)}
-    for name in new.names:
-        before, after = old.parameter(name), new.parameter(name)
-        if (before.shape, before.dtype) != (after.shape, after.dtype):
-            raise ValueError(
-                f"{name}: {before.shape} {before.dtype} in the old layout, "
-                f"{after.shape} {after.dtype} in the new"
-            )
-        if gone:
-            before = restrict(before, gone)
-        if before != after:
-            yield before, after
+    known: dict[tuple[Hashable, Hashable], tuple[TensorLayout, TensorLayout] | None] = {}
+    for item in new.items:
+        key = old.family(item), new.family(item)
+        if key not in known:
+            before, after = old.layout(item), new.layout(item)
+            if (before.shape, before.dtype) != (after.shape, after.dtype):
+                raise ValueError(
+                    f"{item}: {before.shape} {before.dtype} in the old layout, "
+                    f"{after.shape} {after.dtype} in the new"
+                )
+            before = restrict(before, gone) if gone else before
+            known[key] = None if before.holdings == after.holdings else (before, after)
+        found = known[key]
+        if found is not None:
+            yield item, key, *found
 
 
-class _Wants(NamedTuple):
-    """Of one tensor: (destination, box, who holds all of that box), and the boxes that nobody holds."""
+class _Cell(NamedTuple):
+    """A box of `size` elements that a device lacks and that each of `holders` has in one piece."""
 
-    cells: tuple[tuple[str, Box, list[str]], ...]
+    destination: str
+    box: Box
+    size: int
+    holders: tuple[str, ...]
+
+
+class _Lack(NamedTuple):
+    """What devices lack of one item, and the boxes of it that nobody holds."""
+
+    cells: tuple[_Cell, ...]
     lost: tuple[Box, ...]
 
 
-def _wants(before: TensorLayout, after: TensorLayout) -> _Wants:
-    found: dict[Box, list[tuple[Box, list[str]]]] = {}  # replicas lack the same boxes
+class _Alike(NamedTuple):
+    """Items that one choice of sources is made for: a parameter's value, and its state where that is held
+    alike. `element`: bytes of one element of both."""
+
+    items: tuple[Item, ...]
+    lack: _Lack
+    element: int
+
+
+def _wanted(
+    old: Layouts, new: Layouts, sizes: Mapping[Item, int], without: Collection[str]
+) -> Iterator[_Alike]:
+    known: dict[object, _Lack] = {}
+    same: dict[tuple[Hashable, Hashable], _Lack] = {}
+    pending: _Alike | None = None
+    for item, key, before, after in _changed(old, new, without):
+        element = _element(sizes, item)
+        if not element:
+            continue
+        if key not in same:
+            held = before.holdings, after.holdings
+            same[key] = known[held] if held in known else known.setdefault(held, _lack(before, after))
+        lack = same[key]
+        if pending is not None and pending.lack is lack and pending.items[0].name == item.name:
+            pending = _Alike((*pending.items, item), lack, pending.element + element)
+            continue
+        if pending is not None:
+            yield pending
+        pending = _Alike((item,), lack, element)
+    if pending is not None:
+        yield pending
+
+
+def _lacking(
+    old: Layouts | None, new: Layouts, without: Collection[str]
+) -> Iterator[tuple[Item, dict[str, int]]]:
+    """For each item the elements that each device lacks."""
+    known: dict[object, dict[str, int]] = {}
+    if old is None:
+        for item in new.items:
+            if new.family(item) not in known:
+                known[new.family(item)] = _counted(None, new.layout(item))
+            yield item, known[new.family(item)]
+        return
+    for item, key, before, after in _changed(old, new, without):
+        if key not in known:
+            known[key] = _counted(before, after)
+        yield item, known[key]
+
+
+def _counted(before: TensorLayout | None, after: TensorLayout) -> dict[str, int]:
+    return {device: sum(box.size for box in boxes) for device, boxes in lacking(before, after).items()}
+
+
+def _lack(before: TensorLayout, after: TensorLayout) -> _Lack:
+    found: dict[Box, list[tuple[Box, int, tuple[str, ...]]]] = {}  # replicas lack the same boxes
     lost: dict[Box, None] = {}
-    cells: list[tuple[str, Box, list[str]]] = []
+    cells: list[_Cell] = []
     for destination, boxes in lacking(before, after).items():
         for box in boxes:
             if box not in found:
-                found[box] = list(_cells(box, before.holdings))
+                found[box] = [(cell, cell.size, holders) for cell, holders in _cells(box, before.holdings)]
                 lost.update(dict.fromkeys(subtract(box, sorted({holding.box for holding in before.holdings}))))
-            cells += [(destination, cell, holders) for cell, holders in found[box]]
-    return _Wants(cells=tuple(cells), lost=tuple(lost))
+            cells += [_Cell(destination, cell, size, holders) for cell, size, holders in found[box]]
+    return _Lack(tuple(cells), tuple(lost))
 
 
-def _cells(box: Box, holdings: Sequence[Holding]) -> Iterator[tuple[Box, list[str]]]:
+def _cells(box: Box, holdings: Sequence[Holding]) -> Iterator[tuple[Box, tuple[str, ...]]]:
     """`box`, as far as it is held, in parts that each have one set of holders, with those holders."""
     overlaps = [(part, held.device) for held in holdings if (part := box.overlap(held.box)) is not None]
     for cell in cut([part for part, _ in overlaps]):
-        yield cell, list(dict.fromkeys(device for part, device in overlaps if part.contains(cell)))
+        yield cell, tuple(dict.fromkeys(device for part, device in overlaps if part.contains(cell)))
 
 
-def _source(destination: str, holders: Sequence[str], given: Mapping[str, int]) -> str:
-    node = _node(destination)
-    near = [device for device in holders if _node(device) == node]
-    return min(near or holders, key=lambda device: given.get(device, 0))
+def _parts(box: Box, shares: Sequence[Share]) -> Iterator[tuple[str, Box]]:
+    """A box divided between its sources, in whole rows, as nearly as they allow."""
+    if len(shares) == 1:
+        yield shares[0].source, box
+        return
+    total = sum(share.size for share in shares)
+    shape = box.shape
+    dim = next((d for d, extent in enumerate(shape) if extent >= 4 * len(shares)), None)
+    dim = max(range(len(shape)), key=lambda d: (shape[d], -d)) if dim is None else dim
+    given, start = 0, box.start[dim]
+    for share in shares:
+        given += share.size
+        stop = box.start[dim] + (2 * shape[dim] * given + total) // (2 * total)
+        if start < stop:
+            yield (
+                share.source,
+                Box(
+                    start=(*box.start[:dim], start, *box.start[dim + 1 :]),
+                    stop=(*box.stop[:dim], stop, *box.stop[dim + 1 :]),
+                ),
+            )
+        start = stop
 
 
-def _node(device: str) -> str:
-    return device.rpartition("/")[0]
-
-
-def _element(sizes: Mapping[str, int], name: str) -> int:
-    if name not in sizes:
-        raise ValueError(f"{name}: the bytes of one element are not known; sizes must name every tensor")
-    return sizes[name]
+def _element(sizes: Mapping[Item, int], item: Item) -> int:
+    """Bytes of one element. State that nobody describes was never made where nobody has any; else whoever had
+    it is gone, and its bytes are not known: one stands for them, so that it is found to be lost."""
+    if item in sizes:
+        return sizes[item]
+    if item.role != "state":
+        raise ValueError(f"{item}: the bytes of one element are not known; sizes must name every tensor")
+    return int(any(size for other, size in sizes.items() if other.role == "state"))

@@ -1,37 +1,57 @@
 """From transfers to rounds: which messages go together, so that buffers stay bounded and both ends agree.
 
-Pure: each rank derives the whole schedule and finds its own messages in it. Within a round no device
-sends or receives more than the limit. Small pieces between one pair share a message; large ones go
-as they lie, because packing costs a copy that only pays below about 32 KiB.
+Pure: each rank fills the same rounds with the same transfers, and then finds its own pieces in them. Within a
+round no device sends or receives more than the limit. Transfers go into the first rounds that have room at both
+ends, in the model's order, so that all devices go through the model together. Small pieces between one pair
+share a message; large ones go as they lie, because packing costs a copy at both ends.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Item, Role
 from elasticd_planner.value import Value, refuse
 
 from elasticd_migration.reshard import Transfer
 from elasticd_migration.schema import Plane
 
-#: Bytes below which pieces are packed together.
-PACK_BELOW = 32 * 1024
+#: Bytes below which pieces are packed together. A message of its own costs about 100 us, both ends together; a
+#: copy into staging memory and out of it costs that for more than 128 KiB.
+PACK_BELOW = 128 * 1024
 #: Bytes that a device sends, and receives, in one round at most.
 ROUND_LIMIT = 64 * 1024 * 1024
+#: A transfer is divided between rounds where this fraction of the limit goes into each of them.
+LEAST = 8
+#: Items in a row whose transfers between one pair are placed together.
+TOGETHER = 16
+#: Rounds that are looked at together.
+WINDOW = 128
+
+#: Source and destination.
+Pair = tuple[str, str]
 
 
-class Piece(Value, frozen=True, kw_only=True):
-    """A box of one plane of one tensor."""
+class Piece(Value, frozen=True, kw_only=True, dict=True):
+    """A box of one plane of one item."""
 
     name: str
+    role: Role
     plane: str
     box: Box
     itemsize: int
 
-    @property
+    @cached_property
+    def item(self) -> Item:
+        return Item(self.name, self.role)
+
+    @cached_property
     def bytes(self) -> int:
         return self.box.size * self.itemsize
 
@@ -69,80 +89,224 @@ class Round(Value, frozen=True, kw_only=True):
 
 
 def schedule(
-    transfers: Sequence[Transfer], planes: Mapping[str, Sequence[Plane]], *, limit: int = ROUND_LIMIT
+    transfers: Sequence[Transfer],
+    planes: Mapping[Item, Sequence[Plane]],
+    *,
+    limit: int = ROUND_LIMIT,
+    me: str | None = None,
 ) -> tuple[Round, ...]:
     """Rounds in which every piece of `transfers` is sent once.
 
-    planes: what moves of each tensor, by name. limit: bytes that one device sends or receives in a round.
+    planes: what moves of each item. limit: bytes that one device sends or receives in a round. me: the device
+    whose messages are wanted (all rounds are there, with its messages alone); None for all.
+    Raises ValueError for a limit below eight elements.
     """
     if limit < 1:
         raise ValueError(f"limit of a round must be at least one byte, not {limit}")
-    rounds: list[list[Message]] = []
-    out: list[dict[str, int]] = []
-    into: list[dict[str, int]] = []
-    for message in _messages(transfers, planes, limit):
-        index = _first_fit(message, out, into, limit)
-        if index == len(rounds):
-            rounds.append([])
-            out.append(defaultdict(int))
-            into.append(defaultdict(int))
-        rounds[index].append(message)
-        out[index][message.source] += message.bytes
-        into[index][message.destination] += message.bytes
-    return tuple(Round(messages=tuple(messages)) for messages in rounds)
+    filling = Filling(limit)
+    mine: dict[int, dict[Pair, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+    for group in _groups(transfers, planes, limit):
+        parts = filling.place(*group.pair, group.size, group.slack)
+        if me is None or me in group.pair:
+            for index, pieces in group.pieces(parts, planes):
+                mine[index][group.pair] += pieces
+    return tuple(
+        Round(messages=tuple(m for pair, pieces in mine[index].items() for m in _messages(pair, pieces)))
+        for index in range(filling.rounds)
+    )
 
 
-def _first_fit(
-    message: Message, out: Sequence[Mapping[str, int]], into: Sequence[Mapping[str, int]], limit: int
-) -> int:
-    for index, (sent, received) in enumerate(zip(out, into, strict=True)):
-        busiest = max(sent.get(message.source, 0), received.get(message.destination, 0))
-        if busiest + message.bytes <= limit:
-            return index
-    return len(out)
+@dataclass(slots=True)
+class _Group:
+    """Transfers of one pair that are placed together: (transfer, elements, bytes of each, elements that are
+    cut at). Their bytes lie one behind the other; `slack` is what a cut may be early by."""
+
+    pair: Pair
+    size: int = 0
+    slack: int = 0
+    transfers: list[tuple[Transfer, int, int, int]] = field(default_factory=list)
+
+    def pieces(
+        self, parts: Sequence[tuple[int, int]], planes: Mapping[Item, Sequence[Plane]]
+    ) -> Iterator[tuple[int, list[Piece]]]:
+        """For each part (round, bytes) what is in it; every transfer is cut in multiples of its rows."""
+        waiting = iter(self.transfers)
+        transfer, count, weight, block = next(waiting)
+        begin, start, border = 0, 0, 0
+        for index, size in parts:
+            border += size
+            found: list[Piece] = []
+            while True:
+                inside = (border - begin) // weight // block * block
+                stop = count if border >= begin + count * weight else max(start, inside)
+                if start < stop:
+                    found += _pieces(transfer, count, start, stop, planes)
+                start = stop
+                if stop < count:
+                    break
+                begin, start = begin + count * weight, 0
+                following = next(waiting, None)
+                if following is None:
+                    break
+                transfer, count, weight, block = following
+            yield index, found
 
 
-def _messages(
-    transfers: Sequence[Transfer], planes: Mapping[str, Sequence[Plane]], limit: int
-) -> Iterator[Message]:
-    small: dict[tuple[str, str], list[Piece]] = {}
-    weight: dict[tuple[str, str], int] = defaultdict(int)
+def _groups(
+    transfers: Sequence[Transfer], planes: Mapping[Item, Sequence[Plane]], limit: int
+) -> Iterator[_Group]:
+    """All transfers, those of a few items in a row and one pair together."""
+    weights = {tuple(item): sum(plane.itemsize for plane in held) for item, held in planes.items()}
+    extents: dict[int, tuple[int, ...]] = {}  # by identity: the layers of one stage share their boxes
+    blocks: dict[tuple[tuple[int, ...], int], tuple[int, int]] = {}
+    open_groups: dict[Pair, _Group] = {}
+    seen, items = ("", ""), 0
     for transfer in transfers:
+        item = transfer.name, transfer.role  # an Item in all but its type, which takes time to make
+        if item != seen:
+            seen, items = item, items + 1
+            if items > TOGETHER:
+                yield from open_groups.values()
+                open_groups, items = {}, 1
+        weight = weights[item]
+        shape = extents.get(id(transfer.box))
+        if shape is None:
+            shape = extents[id(transfer.box)] = transfer.box.shape
+        if (shape, weight) not in blocks:
+            if LEAST * weight > limit:
+                raise ValueError(
+                    f"limit of a round must be at least {LEAST} elements of {weight} bytes, not {limit} bytes"
+                )
+            blocks[shape, weight] = math.prod(shape), _rows(shape, limit // LEAST // max(1, weight))
+        count, block = blocks[shape, weight]
+        if not count or not weight:
+            continue
         pair = transfer.source, transfer.destination
-        for plane in planes[transfer.name]:
-            for box in split(transfer.box, max(1, limit // plane.itemsize)):
-                piece = Piece(name=transfer.name, plane=plane.name, box=box, itemsize=plane.itemsize)
-                if piece.bytes >= PACK_BELOW:
-                    yield Message(source=pair[0], destination=pair[1], pieces=(piece,))
+        group = open_groups.get(pair)
+        if group is None:
+            group = open_groups[pair] = _Group(pair)
+        group.size += count * weight
+        group.slack = max(group.slack, min(block, count) * weight)
+        group.transfers.append((transfer, count, weight, block))
+    yield from open_groups.values()
+
+
+def _rows(shape: tuple[int, ...], most: int) -> int:
+    """Elements of the trailing dimensions that together have at most so many: whole rows where they are short
+    enough."""
+    block = 1
+    for extent in reversed(shape):
+        if block * extent > most:
+            break
+        block *= extent
+    return block
+
+
+class Filling:
+    """How full the rounds are, at each end."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.rounds = limit, 0
+        self._least = max(1, limit // LEAST)
+        self._rows: dict[tuple[str, str], int] = {}
+        self._room = np.full((16, WINDOW), limit, dtype=np.int64)
+        self._first: list[int] = []
+
+    def place(self, source: str, destination: str, size: int, slack: int) -> list[tuple[int, int]]:
+        """(round, bytes) of each part of so many bytes; where they are divided, up to `slack` bytes more of
+        room are taken in each."""
+        out, into = self._row("out", source), self._row("in", destination)
+        first = max(self._first[out], self._first[into])
+        parts: list[tuple[int, int]] = []
+        while size:
+            if first + WINDOW > self._room.shape[1]:
+                self._room = np.pad(self._room, ((0, 0), (0, self._room.shape[1])), constant_values=self.limit)
+            rooms = np.minimum(
+                self._room[out, first : first + WINDOW], self._room[into, first : first + WINDOW]
+            )
+            for k in (rooms >= min(size, self._least)).nonzero()[0].tolist():
+                room = int(rooms[k]) - (slack if parts or size > rooms[k] else 0)
+                take = min(size, room)
+                if take < min(size, max(1, self._least // 2)):
                     continue
-                if weight[pair] + piece.bytes > limit and pair in small:
-                    yield _packed(pair, small.pop(pair))
-                    weight[pair] = 0
-                small.setdefault(pair, []).append(piece)
-                weight[pair] += piece.bytes
-    for pair, pieces in small.items():
-        yield _packed(pair, pieces)
+                used = take if take == size and not parts else take + slack
+                self._room[out, first + k] -= used
+                self._room[into, first + k] -= used
+                parts.append((first + k, take))
+                size -= take
+                if not size:
+                    break
+            first += WINDOW
+        if parts:
+            self.rounds = max(self.rounds, parts[-1][0] + 1)
+            self._advance(out)
+            self._advance(into)
+        return parts
+
+    def _row(self, way: str, device: str) -> int:
+        row = self._rows.get((way, device))
+        if row is None:
+            row = self._rows[way, device] = len(self._rows)
+            self._first.append(0)
+            if row == len(self._room):
+                self._room = np.pad(self._room, ((0, row), (0, 0)), constant_values=self.limit)
+        return row
+
+    def _advance(self, row: int) -> None:
+        """Rounds at the beginning with too little room are not looked at again."""
+        first, room = self._first[row], self._room[row]
+        while first < len(room) and room[first] < self._least // 4:
+            first += 1
+        self._first[row] = first
 
 
-def _packed(pair: tuple[str, str], pieces: Sequence[Piece]) -> Message:
-    ordered = sorted(pieces, key=lambda piece: -piece.itemsize)
-    return Message(source=pair[0], destination=pair[1], pieces=tuple(ordered))
+def _pieces(
+    transfer: Transfer, count: int, start: int, stop: int, planes: Mapping[Item, Sequence[Plane]]
+) -> Iterator[Piece]:
+    """The elements `start` to `stop` of a transfer, in all planes."""
+    boxes = (transfer.box,) if stop - start == count else tuple(run(transfer.box, start, stop))
+    for plane in planes[transfer.item]:
+        for box in boxes:
+            yield Piece(
+                name=transfer.name, role=transfer.role, plane=plane.name, box=box, itemsize=plane.itemsize
+            )
 
 
-def split(box: Box, elements: int) -> Iterator[Box]:
-    """`box` in parts of at most `elements`, cut along the first dimension that can be cut: runs of whole
-    rows, so that a part of a contiguous tensor is contiguous too."""
-    if box.empty:
+def _messages(pair: tuple[str, str], pieces: Sequence[Piece]) -> Iterator[Message]:
+    """The large pieces one by one, then the small ones together."""
+    small = [piece for piece in pieces if piece.bytes < PACK_BELOW]
+    for piece in pieces:
+        if piece.bytes >= PACK_BELOW:
+            yield Message(source=pair[0], destination=pair[1], pieces=(piece,))
+    if small:
+        small.sort(key=lambda piece: -piece.itemsize)
+        yield Message(source=pair[0], destination=pair[1], pieces=tuple(small))
+
+
+def run(box: Box, start: int, stop: int) -> Iterator[Box]:
+    """The elements `start` to `stop` of a box in the order in which they lie in memory, as few boxes: part of
+    a row, whole rows, part of a row."""
+    if start >= stop:
         return
-    if box.size <= elements:
+    shape = box.shape
+    if stop - start == math.prod(shape):
         yield box
         return
-    dim = next(d for d, extent in enumerate(box.shape) if extent > 1)
-    rows = max(1, elements // (box.size // box.shape[dim]))
-    for start in range(box.start[dim], box.stop[dim], rows):
-        stop = min(start + rows, box.stop[dim])
-        part = Box(
-            start=(*box.start[:dim], start, *box.start[dim + 1 :]),
-            stop=(*box.stop[:dim], stop, *box.stop[dim + 1 :]),
-        )
-        yield from split(part, elements)
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside one row
+        yield from _in_row(box, last, start - last * row, stop - last * row)
+        return
+    if start < first * row:
+        yield from _in_row(box, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield Box(start=(box.start[0] + first, *box.start[1:]), stop=(box.start[0] + last, *box.stop[1:]))
+    if last * row < stop:
+        yield from _in_row(box, last, 0, stop - last * row)
+
+
+def _in_row(box: Box, index: int, start: int, stop: int) -> Iterator[Box]:
+    inner = Box(start=box.start[1:], stop=box.stop[1:])
+    at = box.start[0] + index
+    for part in run(inner, start, stop):
+        yield Box(start=(at, *part.start), stop=(at + 1, *part.stop))

@@ -1,21 +1,23 @@
-"""What moves with each parameter, in words: its planes and its scalars, so that joiners know it too.
+"""What moves, in words: planes and scalars of every item, and what the whole job has once.
 
-A plane is an element-wise tensor of the parameter's shape: its value, or a moment of it. A scalar is state
-that the parameter has once, as AdamW's step counter. Schemas travel as JSON between ranks and are merged in
-rank order; all come to the same result, or to the same error.
+A plane is an element-wise tensor of the item's shape: a parameter's value, a moment of it, a buffer. A scalar
+is state that a parameter has once, as AdamW's step counter. Schemas travel as JSON between ranks, so that
+joiners know them too, and are merged in rank order; all come to the same result, or to the same error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Literal
 
 import msgspec
+from elasticd_planner.layouts import Item, Role
 from elasticd_planner.value import Value
 
 
 class Disagreement(RuntimeError):
-    """Ranks describe the state of one parameter in different ways, or one of them cannot describe it."""
+    """Ranks describe one item in different ways, or one of them cannot describe it."""
 
 
 class Plane(Value, frozen=True, kw_only=True):
@@ -26,7 +28,7 @@ class Plane(Value, frozen=True, kw_only=True):
     itemsize: int
 
 
-class Scalar(Value, frozen=True, kw_only=True):
+class Scalar(Value, frozen=True, kw_only=True, omit_defaults=True):
     """One value beside the planes, kept bit by bit.
 
     text: a decimal integer, `float.hex()`, or for a 0-dim tensor its bytes as hexadecimal digits; `dtype`
@@ -40,10 +42,10 @@ class Scalar(Value, frozen=True, kw_only=True):
     device: str = ""
 
 
-class TensorSchema(Value, frozen=True, kw_only=True):
-    """The planes and scalars of one parameter, sorted by name, "value" first."""
+class TensorSchema(Value, frozen=True, kw_only=True, omit_defaults=True):
+    """The planes and scalars of one item, each sorted by name. State that no step made yet has neither."""
 
-    planes: tuple[Plane, ...]
+    planes: tuple[Plane, ...] = ()
     scalars: tuple[Scalar, ...] = ()
 
     @property
@@ -52,22 +54,47 @@ class TensorSchema(Value, frozen=True, kw_only=True):
         return sum(plane.itemsize for plane in self.planes)
 
 
-class Schema(Value, frozen=True, kw_only=True):
-    """What a rank holds with each of its parameters. `refused` says why it cannot take part, if so: the
-    message then reaches all ranks, and none is left waiting."""
+class Group(Value, frozen=True, kw_only=True):
+    """One parameter group of an optimizer: its settings (learning rate, betas, ...) as `settings` writes them,
+    and the parameters in it by name."""
 
-    tensors: dict[str, TensorSchema] = msgspec.field(default_factory=dict)
+    settings: str
+    names: tuple[str, ...] = ()
+
+
+class Schema(Value, frozen=True, kw_only=True):
+    """What a rank holds, or all together.
+
+    tensors: by role and name. extras: what the job has once, as its learning-rate scheduler, by name, as
+    `settings` writes it. refused: why a rank cannot take part, if so: the message then reaches all ranks, and
+    none is left waiting.
+    """
+
+    tensors: dict[Role, dict[str, TensorSchema]] = msgspec.field(default_factory=dict)
+    groups: tuple[Group, ...] = ()
+    extras: dict[str, str] = msgspec.field(default_factory=dict)
     refused: str = ""
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Bytes of one element by name: what `reshard` weighs."""
-        return {name: tensor.element for name, tensor in self.tensors.items()}
+    def of(self, item: Item) -> TensorSchema | None:
+        """What is said of an item; None where no rank holds any part of it."""
+        return self.tensors.get(item.role, {}).get(item.name)
 
     @property
-    def planes(self) -> dict[str, tuple[Plane, ...]]:
-        """Planes by name: what `schedule` cuts into pieces."""
-        return {name: tensor.planes for name, tensor in self.tensors.items()}
+    def sizes(self) -> dict[Item, int]:
+        """Bytes of one element by item: what `reshard` weighs. None for items of which nobody holds a part."""
+        return {item: tensor.element for item, tensor in self._items()}
+
+    @property
+    def planes(self) -> dict[Item, tuple[Plane, ...]]:
+        """Planes by item: what `schedule` cuts into pieces."""
+        return {item: tensor.planes for item, tensor in self._items()}
+
+    def _items(self) -> Iterable[tuple[Item, TensorSchema]]:
+        return (
+            (Item(name, role), tensor)
+            for role, tensors in self.tensors.items()
+            for name, tensor in tensors.items()
+        )
 
     def to_json(self) -> bytes:
         return msgspec.json.encode(self)
@@ -81,32 +108,59 @@ class Schema(Value, frozen=True, kw_only=True):
 def merge(schemas: Sequence[Schema], members: Sequence[str]) -> Schema:
     """The state of all ranks in one; `schemas` in the order of `members`.
 
-    Raises `Disagreement`, the same on every rank, where a rank refused or two describe a parameter
-    differently (other planes, another step count).
+    Raises `Disagreement`, the same on every rank, where a rank refused or two describe one thing
+    differently (other planes, another step count, other settings).
     """
     for member, schema in zip(members, schemas, strict=True):
         if schema.refused:
             raise Disagreement(f"{member}: {schema.refused}")
-    merged: dict[str, TensorSchema] = {}
-    first: dict[str, str] = {}
+    tensors: dict[Role, dict[str, TensorSchema]] = {}
+    extras: dict[str, str] = {}
+    first: dict[tuple[str, str], str] = {}
     for member, schema in zip(members, schemas, strict=True):
-        for name, tensor in schema.tensors.items():
-            if merged.setdefault(name, tensor) != tensor:
+        for item, tensor in schema._items():
+            found = tensors.setdefault(item.role, {}).setdefault(item.name, tensor)
+            if found != tensor:
                 raise Disagreement(
-                    f"{name}: {first[name]} holds {_words(merged[name])}, {member} holds {_words(tensor)}; "
+                    f"{item}: {first[item]} holds {_words(found)}, {member} holds {_words(tensor)}; "
                     f"holders of one parameter must have taken the same steps"
                 )
-            first.setdefault(name, member)
-    return Schema(tensors={name: merged[name] for name in sorted(merged)})
+            first.setdefault(item, member)
+        for name, text in schema.extras.items():
+            if extras.setdefault(name, text) != text:
+                raise Disagreement(f"{name}: {first['', name]} has {extras[name]}, {member} has {text}")
+            first.setdefault(("", name), member)
+    return Schema(
+        tensors={role: {name: held[name] for name in sorted(held)} for role, held in sorted(tensors.items())},
+        groups=_merged(schemas, members),
+        extras={name: extras[name] for name in sorted(extras)},
+    )
 
 
-def check_covers(schema: Schema, names: Mapping[str, object] | Sequence[str]) -> None:
-    """Raises `Disagreement` where a parameter of the new layout is described by nobody."""
-    unknown = [name for name in names if name not in schema.tensors]
+def _merged(schemas: Sequence[Schema], members: Sequence[str]) -> tuple[Group, ...]:
+    """The parameter groups, which are the same on all ranks that have any."""
+    known = [(member, schema.groups) for member, schema in zip(members, schemas, strict=True) if schema.groups]
+    for member, groups in known:
+        if groups != known[0][1]:
+            mine, theirs = next(
+                (a, b) for a, b in zip_longest(groups, known[0][1], fillvalue=Group(settings="")) if a != b
+            )
+            raise Disagreement(
+                f"parameter groups: {member} has {mine.settings} for {mine.names[:3]}, {known[0][0]} "
+                f"{theirs.settings} for {theirs.names[:3]}; make groups by name, change settings on all alike"
+            )
+    return known[0][1] if known else ()
+
+
+def check_covers(schema: Schema, items: Iterable[Item]) -> None:
+    """Raises `Disagreement` where a value or buffer of the new layout is described by nobody. State may not
+    have been made yet; whether it was lost, `reshard` finds."""
+    unknown = [item for item in items if item.role != "state" and schema.of(item) is None]
     if unknown:
         raise Disagreement(f"no rank holds any part of {unknown[0]} ({len(unknown)} such): nothing to move")
 
 
 def _words(tensor: TensorSchema) -> str:
     planes = [f"{plane.name} {plane.dtype}" for plane in tensor.planes]
-    return ", ".join([*planes, *(f"{s.name} {s.kind} {s.dtype} {s.text}" for s in tensor.scalars)])
+    words = [*planes, *(f"{s.name} {s.kind} {s.dtype} {s.text}" for s in tensor.scalars)]
+    return ", ".join(words) or "nothing yet"

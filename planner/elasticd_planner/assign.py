@@ -1,9 +1,12 @@
-"""Exact layers over the stages of a pipeline, and exact micro-batches over unequal pipelines.
+"""Layers over the stages of a pipeline by the formula, and exact micro-batches over unequal pipelines.
 
-Both are min-max problems with one budget. A pipeline's time is sum_j t_j + (m - 1) max_j t_j with
-t_j = block_j x n_j + fixed_j: for a given cap on max_j t_j, stage j may have floor((cap - fixed_j) / block_j)
-layers, and the least sum fills the cheapest stages first. The caps worth trying are the values that a t_j can
-take, so trying all of them (at once, in arrays) is exact for every m.
+Both are min-max problems with one budget. By the formula a pipeline takes sum_j s_j + (m - 1) max_j s_j with
+s_j = block_j x n_j + fixed_j + hop_j: for a given cap on max_j s_j, stage j may have as many layers as stay
+below it, and the least sum fills the cheapest stages first. The caps worth trying are the values that an s_j
+can take, so trying all of them (at once, in arrays) is exact for every m.
+
+The schedule takes no more than that, and no less than the same with the work t_j = block_j x n_j + fixed_j
+under the cap and m - 1 - hidden x min(m - 1, p - 1) in place of m - 1 (`timing`): a bound by the same arrays.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from elasticd_planner.timing import FORWARD
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -24,18 +29,29 @@ EQUAL = 1e-9
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
     """What a stage contributes: seconds of one block, seconds besides blocks, and the most layers that its
-    memory holds with 1, 2, ... `depth` micro-batches going through the pipeline (`depth`: its stages)."""
+    memory holds with 1, 2, ... `depth` micro-batches going through the pipeline (`depth`: its stages). `hop`:
+    seconds of the boundary after it, there and back; `forward`: the part of its work that is forward."""
 
     block: float
     fixed: float
     most: tuple[int, ...]
+    hop: float = 0.0
+    forward: float = FORWARD
+
+    @property
+    def charged(self) -> float:
+        """Seconds besides blocks, the boundary's included."""
+        return self.fixed + self.hop
 
 
-def fill(terms: Sequence[Terms], layers: int, micro_batches: int) -> tuple[Floats, Ints]:
-    """Caps on the slowest stage, ascending, and for each the layers by stage of the least sum of seconds."""
+def fill(
+    terms: Sequence[Terms], layers: int, micro_batches: int, *, charged: bool = True
+) -> tuple[Floats, Ints]:
+    """Caps on the slowest stage (`charged`: with the boundary after it), ascending, and for each the layers by
+    stage of the least sum of seconds."""
     depth = len(terms)
     block = np.array([t.block for t in terms])
-    fixed = np.array([t.fixed for t in terms])
+    fixed = np.array([t.charged if charged else t.fixed for t in terms])
     most = np.array([t.most[min(micro_batches, depth) - 1] for t in terms])
     room = layers - depth + 1  # every stage has a layer
     caps = np.unique(block[:, None] * np.arange(1, room + 1) + fixed[:, None])
@@ -52,29 +68,33 @@ def fill(terms: Sequence[Terms], layers: int, micro_batches: int) -> tuple[Float
     return caps, given
 
 
-def curve(terms: Sequence[Terms], layers: int, micro_batches: int, *, steady: bool = False) -> Floats:
+def curve(
+    terms: Sequence[Terms], layers: int, micro_batches: int, *, steady: bool = False, hidden: float = 0.0
+) -> Floats:
     """Seconds of the best layers for 1 ... `micro_batches` micro-batches; inf where the memory forbids it.
-    `steady`: of the slowest stage alone, without fill and drain."""
+    `steady`: of the slowest stage alone, without fill and drain. `hidden`: not the formula's seconds but some
+    that no layers beat in the schedule, in any order of the stages."""
     seconds = np.full(micro_batches, np.inf)
     depth = len(terms)
     if depth > layers:
         return seconds
     block = np.array([t.block for t in terms])
-    fixed = sum(t.fixed for t in terms)
+    fixed = sum(t.charged for t in terms)
     tight = any(t.most[0] != t.most[-1] for t in terms)
     start = 1
     for stop in range(1, depth + 1) if tight else (depth,):
         last = micro_batches if stop == depth else min(stop, micro_batches)
         if start > last:
             break
-        caps, given = fill(terms, layers, stop)
+        caps, given = fill(terms, layers, stop, charged=not hidden)
         if len(caps):
             sums = given @ block + fixed
             count = np.arange(start, last + 1)
             if steady:
                 seconds[start - 1 : last] = caps.min() * count
             else:
-                seconds[start - 1 : last] = (sums[:, None] + caps[:, None] * (count - 1)).min(axis=0)
+                again = (count - 1) - hidden * np.minimum(count - 1, depth - 1)
+                seconds[start - 1 : last] = (sums[:, None] + caps[:, None] * again).min(axis=0)
         start = last + 1
     return seconds
 

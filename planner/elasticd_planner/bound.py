@@ -1,18 +1,25 @@
 """A lower bound that holds whatever the search does: groups, node by node, in place of pipelines.
 
-Theory of operation. A pipeline of `m` micro-batches whose stages take t_j = n_j c_j needs, in 1F1B,
+Theory of operation. A pipeline of `m` micro-batches on p stages, of which stage j has n_j of L layers at c_j
+each, needs in 1F1B, with S the way of one micro-batch there and back, and every j (`timing`),
 
-    (m - 1) max_j t_j + sum_j t_j  <=  T.
+    S + (m - 1 - hidden x min(m - 1, p - 1)) n_j c_j  <=  T,        S >= sum_j n_j c_j.
 
-Let o = max_j t_j. For a given o the sum is least when the cheapest groups are filled to o first, all but one
-full; then L = o (sum_full 1 / c_j + f / c_k) and m - 1 = T / o - (full + f), which is at most
+By the formula hidden is 0; in the schedule it is the part of a stage's work that is forward, for a stage goes
+ahead with as many forward passes as stages follow. Let o = max n_j c_j. For a given o the sum is least when the
+cheapest groups are filled to o first, all but one full; then L = o (sum_full 1 / c_j + f / c_k), and dividing
+by o
 
-    sum over the groups used of (T / (L c_j) - 1)+,
+    m - 1 - hidden (p - 1)  <=  T / o - (full + f)  <=  sum over the groups used of (T / (L c_j) - 1)+,
 
-so that the D pipelines of a plan take at most D + sum over all groups of (T / (L c) - 1)+ micro-batches. The
-groups of a node depend on nothing but the node, so the sum is bounded node by node: with `A_k` the most that
-k groups of a node reach in sum 1 / c, a node adds at most max_k (T A_k / L - k). The least T at which the
-bound reaches the batch is found by bisection. For the steady figure (m max_j t_j) the "- 1" and D go.
+so that the D pipelines of a plan take at most
+
+    D (1 - hidden) + sum over all groups of (T / (L c) - 1)+ + hidden
+
+micro-batches. The groups of a node depend on nothing but the node, so the sum is bounded node by node. With
+`A` the most that k groups of u devices of a node reach in sum 1 / c, those with T / (L c) >= 1 add at most
+T A / L - (1 - hidden) k; any others, no more than the devices left, add `hidden` each. The least T at which the
+bound reaches the batch is found by bisection. For the steady figure (m max_j t_j) what is subtracted goes.
 """
 
 from __future__ import annotations
@@ -20,16 +27,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-Paces = tuple[float, ...]
+#: (A, k, devices left over): the most that k groups of the other devices reach in sum 1 / c.
+Paces = tuple[tuple[float, int, int], ...]
 
-#: (A_k, k) worth having.
-Choices = tuple[tuple[float, int], ...]
+#: Those worth having.
+Choices = Paces
 
 
 def by_slowest(rates: Sequence[float], widths: Sequence[int], block: Callable[[int, float], float]) -> Paces:
-    """A_k where a group costs `block(width, its slowest member's rate)`: groups of neighbours in the order of
+    """Where a group costs `block(width, its slowest member's rate)`: groups of neighbours in the order of
     rates are enough, since moving a faster device to a slower group helps nobody. Idle devices are the
-    slowest. Returns A_0 ... A_n, -inf where no k groups can be made."""
+    slowest."""
     ordered = sorted(rates)
     count = len(ordered)
     best = [[-math.inf] * (count + 1) for _ in range(count + 1)]
@@ -40,12 +48,12 @@ def by_slowest(rates: Sequence[float], widths: Sequence[int], block: Callable[[i
                 gain = 1 / block(width, ordered[stop - 1])
                 for k in range(1, stop + 1):
                     best[stop][k] = max(best[stop][k], best[stop - width][k - 1] + gain)
-    return tuple(max(row[k] for row in best) for k in range(count + 1))
+    return _listed(best)
 
 
 def by_speed(rates: Sequence[float], paces: Mapping[int, float]) -> Paces:
-    """A_k where 1 / c of a group of width w is at most `paces[w]` x the sum of its members' speeds 1 / rate:
-    for a choice of widths the fastest devices go to the widths of the best pace (rearrangement)."""
+    """Where 1 / c of a group of width w is at most `paces[w]` x the sum of its members' speeds 1 / rate: for a
+    choice of widths the fastest devices go to the widths of the best pace (rearrangement)."""
     speeds = sorted((1 / rate for rate in rates), reverse=True)
     count = len(speeds)
     total = [0.0]
@@ -58,21 +66,36 @@ def by_speed(rates: Sequence[float], paces: Mapping[int, float]) -> Paces:
             gain = paces[width] * (total[stop] - total[stop - width])
             for k in range(1, stop + 1):
                 best[stop][k] = max(best[stop][k], best[stop - width][k - 1] + gain)
-    return tuple(max(row[k] for row in best) for k in range(count + 1))
+    return _listed(best)
 
 
-def hull(paces: Paces) -> Choices:
-    """The (A_k, k) that are best for some T: more groups only where they reach more."""
-    kept: list[tuple[float, int]] = []
-    for k, pace in enumerate(paces):
-        if not kept or pace > kept[-1][0]:
-            kept.append((pace, k))
+def _listed(best: Sequence[Sequence[float]]) -> Paces:
+    """best[u][k] as (A, k, left over), where k groups of u devices can be made."""
+    count = len(best) - 1
+    return tuple(
+        (pace, k, count - used)
+        for used, row in enumerate(best)
+        for k, pace in enumerate(row)
+        if pace > -math.inf
+    )
+
+
+def hull(paces: Paces, hidden: float) -> Choices:
+    """Those that are best for some T: more groups, and fewer devices left over, only where they reach more.
+    What is left over counts only where time is hidden."""
+    kept: list[tuple[float, int, int]] = []
+    for pace, k, spare in sorted(paces, key=lambda entry: (entry[1], -entry[0], -entry[2])):
+        spare = spare if hidden else 0
+        if all(pace > known or spare > left for known, _, left in kept):
+            kept.append((pace, k, spare))
     return tuple(kept)
 
 
-def worth(choices: Choices, time: float, *, steady: bool) -> float:
+def worth(choices: Choices, time: float, *, steady: bool, hidden: float = 0.0) -> float:
     """Micro-batches that a node adds at most; `time` is T / L."""
-    return max(time * pace - (0 if steady else k) for pace, k in choices)
+    if steady:
+        return max(time * pace for pace, _, _ in choices)
+    return max(time * pace - (1 - hidden) * k + hidden * spare for pace, k, spare in choices)
 
 
 def least(
@@ -82,12 +105,15 @@ def least(
     pipelines: int,
     *,
     steady: bool,
+    hidden: float = 0.0,
 ) -> float:
     """The least T at which the bound lets `pipelines` take the batch; `nodes` are (choices, how many)."""
-    fixed = 0 if steady else pipelines
+    fixed = 0.0 if steady else pipelines * (1 - hidden)
 
     def most(time: float) -> float:
-        return fixed + sum(count * worth(choices, time, steady=steady) for choices, count in nodes)
+        return fixed + sum(
+            count * worth(choices, time, steady=steady, hidden=hidden) for choices, count in nodes
+        )
 
     low, high = 0.0, 1.0
     if most(0.0) >= micro_batches:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 from elasticd_planner.value import Value, refuse
 
@@ -49,23 +50,35 @@ class Link(Value, frozen=True, kw_only=True):
 
 
 class Node(Value, frozen=True, kw_only=True):
-    """One machine and its devices, which share its inner link."""
+    """One machine and its devices. Its inner link may differ from the cluster's; `island`: so many devices, by
+    consecutive indices, have a quicker link of their own (0: none has)."""
 
     name: str
     devices: tuple[Device, ...]
+    island: int = 0
+    inside: Link | None = None
+    within: Link | None = None
 
     def __post_init__(self) -> None:
         for device in self.devices:
             if device.node != self.name:
                 refuse(f"device {device.name} is listed under node {self.name!r}")
+        if self.island < 0:
+            refuse(f"node {self.name}: island {self.island} is how many devices have a link of their own")
+
+    def island_of(self, device: str) -> int:
+        """Which island a device of this node is in, by its index."""
+        return int(device.rpartition("/")[2]) // self.island if self.island else 0
 
 
-class Cluster(Value, frozen=True, kw_only=True):
-    """The nodes of one job, with the link inside a node and the link between nodes."""
+class Cluster(Value, frozen=True, kw_only=True, dict=True):
+    """The nodes of one job, and the links by level: `within` an island of a node (None: as inside), `inside` a
+    node, `between` nodes. A node may have links of its own."""
 
     nodes: tuple[Node, ...]
     inside: Link = Link()
     between: Link = Link()
+    within: Link | None = None
 
     def __post_init__(self) -> None:
         counts = Counter(device.name for device in self.devices)
@@ -83,9 +96,38 @@ class Cluster(Value, frozen=True, kw_only=True):
                 return device
         return refuse(f"device {name!r} is not in the cluster")
 
+    @cached_property
+    def _special(self) -> dict[str, Node]:
+        """The nodes that have islands or links of their own."""
+        return {node.name: node for node in self.nodes if node.island or node.inside or node.within}
+
+    def inner(self, node: Node) -> tuple[Link, Link]:
+        """The links of a node: within an island, between its islands. Without islands they are one."""
+        inside = node.inside or self.inside
+        within = node.within or self.within or inside
+        return (within if node.island else inside), inside
+
+    def reach(self, devices: Iterable[str]) -> Link:
+        """The slowest link among some devices: by the level that they span."""
+        names = list(devices)
+        nodes = {name.rpartition("/")[0] for name in names}
+        if len(nodes) > 1:
+            return self.between
+        node = self._special.get(min(nodes)) if self._special else None
+        if node is None:
+            return self.inside
+        within, inside = self.inner(node)
+        return within if len({node.island_of(name) for name in names}) == 1 else inside
+
     def link(self, a: str, b: str) -> Link:
         """The link between two devices, by their names."""
-        return self.inside if a.rpartition("/")[0] == b.rpartition("/")[0] else self.between
+        return self.reach((a, b))
+
+    @cached_property
+    def links(self) -> tuple[Link, ...]:
+        """Every link that two devices may talk over, the cluster's own first."""
+        inner = (link for node in self._special.values() for link in self.inner(node))
+        return tuple(dict.fromkeys((self.inside, self.between, *inner)))
 
 
 def check_rates(rates: Rates, cluster: Cluster) -> None:

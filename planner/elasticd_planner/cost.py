@@ -1,11 +1,11 @@
-"""What a plan costs: step time by the 1F1B formula with communication, memory by position, and the bound.
+"""What a plan costs: step time by the 1F1B schedule with communication, memory by position, and the bound.
 
 A stage with n blocks takes, for one micro-batch, forward and backward,
 
-    t = n x (tokens x seconds x max over members(share x rate) + collectives) + embed, head + boundary
+    t = n x (tokens x seconds x max over members(share x rate) + collectives) + embed, head
 
-and a pipeline with m micro-batches (m - 1) x max_j t_j + sum_j t_j. A step takes as long as its slowest
-pipeline, then reduces gradients between pipelines, then has a fixed overhead.
+and a pipeline what the model's `timing` makes of its stages and the boundaries between them. A step takes as
+long as its slowest pipeline, then reduces gradients between pipelines, then has a fixed overhead.
 """
 
 from __future__ import annotations
@@ -15,22 +15,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from elasticd_planner.bound import Paces
 from elasticd_planner.cluster import Cluster, Link, Rates
 from elasticd_planner.plan import Pipeline, Plan
+from elasticd_planner.timing import FORWARD, Times, Timing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupCost:
-    """Seconds that one micro-batch spends on a TP group: in one block, in embed, in head."""
+    """Seconds that one micro-batch spends on a TP group, forward and backward: in one block, in embed, in
+    head. `forward`: the part of them that is the forward pass."""
 
     block: float
     embed: float
     head: float
+    forward: float = FORWARD
 
 
 class CostModel(Protocol):
     """What the search asks. Implementations are pure and depend on devices only by rate, memory and node."""
+
+    def recomputing(self, on: bool) -> CostModel:
+        """The same cost for stages that make their activations again in the backward pass, or do not."""
+        ...
+
+    def under(self, plan: Plan) -> CostModel:
+        """The same cost with what is the plan's: its state policy, how many pipelines and members it has."""
+        ...
 
     def group(self, rates: Sequence[float], shares: Sequence[int], link: Link) -> GroupCost:
         """A TP group whose members have these rates and shares and talk over `link`."""
@@ -40,15 +53,20 @@ class CostModel(Protocol):
         """Seconds that one micro-batch spends between two stages, there and back."""
         ...
 
+    @property
+    def timing(self) -> Timing:
+        """How long a pipeline takes with given stages and boundaries."""
+        ...
+
     def memory(
         self, layers: int, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int
     ) -> float:
         """Bytes that a member needs in a stage with `in_flight` micro-batches alive."""
         ...
 
-    def after(self, pipelines: int, fewest: int, link: Link) -> float:
+    def after(self, pipelines: int, fewest: int, link: Link, depth: int | None = None) -> float:
         """Seconds of a step after its slowest pipeline: reduction between `pipelines`, of which the smallest
-        has `fewest` devices, and the fixed overhead."""
+        has `fewest` devices in `depth` stages (None: no less than of any), update, and the fixed overhead."""
         ...
 
     def bound(self, rates: Sequence[float], micro_batches: int) -> float:
@@ -74,53 +92,73 @@ class CostModel(Protocol):
 
 
 def reach(cluster: Cluster, devices: Sequence[str]) -> Link:
-    """The slowest link among some devices: between nodes unless all are in one."""
-    return cluster.between if len({name.rpartition("/")[0] for name in devices}) > 1 else cluster.inside
+    """The slowest link among some devices, by the level that they span."""
+    return cluster.reach(devices)
 
 
 def rate_of(rates: Rates, device: str) -> float:
     return rates.get(device, 1.0)
 
 
-def pipeline_seconds(stages: Sequence[float], micro_batches: int) -> float:
-    """1F1B over unequal stages: the slowest runs without a gap, the others fill and drain."""
-    return (micro_batches - 1) * max(stages) + sum(stages)
-
-
-def stage_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel) -> tuple[float, ...]:
-    """Seconds that one micro-batch spends on each stage; a boundary is charged to the sender."""
+def stage_times(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel) -> Times:
+    """Seconds that one micro-batch spends on each stage, and between them."""
     stages = pipeline.stages
-    seconds = []
+    forward, backward, boundary = [], [], []
     for index, stage in enumerate(stages):
         speed = [rate_of(rates, device) for device in stage.devices]
-        group = cost.group(speed, stage.shares, reach(cluster, stage.devices))
+        group = cost.recomputing(stage.recompute).group(speed, stage.shares, reach(cluster, stage.devices))
         spent = stage.layers * group.block
         if index == 0:
             spent += group.embed
         if index == len(stages) - 1:
             spent += group.head
         else:
-            spent += cost.boundary(reach(cluster, (stage.devices[0], stages[index + 1].devices[0])))
-        seconds.append(spent)
-    return tuple(seconds)
+            link = reach(cluster, (*stage.devices, *stages[index + 1].devices))
+            boundary.append(cost.boundary(link) / 2)
+        forward.append(spent * group.forward)
+        backward.append(spent - forward[-1])
+    return Times(forward=np.array(forward), backward=np.array(backward), boundary=np.array(boundary))
+
+
+def stage_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel) -> tuple[float, ...]:
+    """Seconds that one micro-batch spends on each stage; a boundary is charged to the sender."""
+    return tuple(map(float, stage_times(pipeline, cluster, rates, cost).charged))
 
 
 def step_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
     """Seconds of one step under a plan."""
     pipelines = plan.modules[0].pipelines
-    slowest = max(pipeline_seconds(stage_seconds(p, cluster, rates, cost), p.micro_batches) for p in pipelines)
-    fewest = min(sum(len(stage.devices) for stage in p.stages) for p in pipelines)
-    return slowest + cost.after(len(pipelines), fewest, reach(cluster, plan.members))
+    slowest = max(
+        float(cost.timing.seconds(stage_times(p, cluster, rates, cost), p.micro_batches)) for p in pipelines
+    )
+    return slowest + after_seconds(plan, cluster, cost)
+
+
+def steady_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
+    """The same without fill and drain: each pipeline takes its micro-batches times its slowest stage."""
+    slowest = max(
+        p.micro_batches * float(stage_times(p, cluster, rates, cost).charged.max())
+        for p in plan.modules[0].pipelines
+    )
+    return slowest + after_seconds(plan, cluster, cost)
+
+
+def after_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> float:
+    """Seconds of a plan's step after its slowest pipeline."""
+    pipelines = plan.modules[0].pipelines
+    fewest, depth = min((sum(len(stage.devices) for stage in p.stages), len(p.stages)) for p in pipelines)
+    return cost.under(plan).after(len(pipelines), fewest, reach(cluster, plan.members), depth)
 
 
 def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
     """Bytes that each member needs: its state, and activations of min(m, stages - position) micro-batches."""
     needed: dict[str, int] = {}
+    cost = cost.under(plan)
     for pipeline in plan.modules[0].pipelines:
         depth = len(pipeline.stages)
         for index, stage in enumerate(pipeline.stages):
             for position, device in enumerate(stage.devices):
-                size = cost.memory(
+                size = cost.recomputing(stage.recompute).memory(
                     stage.layers,
                     stage.shares,
                     position,

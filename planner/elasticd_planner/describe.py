@@ -14,11 +14,17 @@ NAMED = 8
 
 
 def describe(plan: Plan, rates: Rates) -> str:
-    """One sentence: the shape, where the slow devices are, who is idle. What is long is counted."""
+    """One sentence: the shape and what is beside it (micro-batches, ZeRO, recomputation), where the slow
+    devices are, who is idle. What is long is counted."""
     pipelines = plan.modules[0].pipelines
     forms = Counter(_form(pipeline) for pipeline in pipelines)
     listed = [form if count == 1 else f"{count} times {form}" for form, count in forms.items()]
     text = f"{len(pipelines)} pipeline{'s' if len(pipelines) > 1 else ''}: {_some(listed, '; ')}"
+    if plan.micro_batch > 1:
+        text += f"; micro-batches of {plan.micro_batch}"
+    if plan.state.zero:
+        count = plan.state.replicas or 0
+        text += f"; ZeRO {plan.state.zero}, {count} replica{'s' if count > 1 else ''} of the optimizer state"
     slow = [name for name in plan.members if rate_of(rates, name) > 1]
     if slow:
         text += "; slow: " + _some([f"{name} {rate_of(rates, name):g}x" for name in slow])
@@ -31,6 +37,7 @@ def _form(pipeline: Pipeline) -> str:
     stages = " + ".join(
         f"TP{len(s.devices)} x {s.layers} layer{'s' if s.layers > 1 else ''}"
         + (f" (shares {':'.join(map(str, s.shares))})" if len(set(s.shares)) > 1 else "")
+        + (" recomputing" if s.recompute else "")
         for s in pipeline.stages
     )
     return f"{stages} with {pipeline.micro_batches} micro-batches"

@@ -7,14 +7,14 @@ count by class, so that a node of seven equal devices and a slow one has a few d
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, product
 from typing import cast
 
 from elasticd_planner.bound import Choices, Paces, hull
-from elasticd_planner.cluster import Cluster, Device, Link, Rates
+from elasticd_planner.cluster import Cluster, Device, Link, Node, Rates
 from elasticd_planner.cost import CostModel, GroupCost, rate_of
 
 #: Divisions enumerated of a node at most, and kept.
@@ -62,6 +62,10 @@ class Division:
         return sum(max(0.0, time / kind.block - 1) for kind in self.types)
 
 
+#: Classes, their islands, and the links of a kind of nodes.
+Form = tuple[tuple[tuple[float, int, int], ...], tuple[int, ...], Link, Link]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeKind:
     """Nodes whose usable devices are alike: classes (rate, memory, how many), fast ones first, and the names
@@ -70,8 +74,24 @@ class NodeKind:
     classes: tuple[tuple[float, int, int], ...]
     nodes: tuple[tuple[tuple[str, ...], ...], ...]
     paces: Paces
+    #: The link between two devices of one island, and of different ones.
+    near: Link
+    link: Link
+    #: The island of each class; empty where islands make no difference.
+    islands: tuple[int, ...] = ()
     #: Whether dead devices are missing from the nodes.
     lost: bool = False
+
+    @property
+    def form(self) -> Form:
+        """What its divisions depend on."""
+        return self.classes, self.islands, self.near, self.link
+
+    def reach(self, members: Iterable[int]) -> Link:
+        """The slowest link among devices of these classes."""
+        if not self.islands:
+            return self.near
+        return self.near if len({self.islands[i] for i in members}) == 1 else self.link
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -97,23 +117,52 @@ class NodeKind:
 def kinds(cluster: Cluster, rates: Rates, cost: CostModel) -> tuple[NodeKind, ...]:
     """The kinds of nodes with at least one usable device, in the order of their first node. Where no node is
     large enough for the narrowest group, neighbouring nodes count as one."""
-    found: dict[tuple[tuple[tuple[float, int, int], ...], bool], list[tuple[tuple[str, ...], ...]]] = {}
+    found: dict[tuple[Form, bool], list[tuple[tuple[str, ...], ...]]] = {}
     dead = {d.node for d in cluster.devices if math.isinf(rate_of(rates, d.name))}
-    for devices, _ in hosts(cluster, rates, cost):
-        alike: dict[tuple[float, int], list[str]] = {}
+    named = {node.name: node for node in cluster.nodes}
+    for devices, link in hosts(cluster, rates, cost):
+        node = named[devices[0].node]
+        near, link = (link, link) if len({d.node for d in devices}) > 1 else cluster.inner(node)
+        islands = _islands(node, devices, rates) if near != link else {}
+        alike: dict[tuple[float, int, int], list[str]] = {}
         for device in devices:
-            alike.setdefault((rate_of(rates, device.name), -device.memory), []).append(device.name)
+            place = (rate_of(rates, device.name), -device.memory, islands.get(device.name, 0))
+            alike.setdefault(place, []).append(device.name)
         ordered = sorted(alike.items())
-        key = tuple((rate, -memory, len(names)) for (rate, memory), names in ordered)
+        classes = tuple((rate, -memory, len(names)) for (rate, memory, _), names in ordered)
+        of = tuple(island for (_, _, island), _ in ordered) if islands else ()
         lost = any(device.node in dead for device in devices)
-        found.setdefault((key, lost), []).append(tuple(tuple(names) for _, names in ordered))
+        key = ((classes, of, near, link), lost)
+        found.setdefault(key, []).append(tuple(tuple(names) for _, names in ordered))
     made = []
-    for (key, lost), nodes in found.items():
-        listed = [rate for rate, _, count in key for _ in range(count)]
+    for ((classes, of, near, link), lost), nodes in found.items():
+        listed = [rate for rate, _, count in classes for _ in range(count)]
+        paces = cost.paces(listed, near)
         made.append(
-            NodeKind(classes=key, nodes=tuple(nodes), paces=cost.paces(listed, cluster.inside), lost=lost)
+            NodeKind(
+                classes=classes,
+                nodes=tuple(nodes),
+                paces=paces,
+                near=near,
+                link=link,
+                islands=of,
+                lost=lost,
+            )
         )
     return tuple(made)
+
+
+def _islands(node: Node, devices: Sequence[Device], rates: Rates) -> dict[str, int]:
+    """The island of each device, counted so that nodes with the same islands in another order are alike."""
+    members: dict[int, list[Device]] = {}
+    for device in devices:
+        members.setdefault(node.island_of(device.name), []).append(device)
+
+    def content(island: int) -> list[tuple[float, int]]:
+        return sorted((rate_of(rates, device.name), -device.memory) for device in members[island])
+
+    ranked = sorted(members, key=lambda island: (-len(members[island]), content(island), island))
+    return {device.name: at for at, island in enumerate(ranked) for device in members[island]}
 
 
 def hosts(cluster: Cluster, rates: Rates, cost: CostModel) -> list[tuple[tuple[Device, ...], Link]]:
@@ -137,12 +186,12 @@ class Divider:
     """Makes the candidates of node kinds; what is equal is made once, in this problem and, where the cost can
     be told from others, in later ones (`divider`)."""
 
-    def __init__(self, cost: CostModel, link: Link) -> None:
-        self.cost, self.link = cost, link
-        self._types: dict[tuple[tuple[float, int], ...], tuple[GroupType, ...]] = {}
-        self._divided: dict[tuple[tuple[float, int, int], ...], list[Division]] = {}
-        self._chosen: dict[tuple[tuple[tuple[float, int, int], ...], int | None], Choices] = {}
-        self._costs: dict[tuple[tuple[float, ...], tuple[int, ...]], GroupCost] = {}
+    def __init__(self, cost: CostModel) -> None:
+        self.cost = cost
+        self._types: dict[tuple[tuple[tuple[float, int], ...], Link], tuple[GroupType, ...]] = {}
+        self._divided: dict[Form, list[Division]] = {}
+        self._chosen: dict[tuple[Form, int | None], Choices] = {}
+        self._costs: dict[tuple[tuple[float, ...], tuple[int, ...], Link], GroupCost] = {}
 
     @property
     def size(self) -> int:
@@ -155,14 +204,11 @@ class Divider:
         """The best divisions by their gain at T / L = `time`. With `size` given, a node of normal devices has
         one: groups of exactly that size."""
         if size is not None and kind.normal:
-            counts = [count for _, _, count in kind.classes]
-            order = [i for i, count in enumerate(counts) for _ in range(count)]
-            groups = [tuple(order[at : at + size]) for at in range(0, len(order) - size + 1, size)]
-            return (next(self._made(kind, groups)),)
+            return (next(self._made(kind, _equal(kind, size))),)
         best: dict[tuple[GroupType, ...], tuple[float, Division]] = {}
-        if kind.classes not in self._divided:
-            self._divided[kind.classes] = [d for g in self._groupings(kind) for d in self._made(kind, g)]
-        for made in self._divided[kind.classes]:
+        if kind.form not in self._divided:
+            self._divided[kind.form] = [d for g in self._groupings(kind) for d in self._made(kind, g)]
+        for made in self._divided[kind.form]:
             if not steady and any(time * HOPE < made_type.block for made_type in made.types):
                 continue  # a group that adds nothing: the division without it is there too
             gain = made.gain(time, steady=steady)
@@ -172,27 +218,42 @@ class Divider:
         ranked = sorted(best.values(), key=lambda entry: (-entry[0], len(entry[1].types), entry[1].members))
         return tuple(made for _, made in ranked[:KEPT])
 
+    def every(self, kind: NodeKind, *, size: int | None = None) -> Sequence[Division]:
+        """All divisions of a node that can be listed; with `size` given, a node of normal devices has one."""
+        if size is not None and kind.normal:
+            return self.divisions(kind, 1.0, steady=True, size=size)
+        if kind.form not in self._divided:
+            self._divided[kind.form] = [d for g in self._groupings(kind) for d in self._made(kind, g)]
+        return self._divided[kind.form]
+
+    def complete(self, kind: NodeKind, *, size: int | None = None) -> bool:
+        """Whether among `every` is whatever can be best, each with its fastest shares."""
+        return self.cost.exact_shares and len(self.every(kind, size=size)) < ENUMERATED
+
     def choices(self, kind: NodeKind, *, size: int | None = None) -> Choices:
         """What the bound reads of a kind: the most that k groups reach in sum 1 / block. Where all groupings
         can be listed and shares are the best there are, it is what they reach; else what `paces` allows."""
-        key = (kind.classes, size if kind.normal else None)
+        key = (kind.form, size if kind.normal else None)
         if key not in self._chosen:
             self._chosen[key] = self._choices(kind, size)
         return self._chosen[key]
 
     def _choices(self, kind: NodeKind, size: int | None) -> Choices:
+        hidden = self.cost.timing.hidden
         if size is not None and kind.normal:
             made = self.divisions(kind, 1.0, steady=False, size=size)[0]
-            return ((sum(1 / entry.block for entry in made.types), len(made.types)),)
+            whole = (sum(1 / entry.block for entry in made.types), len(made.types), 0)
+            return whole, (0.0, 0, len(made.types) if hidden else 0)  # groups, or none of them
         if len(kind.classes) > 1 and self.cost.exact_shares:
-            best: dict[int, float] = {0: 0.0}
+            best: dict[tuple[int, int], float] = {(0, kind.devices): 0.0}
             for number, groups in enumerate(_any(kind.counts, self.cost.widths(kind.devices), None)):
                 if number >= ENUMERATED:
-                    return hull(kind.paces)
+                    return hull(kind.paces, hidden)
                 pace = sum(1 / self.types_of(kind, members)[0].block for members in groups)
-                best[len(groups)] = max(best.get(len(groups), 0.0), pace)
-            return hull(tuple(best.get(k, -math.inf) for k in range(kind.devices + 1)))
-        return hull(kind.paces)
+                key = (len(groups), kind.devices - sum(map(len, groups)))
+                best[key] = max(best.get(key, 0.0), pace)
+            return hull(tuple((pace, *key) for key, pace in best.items()), hidden)
+        return hull(kind.paces, hidden)
 
     def _groupings(self, kind: NodeKind) -> Iterator[Sequence[tuple[int, ...]]]:
         """Neighbours in the order of rates, the slowest idle; then any, while they are few."""
@@ -227,40 +288,52 @@ class Divider:
         """The group of these classes with each of the shares that is not slower and larger than another, the
         fastest first."""
         classes = tuple((kind.classes[i][0], kind.classes[i][1]) for i in members)
-        if classes not in self._types:
+        link = kind.reach(members)
+        if (classes, link) not in self._types:
             rates = tuple(rate for rate, _ in classes)
             memory = tuple(memory for _, memory in classes)
             found: list[GroupType] = []
-            options = [(self._cost(rates, shares), shares) for shares in self.cost.shares(rates)]
+            options = [(self._cost(rates, shares, link), shares) for shares in self.cost.shares(rates)]
             for cost, shares in sorted(options, key=lambda option: (option[0].block, max(option[1]))):
                 largest = max(shares) / sum(shares)
                 slower = found and cost.block > found[0].block * SLOWER
                 if not slower and all(largest < max(t.shares) / sum(t.shares) for t in found):
                     found.append(GroupType(cost=cost, shares=shares, memory=memory))
-            self._types[classes] = tuple(found)
-        return self._types[classes]
+            self._types[classes, link] = tuple(found)
+        return self._types[classes, link]
 
-    def _cost(self, rates: tuple[float, ...], shares: tuple[int, ...]) -> GroupCost:
-        key = (rates, shares)
+    def _cost(self, rates: tuple[float, ...], shares: tuple[int, ...], link: Link) -> GroupCost:
+        key = (rates, shares, link)
         if key not in self._costs:
-            self._costs[key] = self.cost.group(rates, shares, self.link)
+            self._costs[key] = self.cost.group(rates, shares, link)
         return self._costs[key]
 
 
-def divider(cost: CostModel, link: Link) -> Divider:
+def divider(cost: CostModel) -> Divider:
     """A divider that remembers what it made for an equal cost, if costs can be compared quickly (hashed)."""
     try:
-        made = _remembered(cast(Hashable, cost), link)
+        made = _remembered(cast(Hashable, cost))
     except TypeError:
-        return Divider(cost, link)
+        return Divider(cost)
     if made.size > REMEMBERED:
         _remembered.cache_clear()
     return made
 
 
 @lru_cache(maxsize=4)
-def _remembered(cost: Hashable, link: Link) -> Divider:
-    return Divider(cast(CostModel, cost), link)
+def _remembered(cost: Hashable) -> Divider:
+    return Divider(cast(CostModel, cost))
+
+
+def _equal(kind: NodeKind, size: int) -> list[tuple[int, ...]]:
+    """Groups of one size: inside islands first, then of what these leave."""
+    order = [i for i, count in enumerate(kind.counts) for _ in range(count)]
+    parts = [order]
+    if kind.islands:
+        parts = [[i for i in order if kind.islands[i] == island] for island in sorted(set(kind.islands))]
+    runs = [tuple(part[at : at + size]) for part in parts for at in range(0, len(part) - size + 1, size)]
+    left = [i for part in parts for i in part[len(part) - len(part) % size :]] if kind.islands else []
+    return runs + [tuple(left[at : at + size]) for at in range(0, len(left) - size + 1, size)]
 
 
 def _neighbours(order: tuple[int, ...], widths: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:

@@ -4,6 +4,10 @@
    is computed once for each distinct multiset of stage terms. Devices count by class, never by name.
 2. Combinations: every multiset of disjoint pipelines, micro-batches exact.
 Both are pruned by the best plan so far, and by what the devices left over could do in its time at best.
+
+Where the time is the schedule's own (`timing`), curves are what a shape takes at least; what it reaches is
+known for the formula's layers. Combinations that remain are costed exactly, best first, until the least that
+one may take is more than the best plan does.
 """
 
 from __future__ import annotations
@@ -15,36 +19,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats, Terms, capacity, curve, split_layers, split_micro_batches
+from elasticd_planner.assign import EQUAL, Floats, Terms, capacity, curve, split_micro_batches
 from elasticd_planner.cluster import Cluster, Rates
 from elasticd_planner.cost import CostModel
-from elasticd_planner.grouping import Counts, Group, classes, groups
+from elasticd_planner.grouping import Counts, Group, classes, groups, hop, span
+from elasticd_planner.layers import reached
+from elasticd_planner.orders import Least, orders
+from elasticd_planner.shape import Combination, Option, Options, Shape, slowest
 
-#: Sequences kept of one curve on one set of devices: they cost the same, and differ in the order of stages.
-ALIKE = 64
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """A pipeline by classes of devices: its groups in order, and its seconds by micro-batches."""
-
-    groups: tuple[Group, ...]
-    terms: tuple[Terms, ...]
-    seconds: Floats
-
-    def layers(self, layers: int, micro_batches: int) -> tuple[int, ...]:
-        return split_layers(self.terms, layers, micro_batches)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Combination:
-    """Disjoint sets of devices, one for each pipeline, their micro-batches, and the seconds of a step."""
-
-    parts: tuple[Counts, ...]
-    micro_batches: tuple[int, ...]
-    seconds: float
-    #: Seconds of the step after its slowest pipeline.
-    after: float
+#: Sequences kept of one curve on one set of devices: they differ in the order of stages alone, and cost the
+#: same by the formula.
+ALIKE = 720
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,13 +70,25 @@ class Exact:
         self.groups = tuple(group for group in groups(self.alike, cluster, cost) if self._allowed(group))
         self.shapes: dict[Counts, list[Shape]] = {}
         self.curves: dict[Counts, Floats] = {}
+        self.above: dict[Counts, Floats] = {}
         self._count = np.arange(1, micro_batches + 1)
         self._by_terms: dict[tuple[int, ...], Floats] = {}
+        self._by_formula: dict[tuple[int, ...], Floats] = {}
+        self._formula: dict[Counts, Floats] = {}
         self._kept: Counter[tuple[Counts, tuple[int, ...]]] = Counter()
-        self._terms: dict[tuple[int, bool, int, int], tuple[int, Terms]] = {}
+        self._terms: dict[tuple[int, float, int, int], tuple[int, Terms]] = {}
         self._ids: dict[Terms, int] = {}
         self._spare: dict[tuple[Counts, float], int] = {}
-        self._hop = {True: cost.boundary(cluster.inside), False: cost.boundary(cluster.between)}
+        #: What the schedule hides; the formula, and the steady figure, hide nothing.
+        self.hidden = 0.0 if self.pins.steady else cost.timing.hidden
+        self._least_of = Least.of(self.groups, cluster, cost, layers, self.hidden)
+        self._options = Options(layers=layers, timing=None if not self.hidden else cost.timing)
+        self._least_hop = min(cost.boundary(link) for link in cluster.links)
+        count = max(1, sum(devices))
+        numbers = range(1, count + 1) if self.pins.dp is None else (self.pins.dp,)
+        self._least_after = min(
+            cost.after(d, max(1, count // d), link) for d in numbers for link in cluster.links
+        )
 
     def run(self) -> list[Combination]:
         """All combinations within the slack of the best, best first; empty where nothing fits. Shallow
@@ -105,6 +102,8 @@ class Exact:
                 self._add(chosen)
             if stages in (1, 2, depth):
                 found = list(self._combinations())
+                if self.hidden:
+                    found = self._costed(found)
         limit = self.best * (1 + self.slack) * (1 + EQUAL)
         kept = [combination for combination in found if combination.seconds <= limit]
         return sorted(kept, key=lambda c: (round(c.seconds, 12), len(c.parts), c.parts))
@@ -145,8 +144,7 @@ class Exact:
         least = self._least(used)
         if not self._useful(counts, least):
             return
-        for order in orders(chosen):
-            self.candidates += 1
+        for order in self._possible(chosen, counts):
             items = [self._term(order, position) for position in range(len(order))]
             key = tuple(sorted(index for index, _ in items))
             terms = tuple(term for _, term in items)
@@ -158,14 +156,40 @@ class Exact:
             self._kept[counts, key] += 1
             shape = Shape(groups=tuple(self.groups[i] for i in order), terms=terms, seconds=seconds)
             self.shapes.setdefault(counts, []).append(shape)
-            known = self.curves.get(counts)
-            self.curves[counts] = seconds if known is None else np.minimum(known, seconds)
-            if self.pins.dp in (None, 1):
-                self._improve(float(seconds[-1]) + self._after((counts,)))
+            self.curves[counts] = np.minimum(self.curves.get(counts, np.inf), seconds)
+            self._reach(counts, key, terms, seconds)
+
+    def _reach(self, counts: Counts, key: tuple[int, ...], terms: Sequence[Terms], seconds: Floats) -> None:
+        """Notes what a shape reaches. In the schedule's time that is not looked at again where the formula says
+        no better of it than of one before."""
+        if self.hidden:
+            if key not in self._by_formula:
+                self._by_formula[key] = curve(terms, self.layers, self.micro_batches)
+            formula, known = self._by_formula[key], self._formula.get(counts, np.full(1, np.inf))
+            if not (formula < known * (1 - EQUAL)).any():
+                return
+            self._formula[counts] = np.minimum(known, formula)
+            seconds = reached(terms, self.layers, self.micro_batches, self.cost.timing)
+        self.above[counts] = np.minimum(self.above.get(counts, np.inf), seconds)
+        if self.pins.dp in (None, 1):
+            self._improve(float(seconds[-1]) + self._after((counts,)))
+
+    def _possible(self, chosen: tuple[int, ...], counts: Counts) -> Iterator[tuple[int, ...]]:
+        """The orders of these groups that may be of use."""
+        listed = list(orders(chosen))
+        self.candidates += len(listed)
+        if not self.hidden or len(listed) == 1:
+            yield from listed
+            return
+        bar, least = self._bar(counts)
+        seconds = self._least_of.seconds(np.array(listed), self.micro_batches)
+        possible = np.flatnonzero((seconds <= bar)[:, least - 1 :].any(axis=1))
+        yield from (listed[index] for index in possible.tolist())
 
     def _curve(self, terms: Sequence[Terms]) -> Floats:
-        """Seconds by micro-batches; fewer than a pipeline must take cost as much as those."""
-        seconds = curve(terms, self.layers, self.micro_batches, steady=self.pins.steady)
+        """Seconds by micro-batches, at least; fewer than a pipeline must take cost as much as those."""
+        steady, hidden = self.pins.steady, self.hidden
+        seconds = curve(terms, self.layers, self.micro_batches, steady=steady, hidden=hidden)
         if self.pins.deep:
             seconds[: len(terms) - 1] = seconds[len(terms) - 1]
         return seconds
@@ -179,33 +203,42 @@ class Exact:
             return np.asarray(self._count * slowest, dtype=np.float64)
         through = sum(blocks) + (self.layers - len(blocks)) * min(blocks)
         edges = min(group.cost.embed for group in used) + min(group.cost.head for group in used)
-        hops = (len(used) - 1) * min(self._hop.values())
-        return np.asarray((self._count - 1) * slowest + through + edges + hops, dtype=np.float64)
+        hops = (len(used) - 1) * self._least_hop
+        again = (self._count - 1) - self.hidden * np.minimum(self._count - 1, len(used) - 1)
+        return np.asarray(again * slowest + through + edges + hops, dtype=np.float64)
 
     def _useful(self, counts: Counts, seconds: Floats) -> bool:
         """Whether a pipeline on these devices with (at best) these seconds can be part of a plan within the
-        slack: the other devices must be able to do what it cannot, and it must not lose to a known one."""
-        limit = self._limit()
+        slack."""
+        bar, least = self._bar(counts)
+        return bool((seconds <= bar)[least - 1 :].any())
+
+    def _bar(self, counts: Counts) -> tuple[Floats, int]:
+        """Seconds by micro-batches that a pipeline on these devices must not exceed, not to lose to a known
+        one, and the least micro-batches that it must do: the other devices do the rest at best."""
         least = max(1, self.micro_batches - self._capacity_of_others(counts))
-        bar = np.full(self.micro_batches, limit)
-        known = self.curves.get(counts)
+        bar = np.full(self.micro_batches, self._limit())
+        known = self.above.get(counts)
         if known is not None:
             bar = np.minimum(bar, known * (1 + self.slack))
-        return bool((seconds <= bar * (1 + EQUAL))[least - 1 :].any())
+        return bar * (1 + EQUAL), least
 
     def _term(self, order: tuple[int, ...], position: int) -> tuple[int, Terms]:
         """The terms of a stage, with a number that equal terms share."""
         group, last = self.groups[order[position]], position == len(order) - 1
-        near = last or self.groups[order[position + 1]].node == group.node
-        key = (order[position], near, position, len(order))
+        between = (
+            0.0 if last else self.cost.boundary(hop(group, self.groups[order[position + 1]], self.cluster))
+        )
+        key = (order[position], between, position, len(order))
         if key not in self._terms:
-            fixed = group.cost.embed if position == 0 else 0.0
-            fixed += group.cost.head if last else self._hop[near]
+            fixed = (group.cost.embed if position == 0 else 0.0) + (group.cost.head if last else 0.0)
             most = tuple(
                 self._most(group, position == 0, last, min(count, len(order) - position))
                 for count in range(1, len(order) + 1)
             )
-            terms = Terms(block=group.cost.block, fixed=fixed, most=most)
+            terms = Terms(
+                block=group.cost.block, fixed=fixed, most=most, hop=between, forward=group.cost.forward
+            )
             self._terms[key] = (self._ids.setdefault(terms, len(self._ids)), terms)
         return self._terms[key]
 
@@ -261,9 +294,53 @@ class Exact:
         given = split_micro_batches(curves, self.micro_batches, least)
         if given is None:
             return
-        slowest = max(float(seconds[m - 1]) for seconds, m in zip(curves, given, strict=True))
-        self._improve(slowest + after)
-        yield Combination(parts=parts, micro_batches=given, seconds=slowest + after, after=after)
+        seconds = slowest(curves, given) + after
+        above = [self.above[part] for part in parts]
+        known = split_micro_batches(above, self.micro_batches, least) if self.hidden else given
+        if known is not None:
+            self._improve(slowest(above, known) + after)
+        yield Combination(parts=parts, micro_batches=given, seconds=seconds, after=after)
+
+    def _costed(self, combinations: Sequence[Combination]) -> list[Combination]:
+        """The combinations within the slack of the best under their exact time, those first that may take
+        least."""
+        found = []
+        for combination in sorted(combinations, key=lambda c: (c.seconds, len(c.parts), c.parts)):
+            limit = self.best * (1 + self.slack) * (1 + EQUAL)
+            if combination.seconds > limit:
+                break
+            exact = self._exactly(combination, limit - combination.after)
+            if exact is not None:
+                self._improve(exact.seconds)
+                found.append(exact)
+        return found
+
+    def _exactly(self, combination: Combination, limit: float) -> Combination | None:
+        """The combination with micro-batches and seconds that are exact; None beyond the limit. Of a part only
+        the numbers of micro-batches count that it can do, and that the others leave to it."""
+        parts, total = combination.parts, self.micro_batches
+        able = [capacity(self.curves[part], limit) for part in parts]
+        curves = []
+        for part, most in zip(parts, able, strict=True):
+            least = max(1, total - sum(able) + most)
+            seconds = np.full(total, np.inf)
+            seconds[: least - 1] = 0.0
+            for count in range(least, most + 1):
+                options = self.options(part, count, limit)
+                if not options:
+                    break
+                seconds[count - 1] = options[0].seconds
+            curves.append(np.maximum.accumulate(seconds))
+        given = split_micro_batches(curves, total)
+        if given is None:
+            return None
+        seconds_now = slowest(curves, given) + combination.after
+        return Combination(parts=parts, micro_batches=given, seconds=seconds_now, after=combination.after)
+
+    def options(self, part: Counts, micro_batches: int, limit: float) -> list[Option]:
+        """The shapes on these devices that do so many micro-batches within `limit` seconds, best first."""
+        found = self._options(self.shapes[part], part, micro_batches, self._limit() * (1 + EQUAL))
+        return [option for option in found if option.seconds <= limit]
 
     # What prunes.
 
@@ -272,12 +349,12 @@ class Exact:
             self.best = seconds
 
     def _limit(self) -> float:
-        """Seconds that a pipeline may take at most; one pipeline alone has the least after it."""
-        return self.best * (1 + self.slack) - self.cost.after(1, 1, self.cluster.inside)
+        """Seconds that a pipeline may take at most, with the least after it that can be."""
+        return self.best * (1 + self.slack) - self._least_after
 
     def _after(self, parts: Sequence[Counts]) -> float:
-        nodes = {self.alike[i].node for part in parts for i, n in enumerate(self._devices(part)) if n}
-        link = self.cluster.between if len(nodes) > 1 else self.cluster.inside
+        used = {i for part in parts for i, n in enumerate(self._devices(part)) if n}
+        link = span((self.alike[i] for i in sorted(used)), self.cluster)
         return self.cost.after(len(parts), min(sum(self._devices(part)) for part in parts), link)
 
     def _capacity_of_others(self, counts: Counts) -> int:
@@ -299,15 +376,3 @@ class Exact:
                 low, high = (middle, high) if self.cost.bound(rates, middle) <= limit else (low, middle - 1)
             self._spare[counts, limit] = low
         return self._spare[counts, limit]
-
-
-def orders(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The distinct permutations of a sorted tuple, in ascending order."""
-    if len(chosen) < 2:
-        yield chosen
-        return
-    for index, item in enumerate(chosen):
-        if index and item == chosen[index - 1]:
-            continue
-        for rest in orders(chosen[:index] + chosen[index + 1 :]):
-            yield (item, *rest)

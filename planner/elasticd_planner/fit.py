@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import msgspec
@@ -38,14 +39,15 @@ def fit(
     steps = len({m.step for m in ours})
     if steps < STEPS:
         refuse(f"profile {profile.name}: a fit needs {STEPS} steps of plan {plan.number}, not {steps}")
+    collectives = _collectives(profile, plan, ours)
+    by_token = profile.collective_token_seconds
     fitted = msgspec.structs.replace(
         profile,
-        block=_section(
-            profile.block, ours, lambda m: (m.block_seconds, m.block_work * rate_of(rates, m.device))
-        ),
-        embed=_section(profile.embed, ours, lambda m: (m.embed_seconds, _edge_work(plan, m, rates))),
-        head=_section(profile.head, ours, lambda m: (m.head_seconds, _edge_work(plan, m, rates))),
-        collective_seconds={**profile.collective_seconds, **_collectives(profile, plan, ours)},
+        block=_section(profile.block, [_Spent.in_blocks(plan, m, rates) for m in ours]),
+        embed=_section(profile.embed, [_Spent.at_an_edge(plan, m, m.embed_seconds, rates) for m in ours]),
+        head=_section(profile.head, [_Spent.at_an_edge(plan, m, m.head_seconds, rates) for m in ours]),
+        collective_seconds={**profile.collective_seconds, **collectives},
+        collective_token_seconds={w: each for w, each in by_token.items() if w not in collectives},
         reduction_scale=1.0,
         pipeline_scale=1.0,
         overhead_seconds=0.0,
@@ -54,21 +56,62 @@ def fit(
     return _calibrated(fitted, plan, ours, cluster, rates)
 
 
-def _section(
-    section: SectionProfile,
-    measurements: Sequence[Measurement],
-    of: Callable[[Measurement], tuple[float, float]],
-) -> SectionProfile:
-    """A section with the median of seconds / work, where anything was measured."""
-    known = [seconds / work for seconds, work in map(of, measurements) if seconds > 0 and work > 0]
-    return msgspec.structs.replace(section, seconds=median(known)) if known else section
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Spent:
+    """Seconds of a member of a group of `width` in `passes` of a section, and what for: tokens x share x rate,
+    and passes x rate."""
+
+    seconds: float
+    width: int
+    work: float
+    passes: float
+
+    @classmethod
+    def in_blocks(cls, plan: Plan, measured: Measurement, rates: Rates) -> _Spent:
+        place, rate = plan.places[measured.device], rate_of(rates, measured.device)
+        stage = plan.stage(place)
+        return cls(
+            seconds=measured.block_seconds,
+            width=len(stage.devices),
+            work=measured.block_work * rate,
+            passes=_micro_batches(plan, measured) * stage.layers * rate,
+        )
+
+    @classmethod
+    def at_an_edge(cls, plan: Plan, measured: Measurement, seconds: float, rates: Rates) -> _Spent:
+        """Of a member of the first or last stage."""
+        place, rate = plan.places[measured.device], rate_of(rates, measured.device)
+        stage = plan.stage(place)
+        return cls(
+            seconds=seconds,
+            width=len(stage.devices),
+            work=measured.tokens * stage.fraction(place.position) * rate,
+            passes=_micro_batches(plan, measured) * rate,
+        )
 
 
-def _edge_work(plan: Plan, measured: Measurement, rates: Rates) -> float:
-    """Tokens x share x rate of a member of the first or last stage."""
+def _section(section: SectionProfile, spent: Sequence[_Spent]) -> SectionProfile:
+    """A section whose seconds, where any were measured, are those: what was known of their fixed part and of
+    the widths keeps its proportions, and all of it is scaled by the median of measured over expected."""
+    known = [s for s in spent if s.seconds > 0 and s.work > 0]
+    if not known:
+        return section
+    if not section.seconds > 0:
+        return msgspec.structs.replace(
+            section, seconds=median(s.seconds / s.work for s in known), fixed_seconds=0.0, slowdown={}
+        )
+    scale = median(
+        s.seconds / (section.seconds * section.factor(s.width) * s.work + section.fixed_seconds * s.passes)
+        for s in known
+    )
+    return msgspec.structs.replace(
+        section, seconds=section.seconds * scale, fixed_seconds=section.fixed_seconds * scale
+    )
+
+
+def _micro_batches(plan: Plan, measured: Measurement) -> int:
     place = plan.places[measured.device]
-    fraction = plan.stage(place).fraction(place.position)
-    return measured.tokens * fraction * rate_of(rates, measured.device)
+    return plan.modules[place.module].pipelines[place.pipeline].micro_batches
 
 
 def _collectives(profile: ModelProfile, plan: Plan, measurements: Sequence[Measurement]) -> dict[int, float]:

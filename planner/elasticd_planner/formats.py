@@ -12,21 +12,59 @@ from typing import Any, Literal
 
 import msgspec
 
+from elasticd_planner.cluster import Link
 from elasticd_planner.plan import Plan
+from elasticd_planner.timed import UNITS, RecomputeEntry, StateEntry, TimesEntry
 from elasticd_planner.value import Invalid, Value, refuse
 
 Objective = Literal["step", "steady"]
 
 
+class LinkEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A link: 1e9 bytes a second, and microseconds."""
+
+    gb_per_s: float
+    latency_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("gb_per_s", self.gb_per_s)
+        if not 0 <= self.latency_us < math.inf:
+            refuse(f"latency_us {self.latency_us} must not be negative")
+
+    @property
+    def link(self) -> Link:
+        return Link(bandwidth=self.gb_per_s * 1e9, latency=self.latency_us / 1e6)
+
+
+class InnerLinks(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A node's own links: inside an island, and between its islands."""
+
+    island: LinkEntry | None = None
+    node: LinkEntry | None = None
+
+
+class LinksEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Links by level. Without `island` devices of an island talk as those of a node do."""
+
+    island: LinkEntry | None = None
+    node: LinkEntry | None = None
+    network: LinkEntry | None = None
+
+
 class NodeEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A node: how many devices, their memory in MiB, and their speed (1.0 normal, 0.5 half as fast)."""
+    """A node: how many devices, their memory in MiB, their speed (1.0 normal, 0.5 half as fast), how many of
+    them make an island (left out: the node has none), and links that differ from the cluster's."""
 
     name: str
     devices: int
     memory_mib: float
     speed: float = 1.0
+    island: int | None = None
+    links: InnerLinks | None = None
 
     def __post_init__(self) -> None:
+        if self.island is not None and not 0 < self.island <= self.devices:
+            refuse(f"island {self.island} is how many of the node's {self.devices} devices make an island")
         if not self.name or "/" in self.name:
             refuse(f"name {self.name!r} must not be empty and has no '/'")
         positive("devices", self.devices)
@@ -35,9 +73,10 @@ class NodeEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ClusterEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The nodes."""
+    """The nodes, and the links between devices."""
 
     nodes: tuple[NodeEntry, ...]
+    links: LinksEntry | None = None
 
     def __post_init__(self) -> None:
         names = [node.name for node in self.nodes]
@@ -68,17 +107,29 @@ class MemoryEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ModelEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Layers, and how many times longer one takes on a TP group of each size than on a full one."""
+    """Layers, and how many times longer one takes on a TP group of each size than on a full one; or measured
+    times, state and recomputation (`timed`), shares being in so many whole `units`, kv-heads in `groups`."""
 
     name: str
     layers: int
-    tp_full: int
-    tp_slowdown: dict[int, float]
+    tp_full: int = 0
+    tp_slowdown: dict[int, float] = msgspec.field(default_factory=dict)
     memory: MemoryEntry | None = None
     uneven_shares: bool = False
+    times: TimesEntry | None = None
+    state: StateEntry | None = None
+    recompute: RecomputeEntry | None = None
+    units: int = UNITS
+    groups: int = 0
 
     def __post_init__(self) -> None:
         positive("layers", self.layers)
+        if self.times is not None:
+            self._check_timed()
+            return
+        for name, default in (("state", None), ("recompute", None), ("units", UNITS), ("groups", 0)):
+            if getattr(self, name) != default:
+                refuse(f"{name} goes with times, which is missing")
         positive("tp_full", self.tp_full)
         if not self.tp_slowdown:
             refuse("tp_slowdown is empty: it names the sizes that TP groups may have")
@@ -86,16 +137,35 @@ class ModelEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             positive("tp_slowdown", size)
             positive(f"tp_slowdown.{size}", slowdown)
 
+    def _check_timed(self) -> None:
+        for name in ("tp_full", "tp_slowdown", "memory"):
+            if getattr(self, name):
+                refuse(f"{name} does not go with times: figures are then seconds, memory is model.state's")
+        positive("units", self.units)
+        if not 0 <= self.groups <= self.units:
+            refuse(f"groups {self.groups} are kv-heads that follow {self.units} units")
+        widest = max(self.sizes, default=1)
+        if widest > self.units:
+            refuse(f"times.block.tp_slowdown.{widest}: a group of {widest} cannot share {self.units} units")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes that TP groups may have; none: any."""
+        return tuple(sorted(self.times.block.tp_slowdown if self.times is not None else self.tp_slowdown))
+
 
 class BatchEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Samples of a step and of a micro-batch. Without `micro_batch` it is 1: under this format's times, which
-    grow with the samples alone, no larger one is ever better."""
+    """Samples of a step and of a micro-batch, tokens of a sample. Without `micro_batch` it is searched; in
+    units it is 1, since units grow with the samples alone, so that no larger one is ever better."""
 
     global_batch: int
     micro_batch: int | None = None
+    sequence: float | None = None
 
     def __post_init__(self) -> None:
         positive("global_batch", self.global_batch)
+        if self.sequence is not None:
+            positive("sequence", self.sequence)
         if self.micro_batch is not None:
             positive("micro_batch", self.micro_batch)
             if self.global_batch % self.micro_batch:
@@ -113,12 +183,22 @@ class BatchEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Pins(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is not searched: TP size on nodes of normal devices, number of pipelines."""
+    """What is not searched: TP size on nodes of normal devices, number of pipelines, ZeRO stage, replicas of
+    the optimizer state (with ZeRO), and whether blocks make their activations again."""
 
     tp: int | None = None
     dp: int | None = None
+    zero: int | None = None
+    replicas: int | None = None
+    recompute: bool | None = None
 
     def __post_init__(self) -> None:
+        if self.zero not in (None, 0, 1, 2):
+            refuse(f"zero {self.zero} must be 0, 1 or 2")
+        if self.replicas is not None:
+            positive("replicas", self.replicas)
+            if self.zero == 0:
+                refuse(f"replicas {self.replicas} go with zero 1 or 2; with 0 every holder has its state")
         for name in ("tp", "dp"):
             if getattr(self, name) is not None:
                 positive(name, getattr(self, name))
@@ -134,9 +214,13 @@ class TableProblem(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     rates: dict[str, float | None] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sizes = sorted(self.model.tp_slowdown)
-        if self.pins.tp is not None and self.pins.tp not in sizes:
-            refuse(f"pins.tp {self.pins.tp} is none of the sizes in model.tp_slowdown: {sizes}")
+        sizes = list(self.model.sizes)
+        if self.pins.tp is not None and sizes and self.pins.tp not in sizes:
+            refuse(f"pins.tp {self.pins.tp} is none of the sizes in model's tp_slowdown: {sizes}")
+        if self.model.times is None:
+            self._check_units()
+        else:
+            self._check_seconds()
         if self.pins.dp is not None and self.pins.dp > self.batch.micro_batches:
             refuse(
                 f"pins.dp {self.pins.dp} pipelines cannot share {self.batch.micro_batches} micro-batches: "
@@ -148,6 +232,33 @@ class TableProblem(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 refuse(f"rates: {name!r} is not a device of the cluster")
             if rate is not None and not 0.1 <= rate < math.inf:
                 refuse(f"rates: {name} {rate} is how many times slower than normal (1.0 normal, null dead)")
+
+    def _check_units(self) -> None:
+        """What only problems in seconds have."""
+        nodes = self.cluster.nodes
+        given = {
+            "cluster.links": self.cluster.links is not None,
+            "cluster.nodes[].island": any(node.island is not None for node in nodes),
+            "cluster.nodes[].links": any(node.links is not None for node in nodes),
+            "batch.sequence": self.batch.sequence is not None,
+        }
+        given |= {f"pins.{name}": getattr(self.pins, name) is not None for name in TIMED_PINS}
+        for name, there in given.items():
+            if there:
+                refuse(f"{name} goes with model.times: units know nothing of it")
+
+    def _check_seconds(self) -> None:
+        if self.batch.sequence is None:
+            refuse("batch.sequence is missing: how many tokens a sample has, which model.times are for")
+        for name in ("zero", "replicas"):
+            if getattr(self.pins, name) and self.model.state is None:
+                refuse(f"pins.{name} {getattr(self.pins, name)} needs model.state: the bytes that it is about")
+        if self.pins.recompute and self.model.recompute is None:
+            refuse("pins.recompute true needs model.recompute: its time and what it keeps")
+
+
+#: Pins of problems in seconds alone.
+TIMED_PINS = ("zero", "replicas", "recompute")
 
 
 def positive(name: str, value: float) -> None:
@@ -187,8 +298,8 @@ def located(message: str, raw: Any) -> str:
 
 
 class Figures(Value, frozen=True, kw_only=True):
-    """In layer x micro-batch units: the plan by both objectives; of the chosen one a valid lower bound, how far
-    above it the plan is at most, and the yardstick healthy x N / sum(1 / x)."""
+    """In seconds, or in units of a layer on a micro-batch: the plan by both objectives; of the chosen one a
+    valid lower bound, how far above it the plan is at most, and the yardstick healthy x N / sum(1 / x)."""
 
     steady: float
     step: float
@@ -203,6 +314,7 @@ class Planned(Value, frozen=True, kw_only=True):
     plan: Plan | None
     figures: Figures | None = None
     objective: Objective = "step"
+    unit: str = "layer x micro-batch"
     reason: str = ""
     refusal: str = ""
     candidates: int = 0
@@ -224,6 +336,7 @@ def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
                             "devices": list(stage.devices),
                             "shares": [stage.fraction(i) for i in range(len(stage.devices))],
                             "layers": [stage.start, stage.stop],
+                            **({"recompute": True} if stage.recompute else {}),
                         }
                         for stage in pipeline.stages
                     ],
@@ -240,9 +353,11 @@ def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
             "idle": list(plan.idle),
             "micro_batch": plan.micro_batch,
             "global_batch": plan.global_batch,
+            "state": msgspec.to_builtins(plan.state),
             "digest": plan.digest,
         },
         "objective": planned.objective,
+        "unit": planned.unit,
         "planning_seconds": planning_seconds,
         "reason": planned.reason,
     }

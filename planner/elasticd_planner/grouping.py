@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from elasticd_planner.cluster import Cluster, Rates
+from elasticd_planner.cluster import Cluster, Link, Rates
 from elasticd_planner.cost import CostModel, GroupCost, rate_of
 
 #: How many devices of each class: of the whole cluster, of a group, of a pipeline.
@@ -17,9 +17,10 @@ Counts = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Alike:
-    """Devices of one node with equal rate and memory: interchangeable in a plan."""
+    """Devices of one island of a node with equal rate and memory: interchangeable in a plan."""
 
     node: str
+    island: int
     rate: float
     memory: int
     devices: tuple[str, ...]
@@ -32,6 +33,8 @@ class Group:
     members: tuple[tuple[int, int], ...]
     counts: Counts
     node: str
+    #: The island that it lies in, None where it crosses islands.
+    island: int | None
     cost: GroupCost
     #: For each class and units that occur, a position that has them (for the memory).
     positions: tuple[tuple[int, int], ...]
@@ -55,22 +58,39 @@ def classes(cluster: Cluster, rates: Rates) -> tuple[Alike, ...]:
     """The usable devices (rate below inf) by class, in the order of the cluster, fast before slow."""
     found: list[Alike] = []
     for node in cluster.nodes:
-        alike: dict[tuple[float, int], list[str]] = {}
+        within, inside = cluster.inner(node)
+        alike: dict[tuple[float, int, int], list[str]] = {}
         for device in sorted(node.devices, key=lambda device: by_name(device.name)):
             rate = rate_of(rates, device.name)
+            island = node.island_of(device.name) if within != inside else 0
             if math.isfinite(rate):
-                alike.setdefault((rate, -device.memory), []).append(device.name)
+                alike.setdefault((rate, -device.memory, island), []).append(device.name)
         found += [
-            Alike(node=node.name, rate=rate, memory=-memory, devices=tuple(names))
-            for (rate, memory), names in sorted(alike.items())
+            Alike(node=node.name, island=island, rate=rate, memory=-memory, devices=tuple(names))
+            for (rate, memory, island), names in sorted(alike.items())
         ]
     return tuple(found)
+
+
+def hop(a: Group, b: Group, cluster: Cluster) -> Link:
+    """The link between two groups: the slowest among all their members."""
+    if a.node != b.node:
+        return cluster.between
+    within, inside = cluster.inner(next(node for node in cluster.nodes if node.name == a.node))
+    return within if a.island == b.island is not None else inside
+
+
+def span(alike: Iterable[Alike], cluster: Cluster) -> Link:
+    """The slowest link among devices of these classes."""
+    return cluster.reach(a.devices[0] for a in alike)
 
 
 def groups(alike: Sequence[Alike], cluster: Cluster, cost: CostModel) -> tuple[Group, ...]:
     """Every TP group that the devices of one node can form, narrow ones first."""
     found: list[Group] = []
+    links = {node.name: cluster.inner(node) for node in cluster.nodes}
     for node in dict.fromkeys(a.node for a in alike):
+        within, inside = links[node]
         here = [i for i, a in enumerate(alike) if a.node == node]
         widths = cost.widths(sum(len(alike[i].devices) for i in here))
         for taken in product(*(range(len(alike[i].devices) + 1) for i in here)):
@@ -78,6 +98,9 @@ def groups(alike: Sequence[Alike], cluster: Cluster, cost: CostModel) -> tuple[G
                 continue
             of_class = [i for i, count in zip(here, taken, strict=True) for _ in range(count)]
             rates = [alike[i].rate for i in of_class]
+            islands = {alike[i].island for i in of_class}
+            island = min(islands) if len(islands) == 1 else None
+            link = inside if island is None else within
             counts = [0] * len(alike)
             for i in of_class:
                 counts[i] += 1
@@ -89,7 +112,8 @@ def groups(alike: Sequence[Alike], cluster: Cluster, cost: CostModel) -> tuple[G
                         members=members,
                         counts=tuple(counts),
                         node=node,
-                        cost=cost.group(rates, shares, cluster.inside),
+                        island=island,
+                        cost=cost.group(rates, shares, link),
                         positions=tuple((member[0], members.index(member)) for member in distinct),
                     )
                 )

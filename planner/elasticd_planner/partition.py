@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from elasticd_planner.assign import Ints
-from elasticd_planner.shapes import NEVER
+from elasticd_planner.columns import NEVER
 
 Counts = tuple[int, ...]
 

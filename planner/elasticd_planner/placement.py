@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.exact import Shape
 from elasticd_planner.grouping import Alike, by_name
 from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from elasticd_planner.profiled import to_units
 from elasticd_planner.profiles import ModelProfile, SectionProfile
+from elasticd_planner.shape import Shape
+from elasticd_planner.zero import Zero
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,14 +74,28 @@ def held_by(pipelines: Sequence[Pipeline], units: int) -> Holders:
 
 
 def bytes_to_move(profile: ModelProfile, old: Plan | None, new: Plan) -> int:
-    """Bytes of parameters and optimizer state that the members of `new` lack under `old`."""
+    """Bytes of parameters and optimizer state that the members of `new` lack under `old`. With ZeRO about:
+    a member has its part of the state of what it computes with, and keeps what it had of it."""
     before = holders(old, profile.share_units)
     after = holders(new, profile.share_units)
-    return round(sum(_lacking(profile, before.get(device), held) for device, held in after.items()))
+    was, now = (_zero(plan) if plan is not None else None for plan in (old, new))
+    assert now is not None
+    grown = max(0.0, now.part - was.part) if was is not None else now.part
+    copies = max(0, now.extra - was.extra) if was is not None else now.extra
+    total = float(copies * profile.parameter_bytes * profile.optimizer_factor)
+    for device, held in after.items():
+        lack = _lacking(profile, before.get(device), held)
+        kept = _lacking(profile, None, held) - lack
+        total += lack + profile.optimizer_factor * (lack * now.part + kept * grown)
+    return round(total)
+
+
+def _zero(plan: Plan) -> Zero:
+    return Zero(policy=plan.state, pipelines=len(plan.modules[0].pipelines), members=max(1, len(plan.members)))
 
 
 def _lacking(profile: ModelProfile, old: Held | None, new: Held) -> float:
-    """Bytes that one device lacks; gradients are made anew and never move."""
+    """Bytes of parameters that one device lacks; gradients are made anew and never move."""
     kept = max(0, min(old.high, new.high) - max(old.low, new.low)) if old else 0
     wanted = new.high - new.low
 
@@ -96,7 +111,7 @@ def _lacking(profile: ModelProfile, old: Held | None, new: Held) -> float:
         total += lack(profile.embed, had_embed)
     if new.head and not tied:
         total += lack(profile.head, old is not None and old.head)
-    return total * (profile.state_factor - 1)
+    return total
 
 
 def place(

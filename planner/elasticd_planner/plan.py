@@ -138,7 +138,8 @@ class Place(NamedTuple):
 class Plan(Value, frozen=True, kw_only=True, dict=True):
     """A layout of the whole job. It changes slowly and lives in the store.
 
-    `binding` ties each member device to one incarnation of a worker; `idle` devices are standby.
+    `binding` ties each member device to one incarnation of a worker; `carriers` are members that compute
+    nothing and hold replicas of state alone; `idle` devices are standby.
     """
 
     number: int
@@ -146,6 +147,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     micro_batch: int
     global_batch: int
     state: StatePolicy = StatePolicy()
+    carriers: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
     binding: dict[str, str] = msgspec.field(default_factory=dict)
     prediction: Prediction | None = None
@@ -162,11 +164,13 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             )
         if self.number < 0 or self.micro_batch < 1:
             refuse(f"plan {self.number}: number and micro-batch size must be positive")
-        devices = [name for name, _ in self._walk()]
+        devices = [*(name for name, _ in self._walk()), *self.carriers]
         counts = Counter(devices)
         twice = sorted({name for name in counts if counts[name] > 1} | ({*devices} & {*self.idle}))
         if twice:
             refuse(f"plan {self.number}: device {twice[0]} is placed twice")
+        if self.carriers and not self.state.zero:
+            refuse(f"plan {self.number}: {self.carriers[0]} carries replicas, which zero 0 does not have")
         for module in self.modules:
             samples = sum(pipeline.micro_batches for pipeline in module.pipelines) * self.micro_batch
             if samples != self.global_batch:
@@ -192,13 +196,13 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """Each member's place, in rank order: by (module, pipeline, stage, position)."""
+        """The place of each member that computes, in rank order: by (module, pipeline, stage, position)."""
         return dict(self._walk())
 
     @cached_property
     def members(self) -> tuple[str, ...]:
-        """The members in rank order."""
-        return tuple(self.places)
+        """The members in rank order: those that compute, then the carriers by name."""
+        return (*self.places, *sorted(self.carriers))
 
     def rank(self, device: str) -> int:
         return self.members.index(device)
@@ -218,6 +222,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             self.micro_batch,
             self.global_batch,
             sorted(self.binding.items()),
+            *([sorted(self.carriers)] if self.carriers else []),
         )
         return hashlib.sha256(msgspec.json.encode(body)).hexdigest()[:16]
 

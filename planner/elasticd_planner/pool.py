@@ -7,94 +7,36 @@ partition are found at once (`shapes`, `partition`).
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats
-from elasticd_planner.cost import CostModel, GroupCost
+from elasticd_planner.assign import EQUAL, Floats, Ints
+from elasticd_planner.columns import Column, Columns
+from elasticd_planner.cost import GroupCost
 from elasticd_planner.division import Division, GroupType, NodeKind
 from elasticd_planner.partition import Counts, Partition
-from elasticd_planner.shapes import Column, Rules, Shapes, size
+from elasticd_planner.ranking import Option, choices, products
+from elasticd_planner.shapes import Shapes, size
+from elasticd_planner.whole import Whole
 
-#: Combinations listed of a pool that is alone, and of one among others.
-LISTED, POOLED = 400, 80
+#: Combinations listed of a pool that is alone, of one that is searched thoroughly, and of one among others.
+LISTED, LISTED_ALL, POOLED = 400, 3000, 80
+
+#: Where whole layers and micro-batches rank combinations: at so many times the bound.
+AHEAD = 1.1
 
 #: What a group is charged in the rankings, in micro-batches, by whether the objective is the steady figure.
 PRICES = {False: (1.0, 2.0), True: (0.0, 1.0, 2.0)}
-
-#: Divisions that nodes of one kind mix, two at a time.
-MIXED = 10
 
 #: The most pipelines by counts that are looked at: where one addition ends the partition, and where not.
 WIDEST, WIDEST_TABLE = 1_500, 1_500
 
 
-#: Divisions and how many nodes use each.
-Option = tuple[tuple[int, int], ...]
-
 #: Stands for the groups of a node that has none: it adds nothing.
 NOTHING = (GroupType(cost=GroupCost(block=math.inf, embed=0.0, head=0.0), shares=(1,), memory=(0,)),)
-
-
-class Columns:
-    """Group types as columns of the arrays; types that cost and hold the same are one."""
-
-    def __init__(self, cost: CostModel, rules: Rules, deepest: int) -> None:
-        self.cost, self.rules = cost, rules
-        self.deepest = max(1, min(deepest, rules.layers))
-        self.columns: list[Column] = []
-        self._of: dict[GroupType, int] = {}
-        self._ids: dict[Column, int] = {}
-
-    def of(self, kind: GroupType) -> int:
-        if kind not in self._of:
-            column = self._made(kind)
-            if column not in self._ids:
-                self._ids[column] = len(self.columns)
-                self.columns.append(column)
-            self._of[kind] = self._ids[column]
-        return self._of[kind]
-
-    def _made(self, kind: GroupType) -> Column:
-        limits = {}
-        for first in (False, True):
-            limits[first] = tuple(
-                most_layers(
-                    self.cost, kind, self.rules.layers, first=first, last=behind == 0, in_flight=behind + 1
-                )
-                for behind in range(self.deepest)
-            )
-        return Column(
-            block=kind.cost.block,
-            embed=kind.cost.embed,
-            head=kind.cost.head,
-            most=limits[False],
-            most_first=limits[True],
-        )
-
-
-def most_layers(
-    cost: CostModel, kind: GroupType, layers: int, *, first: bool, last: bool, in_flight: int
-) -> int:
-    """The most layers that fit into the memory of every member (need is linear in the layers)."""
-    most = layers
-    seen = set()
-    for position, (share, memory) in enumerate(zip(kind.shares, kind.memory, strict=True)):
-        if (share, memory) in seen:
-            continue
-        seen.add((share, memory))
-        none, one = (
-            cost.memory(n, kind.shares, position, first=first, last=last, in_flight=in_flight) for n in (0, 1)
-        )
-        if none > memory:
-            return 0
-        if one > none:
-            most = min(most, math.floor((memory - none) / (one - none) * (1 + EQUAL)))
-    return most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,16 +51,23 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """A pipeline of a pool: its groups in canonical order, and its lines (o, S)."""
+    """A pipeline of a pool: its groups, its lines (o, S), and the order of groups of each line."""
 
     groups: tuple[Group, ...]
     caps: Floats
     sums: Floats
+    orders: tuple[tuple[int, ...], ...]
+
+    def order(self, micro_batches: int, *, steady: bool) -> tuple[int, ...]:
+        """Indices of groups from the first stage to the last, of the line that is best then."""
+        seconds = self.caps if steady else (micro_batches - 1) * self.caps + self.sums
+        return self.orders[int(seconds.argmin())]
 
 
 class Pool:
     """Nodes (of each kind so many, with their candidate divisions) that form `pipelines` pipelines. `time`
-    is the T / L at which combinations are first ranked."""
+    is the T / L at which combinations are first ranked. `thorough`: what layers are whole and memory holds is
+    weighed from the start, and every order of stages looked at. `alone`: its pipelines take the whole batch."""
 
     def __init__(
         self,
@@ -126,10 +75,18 @@ class Pool:
         pipelines: int,
         columns: Columns,
         time: float,
+        *,
+        thorough: bool = False,
+        alone: bool = False,
     ) -> None:
         self.nodes = tuple(entry for entry in nodes if entry[2])
-        self.pipelines, self.columns, self.rules = pipelines, columns, columns.rules
+        self.pipelines, self.columns, self.rules, self.alone = pipelines, columns, columns.rules, alone
         self.evaluated = 0
+        #: Whether every order of stages is looked at, and combinations in which memory asks for that.
+        self.every_order = self.thorough = thorough
+        self.binding: set[int] = set()
+        #: Micro-batches that each combination did when last asked.
+        self.taken: dict[int, int] = {}
         self._divisions = [
             (index, division) for index, (_, listed, _) in enumerate(self.nodes) for division in listed
         ]
@@ -140,6 +97,8 @@ class Pool:
         sizes = [max(1, len(division.types)) for _, division in self._divisions]
         self._starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
         self._known: tuple[float, Floats] = (math.nan, np.zeros(0))
+        self._known_whole: tuple[float, Floats] = (math.nan, np.zeros(0))
+        self._whole = self._pieces()
         self._uses: list[Option] = []
         self._frontier: Option | None = ()
         self._more = self._combinations(time)
@@ -155,13 +114,51 @@ class Pool:
             self._known = (time, np.add.reduceat(each, self._starts))
         return self._known[1]
 
+    def _pieces(self) -> tuple[Whole, Floats, Ints, Ints]:
+        """What the bound for whole layers reads: distinct groups' costs, what memory holds of them at most, and
+        which of them the divisions have."""
+        place: dict[tuple[float, int], int] = {}
+        flat = []
+        for _, division in self._divisions:
+            for kind in division.types or NOTHING:
+                room = self.rules.layers
+                if self.thorough and division.types:
+                    column = self.columns.columns[self.columns.of(kind)]
+                    room = max(*column.most, *column.most_first)
+                flat.append(place.setdefault((kind.block, room), len(place)))
+        costs, rooms = (np.array(values) for values in zip(*place, strict=True))
+        few = self.alone and self.pipelines <= 2
+        whole = Whole(
+            layers=self.rules.layers,
+            fastest=0.0 if self.rules.steady or not np.isfinite(costs).all() else float(costs.min()),
+            most=self.rules.most if few else self.rules.each,
+            pipelines=self.pipelines if few else 0,
+        )
+        return whole, costs, rooms.astype(np.int64), np.array(flat, dtype=np.int64)
+
+    def _whole_gains(self, limit: float) -> Floats:
+        """Micro-batches that each division adds at most, layers being whole (`Whole.adds`)."""
+        if self._known_whole[0] != limit:
+            whole, costs, rooms, flat = self._whole
+            each = whole.adds(costs, rooms, limit)
+            self._known_whole = (limit, np.add.reduceat(each[flat], self._starts, axis=0))
+        return self._known_whole[1]
+
     def _combinations(self, time: float) -> Iterator[Option]:
         """(division, how many nodes use it) of each combination; those of equal groups once. Ranked by the
         bound, and in turn by a bound that charges more for each group: memory makes deep pipelines dearer
         than the bound knows."""
         seen: set[tuple[tuple[int, int], ...]] = set()
-        rankings = [self._ranked(time, price) for price in PRICES[self.rules.steady]]
-        for _ in range(2 * LISTED):
+        prices = list(PRICES[self.rules.steady])
+        if self.thorough and self.rules.deep:
+            prices.append(self._price(time))
+        rankings = [self._ranked(self._priced(time, price)) for price in prices]
+        most = LISTED
+        if self.thorough:
+            gains = self._whole_gains(time * self.rules.layers * AHEAD)
+            rankings.append(self._ranked(gains.max(axis=1)))
+            most = LISTED_ALL
+        for _ in range(2 * most):
             for which, ranking in enumerate(rankings):
                 row = next(ranking, None)
                 if which == 0:
@@ -172,23 +169,40 @@ class Pool:
                 if key and key not in seen:  # without a key every device is idle
                     seen.add(key)
                     yield row
-            if len(seen) >= LISTED:
+            if len(seen) >= most:
                 return
 
-    def _ranked(self, time: float, price: float) -> Iterator[Option]:
-        gains = np.add.reduceat(self._inverse * time - price, self._starts)
+    def _priced(self, time: float, price: float) -> Floats:
+        """What each division adds if a group is charged so many micro-batches."""
+        return np.asarray(np.add.reduceat(self._inverse * time - price, self._starts), dtype=np.float64)
+
+    def _price(self, time: float) -> float:
+        """The largest charge at which the best combination has more groups than there are micro-batches, of
+        which each stage asks for one; 0 where it never has."""
+        sizes = np.array([len(division.types) for _, division in self._divisions])
+        low, high = 0.0, float(self._inverse.max(initial=0.0)) * time
+        for _ in range(16):
+            middle, groups, start = (low + high) / 2, 0, 0
+            gains = self._priced(time, middle)
+            for _, listed, count in self.nodes:
+                groups += count * int(sizes[start + int(gains[start : start + len(listed)].argmax())])
+                start += len(listed)
+            low, high = (low, middle) if groups <= self.rules.most else (middle, high)
+        return low
+
+    def _ranked(self, gains: Floats) -> Iterator[Option]:
         start = 0
         options = []
         for _, listed, count in self.nodes:
-            options.append(_options(range(start, start + len(listed)), count, gains))
+            options.append(choices(range(start, start + len(listed)), count, gains))
             start += len(listed)
-        for chosen in _products(options):
+        for chosen in products(options):
             yield tuple(use for entry in chosen for use in entry)
 
     def exhausted(self, limit: float, need: int) -> bool:
         """Whether no combination that is still to come can do `need` micro-batches within `limit`. The ranking
         is that of another time, close to it: one micro-batch is allowed for that."""
-        return self._frontier is None or self._reach(self._frontier, limit) + 1 < need
+        return self._frontier is None or self._reach_ranked(self._frontier, limit) + 1 < need
 
     def listed(self, index: int) -> bool:
         """Whether there is a combination of that number; they are made as they are asked for."""
@@ -216,7 +230,13 @@ class Pool:
     # What they do.
 
     def _reach(self, row: Option, limit: float) -> int:
-        """The most micro-batches that the bound allows a combination."""
+        """The most micro-batches that the bounds allow a combination."""
+        divisions, counts = zip(*row, strict=True)
+        whole = float((np.array(counts) @ self._whole_gains(limit)[list(divisions)]).max())
+        return min(self._reach_ranked(row, limit), math.floor(whole * (1 + EQUAL)))
+
+    def _reach_ranked(self, row: Option, limit: float) -> int:
+        """The same by the bound that ranks combinations."""
         gains = self._gains(limit / self.rules.layers)
         total = sum(float(gains[index]) * count for index, count in row)
         return math.floor((total if self.rules.steady else total + self.pipelines) * (1 + EQUAL))
@@ -254,7 +274,8 @@ class Pool:
             return False
         if index not in self._shapes:
             self.evaluated += 1
-        return self._combination(index).partition(limit).most(self.pipelines) >= need
+        self.taken[index] = self._combination(index).partition(limit).most(self.pipelines)
+        return self.taken[index] >= need
 
     def forget(self, index: int) -> None:
         """Frees what a combination holds."""
@@ -267,16 +288,24 @@ class Pool:
         instances = self._instances(which, combination)
         made = []
         for counts in parts:
-            groups = tuple(instances[index].pop(0) for index, count in enumerate(counts) for _ in range(count))
-            caps, sums = combination.lines(counts)
-            made.append(Chain(groups=groups, caps=caps, sums=sums))
+            places = [index for index, count in enumerate(counts) for _ in range(count)]
+            groups = tuple(instances[index].pop(0) for index in places)
+            caps, sums, orders = combination.lines(counts)
+            of_line = []
+            for order in orders:
+                free = {index: [i for i, place in enumerate(places) if place == index] for index in set(places)}
+                of_line.append(tuple(free[index].pop(0) for index in order))
+            made.append(Chain(groups=groups, caps=caps, sums=sums, orders=tuple(of_line)))
         return made
 
     def _combination(self, index: int) -> _Combination:
         if index not in self._shapes:
             counts = self._counts(self._uses[index])
             widest = WIDEST if self.pipelines <= 2 else WIDEST_TABLE
-            self._shapes[index] = _Combination(counts, self.columns, widest)
+            orders = self.pipelines if self.every_order else None
+            self._shapes[index] = _Combination(counts, self.columns, widest, orders)
+            if self._shapes[index].shapes.binding:
+                self.binding.add(index)
         return self._shapes[index]
 
     def _instances(self, which: int, combination: _Combination) -> list[list[Group]]:
@@ -298,7 +327,7 @@ class _Combination:
     """All pipelines of a combination. Where there are too many, columns of nearly equal cost are merged, at
     the cost of the worse one (a real plan is never worse than that)."""
 
-    def __init__(self, counts: dict[int, int], columns: Columns, widest: int) -> None:
+    def __init__(self, counts: dict[int, int], columns: Columns, widest: int, orders: int | None) -> None:
         listed: list[tuple[tuple[int, ...], Column, int]] = [
             ((index,), columns.columns[index], count) for index, count in counts.items()
         ]
@@ -313,7 +342,7 @@ class _Combination:
             (a, left, m), (b, right, n) = listed[at], listed[at + 1]
             listed[at : at + 2] = [((*a, *b), _worse(left, right), m + n)]
         self.of = tuple(of for of, _, _ in listed)
-        self.shapes = Shapes([c for _, c, _ in listed], [n for _, _, n in listed], columns.rules)
+        self.shapes = Shapes([c for _, c, _ in listed], [n for _, _, n in listed], columns.rules, orders)
         self._last: tuple[float, Partition] | None = None
 
     def partition(self, limit: float) -> Partition:
@@ -321,12 +350,12 @@ class _Combination:
             self._last = (limit, Partition(self.shapes.micro_batches(limit)))
         return self._last[1]
 
-    def lines(self, counts: Counts) -> tuple[Floats, Floats]:
+    def lines(self, counts: Counts) -> tuple[Floats, Floats, list[tuple[int, ...]]]:
         place = int(np.ravel_multi_index(counts, self.shapes.dims))
         row = int(np.searchsorted(self.shapes.rows, place))
         caps, sums = self.shapes.caps[row], self.shapes.sums[row]
-        known = np.isfinite(caps)
-        return caps[known], sums[known]
+        known = np.flatnonzero(np.isfinite(caps))
+        return caps[known], sums[known], [self.shapes.order(row, int(line)) for line in known]
 
 
 def _worse(a: Column, b: Column) -> Column:
@@ -336,36 +365,5 @@ def _worse(a: Column, b: Column) -> Column:
         head=max(a.head, b.head),
         most=tuple(map(min, a.most, b.most)),
         most_first=tuple(map(min, a.most_first, b.most_first)),
+        width=min(a.width, b.width),
     )
-
-
-def _options(divisions: range, count: int, gains: Floats) -> list[tuple[float, Option]]:
-    """How `count` nodes of a kind may be divided: all alike, or in two ways; (gain, choice), best first."""
-    best = sorted(divisions, key=lambda i: (-gains[i], i))
-    made: list[tuple[float, Option]] = [(float(gains[i]) * count, ((i, count),)) for i in best]
-    if count > 1:
-        for a, i in enumerate(best[:MIXED]):
-            for j in best[a + 1 : MIXED]:
-                for some in range(1, count):
-                    gain = float(gains[i]) * (count - some) + float(gains[j]) * some
-                    made.append((gain, ((i, count - some), (j, some))))
-    return sorted(made, key=lambda entry: (-entry[0], entry[1]))
-
-
-def _products(options: Sequence[list[tuple[float, Option]]]) -> Iterator[list[Option]]:
-    """One option of each list, in descending order of the sum of their gains."""
-    if not all(options):
-        return
-    start = (0,) * len(options)
-    heap = [(-sum(listed[0][0] for listed in options), start)]
-    seen = {start}
-    while heap:
-        gain, where = heapq.heappop(heap)
-        yield [listed[i][1] for listed, i in zip(options, where, strict=True)]
-        for axis, listed in enumerate(options):
-            following = where[axis] + 1
-            if following < len(listed):
-                after = (*where[:axis], following, *where[axis + 1 :])
-                if after not in seen:
-                    seen.add(after)
-                    heapq.heappush(heap, (gain + listed[where[axis]][0] - listed[following][0], after))

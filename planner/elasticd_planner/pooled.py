@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count as numbers_from
 
+from elasticd_planner.columns import Columns, Rules
 from elasticd_planner.deal import Line, deal
 from elasticd_planner.division import Division, NodeKind
-from elasticd_planner.pool import Chain, Columns, Pool
-from elasticd_planner.shapes import Rules
+from elasticd_planner.pool import Chain, Pool
 from elasticd_planner.task import Chained, Found, Group, Task
 
 #: Where one pool ends: slow nodes and pipelines that are still solved as one.
@@ -36,7 +37,9 @@ Composition = tuple[int, ...]
 
 class Pooled:
     """Pools for one number of pipelines. `divisions` of each kind of nodes; `time` is the T / L at which they
-    are ranked; `budget` what one pool alone may look at."""
+    are ranked; `budget` how many combinations one pool alone may look at, `orders` how many of
+    them with every order of stages; `fewest` the devices that a pipeline has at least; `thorough`: all
+    combinations with every order."""
 
     def __init__(
         self,
@@ -47,9 +50,13 @@ class Pooled:
         pipelines: int,
         time: float,
         budget: int,
+        orders: int,
+        fewest: int,
+        thorough: bool,
         stop: Callable[[], bool],
     ) -> None:
-        self.budget = budget
+        self.budget, self.orders = budget, orders
+        rules = replace(rules, each=max(1, rules.most - pipelines + 1), fewest=fewest)
         self.task, self.kinds, self.stop = task, tuple(kinds), stop
         compositions = compose(self.kinds, pipelines)
         self.alone = len(compositions) == 1
@@ -66,7 +73,9 @@ class Pooled:
                     (kind, listed, n)
                     for kind, listed, n in zip(self.kinds, divisions, composition, strict=True)
                 ]
-                self.pools[composition, number] = Pool(nodes, number, self.columns, time)
+                self.pools[composition, number] = Pool(
+                    nodes, number, self.columns, time, thorough=thorough, alone=self.alone
+                )
         self.times = Counter(compositions)
 
     @property
@@ -78,29 +87,46 @@ class Pooled:
         return self._alone(low, known) if self.alone else self._together(low, known)
 
     def _alone(self, low: float, known: float) -> Found | None:
-        """One pool: its combinations one by one, each only if it beats the best so far."""
+        """One pool: its combinations one by one, each only if it beats the best so far. Then the best and those
+        that came nearest with every order of stages, where memory binds."""
         (key, pool), best, high = next(iter(self.pools.items())), None, known
-        need = self.task.micro_batches
+        which = None
         for index in numbers_from():
-            if (
-                not pool.listed(index)
-                or pool.evaluated >= self.budget
-                or high <= low * (1 + CLOSE)
-                or (math.isfinite(high) and (pool.exhausted(high, need) or self.stop()))
-            ):
+            if pool.evaluated >= self.budget or not pool.listed(index) or self._ended(pool, low, high):
                 break
-            found = None
-            if math.isfinite(high):
-                if pool.able(index, high * (1 - CLOSE), need):
-                    found = self._found(high * (1 - CLOSE), {key: index})
-            else:
-                found = self._first(key, index, low)
+            found = self._one(key, index, low, high)
             if found is not None:
-                found = self._lowered(key, index, low, found)
-                if found.seconds < high:
-                    best, high = found, found.seconds
+                best, high, which = found, found.seconds, index
+            pool.forget(index)
+        if pool.every_order:
+            return best
+        pool.every_order = True
+        tight = sorted(pool.binding, key=lambda index: (index != which, -pool.taken.get(index, 0), index))
+        for index in tight[: self.orders]:
+            if math.isfinite(high) and (high <= low * (1 + CLOSE) or self.stop()):
+                break
+            found = self._one(key, index, low, high)
+            if found is not None:
+                best, high = found, found.seconds
             pool.forget(index)
         return best
+
+    def _ended(self, pool: Pool, low: float, high: float) -> bool:
+        """Whether no other combination can be better, or time is up."""
+        if not math.isfinite(high):
+            return False
+        return high <= low * (1 + CLOSE) or pool.exhausted(high, self.task.micro_batches) or self.stop()
+
+    def _one(self, key: tuple[Composition, int], index: int, low: float, high: float) -> Found | None:
+        """The best plan of one combination, if it is better than `high`."""
+        pool, found = self.pools[key], None
+        if not math.isfinite(high):
+            found = self._first(key, index, low)
+        elif pool.able(index, high * (1 - CLOSE), self.task.micro_batches):
+            found = self._found(high * (1 - CLOSE), {key: index})
+        if found is not None:
+            found = self._lowered(key, index, low, found)
+        return found if found is not None and found.seconds < high else None
 
     def _first(self, key: tuple[Composition, int], index: int, low: float) -> Found | None:
         """A plan of one combination, however slow."""
@@ -182,7 +208,8 @@ class Pooled:
         seconds = max(line.seconds(m, steady=steady) for line, m in zip(lines, given, strict=True))
         named = self._named(listed)
         pipelines = tuple(
-            Chained(groups=groups, micro_batches=m) for groups, m in zip(named, given, strict=True)
+            Chained(groups=tuple(groups[i] for i in chain.order(m, steady=steady)), micro_batches=m)
+            for (_, _, chain), groups, m in zip(listed, named, given, strict=True)
         )
         return Found(pipelines=pipelines, seconds=seconds, candidates=0)
 
@@ -239,6 +266,12 @@ def compose(listed: Sequence[NodeKind], pipelines: int) -> list[tuple[Compositio
     for p in range(count):
         if dealt:
             pools[p][dealt.pop()] += 1
+    for pool in pools:  # where most nodes are slow, some pools got none
+        if not sum(pool):
+            largest = max(pools, key=sum)
+            kind = max(range(len(listed)), key=lambda i: largest[i])
+            largest[kind] -= 1
+            pool[kind] += 1
     return [(tuple(pool), size) for pool, size in zip(pools, sizes, strict=True)]
 
 

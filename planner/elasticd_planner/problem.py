@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from elasticd_planner.cluster import Cluster, check_rates
@@ -12,18 +14,23 @@ from elasticd_planner.value import Value, refuse
 
 class Freedom(Value, frozen=True, kw_only=True):
     """What the search may choose besides the layout. micro_batches: sizes in samples (empty: the problem's
-    alone); states: policies in the order of preference; recompute: whether stages may recompute activations
-    where memory demands it."""
+    alone); states: policies in the order of preference; recompute: whether stages may make their activations
+    again where memory demands it, or must (always). Of the layout are pinned, where given: tp, the size of
+    groups on nodes whose devices are all normal, and dp, the number of pipelines."""
 
     micro_batches: tuple[int, ...] = ()
     states: tuple[StatePolicy, ...] = (StatePolicy(),)
-    recompute: bool = False
+    recompute: bool | Literal["always"] = False
+    tp: int | None = None
+    dp: int | None = None
 
     def __post_init__(self) -> None:
         if not self.states:
             refuse("freedom: states must name one state policy at least")
         if any(size < 1 for size in self.micro_batches):
             refuse(f"freedom: sizes of micro-batches must be positive, not {self.micro_batches}")
+        if any(pin is not None and pin < 1 for pin in (self.tp, self.dp)):
+            refuse(f"freedom: tp {self.tp} and dp {self.dp} must be positive where they are pinned")
 
 
 class Problem(Value, frozen=True, kw_only=True):
@@ -42,6 +49,9 @@ class Problem(Value, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.micro_batch < 1 or self.global_batch < 1 or self.global_batch % self.micro_batch:
             refuse(f"global_batch {self.global_batch} does not divide into micro-batches of {self.micro_batch}")
+        odd = [size for size in self.freedom.micro_batches if self.global_batch % size]
+        if odd:
+            refuse(f"freedom: global_batch {self.global_batch} does not divide into micro-batches of {odd[0]}")
         check_rates(self.rates, self.cluster)
 
 

@@ -33,9 +33,11 @@ class Cut(Value, frozen=True, kw_only=True):
     units: str
 
 
-class Parameter(Value, frozen=True, kw_only=True):
+class Parameter(Value, frozen=True, kw_only=True, omit_defaults=True):
     """One parameter of a section, by its name inside the section.
 
+    kind: "trained"; "frozen", which has a value and neither gradient nor optimizer state; or "buffer", a
+    module's persistent buffer, whole and the same wherever its section is.
     replicas: what the copies inside one TP group hold as gradient: "same" (each the whole gradient: count
     once) or "add" (each a term of it, as a kv projection replicated because the group cuts its kv-head).
     """
@@ -45,6 +47,11 @@ class Parameter(Value, frozen=True, kw_only=True):
     dtype: str
     cut: Cut | None = None
     replicas: Literal["same", "add"] = "same"
+    kind: Literal["trained", "frozen", "buffer"] = "trained"
+
+    def __post_init__(self) -> None:
+        if self.kind == "buffer" and self.cut is not None:
+            refuse(f"{self.name}: a buffer is whole on every holder of its section and cannot be cut")
 
 
 class ModelSpec(Value, frozen=True, kw_only=True):
@@ -104,10 +111,10 @@ class ModelSpec(Value, frozen=True, kw_only=True):
                 if name not in named:
                     refuse(f"model {self.name}: tied parameter {name!r} is not in the model")
             a, b = (named[name] for name in names)
-            if (a.shape, a.dtype, a.cut) != (b.shape, b.dtype, b.cut):
+            if (a.shape, a.dtype, a.cut, a.kind) != (b.shape, b.dtype, b.cut, b.kind):
                 refuse(
                     f"model {self.name}: tied parameters {names[0]} and {names[1]} must be alike in shape, "
-                    "dtype and cut"
+                    "dtype, cut and kind"
                 )
 
     def section(self, name: str) -> tuple[Parameter, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice, product
+from typing import cast
 
 import msgspec
-import numpy as np
 
 from elasticd_planner import tight
 from elasticd_planner.assign import EQUAL, split_micro_batches
@@ -16,23 +17,25 @@ from elasticd_planner.cluster import Node
 from elasticd_planner.cost import (
     CostModel,
     memory_by_device,
-    pipeline_seconds,
     rate_of,
-    stage_seconds,
+    stage_times,
+    steady_seconds,
     step_seconds,
 )
 from elasticd_planner.describe import describe
-from elasticd_planner.exact import Combination, Exact
+from elasticd_planner.exact import Exact, Pins
 from elasticd_planner.finish import Finisher
 from elasticd_planner.nearest import nearest
 from elasticd_planner.placement import Outline, bytes_to_move, place, strategy
-from elasticd_planner.plan import Pipeline, Plan
+from elasticd_planner.plan import Pipeline, Plan, Prediction, Stage
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.profiled import ProfileCost, predict
+from elasticd_planner.recompute import Selective, flagged
+from elasticd_planner.settings import Setting, Settings, alive, current_setting, task_of
+from elasticd_planner.shape import Combination
 from elasticd_planner.shortfall import explain
-from elasticd_planner.solve import EXACT_DEVICES
-from elasticd_planner.task import Chained, Group, Task
+from elasticd_planner.task import EXACT_DEVICES, Chained, Group, Task
 from elasticd_planner.value import refuse
+from elasticd_planner.walk import Form, Walk, form
 from elasticd_planner.wide import Wide
 
 #: Plans this close to the best (as a fraction) count as equal; the one that moves the fewest bytes is taken.
@@ -41,21 +44,77 @@ TOLERANCE = 0.005
 #: Of near-equal plans, how many are placed and compared by bytes: of one combination, and in all.
 COMPARED_EACH, COMPARED = 64, 400
 
+#: How often a plan is made again with fewer members to spread replicas over.
+AGAIN = 4
+
 
 def plan(
     problem: Problem,
     number: int = 0,
     tolerance: float = TOLERANCE,
     stop: Callable[[], bool] | None = None,
+    *,
+    steady: bool = False,
 ) -> Answer:
-    """The plan with the least step time; within `tolerance` of it, the one nearest to the current plan.
+    """The plan with the least step time (`steady`: without fill and drain), under the best of the settings that
+    the problem's freedom allows; within `tolerance` of it, the one nearest to the current plan.
     Up to EXACT_DEVICES devices the least of all; beyond, the best that the search finds, `stop` being asked now
     and then whether to end with that. A refusal says what does not fit and what would help."""
-    usable = [d for d in problem.cluster.devices if math.isfinite(rate_of(problem.rates, d.name))]
-    if not usable:
+    if all(math.isinf(rate_of(problem.rates, device.name)) for device in problem.cluster.devices):
         return Answer(plan=None, refusal="no device to plan for: every device is dead; add a node")
-    planning = _Planning(problem=problem, number=number, tolerance=tolerance)
-    return planning.answer() if len(usable) <= EXACT_DEVICES else planning.wide(stop)
+    settings = Settings(problem, steady=steady)
+    slack = tolerance if problem.current is not None else 0.0
+    made: list[_Made] = []
+    refused: list[Answer] = []
+
+    def evaluate(setting: Setting, like: Form | None) -> tuple[float, Form | None]:
+        given = setting.problem(problem)
+        planning = _Planning(problem=given, number=number, tolerance=tolerance, steady=steady, like=like)
+        planning, answer = planning.fitting(stop)
+        if answer.plan is None or answer.plan.prediction is None:
+            refused.append(answer)
+            return math.inf, None
+        seconds = answer.plan.prediction.step_seconds
+        moved = planning.distance(answer.plan)[:2] if problem.current is not None else (0, False)
+        listed = settings.listed.index(setting)
+        made.append(_Made(answer=answer, seconds=seconds, moved=moved, place=listed))
+        return seconds, form(answer.plan)
+
+    walk = Walk(settings, evaluate, slack=slack, stop=stop)
+    if len(settings.listed) == 1:
+        evaluate(settings.listed[0], None)
+    elif len(alive(problem)) <= EXACT_DEVICES:
+        walk.every()
+    else:
+        walk.some()
+    tried = sum(answer.candidates for answer in (*refused, *(one.answer for one in made)))
+    running = current_setting(problem)
+    now = _Planning(problem=running.problem(problem), steady=steady).now() if running is not None else None
+    if not made:
+        return Answer(
+            plan=None,
+            refusal=settings.refusal(refused),
+            current_seconds=now,
+            candidates=tried,
+        )
+    limit = _least(made) * (1 + slack) * (1 + EQUAL)
+    near = [one for one in made if one.seconds <= limit]
+    chosen = min(near, key=lambda one: (one.moved, round(one.seconds, 12), one.place))
+    return msgspec.structs.replace(settings.closed(chosen.answer, tried), current_seconds=now)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """The best plan of one setting: what it moves, and the setting's place in the order of preference."""
+
+    answer: Answer
+    seconds: float
+    moved: tuple[int, bool]
+    place: int
+
+
+def _least(made: Sequence[_Made]) -> float:
+    return min((one.seconds for one in made), default=math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +122,44 @@ class _Planning:
     """One problem being planned."""
 
     problem: Problem
-    number: int
-    tolerance: float
+    number: int = 0
+    tolerance: float = TOLERANCE
+    members: int | None = None
+    steady: bool = False
+    like: Form | None = None
 
     @property
     def cost(self) -> CostModel:
-        return ProfileCost(self.problem.profile)
+        return self.task.cost
 
     @property
     def micro_batches(self) -> int:
         return self.problem.global_batch // self.problem.micro_batch
+
+    def fitting(self, stop: Callable[[], bool] | None) -> tuple[_Planning, Answer]:
+        """The answer, with recomputation off where memory allows; made again with fewer members to spread
+        replicas over where it leaves so many devices idle that these do not fit."""
+        planning = self
+        usable = len(alive(self.problem))
+        for _ in range(AGAIN):
+            answer = planning.answer() if usable <= EXACT_DEVICES else planning.wide(stop)
+            if answer.plan is None:
+                return planning, answer
+            if self.problem.freedom.recompute is True:
+                kept = Selective(task=planning.task).pipelines(answer.plan.modules[0].pipelines)
+                answer = msgspec.structs.replace(
+                    answer, plan=planning.finished(planning.made(kept, chosen=True))
+                )
+            assert answer.plan is not None
+            if planning.fits(answer.plan):
+                return planning, answer
+            planning = replace(planning, members=len(answer.plan.members))
+        return planning, Answer(
+            plan=None,
+            refusal="does not fit: replicas of the state find no room beside it; add a node",
+            current_seconds=answer.current_seconds,
+            candidates=answer.candidates,
+        )
 
     def answer(self) -> Answer:
         current = self.current()
@@ -85,40 +172,33 @@ class _Planning:
             micro_batches=self.micro_batches,
             slack=self.tolerance if current is not None else 0.0,
             best=known if current is not None and self.fits(current) else math.inf,
+            pins=Pins(tp=self.task.tp, dp=self.task.dp, steady=self.steady),
         )
         combinations = exact.run()
-        now = known if current is not None else None
+        now = self.now()
         found = list(islice(self.candidates(exact, combinations, current), COMPARED))
         if not found:
-            return Answer(
-                plan=None, refusal=explain(self.problem), current_seconds=now, candidates=exact.candidates
-            )
+            refusal = explain(self.problem, self.task)
+            return Answer(plan=None, refusal=refusal, current_seconds=now, candidates=exact.candidates)
         best = min(self.seconds(candidate) for candidate in found)
         limit = best * (1 + (self.tolerance if current is not None else 0.0)) * (1 + EQUAL)
         near = [candidate for candidate in found if self.seconds(candidate) <= limit]
         chosen = min(near, key=self.distance) if current is not None else near[0]
         return Answer(plan=self.finished(chosen), current_seconds=now, candidates=exact.candidates + len(found))
 
-    @property
+    @cached_property
     def task(self) -> Task:
-        return Task(
-            cluster=self.problem.cluster,
-            rates=self.problem.rates,
-            cost=self.cost,
-            layers=self.problem.profile.layers,
-            micro_batches=self.micro_batches,
-        )
+        return task_of(self.problem, steady=self.steady, members=self.members)
 
     def wide(self, stop: Callable[[], bool] | None) -> Answer:
         """The answer for any number of devices."""
         search = Wide(self.task, stop)
-        found = search.run()
+        found = search.run(self.like)
         finisher = Finisher(self.task)
-        best = finisher.pipelines(found.pipelines) if found is not None else None
-        current = self.current()
-        now = self.seconds(current) if current is not None else None
+        listed = [finisher.pipelines(one.pipelines) for one in search.near()] if found is not None else []
+        current, now = self.current(), self.now()
         options = list(self._kept(current, finisher)) if current is not None else []
-        if best is not None:
+        for best in (pipelines for pipelines in listed if pipelines is not None):
             near = nearest(best, search.kinds, self.problem.profile, self.problem.current)
             options += [self.made(near)]
         if not options:
@@ -132,9 +212,33 @@ class _Planning:
         return Answer(plan=self.finished(chosen), current_seconds=now, candidates=search.candidates)
 
     def _kept(self, current: Plan, finisher: Finisher) -> Iterator[Plan]:
-        """The current plan, with other micro-batches, and with other layers on the same stages."""
+        """The current plan's groups in their places: as they are, or with the shares that their rates ask for;
+        with other micro-batches, and with other layers."""
+        bases = [current]
+        for pick in (-1, 0):
+            other = self._shared_again(current, pick)
+            if other not in bases:
+                bases.append(other)
+        for base in bases:
+            layered = finisher.pipelines(self._chains(base), keep=True)
+            made = [base, self.split_again(base), self.made(layered) if layered is not None else None]
+            yield from (plan for plan in made if plan is not None and self.fits(plan))
+
+    def _shared_again(self, plan: Plan, pick: int) -> Plan:
+        """The same groups and layers, each group with one of the shares that are worth trying at its rates."""
+
+        def stage(given: Stage) -> Stage:
+            options = self.cost.shares([rate_of(self.problem.rates, device) for device in given.devices])
+            return msgspec.structs.replace(given, shares=options[pick])
+
+        pipelines = plan.modules[0].pipelines
+        return self.made(
+            [msgspec.structs.replace(p, stages=tuple(stage(given) for given in p.stages)) for p in pipelines]
+        )
+
+    def _chains(self, plan: Plan) -> list[Chained]:
         room = {device.name: device.memory for device in self.problem.cluster.devices}
-        chains = [
+        return [
             Chained(
                 groups=tuple(
                     Group(devices=s.devices, shares=s.shares, memory=tuple(room[name] for name in s.devices))
@@ -142,16 +246,16 @@ class _Planning:
                 ),
                 micro_batches=pipeline.micro_batches,
             )
-            for pipeline in current.modules[0].pipelines
+            for pipeline in plan.modules[0].pipelines
         ]
-        layered = finisher.pipelines(chains, keep=True)
-        made = [current, self.split_again(current), self.made(layered) if layered is not None else None]
-        yield from (plan for plan in made if plan is not None and self.fits(plan))
 
     def current(self) -> Plan | None:
-        """The current plan, if it is one of this problem: its members alive, batch and layers equal."""
+        """The current plan under this problem's setting, if it is one of this problem: its members alive,
+        batch, layers and number of pipelines equal."""
         plan = self.problem.current
         if plan is None or plan.modules[0].pipelines[0].layers != self.problem.profile.layers:
+            return None
+        if self.task.dp not in (None, len(plan.modules[0].pipelines)):
             return None
         alive = {
             device.name
@@ -159,7 +263,14 @@ class _Planning:
             if math.isfinite(rate_of(self.problem.rates, device.name))
         }
         same = (plan.global_batch, plan.micro_batch) == (self.problem.global_batch, self.problem.micro_batch)
-        return plan if same and alive.issuperset(plan.members) else None
+        if not (same and alive.issuperset(plan.members)):
+            return None
+        pipelines = plan.modules[0].pipelines
+        return self.made(pipelines if self.problem.freedom.recompute else flagged(pipelines, on=False))
+
+    def now(self) -> float | None:
+        """Seconds of the current plan as it is, if it is one of this problem."""
+        return None if self.current() is None else self.seconds(cast(Plan, self.problem.current))
 
     def candidates(
         self, exact: Exact, combinations: Sequence[Combination], current: Plan | None
@@ -173,22 +284,14 @@ class _Planning:
         slack = self.tolerance if current is not None else 0.0
         limit = exact.best * (1 + slack) * (1 + EQUAL)
         for combination in combinations:
-            options = [
-                [
-                    shape
-                    for shape in exact.shapes[part]
-                    if float(shape.seconds[m - 1]) <= limit - combination.after
-                ]
+            ranked = [
+                exact.options(part, m, limit - combination.after)
                 for part, m in zip(combination.parts, combination.micro_batches, strict=True)
             ]
-            ranked = [
-                sorted(shapes, key=lambda shape, m=m: float(shape.seconds[m - 1]))  # type: ignore[misc]
-                for shapes, m in zip(options, combination.micro_batches, strict=True)
-            ]
-            for shapes in islice(product(*ranked), COMPARED_EACH):
+            for options in islice(product(*ranked), COMPARED_EACH):
                 outlines = [
-                    Outline(shape=shape, layers=shape.layers(self.problem.profile.layers, m), micro_batches=m)
-                    for shape, m in zip(shapes, combination.micro_batches, strict=True)
+                    Outline(shape=option.shape, layers=option.layers, micro_batches=m)
+                    for option, m in zip(options, combination.micro_batches, strict=True)
                 ]
                 yield self.made(place(outlines, exact.alike, self.problem.profile, self.problem.current))
 
@@ -196,9 +299,8 @@ class _Planning:
         """The same stages with the micro-batches divided anew: nothing moves."""
         curves = []
         for pipeline in plan.modules[0].pipelines:
-            stages = stage_seconds(pipeline, self.problem.cluster, self.problem.rates, self.cost)
-            counts = range(1, self.micro_batches + 1)
-            curves.append(np.array([pipeline_seconds(stages, count) for count in counts]))
+            times = stage_times(pipeline, self.problem.cluster, self.problem.rates, self.cost)
+            curves.append(self.cost.timing.curve(times, self.micro_batches))
         given = split_micro_batches(curves, self.micro_batches)
         if given is None:
             return None
@@ -209,18 +311,28 @@ class _Planning:
             ]
         )
 
-    def made(self, pipelines: Sequence[Pipeline]) -> Plan:
+    def made(self, pipelines: Sequence[Pipeline], *, chosen: bool = False) -> Plan:
+        """A plan of these pipelines. Where the setting is to recompute, all their stages do if none does,
+        unless that was `chosen`."""
         used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
+        if (
+            self.problem.freedom.recompute
+            and not chosen
+            and not any(s.recompute for p in pipelines for s in p.stages)
+        ):
+            pipelines = flagged(pipelines, on=True)
         return Plan(
             number=self.number,
             strategies=(strategy(pipelines),),
+            state=self.problem.freedom.states[0],
             micro_batch=self.problem.micro_batch,
             global_batch=self.problem.global_batch,
             idle=tuple(d.name for d in self.problem.cluster.devices if d.name not in used),
         )
 
     def seconds(self, plan: Plan) -> float:
-        return step_seconds(plan, self.problem.cluster, self.problem.rates, self.cost)
+        measure = steady_seconds if self.steady else step_seconds
+        return measure(plan, self.problem.cluster, self.problem.rates, self.cost)
 
     def fits(self, plan: Plan) -> bool:
         """Whether every member's memory suffices."""
@@ -236,11 +348,21 @@ class _Planning:
 
     def finished(self, chosen: Plan) -> Plan:
         """The chosen plan with its number, prediction and reason."""
-        made = self.made(chosen.modules[0].pipelines).replace(number=self.number)
-        prediction = predict(made, self.problem)
-        bound = min(max(prediction.bound_seconds, Wide(self.task).lower()), prediction.step_seconds)
-        prediction = msgspec.structs.replace(prediction, bound_seconds=bound)
+        made = self.made(chosen.modules[0].pipelines, chosen=True).replace(number=self.number)
+        seconds = self.seconds(made)
+        prediction = Prediction(
+            step_seconds=seconds,
+            bound_seconds=min(self.lower(), seconds),
+            memory=memory_by_device(made, self.cost),
+        )
         return made.replace(prediction=prediction, reason=describe(made, self.problem.rates))
+
+    def lower(self) -> float:
+        """Seconds that no plan of this setting can beat."""
+        task = task_of(self.problem, steady=self.steady, members=self.members, hopeful=True)
+        rates = [rate_of(task.rates, device.name) for device in task.cluster.devices]
+        alive = [rate for rate in rates if math.isfinite(rate)]
+        return max(task.cost.bound(alive, task.micro_batches), Wide(task).lower())
 
 
 def without(problem: Problem, device: str) -> Problem:

@@ -11,46 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from elasticd_planner.assign import EQUAL, Floats, Ints
+from elasticd_planner.columns import NEVER, Column, Rules
+from elasticd_planner.ordering import Ordering, caps_of
 
 #: Caps tried: so many values of each type from the real-valued optimum on, and multiples of that optimum.
 VALUES = 3
 MULTIPLES = (1.08, 1.2, 1.35, 1.6, 2.0, 2.6, 3.5, 5.0)
 
+#: Of other orders of stages than the canonical ones, caps up to so many times the least cap of those count.
+NEAR = 1.1
+
 #: Lines kept of a pipeline.
 LINES = 6
-
-#: What counts as impossible, in micro-batches: far below what sums of real pipelines can make up for.
-NEVER = -(10**9)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
-    """A type of group: seconds of a block, of embed and head, and the most layers that its memory holds by
-    position from the end (0: the last stage), of a stage that is not the first and of one that is."""
-
-    block: float
-    embed: float
-    head: float
-    most: tuple[int, ...]
-    most_first: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rules:
-    """What pipelines have in common. hop: seconds between two stages. deep: a pipeline has at least as many
-    micro-batches as stages. most: the micro-batches of the whole step."""
-
-    layers: int
-    hop: float
-    steady: bool
-    deep: bool
-    most: int
-
 
 Order = tuple[int, ...]
 
@@ -66,9 +42,13 @@ def orders(columns: Sequence[Column]) -> list[Order]:
 
 
 class Shapes:
-    """The lines of every pipeline of at most `counts` groups of each column."""
+    """The lines of every pipeline of at most `counts` groups of each column. `pipelines`: where memory binds,
+    every order of stages is looked at, under the caps that so many pipelines may come to (None: canonical
+    orders alone)."""
 
-    def __init__(self, columns: Sequence[Column], counts: Sequence[int], rules: Rules) -> None:
+    def __init__(
+        self, columns: Sequence[Column], counts: Sequence[int], rules: Rules, pipelines: int | None = None
+    ) -> None:
         self.orders = orders(columns)
         self.columns, self.counts, self.rules = tuple(columns), tuple(counts), rules
         self.dims = tuple(count + 1 for count in counts)
@@ -76,14 +56,41 @@ class Shapes:
         self.grid: Ints = grid.astype(np.int64)
         self.depth: Ints = self.grid.sum(axis=0)
         self.binding = False
-        self.rows = np.flatnonzero((self.depth >= 1) & (self.depth <= rules.layers))
-        caps, sums = self._lines(self.orders[0])
+        devices = np.array([column.width for column in columns]) @ self.grid
+        allowed = (self.depth >= 1) & (self.depth <= rules.layers) & (devices >= rules.fewest)
+        self.rows = np.flatnonzero(allowed)
+        listed = [self._lines(self.orders[0])]
+        self._ordering: Ordering | None = None
         if self.binding:
-            for order in self.orders[1:]:
-                more = self._lines(order)
-                caps = np.concatenate([caps, more[0]], axis=1)
-                sums = np.concatenate([sums, more[1]], axis=1)
-        self.caps, self.sums = _useful(caps, sums, 1 if rules.steady else LINES)
+            listed += [self._lines(order) for order in self.orders[1:]]
+            if pipelines is not None:
+                least = np.min([caps.min(axis=1) for caps, _ in listed], axis=0)
+                listed.append(self._ordered(pipelines, least))
+        self._starts = np.cumsum([0, *(caps.shape[1] for caps, _ in listed)])
+        caps = np.concatenate([caps for caps, _ in listed], axis=1)
+        sums = np.concatenate([sums for _, sums in listed], axis=1)
+        self.caps, self.sums, self.tried = _useful(caps, sums, 1 if rules.steady else LINES)
+
+    def _ordered(self, pipelines: int, known: Floats) -> tuple[Floats, Floats]:
+        """(o, S) with stages in the orders in which memory holds the most, under caps that are
+        not far above the least `known` of each pipeline."""
+        caps = caps_of(self.columns, self.counts, self.rules, pipelines)
+        self._ordering = Ordering(self.columns, self.counts, self.rules, caps)
+        holds = self._ordering.total[self.rows] >= self.rules.layers
+        rows, which = np.nonzero(holds & (caps < known[:, None] * NEAR))
+        sums = np.full(holds.shape, np.inf)
+        sums[rows, which] = self._ordering.sums(self.rows[rows], which)
+        return np.where(np.isfinite(sums), caps, np.inf), sums
+
+    def order(self, row: int, line: int) -> Order:
+        """The columns of the stages of one line, from the first to the last."""
+        tried = int(self.tried[row, line])
+        which = int(np.searchsorted(self._starts, tried, side="right")) - 1
+        if which < len(self.orders):
+            have = self.grid[:, self.rows[row]]
+            return tuple(index for index in self.orders[which] for _ in range(have[index]))
+        assert self._ordering is not None
+        return self._ordering.order(int(self.rows[row]), tried - int(self._starts[which]))
 
     def _lines(self, order: Order) -> tuple[Floats, Floats]:
         """(o, S) by pipeline (row) and cap tried, stages in this order; inf where impossible."""
@@ -97,6 +104,8 @@ class Shapes:
             total += room
             possible &= room >= have[index][:, None]
         possible &= total >= rules.layers
+        if rules.steady:  # how the layers are filled does not matter
+            return np.where(possible, caps, np.inf), np.where(possible, 0.0, np.inf)
         left = np.broadcast_to((rules.layers - self.depth[rows])[:, None], caps.shape).astype(np.float64)
         sums = self._fixed(have, order)[:, None] + np.zeros_like(caps)
         for index in sorted(range(len(self.columns)), key=lambda i: self.columns[i].block):
@@ -117,7 +126,7 @@ class Shapes:
             values = (first[:, None] + np.arange(VALUES)) * column.block
             away = np.where(have[index] > 0, 0.0, np.inf)[:, None]
             parts.append(values + rules.hop + away)
-            for fixed in {column.embed + rules.hop, column.head} - {rules.hop}:
+            for fixed in column.ends(rules.hop) - {rules.hop}:
                 parts.append(values[:, :2] + fixed + away)
         parts.append(least[:, None] * np.array(MULTIPLES) + rules.hop)
         return np.concatenate(parts, axis=1)
@@ -195,13 +204,17 @@ class Shapes:
         best = np.nan_to_num(done, nan=NEVER, neginf=NEVER).max(axis=1, initial=NEVER)
         least = self.depth[self.rows] if rules.deep else 1
         found = np.full(self.grid.shape[1], NEVER, dtype=np.int64)
-        found[self.rows] = np.where(best >= least, np.minimum(best, rules.most), NEVER)
+        best = np.minimum(best, rules.each)
+        found[self.rows] = np.where(best >= least, best, NEVER)
         return found.reshape(self.dims)
 
 
-def _useful(caps: Floats, sums: Floats, most: int) -> tuple[Floats, Floats]:
+def _useful(caps: Floats, sums: Floats, most: int) -> tuple[Floats, Floats, Ints]:
     """Of each row the lines that are best for some number of micro-batches: a larger cap must pay by a
-    smaller sum. At most `most`, those of the smallest caps."""
+    smaller sum. At most `most`, those of the smallest caps; and which of those given they are."""
+    if most == 1:
+        best = caps.argmin(axis=1)[:, None]
+        return np.take_along_axis(caps, best, axis=1), np.take_along_axis(sums, best, axis=1), best
     order = np.argsort(caps, axis=1, kind="stable")
     caps, sums = np.take_along_axis(caps, order, axis=1), np.take_along_axis(sums, order, axis=1)
     before = np.minimum.accumulate(sums, axis=1)
@@ -211,9 +224,11 @@ def _useful(caps: Floats, sums: Floats, most: int) -> tuple[Floats, Floats]:
     kept_caps = np.full((len(caps), most), np.inf)
     kept_sums = np.full((len(caps), most), np.inf)
     rows, columns = np.nonzero(better & (rank < most))
+    kept = np.zeros((len(caps), most), dtype=np.int64)
     kept_caps[rows, rank[rows, columns]] = caps[rows, columns]
     kept_sums[rows, rank[rows, columns]] = sums[rows, columns]
-    return kept_caps, kept_sums
+    kept[rows, rank[rows, columns]] = order[rows, columns]
+    return kept_caps, kept_sums, kept
 
 
 def size(counts: Sequence[int]) -> int:

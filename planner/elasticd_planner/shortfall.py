@@ -3,82 +3,105 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+import numpy as np
+
+from elasticd_planner.assign import Floats
 from elasticd_planner.cluster import Device
-from elasticd_planner.cost import CostModel, rate_of
+from elasticd_planner.cost import rate_of
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.rules import apportion
+from elasticd_planner.task import Task
 
 Groups = tuple[tuple[Device, ...], ...]
 
 
-def explain(problem: Problem) -> str:
+def explain(problem: Problem, task: Task) -> str:
     """One sentence with the bytes that are missing, where, and the remedy."""
-    cost = ProfileCost(problem.profile)
-    micro_batches = problem.global_batch // problem.micro_batch
-    nearest: tuple[int, str] | None = None
-    for groups in _chains(problem):
-        if len(groups) <= problem.profile.layers:
-            short = _shortage(groups, problem, cost, micro_batches)
-            nearest = short if nearest is None else min(nearest, short)
-    if nearest is None:
+    short = shortage(problem, task)
+    if short is None:
         return (
-            f"does not fit: {problem.profile.layers} layers in {problem.profile.share_units} units cannot be "
-            "divided over the devices; add memory to them"
+            f"does not fit: {task.layers} layers in {problem.profile.share_units} units cannot be divided over "
+            f"the devices{f' in {task.dp} pipelines' if task.dp else ''}; add memory to them"
         )
-    missing, device = nearest
+    missing, device = short
+    if missing <= 0:
+        return "no plan was found within the search's limits; unpin tp or dp"
     remedy = "add a node" + (", or use smaller micro-batches" if problem.micro_batch > 1 else "")
     return f"does not fit: the smallest plan needs {readable(missing)} more on {device}; {remedy}"
 
 
-def _chains(problem: Problem) -> Iterator[Groups]:
-    """Pipelines over all devices, which need the least memory of each, for every width of the TP groups."""
+def shortage(problem: Problem, task: Task) -> tuple[int, str] | None:
+    """The least bytes by which every device would have to be larger, and the device that is then fullest: over
+    pipelines of all devices (`task.dp`, else one, which asks the least), for every width of groups. None where
+    no such plan can be made at all."""
+    nearest: tuple[int, str] | None = None
+    pipelines = task.dp or 1
+    for groups in _chains(problem, task):
+        each = len(groups) // pipelines
+        depth = min(each, task.layers)
+        if depth < 1 or (pipelines == 1 and each > task.layers):
+            continue
+        short = max(_shortage(groups[p * each : p * each + depth], problem, task) for p in range(pipelines))
+        nearest = short if nearest is None else min(nearest, short)
+    return nearest
+
+
+def _chains(problem: Problem, task: Task) -> Iterator[Groups]:
+    """Groups of all devices in order, for every width."""
     nodes = [
         tuple(d for d in node.devices if math.isfinite(rate_of(problem.rates, d.name)))
         for node in problem.cluster.nodes
     ]
-    widest = min(max(map(len, nodes)), problem.profile.share_units)
-    for width in range(1, widest + 1):
-        yield tuple(
-            devices[i : i + width] for devices in nodes for i in range(0, len(devices), width) if devices
-        )
+    for width in task.cost.widths(max(map(len, nodes))):
+        if task.tp in (None, width):
+            yield tuple(
+                devices[i : i + width]
+                for devices in nodes
+                for i in range(0, len(devices), width)
+                if task.cost.widths(len(devices[i : i + width]))[-1:] == (len(devices[i : i + width]),)
+            )
 
 
-def _shortage(groups: Groups, problem: Problem, cost: CostModel, micro_batches: int) -> tuple[int, str]:
-    """The least bytes by which every device would have to be larger, and the device that is then fullest."""
-    layers, units = problem.profile.layers, problem.profile.share_units
-    depth = len(groups)
-
-    def lack(index: int, count: int) -> tuple[float, str]:
-        shares = apportion(units, (1,) * len(groups[index]))
-        return max(
-            (
-                cost.memory(
-                    count,
+def _shortage(groups: Groups, problem: Problem, task: Task) -> tuple[int, str]:
+    """The least bytes by which every device of one pipeline would have to be larger, and the device that is
+    then fullest. What a member lacks is linear in the layers of its stage."""
+    layers, depth = task.layers, len(groups)
+    counts = np.arange(1, layers + 1)
+    rows: list[Floats] = []
+    names: list[list[str]] = []
+    for index, group in enumerate(groups):
+        shares = apportion(problem.profile.share_units, (1,) * len(group))
+        lacks = []
+        for position, device in enumerate(group):
+            none, one = (
+                task.cost.memory(
+                    n,
                     shares,
                     position,
                     first=index == 0,
                     last=index == depth - 1,
-                    in_flight=min(micro_batches, depth - index),
+                    in_flight=min(task.micro_batches, depth - index),
                 )
-                - device.memory,
-                device.name,
+                for n in (0, 1)
             )
-            for position, device in enumerate(groups[index])
-        )
+            lacks.append(none - device.memory + (one - none) * counts)
+        rows.append(np.max(lacks, axis=0))
+        names.append([group[int(which)].name for which in np.argmax(lacks, axis=0)])
 
-    table = [[lack(index, count) for count in range(1, layers + 1)] for index in range(depth)]
-    for more, _ in sorted(entry for row in table for entry in row):
-        most = [sum(short <= more for short, _ in row) for row in table]
-        if min(most) >= 1 and sum(most) >= layers:
-            return math.ceil(more), max(_full(table, most))[1]
-    return math.ceil(max(table[0])[0]), groups[0][0].name
+    def most(more: float) -> list[int]:
+        return [int(np.searchsorted(row, more, side="right")) for row in rows]
 
-
-def _full(table: Sequence[Sequence[tuple[float, str]]], most: Sequence[int]) -> list[tuple[float, str]]:
-    return [row[count - 1] for row, count in zip(table, most, strict=True)]
+    values = np.unique(np.concatenate(rows))
+    low, high = 0, len(values) - 1
+    while low < high:
+        middle = (low + high) // 2
+        held = most(float(values[middle]))
+        low, high = (low, middle) if min(held) >= 1 and sum(held) >= layers else (middle + 1, high)
+    held = most(float(values[low]))
+    fullest = max((float(row[n - 1]), name[n - 1]) for row, name, n in zip(rows, names, held, strict=True))
+    return math.ceil(values[low]), fullest[1]
 
 
 def readable(size: int) -> str:

@@ -3,56 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 
-import msgspec
-
-from elasticd_planner.cluster import Cluster, Device, Node
-from elasticd_planner.cost import memory_by_device, pipeline_seconds, stage_seconds
+from elasticd_planner.cost import memory_by_device, steady_seconds, step_seconds
 from elasticd_planner.describe import describe
-from elasticd_planner.exact import Combination, Exact, Pins
+from elasticd_planner.exact import Exact, Pins
 from elasticd_planner.finish import Finisher
 from elasticd_planner.formats import Figures, Objective, Planned, TableProblem
 from elasticd_planner.placement import strategy
 from elasticd_planner.plan import Pipeline, Plan, Prediction, Stage
+from elasticd_planner.seconds import cluster_of, rates_of, solve_timed, timed_task, yardstick
+from elasticd_planner.shape import Combination
 from elasticd_planner.table import MIB, TableCost
-from elasticd_planner.task import Task
+from elasticd_planner.task import EXACT_DEVICES, Task
 from elasticd_planner.tight import explain
+from elasticd_planner.walk import form
 from elasticd_planner.wide import Wide
 
 #: So many micro-batches that nothing but the slowest stage counts.
 MANY = 10**6
-
-#: The most devices for which every plan is enumerated.
-EXACT_DEVICES = 8
-
-
-def cluster_of(problem: TableProblem) -> Cluster:
-    return Cluster(
-        nodes=tuple(
-            Node(
-                name=node.name,
-                devices=tuple(
-                    Device(name=f"{node.name}/{i}", memory=math.floor(node.memory_mib * MIB))
-                    for i in range(node.devices)
-                ),
-            )
-            for node in problem.cluster.nodes
-        )
-    )
-
-
-def rates_of(problem: TableProblem) -> dict[str, float]:
-    """Effective rates: how slow a device is, over how fast its node is."""
-    found = {}
-    for node in problem.cluster.nodes:
-        for i in range(node.devices):
-            rate = problem.rates.get(f"{node.name}/{i}", 1.0)
-            known = math.inf if rate is None else rate / node.speed
-            if known != 1.0:
-                found[f"{node.name}/{i}"] = known
-    return found
 
 
 def cost_of(problem: TableProblem) -> TableCost:
@@ -69,7 +38,10 @@ def cost_of(problem: TableProblem) -> TableCost:
     )
 
 
-def task_of(problem: TableProblem, objective: Objective = "step") -> Task:
+def task_of(problem: TableProblem, objective: Objective = "step", plan: Plan | None = None) -> Task:
+    """What the search is given; in seconds, of the setting that `plan` has."""
+    if problem.model.times is not None:
+        return timed_task(problem, objective, plan)
     return Task(
         cluster=cluster_of(problem),
         rates=rates_of(problem),
@@ -95,6 +67,8 @@ def solve(
     """The best plan found, or the reason why there is none. `ideal`: whether the healthy problem is planned
     too, for the yardstick (NaN where it is not). `like`: the plan before a rate moved: plans with as many
     pipelines and groups of the same size are tried first, and no others where there is one."""
+    if problem.model.times is not None:
+        return solve_timed(problem, objective, number=number, ideal=ideal, stop=stop)
     task = task_of(problem, objective)
     wide = Wide(task, stop)
     pipelines, candidates, proved = _pipelines(task, wide, like)
@@ -125,7 +99,7 @@ def solve(
             step=step,
             bound=bound,
             gap=value / bound - 1 if bound else 0.0,
-            ideal=_ideal(problem, objective, value) if ideal else math.nan,
+            ideal=yardstick(problem, objective, value, solve) if ideal else math.nan,
         ),
         objective=objective,
         reason=reason,
@@ -147,18 +121,11 @@ def _pipelines(task: Task, wide: Wide, like: Plan | None) -> tuple[tuple[Pipelin
         )
         best = next(iter(exact.run()), None)
         found = named(exact, best) if best is not None else None
-        return found, exact.candidates, not task.cost.uneven if isinstance(task.cost, TableCost) else False
-    searched = wide.run(_form(like) if like is not None else None)
+        return found, exact.candidates, isinstance(task.cost, TableCost)
+    searched = wide.run(form(like) if like is not None else None)
     if searched is None:
         return None, wide.candidates, False
     return Finisher(task).pipelines(searched.pipelines), wide.candidates, False
-
-
-def _form(plan: Plan) -> tuple[int, int]:
-    """How many pipelines a plan has, and the size of most of its devices' groups."""
-    pipelines = plan.modules[0].pipelines
-    sizes = Counter(len(stage.devices) for p in pipelines for stage in p.stages for _ in stage.devices)
-    return len(pipelines), sizes.most_common(1)[0][0]
 
 
 def _joined(task: Task) -> bool:
@@ -186,23 +153,6 @@ def named(exact: Exact, combination: Combination) -> tuple[Pipeline, ...]:
 
 
 def figures(plan: Plan, task: Task) -> tuple[float, float]:
-    """(steady, step) of a plan, in units of a micro-batch."""
-    steady = step = 0.0
-    for pipeline in plan.modules[0].pipelines:
-        stages = stage_seconds(pipeline, task.cluster, task.rates, task.cost)
-        steady = max(steady, pipeline.micro_batches * max(stages))
-        step = max(step, pipeline_seconds(stages, pipeline.micro_batches))
-    return steady, step
-
-
-def _ideal(problem: TableProblem, objective: Objective, value: float) -> float:
-    """Healthy x N / sum(1 / x); dead devices have no speed."""
-    rates = [problem.rates.get(f"{n.name}/{i}", 1.0) for n in problem.cluster.nodes for i in range(n.devices)]
-    speed = sum(1 / rate for rate in rates if rate is not None)
-    if not problem.rates or not speed:
-        return value
-    healthy = solve(msgspec.structs.replace(problem, rates={}), objective, ideal=False)
-    if healthy.figures is None:
-        return math.nan
-    base = healthy.figures.steady if objective == "steady" else healthy.figures.step
-    return base * len(rates) / speed
+    """(steady, step) of a plan."""
+    given = (task.cluster, task.rates, task.cost)
+    return steady_seconds(plan, *given), step_seconds(plan, *given)

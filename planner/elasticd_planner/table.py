@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from elasticd_planner.bound import Paces, by_slowest, by_speed
 from elasticd_planner.cluster import Link
 from elasticd_planner.cost import GroupCost
+from elasticd_planner.plan import Plan
+from elasticd_planner.timing import Formula, Timing
 
 MIB = 1 << 20
 
 #: Uneven shares are in parts of this many.
 PARTS = 64
-
-#: Uneven shares offered of a group.
-EVENED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +38,14 @@ class TableCost:
     fixed: float
     reserve: float
 
+    def recomputing(self, on: bool) -> TableCost:
+        """The format has no recomputation."""
+        return self
+
+    def under(self, plan: Plan) -> TableCost:
+        """The format knows no state policy."""
+        return self
+
     def widths(self, most: int) -> tuple[int, ...]:
         return tuple(width for width, _ in self.slowdown if width <= most)
 
@@ -46,12 +53,10 @@ class TableCost:
         equal = (1,) * len(rates)
         if not self.uneven or len(set(rates)) == 1 or len(rates) > PARTS:
             return (equal,)
-        options = [equal]
+        # The fastest of those in which no member has more than `most`: no others are faster with less memory.
         most = PARTS
-        for _ in range(EVENED):  # the fastest, then those that ask less memory of their fullest member
-            shares = balanced(rates, PARTS, most)
-            if shares is None:
-                break
+        options = [equal]
+        while (shares := balanced(rates, PARTS, most)) is not None:
             options.append(shares)
             most = max(shares) - 1
         return tuple(options)
@@ -76,6 +81,11 @@ class TableCost:
     def boundary(self, link: Link) -> float:
         return 0.0
 
+    @property
+    def timing(self) -> Timing:
+        """The format defines the step by the formula."""
+        return Formula()
+
     def memory(
         self, layers: int, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int
     ) -> float:
@@ -85,7 +95,7 @@ class TableCost:
         size = each * layers + (self.embedding if first or last else 0.0)
         return size * self.full * shares[position] / sum(shares) + self.fixed + self.reserve
 
-    def after(self, pipelines: int, fewest: int, link: Link) -> float:
+    def after(self, pipelines: int, fewest: int, link: Link, depth: int | None = None) -> float:
         return 0.0
 
     def bound(self, rates: Sequence[float], micro_batches: int) -> float:

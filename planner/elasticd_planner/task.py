@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from elasticd_planner.cluster import Cluster, Rates
 from elasticd_planner.cost import CostModel
 
+#: The most devices for which every plan is enumerated.
+EXACT_DEVICES = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:

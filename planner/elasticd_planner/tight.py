@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from elasticd_planner.cluster import Cluster, Device, Node
+import msgspec
+
+from elasticd_planner.cluster import Device
 from elasticd_planner.division import hosts
 from elasticd_planner.shortfall import readable
 from elasticd_planner.task import Task
@@ -57,8 +59,8 @@ def _nodes(task: Task) -> int | None:
         devices = tuple(
             Device(name=f"{name}/{i}", memory=device.memory) for i, device in enumerate(largest.devices)
         )
-        nodes = (*nodes, Node(name=name, devices=devices))
-        cluster = Cluster(nodes=nodes, inside=task.cluster.inside, between=task.cluster.between)
+        nodes = (*nodes, msgspec.structs.replace(largest, name=name, devices=devices))
+        cluster = msgspec.structs.replace(task.cluster, nodes=nodes)
         nearest = _nearest(
             Task(
                 cluster=cluster,

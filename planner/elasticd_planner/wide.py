@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
+from elasticd_planner.assign import EQUAL
 from elasticd_planner.bound import Choices, least
+from elasticd_planner.columns import Columns, Rules
 from elasticd_planner.division import Division, divider, kinds
-from elasticd_planner.pool import Columns, Pool
+from elasticd_planner.pool import Pool
 from elasticd_planner.pooled import CLOSE, EVER, Pooled
-from elasticd_planner.shapes import Rules
 from elasticd_planner.task import Found, Task
+from elasticd_planner.whole import Nodes, least_whole, nodes_of
+
+#: Up to so many devices everything is searched thoroughly; the bound for whole layers up to so many, and of the
+#: steady figure up to more.
+SMALL, WHOLE_STEADY = 16, 64
 
 #: Numbers of pipelines that are all tried; of more, the most promising with their sizes.
 FEW_NUMBERS, TRIED = 12, 6
@@ -24,6 +31,16 @@ FEW_ATTEMPTS = 2
 
 #: Combinations looked at of one pool in an attempt: thorough, brief, with mixed sizes.
 BUDGET_ALONE, BUDGET_BRIEF, BUDGET_MIXED = 60, 12, 20
+
+#: The same of few devices: with each number of pipelines, and with so many numbers around the best.
+BUDGET_FEW, BUDGET_SMALL, NEAR = 30, 120, 3
+
+#: Combinations looked at of one pool with every order of stages, in a thorough attempt and in others.
+ORDERS, ORDERS_BRIEF = 8, 0
+
+#: How much longer than the best by the formula a plan of few devices may take and still be costed by the
+#: schedule, and how many of these are.
+LEEWAY, KEPT = 1.12, 8
 
 #: (bound, number of pipelines, size of groups on normal nodes)
 Attempt = tuple[float, int, int | None]
@@ -44,11 +61,13 @@ class Wide:
             steady=task.steady,
             deep=task.deep,
             most=task.micro_batches,
+            each=task.micro_batches,
         )
         self.devices = sum(kind.devices * len(kind.nodes) for kind in self.kinds)
-        self.divider = divider(task.cost, task.cluster.inside)
+        self.divider = divider(task.cost)
         self.candidates = 0
         self._best: Found | None = None
+        self._near: list[Found] = []
         self._size: int | None = None
         self._known: dict[int | None, list[tuple[Choices, int]]] = {}
 
@@ -56,11 +75,23 @@ class Wide:
 
     def bound(self, pipelines: int, size: int | None) -> float:
         """Seconds that no plan of so many pipelines can beat, besides what comes after them."""
-        task = self.task
-        return least(self._choices(size), task.layers, task.micro_batches, pipelines, steady=task.steady)
+        task, choices = self.task, self._choices(size)
+        hidden = task.cost.timing.hidden
+        found = least(choices, task.layers, task.micro_batches, pipelines, steady=task.steady, hidden=hidden)
+        if task.steady:
+            return found
+        # One micro-batch's way through a pipeline, all layers on the fastest group.
+        fastest = max(
+            (
+                next((pace for pace, k, _ in listed if k == 1), max(pace for pace, _, _ in listed))
+                for listed, _ in choices
+            ),
+            default=0.0,
+        )
+        return max(found, task.layers / fastest) if fastest else math.inf
 
     def _choices(self, size: int | None) -> list[tuple[Choices, int]]:
-        """What `bound.least` reads: (A_k, k) of each kind and its nodes; with groups of normal devices of
+        """What `bound.least` reads: the choices of each kind and its nodes; with groups of normal devices of
         this size, if one is given."""
         if size not in self._known:
             self._known[size] = [
@@ -71,8 +102,8 @@ class Wide:
     def lower(self) -> float:
         """Seconds that no plan can beat."""
         numbers = self._numbers(every=True)
-        if len(numbers) <= FEW_NUMBERS:
-            return min((self._reach(d, self.task.tp) for d in numbers), default=math.inf)
+        if len(numbers) <= FEW_NUMBERS or self.devices <= SMALL:
+            return min(map(self._proved, numbers), default=math.inf)
         # More pipelines never raise the bound, what comes after them may.
         return self.bound(numbers[-1], self.task.tp) + min(map(self._least_after, numbers))
 
@@ -80,13 +111,26 @@ class Wide:
         """The bound of so many pipelines, what comes after them included."""
         return self.bound(pipelines, size) + self._least_after(pipelines)
 
+    @cached_property
+    def _whole(self) -> list[Nodes] | None:
+        """What the bound for whole layers reads, where it is cheap."""
+        if self.devices > (WHOLE_STEADY if self.task.steady else SMALL):
+            return None
+        return nodes_of(self.task, self.kinds, self.divider)
+
+    def _proved(self, pipelines: int) -> float:
+        """The same for any sizes, and with whole layers where that is cheap."""
+        bound, task = self.bound(pipelines, self.task.tp), self.task
+        if self._whole is not None:
+            bound = least_whole(task, self._whole, pipelines, bound)
+        return bound + self._least_after(pipelines)
+
     def _least_after(self, pipelines: int) -> float:
         """What comes after so many pipelines takes least over the quicker link, the smallest of them having
         its part of the devices."""
         task = self.task
         fewest = max(1, self.devices // pipelines)
-        links = (task.cluster.inside, task.cluster.between)
-        return min(task.cost.after(pipelines, fewest, link) for link in links)
+        return min(task.cost.after(pipelines, fewest, link) for link in task.cluster.links)
 
     def _numbers(self, *, every: bool = False) -> list[int]:
         """Numbers of pipelines: the one pinned, or those that devices, memory and batch allow."""
@@ -140,6 +184,13 @@ class Wide:
             self._try([(0.0, like[0], self.task.tp or like[1])], BUDGET_BRIEF)
             if self._best is not None:
                 return self._answer()
+        if self.devices <= SMALL:
+            numbers = self._numbers(every=True)
+            attempts: list[Attempt] = sorted((self._proved(d), d, self.task.tp) for d in numbers)
+            self._try(attempts, BUDGET_FEW)
+            best = len(self._best.pipelines) if self._best is not None else 1
+            self._try(sorted(attempts, key=lambda entry: (abs(entry[1] - best), entry))[:NEAR], BUDGET_SMALL)
+            return self._answer()
         attempts = self._attempts(sizes)
         if len(attempts) <= FEW_ATTEMPTS:
             self._try(attempts, BUDGET_ALONE)
@@ -149,6 +200,15 @@ class Wide:
         if self.task.tp is None and sizes != [None]:
             self._try(self._like_best([None]), BUDGET_MIXED)
         return self._answer()
+
+    def near(self) -> list[Found]:
+        """The best plan found and others that are near it by the formula, best first: where the time is the
+        schedule's, one of those may be the quickest. Of many devices the best alone."""
+        if self._best is None or self.devices > SMALL:
+            return [self._best] if self._best is not None else []
+        distinct = {found.pipelines: found for found in self._near}
+        kept = sorted(distinct.values(), key=lambda found: found.seconds)
+        return [found for found in kept if found.seconds <= kept[0].seconds * LEEWAY][:KEPT]
 
     def _answer(self) -> Found | None:
         best = self._best
@@ -210,12 +270,12 @@ class Wide:
             low, high = (low, middle) if pool.able(0, middle, need) else (middle, high)
         return high + self._after(pipelines)
 
-    def _after(self, pipelines: int) -> float:
-        """Seconds after the pipelines, where they are alike."""
+    def _after(self, pipelines: int, smallest: int | None = None) -> float:
+        """Seconds after the pipelines, of which the smallest has so many devices (None: all are alike)."""
         task = self.task
         nodes = sum(len(kind.nodes) for kind in self.kinds)
         link = task.cluster.between if nodes > 1 else task.cluster.inside
-        return task.cost.after(pipelines, max(1, self.devices // pipelines), link)
+        return task.cost.after(pipelines, smallest or max(1, self.devices // pipelines), link)
 
     def _sizes(self) -> list[int | None]:
         """Sizes of groups on normal nodes; None where there are no such nodes."""
@@ -225,29 +285,54 @@ class Wide:
         return list(self.task.cost.widths(max(normal))) if normal else [None]
 
     def _with(self, pipelines: int, size: int | None, known: float, budget: int) -> Found | None:
-        """The best plan of so many pipelines, if it beats `known` seconds."""
+        """The best plan of so many pipelines, if it beats `known` seconds. What comes after them depends on the
+        smallest: few devices are searched with several sizes that it has at least."""
         task = self.task
-        low = self.bound(pipelines, size)
+        low, small = self.bound(pipelines, size), self.devices <= SMALL
+        if small:
+            low = self._proved(pipelines) - self._least_after(pipelines)
         if not math.isfinite(low) or low <= 0:
             return None
         time = low / task.layers
-        after = self._after(pipelines)
         divisions: list[Sequence[Division]] = []
         for kind in self.kinds:
-            listed = self.divider.divisions(kind, time, steady=task.steady, size=size)
+            if small:
+                listed = self.divider.every(kind, size=size)
+            else:
+                listed = self.divider.divisions(kind, time, steady=task.steady, size=size)
             divisions.append(listed or (Division(types=(), members=()),))
-        pooled = Pooled(
-            task=task,
-            rules=self.rules,
-            kinds=self.kinds,
-            divisions=divisions,
-            pipelines=pipelines,
-            time=time,
-            budget=budget,
-            stop=self.stop,
-        )
-        found = pooled.solve(low, known - after)
-        self.candidates += pooled.evaluated
-        if found is None:
-            return None
-        return Found(pipelines=found.pipelines, seconds=found.seconds + after, candidates=self.candidates)
+        best: Found | None = None
+        leeway = LEEWAY if small and task.cost.timing.hidden and not task.steady else 1.0
+        for fewest in self._fewest(pipelines) if small else (1,):
+            pooled = Pooled(
+                task=task,
+                rules=self.rules,
+                kinds=self.kinds,
+                divisions=divisions,
+                pipelines=pipelines,
+                time=time,
+                budget=budget,
+                orders=ORDERS if budget >= BUDGET_ALONE else ORDERS_BRIEF,
+                fewest=fewest,
+                thorough=small,
+                stop=self.stop,
+            )
+            found = pooled.solve(low, known * leeway - self._after(pipelines, fewest if small else None))
+            self.candidates += pooled.evaluated
+            if found is None:
+                continue
+            smallest = min(sum(len(g.devices) for g in chained.groups) for chained in found.pipelines)
+            seconds = found.seconds + self._after(pipelines, smallest)
+            made = Found(pipelines=found.pipelines, seconds=seconds, candidates=self.candidates)
+            known = min(known, seconds)
+            self._near.append(made)
+            if best is None or seconds < best.seconds:
+                best = made
+        return best
+
+    def _fewest(self, pipelines: int) -> tuple[int, ...]:
+        """Devices that the smallest pipeline may have at least: what is worth a search of its own."""
+        most = max(1, self.devices // pipelines)
+        if self._after(pipelines, 1) <= self._after(pipelines, most) * (1 + EQUAL):
+            return (1,)
+        return tuple(sorted({most, max(1, 2 * most // 3), 1}, reverse=True))

@@ -11,8 +11,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from elasticd.cli.app import elasticd
-from elasticd.cli.picture import named
-from elasticd.cli.plan import lacking
 
 PROBLEM: dict[str, Any] = {
     "cluster": {"nodes": [{"name": f"n{i}", "devices": 4, "memory_mib": 80000} for i in range(3)]},
@@ -71,18 +69,6 @@ def test_the_difference_of_a_plan_to_itself_is_empty_and_to_another_is_not(tmp_p
     assert "0.00" in same.output
     assert "n0/1" not in same.output
     assert "n0/1" in run("--diff", str(tmp_path / "old"), str(tmp_path / "new")).output
-
-
-def test_what_a_device_lacks_is_counted_in_layers() -> None:
-    assert lacking(None, (0, 10, 0.0, 0.5)) == 5.0
-    assert lacking((0, 10, 0.0, 0.5), (0, 10, 0.0, 0.5)) == 0.0
-    assert lacking((0, 10, 0.0, 0.5), (5, 15, 0.0, 0.5)) == 2.5
-    assert lacking((0, 10, 0.0, 0.5), (0, 10, 0.25, 0.75)) == 2.5
-
-
-def test_neighbours_are_shortened_and_slow_ones_named() -> None:
-    names = ("n0/0", "n0/1", "n0/2", "n0/7", "n1/0")
-    assert named(names, {"n0/2": 2.57}) == "n0/0-1 + n0/2 2.57x + n0/7 + n1/0"
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,10 @@ def optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-3, weight_decay=0.1)
 
 
+def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+
+
 def die_at(moment: str) -> None:
     """Lets this process be killed when it comes to a moment of its second plan's switch."""
 
@@ -104,6 +108,10 @@ def main() -> None:
         micro_batch=options.get("micro_batch", 1),
         seed=SEED,
         clip=CLIP,
+        scheduler=scheduler,
+        zero=options.get("zero", 0),
+        replicas=options.get("replicas"),
+        **options.get("job", {}),
     )
     with (out / f"ledger-{job.device.replace('/', ':')}").open("w") as ledger:
         for step in job.steps(options["steps"]):
@@ -124,6 +132,7 @@ def reference(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
         for name, parameter in model.named_parameters():
             parameter.copy_(first(name, Box.whole(parameter.shape), SEED))
     update = optimizer(model.named_parameters())
+    rates = scheduler(update)
     sampler = Sampler(size=len(Text()), global_batch=BATCH, seed=SEED)
     losses = []
     for step in range(steps):
@@ -133,6 +142,7 @@ def reference(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
         (total / count).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         update.step()
+        rates.step()
         losses.append(float(total.detach()) / count)
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 

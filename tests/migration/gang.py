@@ -20,7 +20,7 @@ from elasticd_planner.layouts import Layouts
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from tests.migration.contract import CHECKS
-from tests.migration.plans import LAYERS, SPEC, plan
+from tests.migration.plans import SPEC, plan
 from tests.migration.ranks import assert_same_bits, copy_of, local, members, trained
 
 BEFORE = plan(1, [(1, [("n0/0", 3), ("n0/1", 1)]), (2, [("n1/0", 1)])])
@@ -50,19 +50,19 @@ def poll(work: dist.Work) -> None:
 def moved(transport: ProcessGroupTransport) -> dict[str, object]:
     """Migrate real AdamW state, check it against the reference, and say what was sent."""
     old, new = Layouts(SPEC, BEFORE), Layouts(SPEC, AFTER)
-    whole, optimizer = trained(Layouts(SPEC, plan(0, [(LAYERS, [("n0/0", 1)])])))
+    whole = trained()
     device = transport.members[transport.rank]
-    state = local(whole, optimizer, old, device)
+    state = local(whole, old, device)
     kept = copy_of(state)
     start = transport.bytes_sent
     result = migrate(old, new, state, transport, limit=20_000)
-    assert_same_bits(result.state, local(whole, optimizer, new, device))
+    assert_same_bits(result.state, local(whole, new, device))
     assert_same_bits(state, kept)
     assert transport.bytes_sent - start == result.bytes_sent + result.bytes_sealed
     everything = transport.all_gather(b"ok")
     transport.drain()
     assert everything == [b"ok"] * transport.size
-    sizes = local(whole, optimizer, Layouts(SPEC, plan(0, [(LAYERS, [(device, 1)])])), device).schema().sizes
+    sizes = whole.state().schema().sizes
     return {
         "sent": result.bytes_sent,
         "received": result.bytes_received,

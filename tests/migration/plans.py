@@ -1,6 +1,10 @@
 """A small model, and random plans for it, that together show every shape a layout can take."""
 
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
 from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units
 from hypothesis import strategies as st
 
@@ -10,12 +14,12 @@ LAYERS = 3
 
 def _parameter(name: str, *shape: int, cut: tuple[int, str] | None = None, **rest: str) -> Parameter:
     rule = Cut(dim=cut[0], units=cut[1]) if cut else None
-    dtype, replicas = rest.get("dtype", "float32"), rest.get("replicas", "same")
-    return Parameter(name=name, shape=shape, dtype=dtype, cut=rule, replicas=replicas)  # type: ignore[arg-type]
+    return Parameter(name=name, shape=shape, cut=rule, **{"dtype": "float32", **rest})  # type: ignore[arg-type]
 
 
 # Four query heads over two kv-heads: TP of three or four splits a kv group. The head is tied to the
 # embedding; widths are mixed, one parameter has no dimensions, and one is large enough to be sent by itself.
+# One is frozen in eight bits, and there is a buffer.
 SPEC = ModelSpec(
     name="tiny",
     embed=(_parameter("tokens.weight", 80, 160, cut=(0, "vocabulary")),),
@@ -23,10 +27,12 @@ SPEC = ModelSpec(
         (
             _parameter("norm.weight", 4, dtype="bfloat16"),
             _parameter("scale"),
-            _parameter("q.weight", 8, 4, cut=(0, "heads")),
+            _parameter("q.weight", 32, 48, cut=(0, "heads")),
             _parameter("k.weight", 4, 4, cut=(0, "kv_heads"), replicas="add"),
-            _parameter("o.weight", 4, 8, cut=(1, "heads"), dtype="float64"),
+            _parameter("o.weight", 48, 32, cut=(1, "heads"), dtype="float64"),
+            _parameter("old.weight", 8, 6, cut=(0, "heads"), dtype="float8_e4m3fn", kind="frozen"),
             _parameter("down.weight", 3, 12, cut=(1, "columns")),
+            _parameter("angles", 5, 2, kind="buffer"),
         ),
     ),
     layers=(0,) * LAYERS,
@@ -47,7 +53,7 @@ SPEC = ModelSpec(
 Shape = list[tuple[int, list[tuple[str, int]]]]  # stages: number of layers, (device, share)
 
 
-def plan(number: int, *pipelines: Shape, binding: dict[str, str] | None = None) -> Plan:
+def plan(number: int, *pipelines: Shape, zero: int = 0, replicas: int | None = None, **rest: Any) -> Plan:
     """A plan with a pipeline for each list of (layers, [(device, share), ...])."""
     made = []
     for stages in pipelines:
@@ -63,13 +69,20 @@ def plan(number: int, *pipelines: Shape, binding: dict[str, str] | None = None) 
         strategies=(Strategy(modules=(module,)),),
         micro_batch=1,
         global_batch=len(made),
-        binding=binding or {},
+        state=StatePolicy(zero=zero, replicas=replicas),
+        **rest,
     )
 
 
+def alone(device: str = "n0/0") -> Plan:
+    """All on one device."""
+    return plan(0, [(LAYERS, [(device, 1)])])
+
+
 @st.composite
-def plans(draw: st.DrawFn, number: int) -> Plan:
-    """Any number of pipelines, stages, TP widths and shares, over any of the devices in any order."""
+def plans(draw: st.DrawFn, number: int, least: int = 1) -> Plan:
+    """Any number of pipelines, stages, TP widths and shares, over any of the devices in any order; any state
+    policy with at least so many replicas, and carriers."""
     free = list(draw(st.permutations(DEVICES)))
     pipelines: list[Shape] = []
     for _ in range(draw(st.integers(1, 3))):
@@ -83,4 +96,37 @@ def plans(draw: st.DrawFn, number: int) -> Plan:
             stages.append((layers, [(free.pop(), draw(st.integers(1, 3))) for _ in range(width)]))
             left -= layers
         pipelines.append(stages)
-    return plan(number, *pipelines)
+    replicas = draw(st.integers(least, 4)) if least > 1 else draw(st.none() | st.integers(1, 4))
+    zero = draw(st.sampled_from([1, 2])) if replicas else 0
+    carriers = draw(st.sets(st.sampled_from(sorted(free)))) if zero and free else set()
+    idle = tuple(device for device in free if device not in carriers)
+    return plan(number, *pipelines, zero=zero, replicas=replicas, carriers=tuple(sorted(carriers)), idle=idle)
+
+
+def random_plan(seed: int, number: int, devices: Sequence[str]) -> Plan:
+    """A plan on some of the devices without hypothesis, for processes of their own."""
+    rng = random.Random(seed)
+    free = rng.sample(devices, len(devices))
+    pipelines: list[Shape] = []
+    for _ in range(rng.randint(1, 2)):
+        cuts = sorted(rng.sample(range(1, LAYERS), rng.randint(0, 1)))
+        stages: Shape = []
+        for start, stop in zip([0, *cuts], [*cuts, LAYERS], strict=True):
+            width = min(rng.randint(1, 2), len(free) - 1)
+            if width < 1:
+                break
+            stages.append((stop - start, [(free.pop(), rng.randint(1, 3)) for _ in range(width)]))
+        if sum(layers for layers, _ in stages) == LAYERS:
+            pipelines.append(stages)
+    used = {device for stages in pipelines for _, group in stages for device, _ in group}
+    replicas = rng.choice([None, 1, 2, 3])
+    rest = [device for device in devices if device not in used]
+    carriers = tuple(sorted(rng.sample(rest, min(1, len(rest))))) if replicas else ()
+    return plan(
+        number,
+        *pipelines,
+        zero=rng.randint(1, 2) if replicas else 0,
+        replicas=replicas,
+        carriers=carriers,
+        idle=tuple(device for device in rest if device not in carriers),
+    )

@@ -3,33 +3,37 @@
 import threading
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 import torch
 from elasticd_migration.execute import Corrupt, Incomplete, Moved, agree, checksum, execute, migrate
 from elasticd_migration.reshard import Lost, bytes_lacking, reshard
-from elasticd_migration.rounds import Round, schedule
+from elasticd_migration.rounds import Message, Round, schedule
 from elasticd_migration.schema import Disagreement
-from elasticd_migration.state import LocalState, LocalTensor, install
+from elasticd_migration.settings import from_text
+from elasticd_migration.state import LocalState, install, own, restore_optimizer
 from elasticd_migration.transport import MemoryTransport
-from elasticd_planner.layouts import Layouts
+from elasticd_planner.layouts import Item, Layouts
 from elasticd_planner.plan import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.migration.plans import LAYERS, SPEC, plan, plans
+from tests.migration.plans import LAYERS, SPEC, alone, plan, plans
 from tests.migration.ranks import (
+    SCALER,
+    Training,
     adamw,
     assert_same_bits,
     copy_of,
-    empty_model,
-    give_gradients,
     local,
+    mapped,
     members,
     together,
     trained,
+    training,
 )
 
-WHOLE, OPTIMIZER = trained(Layouts(SPEC, plan(0, [(LAYERS, [("n0/0", 1)])])))
+WHOLE = trained()
 BEFORE = plan(1, [(1, [("n0/0", 3), ("n0/1", 1)]), (2, [("n1/0", 1)])])
 AFTER = plan(2, [(2, [("n0/0", 1), ("n1/1", 2)]), (1, [("n1/0", 1)])])
 OLD, NEW = Layouts(SPEC, BEFORE), Layouts(SPEC, AFTER)
@@ -41,10 +45,24 @@ def one_thread_each() -> None:
 
 
 def held(layouts: Layouts, device: str) -> LocalState:
-    return local(WHOLE, OPTIMIZER, layouts, device)
+    return local(WHOLE, layouts, device)
 
 
-@settings(max_examples=20, deadline=None)
+def installed(state: LocalState, layouts: Layouts, device: str) -> Training:
+    """A training made anew and given what was moved, as the runtime does it."""
+    mine = training(layouts, device)
+    install(state, mine.values, buffers=mine.buffers)
+    mine.owned = own(layouts, device, mine.values)  # the values have adopted other memory
+    mine.optimizer = adamw([(name, parameter) for name, _, parameter in mine.owned])
+    mine.scheduler = torch.optim.lr_scheduler.StepLR(mine.optimizer, step_size=2, gamma=0.5)
+    restore_optimizer(state, mine.owned, mine.optimizer)
+    mine.scheduler.load_state_dict(from_text(state.extras["scheduler"]))
+    return mine
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(max_examples=300, deadline=None)
 @given(plans(1), plans(2), st.sampled_from([2_000, 20_000, 1 << 26]))
 def test_a_move_equals_the_reference_and_sends_exactly_what_is_lacking(
     before: Plan, after: Plan, limit: int
@@ -56,47 +74,60 @@ def test_a_move_equals_the_reference_and_sends_exactly_what_is_lacking(
     results = together(ends, lambda end: migrate(old, new, states[end.members[end.rank]], end, limit=limit))
     moved = [result for result in results if isinstance(result, Moved)]
     assert len(moved) == len(ends), results
-    schema = held(Layouts(SPEC, plan(0, [(LAYERS, [("n0/0", 1)])])), "n0/0").schema()
-    lacks = bytes_lacking(old, new, schema.sizes)
+    lacks = bytes_lacking(old, new, held(Layouts(SPEC, alone()), "n0/0").schema().sizes)
     for end, result in zip(ends, moved, strict=True):
         device = end.members[end.rank]
         assert_same_bits(result.state, held(new, device))
         assert_same_bits(states[device], kept[device])
         assert result.bytes_received == lacks.get(device, 0)
         assert end.bytes_sent == result.bytes_sent + result.bytes_sealed
+        assert from_text(result.state.extras["scaler"]) == SCALER
     assert sum(result.bytes_sent for result in moved) == sum(lacks.values())
 
 
-def test_training_goes_on_from_the_moved_state_as_the_whole_model_would() -> None:
-    whole, optimizer = trained(OLD)
-    give_gradients(OLD, whole, 9)
-    states = {device: held(OLD, device) for device in members(BEFORE, AFTER)}
-    ends = MemoryTransport.connect(members(BEFORE, AFTER))
-    results = together(ends, lambda end: migrate(OLD, NEW, states[end.members[end.rank]], end))
-    optimizer.step()
+@settings(max_examples=25, deadline=None)
+@given(plans(1), plans(2))
+def test_training_goes_on_from_the_moved_state_as_the_whole_model_would(before: Plan, after: Plan) -> None:
+    old, new = Layouts(SPEC, before), Layouts(SPEC, after)
+    states = {device: held(old, device) for device in members(before, after)}
+    ends = MemoryTransport.connect(members(before, after))
+    results = together(ends, lambda end: migrate(old, new, states[end.members[end.rank]], end))
+    whole = trained()
+    for number in (9, 10):
+        whole.step(number)
     for device, result in zip(ends[0].members, results, strict=True):
         assert isinstance(result, Moved)
-        parameters, mine = empty_model(NEW, device)
-        install(result.state, parameters, mine)
-        give_gradients(OLD, parameters, 9)
-        mine.step()
-        for name, (box, parameter) in parameters.items():
-            everything, reference = whole[name]
+        if device not in after.members:
+            continue
+        mine = installed(result.state, new, device)
+        for number in (9, 10):
+            mine.step(number)
+        for found, expected in zip(mine.optimizer.param_groups, whole.optimizer.param_groups, strict=True):
+            settings = expected.keys() - {"params", "param_names"}
+            different = {key for key in settings if found[key] != expected[key]}
+            assert not different, "settings that a scheduler has changed since are those of the whole model"
+        assert mine.scheduler.state_dict() == whole.scheduler.state_dict()
+        sources = {name: (box, parameter) for name, box, parameter in whole.owned}
+        for name, box, parameter in mine.owned:
+            if box.empty:
+                assert parameter not in mine.optimizer.state
+                continue
+            everything, reference = sources[name]
             torch.testing.assert_close(parameter, reference[box.slices(everything)])
-            assert mine.state[parameter]["step"] == 4
-    assert all(states["n0/1"].tensors[name].scalars["step"] == 3 for name in states["n0/1"].tensors)
+            assert mine.optimizer.state[parameter]["step"] == 5
+    assert all(t.scalars["step"] == 3 for s in states.values() for i, t in s.tensors.items() if i[1] == "state")
 
 
 def test_before_the_first_step_values_move_alone() -> None:
-    blank = adamw(WHOLE)
+    blank = trained(0)
 
     def work(end: MemoryTransport) -> Moved:
-        return migrate(OLD, NEW, local(WHOLE, blank, OLD, end.members[end.rank]), end)
+        return migrate(OLD, NEW, local(blank, OLD, end.members[end.rank]), end)
 
     ends = MemoryTransport.connect(members(BEFORE, AFTER))
     for end, result in zip(ends, together(ends, work), strict=True):
         assert isinstance(result, Moved)
-        assert_same_bits(result.state, local(WHOLE, blank, NEW, end.members[end.rank]))
+        assert_same_bits(result.state, local(blank, NEW, end.members[end.rank]))
 
 
 def test_what_stays_is_not_copied_and_its_counters_are() -> None:
@@ -105,9 +136,9 @@ def test_what_stays_is_not_copied_and_its_counters_are() -> None:
     results = together(ends, lambda end: migrate(OLD, NEW, states[end.members[end.rank]], end))
     result = results[ends[0].members.index("n1/0")]
     assert isinstance(result, Moved)
-    name = "blocks.2.q.weight"
-    old, new = states["n1/0"].tensors[name], result.state.tensors[name]
-    assert new.planes["exp_avg"] is old.planes["exp_avg"]
+    item = Item("blocks.2.q.weight", "state")
+    old, new = states["n1/0"].tensors[item], result.state.tensors[item]
+    assert new.shards[0].planes["exp_avg"] is old.shards[0].planes["exp_avg"]
     assert new.scalars["step"] is not old.scalars["step"]
 
 
@@ -142,18 +173,18 @@ def test_a_damaged_piece_is_named_where_it_arrives_and_nobody_hangs_or_loses_the
         assert_same_bits(states[device], kept[device])
 
 
-def agreed_sizes() -> dict[str, int]:
-    return held(Layouts(SPEC, plan(0, [(LAYERS, [("n0/0", 1)])])), "n0/0").schema().sizes
+def agreed_sizes() -> dict[Item, int]:
+    return held(Layouts(SPEC, alone()), "n0/0").schema().sizes
 
 
 def run(end: MemoryTransport, rounds: tuple[Round, ...], number: int) -> Moved:
     device = end.members[end.rank]
     state = held(OLD, device)
-    return execute(rounds, state, NEW.of(device), end, agree(end, state), number=number)
+    return execute(rounds, state, NEW.held(device), end, agree(end, state), number=number)
 
 
 def all_rounds() -> tuple[Round, ...]:
-    planes = held(Layouts(SPEC, plan(0, [(LAYERS, [("n0/0", 1)])])), "n0/0").schema().planes
+    planes = held(Layouts(SPEC, alone()), "n0/0").schema().planes
     return schedule(reshard(OLD, NEW, agreed_sizes()), planes, limit=20_000)
 
 
@@ -171,17 +202,37 @@ def test_a_schedule_with_a_hole_is_noticed() -> None:
     ends = MemoryTransport.connect(members(BEFORE, AFTER))
     results = together(ends, lambda end: run(end, rounds[1:], number=2))
     assert any(isinstance(result, Incomplete) for result in results)
-    assert "elements came to" in str(next(result for result in results if isinstance(result, Incomplete)))
+    assert "lacks came" in str(next(result for result in results if isinstance(result, Incomplete)))
+
+
+def exchanged(message: Message) -> Message:
+    """The same bytes on the wire, said to be another plane's."""
+    other = {"exp_avg": "exp_avg_sq", "exp_avg_sq": "exp_avg"}
+    pieces = tuple(
+        msgspec.structs.replace(piece, plane=other.get(piece.plane, piece.plane)) for piece in message.pieces
+    )
+    return Message(source=message.source, destination=message.destination, pieces=pieces)
+
+
+def test_ranks_whose_schedules_differ_notice_it_though_all_sizes_fit() -> None:
+    rounds = all_rounds()
+    other = tuple(Round(messages=tuple(map(exchanged, turn.messages))) for turn in rounds)
+    ends = MemoryTransport.connect(members(BEFORE, AFTER))
+    sender = ends[0].members.index("n0/1")
+    results = together(ends, lambda end: run(end, other if end.rank == sender else rounds, number=2))
+    refused = [result for result in results if isinstance(result, Corrupt)]
+    assert refused
+    assert all("n0/1 sends other pieces in round" in str(error) for error in refused)
 
 
 def test_ranks_that_took_different_steps_all_refuse_alike() -> None:
-    later = trained(OLD, steps=4)
+    later = trained(4)
     before = plan(1, [(LAYERS, [("n0/0", 1)])], [(LAYERS, [("n0/1", 1)])])
     old, new = Layouts(SPEC, before), Layouts(SPEC, plan(2, [(LAYERS, [("n0/2", 1)])]))
 
     def work(end: MemoryTransport) -> Moved:
         device = end.members[end.rank]
-        state = local(*later, old, device) if device == "n0/1" else held(old, device)
+        state = local(later, old, device) if device == "n0/1" else held(old, device)
         return migrate(old, new, state, end)
 
     results = together(MemoryTransport.connect(("n0/0", "n0/1", "n0/2")), work)
@@ -210,7 +261,7 @@ def test_a_new_incarnation_does_not_use_what_its_predecessor_held() -> None:
     shape = [(LAYERS, [("n0/0", 1)])], [(LAYERS, [("n0/1", 1)])]
     old = Layouts(SPEC, plan(1, *shape, binding={"n0/0": "a", "n0/1": "b"}))
     new = Layouts(SPEC, plan(2, *shape, binding={"n0/0": "a", "n0/1": "c"}))
-    stale = local(*trained(OLD, steps=1), old, "n0/1")
+    stale = local(trained(1), old, "n0/1")
     ends = MemoryTransport.connect(("n0/0", "n0/1"))
     results = together(ends, lambda end: migrate(old, new, stale if end.rank else held(old, "n0/0"), end))
     assert isinstance(results[1], Moved)
@@ -259,7 +310,7 @@ def test_the_death_of_a_rank_ends_the_others_wait() -> None:
         if end.members[end.rank] == "n1/0":
             end.close("n1/0 died")
             raise RuntimeError("died")
-        return execute(all_rounds(), state, NEW.of(end.members[end.rank]), end, schema, number=2)
+        return execute(all_rounds(), state, NEW.held(end.members[end.rank]), end, schema, number=2)
 
     results = together(ends, work)
     assert any("n1/0 died" in str(result) for result in results)
@@ -277,22 +328,14 @@ def test_state_on_a_gpu_moves_through_host_memory() -> None:
     ends = MemoryTransport.connect(members(BEFORE, AFTER))
     for end, result in zip(ends, together(ends, work), strict=True):
         assert isinstance(result, Moved), result
-        planes = [plane for tensor in result.state.tensors.values() for plane in tensor.planes.values()]
+        shards = [shard for tensor in result.state.tensors.values() for shard in tensor.shards]
+        planes = [plane for shard in shards for plane in shard.planes.values()]
         assert all(plane.is_cuda for plane in planes)
         assert_same_bits(on(torch.device("cpu"), result.state), held(NEW, end.members[end.rank]))
 
 
 def on(device: torch.device, state: LocalState) -> LocalState:
-    return LocalState(
-        tensors={
-            name: LocalTensor(
-                box=tensor.box,
-                planes={key: plane.to(device) for key, plane in tensor.planes.items()},
-                scalars=tensor.scalars,
-            )
-            for name, tensor in state.tensors.items()
-        }
-    )
+    return mapped(state, lambda plane: plane.to(device))
 
 
 def test_the_sum_of_bytes_does_not_depend_on_where_they_lie() -> None:

@@ -14,28 +14,28 @@ from elasticd_migration.reshard import (
     whole_bytes,
 )
 from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Layouts
+from elasticd_planner.layouts import Item, Layouts
 from elasticd_planner.plan import Plan
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.migration.plans import DEVICES, LAYERS, SPEC, plan, plans
+from tests.migration.plans import DEVICES, LAYERS, SPEC, alone, plan, plans
 
-SIZES = dict.fromkeys(Layouts(SPEC, plan(0, [(LAYERS, [("n0/0", 1)])])).names, 12)
+SIZES = {item: {"value": 4, "state": 8, "buffer": 2}[item.role] for item in Layouts(SPEC, alone()).items}
 
 
 def node(device: str) -> str:
     return device.split("/")[0]
 
 
-def masks(layouts: Layouts, without: frozenset[str] = frozenset()) -> dict[tuple[str, str], np.ndarray]:
+def masks(layouts: Layouts, without: frozenset[str] = frozenset()) -> dict[tuple[Item, str], np.ndarray]:
     """For each tensor and device, which elements it holds: the oracle, without box arithmetic."""
-    held: dict[tuple[str, str], np.ndarray] = {}
-    for name in layouts.names:
-        layout = layouts.parameter(name)
+    held: dict[tuple[Item, str], np.ndarray] = {}
+    for item in layouts.items:
+        layout = layouts.layout(item)
         for holding in layout.holdings:
-            mask = held.setdefault((name, holding.device), np.zeros(layout.shape, dtype=bool))
+            mask = held.setdefault((item, holding.device), np.zeros(layout.shape, dtype=bool))
             mask[holding.box.slices(Box.whole(layout.shape))] = holding.device not in without
     return held
 
@@ -47,10 +47,10 @@ def test_every_device_gets_exactly_what_it_lacks_from_who_has_it(
 ) -> None:
     old, new = Layouts(SPEC, before), Layouts(SPEC, after)
     had, needed = masks(old, gone), masks(new)
-    everything = {name: np.zeros(old.parameter(name).shape, dtype=bool) for name in old.names}
-    for (name, _), mask in had.items():
-        everything[name] |= mask
-    lost = {name for name, _ in needed if not everything[name].all()}
+    everything = {item: np.zeros(old.layout(item).shape, dtype=bool) for item in old.items}
+    for (item, _), mask in had.items():
+        everything[item] |= mask
+    lost = {item for item, _ in needed if not everything[item].all()}
     if lost:
         with pytest.raises(Lost) as caught:
             reshard(old, new, SIZES, without=gone)
@@ -61,14 +61,17 @@ def test_every_device_gets_exactly_what_it_lacks_from_who_has_it(
     received: dict[str, int] = defaultdict(int)
     end = dict(had)
     for transfer in transfers:
-        shape = old.parameter(transfer.name).shape
+        shape = old.layout(transfer.item).shape
         where = transfer.box.slices(Box.whole(shape))
-        assert had[transfer.name, transfer.source][where].all()
-        mask = end.get((transfer.name, transfer.destination), np.zeros(shape, dtype=bool)).copy()
+        assert had[transfer.item, transfer.source][where].all()
+        mask = end.get((transfer.item, transfer.destination), np.zeros(shape, dtype=bool)).copy()
         assert not mask[where].any(), "a byte is received that was there already"
         mask[where] = True
-        end[transfer.name, transfer.destination] = mask
-        received[transfer.destination] += transfer.box.size * SIZES[transfer.name]
+        for layouts, device in ((old, transfer.source), (new, transfer.destination)):
+            boxes = layouts.boxes(transfer.item, device)
+            assert any(box.contains(transfer.box) for box in boxes), "in one piece at both ends"
+        end[transfer.item, transfer.destination] = mask
+        received[transfer.destination] += transfer.box.size * SIZES[transfer.item]
     assert all(end[key][mask].all() for key, mask in needed.items())
     assert received == bytes_lacking(old, new, SIZES, without=gone)
 
@@ -82,7 +85,7 @@ def test_another_node_sends_only_what_no_neighbour_holds(before: Plan, after: Pl
             continue
         near = [
             holding
-            for holding in old.parameter(transfer.name).holdings
+            for holding in old.layout(transfer.item).holdings
             if node(holding.device) == node(transfer.destination)
         ]
         assert not any(holding.box.overlap(transfer.box) for holding in near)
@@ -101,7 +104,7 @@ def test_only_the_layers_that_change_hands_move() -> None:
     old = Layouts(SPEC, plan(1, [(1, [("n0/0", 1)]), (2, [("n0/1", 1)])]))
     new = Layouts(SPEC, plan(2, [(2, [("n0/0", 1)]), (1, [("n0/1", 1)])]))
     moved = reshard(old, new, SIZES)
-    assert {transfer.name for transfer in moved} == {name for name in old.names if "blocks.1." in name}
+    assert {transfer.item for transfer in moved} == {item for item in old.items if "blocks.1." in item.name}
     assert {(transfer.source, transfer.destination) for transfer in moved} == {("n0/1", "n0/0")}
 
 
@@ -109,11 +112,11 @@ def test_the_holders_of_other_nodes_share_the_load() -> None:
     replicas = [[(LAYERS, [(device, 1)])] for device in ("n0/0", "n0/1", "n0/2")]
     old = Layouts(SPEC, plan(1, *replicas))
     new = Layouts(SPEC, plan(2, *replicas, [(LAYERS, [("n1/0", 1)])]))
-    sizes = {name: 12 if "blocks" in name else 0 for name in SIZES}
+    sizes = {item: 12 if "blocks" in item.name else 0 for item in SIZES}
     given_by: dict[str, int] = defaultdict(int)
     for transfer in reshard(old, new, sizes):
-        given_by[transfer.source] += transfer.box.size * sizes[transfer.name]
-    largest = max(Box.whole(old.parameter(name).shape).size * sizes[name] for name in sizes)
+        given_by[transfer.source] += transfer.box.size * sizes[transfer.item]
+    largest = max(Box.whole(old.layout(item).shape).size * sizes[item] for item in sizes)
     assert set(given_by) == {"n0/0", "n0/1", "n0/2"}
     assert max(given_by.values()) - min(given_by.values()) <= largest
 
@@ -139,11 +142,11 @@ def test_what_nobody_holds_is_named() -> None:
     old = Layouts(SPEC, plan(1, [(1, [("n0/0", 1)]), (2, [("n0/1", 3), ("n0/2", 1)])]))
     new = Layouts(SPEC, plan(2, [(LAYERS, [("n0/0", 1)])]))
     with pytest.raises(
-        Lost, match=r"no live device holds blocks\.1\.q\.weight \[6:8, 0:4\].*checkpoint"
+        Lost, match=r"no live device holds blocks\.1\.q\.weight \[24:32, 0:48\].*checkpoint"
     ) as error:
         reshard(old, new, SIZES, without={"n0/2"})
-    assert error.value.boxes["blocks.2.o.weight"] == (Box(start=(0, 6), stop=(4, 8)),)
-    assert not any("blocks.0." in name or "norm" in name for name in error.value.boxes)
+    assert error.value.boxes[Item("blocks.2.o.weight", "state")] == (Box(start=(0, 24), stop=(48, 32)),)
+    assert not any("blocks.0." in name or "norm" in name for name, _ in error.value.boxes)
 
 
 def test_a_new_incarnation_of_a_device_owns_nothing() -> None:
@@ -163,5 +166,5 @@ def test_layouts_of_other_models_and_unknown_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="sizes must name every tensor"):
         reshard(old, new, {})
     with pytest.raises(Invalid, match="cannot send to itself"):
-        Transfer(name="x", box=Box(start=(), stop=()), source="n0/0", destination="n0/0")
+        Transfer(name="x", role="value", box=Box(start=(), stop=()), source="n0/0", destination="n0/0")
     assert span(Box(start=(0, 8), stop=(4, 16))) == "[0:4, 8:16]"

@@ -7,34 +7,61 @@ from typing import Any
 import pytest
 import torch
 from elasticd_migration.schema import Disagreement, Schema, check_covers, merge
-from elasticd_migration.state import LocalState, LocalTensor, NotElementWise, collect, install, restore
+from elasticd_migration.state import (
+    LocalState,
+    LocalTensor,
+    NotElementWise,
+    Owned,
+    Shard,
+    collect,
+    install,
+    own,
+    restore,
+    restore_optimizer,
+)
 from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Item, Layouts
+from elasticd_planner.plan import StatePolicy
+
+from tests.migration.plans import LAYERS, SPEC, plan
 
 BOX = Box(start=(2, 0), stop=(5, 4))
-Parameters = dict[str, tuple[Box, torch.nn.Parameter]]
+W, STATE = Item("w", "value"), Item("w", "state")
+Values = dict[str, list[tuple[Box, torch.nn.Parameter]]]
 
 
-def parameters(value: float = 1.0) -> Parameters:
-    return {"w": (BOX, torch.nn.Parameter(torch.full((3, 4), value)))}
+def parameters(value: float = 1.0) -> Values:
+    return {"w": [(BOX, torch.nn.Parameter(torch.full((3, 4), value)))]}
 
 
-def stepped(
-    kind: Callable[..., torch.optim.Optimizer], **options: Any
-) -> tuple[Parameters, torch.optim.Optimizer]:
+def owned(values: Values) -> list[Owned]:
+    return [Owned(name, box, parameter) for name, parts in values.items() for box, parameter in parts]
+
+
+def only(values: Values) -> torch.nn.Parameter:
+    return values["w"][0][1]
+
+
+def stepped(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[Values, torch.optim.Optimizer]:
     held = parameters()
-    optimizer = kind([held["w"][1]], lr=0.1, **options)
-    held["w"][1].grad = torch.arange(12.0).reshape(3, 4)
+    optimizer = kind([only(held)], lr=0.1, **options)
+    only(held).grad = torch.arange(12.0).reshape(3, 4)
     optimizer.step()
     return held, optimizer
 
 
+def state_of(held: Values, optimizer: torch.optim.Optimizer | None) -> LocalState:
+    return collect(held, owned(held), optimizer)
+
+
 def test_state_is_collected_by_reference() -> None:
     held, optimizer = stepped(torch.optim.AdamW)
-    tensor = collect(held, optimizer).tensors["w"]
-    assert tensor.planes["value"].data_ptr() == held["w"][1].data_ptr()
-    assert tensor.planes["exp_avg"] is optimizer.state[held["w"][1]]["exp_avg"]
-    assert set(tensor.planes) == {"value", "exp_avg", "exp_avg_sq"}
-    assert set(tensor.scalars) == {"step"}
+    state = state_of(held, optimizer)
+    assert state.tensors[W].shards[0].planes["value"].data_ptr() == only(held).data_ptr()
+    (shard,) = state.tensors[STATE].shards
+    assert shard.planes["exp_avg"] is optimizer.state[only(held)]["exp_avg"]
+    assert set(shard.planes) == {"exp_avg", "exp_avg_sq"}
+    assert set(state.tensors[STATE].scalars) == {"step"}
 
 
 @pytest.mark.parametrize(
@@ -53,50 +80,87 @@ def test_element_wise_optimizers_go_on_as_if_nothing_happened(
     kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any]
 ) -> None:
     held, optimizer = stepped(kind, **options)
-    state = collect(held, optimizer)
-    described = Schema.from_json(state.schema().to_json())
-    moved = LocalState(
-        tensors={
-            "w": LocalTensor(
-                box=BOX,
-                planes={key: plane.clone() for key, plane in state.tensors["w"].planes.items()},
-                scalars={s.name: restore(s, torch.device("cpu")) for s in described.tensors["w"].scalars},
-            )
-        }
-    )
+    optimizer.param_groups[0]["lr"] = 0.3  # changed since the function made it
+    state = state_of(held, optimizer)
+    described = Schema.from_json(state.schema().to_json()).of(STATE)
+    assert described is not None
+    tensors = {
+        item: LocalTensor(
+            shards=tuple(
+                Shard(box=shard.box, planes={key: plane.clone() for key, plane in shard.planes.items()})
+                for shard in tensor.shards
+            ),
+            scalars={s.name: restore(s, torch.device("cpu")) for s in described.scalars},
+        )
+        for item, tensor in state.tensors.items()
+    }
     new = parameters(-1.0)
-    other = kind([new["w"][1]], lr=0.1, **options)
-    install(moved, new, other)
+    other = kind([only(new)], lr=0.1, **options)
+    moved = LocalState(tensors=tensors, groups=state.groups)
+    install(moved, new)
+    restore_optimizer(moved, owned(new), other)
     for everything, takes in ((held, optimizer), (new, other)):
-        everything["w"][1].grad = torch.ones(3, 4)
+        only(everything).grad = torch.ones(3, 4)
         takes.step()
-    assert torch.equal(held["w"][1], new["w"][1])
+    assert torch.equal(only(held), only(new))
 
 
 def test_an_optimizer_that_is_not_element_wise_is_refused_by_name() -> None:
     held, optimizer = stepped(torch.optim.Adafactor)
     with pytest.raises(NotElementWise, match=r"Adafactor keeps 'row_var' \(shape \(3, 1\)\) for w"):
-        collect(held, optimizer)
+        state_of(held, optimizer)
+
+
+def test_settings_that_no_text_stands_for_are_refused_by_name() -> None:
+    held, optimizer = stepped(torch.optim.AdamW)
+    optimizer.param_groups[0]["schedule"] = print
+    with pytest.raises(NotElementWise, match=r"parameter group 0\['schedule'\]: a builtin_function"):
+        state_of(held, optimizer)
 
 
 def test_before_the_first_step_there_is_only_the_value_and_collecting_makes_no_state() -> None:
     held = parameters()
-    optimizer = torch.optim.AdamW([held["w"][1]])
-    state = collect(held, optimizer)
-    assert set(state.tensors["w"].planes) == {"value"}
+    optimizer = torch.optim.AdamW([only(held)])
+    state = state_of(held, optimizer)
+    assert state.tensors[STATE].shards[0].planes == {}
     assert not optimizer.state
     assert state.bytes == 48
     new = parameters(-1.0)
-    other = torch.optim.AdamW([new["w"][1]])
-    install(state, new, other)
-    assert torch.equal(new["w"][1], held["w"][1])
+    other = torch.optim.AdamW([only(new)])
+    install(state, new)
+    restore_optimizer(state, owned(new), other)
+    assert torch.equal(only(new), only(held))
     assert not other.state
 
 
 def test_a_frozen_module_moves_without_an_optimizer() -> None:
     new = parameters(-1.0)
-    install(collect(parameters(3.0), None), new, None)
-    assert float(new["w"][1].detach().sum()) == 36
+    install(collect(parameters(3.0), [], None), new)
+    assert float(only(new).detach().sum()) == 36
+
+
+def test_what_is_owned_shares_memory_with_the_values_and_names_every_parameter() -> None:
+    """Owning a part, carrying one for another stage, and an empty stand-in for what others own."""
+    made = plan(1, [(1, [("n0/0", 1)]), (LAYERS - 1, [("n1/0", 1)])], zero=1, replicas=2)
+    layouts = Layouts(SPEC, made)
+    device = "n0/0"
+    values = {
+        name: [(box, torch.nn.Parameter(torch.zeros(box.shape), requires_grad=False)) for box in boxes]
+        for (name, role), boxes in layouts.held(device).items()
+        if role == "value"
+    }
+    parts = own(layouts, device, values)
+    assert {part.name for part in parts} == set(layouts.trained)
+    assert all(part.box in layouts.boxes(Item(part.name, "state"), device) for part in parts), "r = 2 of two"
+    for part in parts:
+        part.parameter.data.fill_(1.0)
+    assert all(float(value.sum()) == value.numel() for n in layouts.trained for _, value in values[n])
+    split = Layouts(SPEC, made.replace(state=StatePolicy(zero=1, replicas=1)))
+    parts = own(split, device, {n: v for n, v in values.items() if split.boxes(Item(n, "value"), device)})
+    assert {part.name for part in parts} == set(layouts.trained)
+    none = [part for part in parts if part.box.empty]
+    assert any(part.name.startswith("blocks.2.") for part in none)
+    assert all(part.parameter.dim() == max(1, len(layouts.state(part.name).shape)) for part in none)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +179,10 @@ def test_a_frozen_module_moves_without_an_optimizer() -> None:
     ids=str,
 )
 def test_scalars_survive_json_bit_by_bit(value: object) -> None:
-    planes = {"value": torch.zeros(3, 4)}
-    state = LocalState(tensors={"w": LocalTensor(box=BOX, planes=planes, scalars={"s": value})})  # type: ignore[dict-item]
-    (scalar,) = Schema.from_json(state.schema().to_json()).tensors["w"].scalars
+    tensor = LocalTensor(shards=(), scalars={"s": value})  # type: ignore[dict-item]
+    (scalar,) = (
+        Schema.from_json(LocalState(tensors={W: tensor}).schema().to_json()).tensors["value"]["w"].scalars
+    )
     back = restore(scalar, torch.device("cpu"))
     if isinstance(value, torch.Tensor):
         assert isinstance(back, torch.Tensor)
@@ -130,31 +195,48 @@ def test_scalars_survive_json_bit_by_bit(value: object) -> None:
 
 
 def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
-    state = collect(parameters(2.0), None)
-    elsewhere = {"w": (Box(start=(0, 0), stop=(3, 4)), torch.nn.Parameter(torch.zeros(3, 4)))}
-    half = {"w": (BOX, torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16)))}
-    extra = {**parameters(0.0), "v": (BOX, torch.nn.Parameter(torch.zeros(3, 4)))}
+    state = collect(parameters(2.0), [], None)
+    elsewhere: Values = {"w": [(Box(start=(0, 0), stop=(3, 4)), torch.nn.Parameter(torch.zeros(3, 4)))]}
+    half: Values = {"w": [(BOX, torch.nn.Parameter(torch.zeros(3, 4, dtype=torch.bfloat16)))]}
+    extra: Values = {**parameters(0.0), "v": [(BOX, torch.nn.Parameter(torch.zeros(3, 4)))]}
     for wrong, why in (
-        (elsewhere, "w: a parameter for"),
+        (elsewhere, "w: a tensor for"),
         (half, "dtype and device"),
         (extra, "v: is not in"),
     ):
         with pytest.raises(ValueError, match=why):
-            install(state, wrong, None)
-        assert float(wrong["w"][1].detach().sum()) == 0
+            install(state, wrong)
+        assert float(only(wrong).detach().sum()) == 0
     with pytest.raises(ValueError, match="cannot be box"):
-        LocalTensor(box=BOX, planes={"value": torch.zeros(4, 3)})
+        Shard(box=BOX, planes={"value": torch.zeros(4, 3)})
+
+
+def test_groups_that_the_new_function_mixes_are_refused() -> None:
+    names = ("a", "b")
+    values = {n: [(Box.whole((2,)), torch.nn.Parameter(torch.zeros(2)))] for n in names}
+    apart = torch.optim.SGD(
+        [{"params": [values["a"][0][1]]}, {"params": [values["b"][0][1]], "lr": 1.0}], lr=0.1
+    )
+    state = collect(values, owned(values), apart)
+    together = torch.optim.SGD([values["a"][0][1], values["b"][0][1]], lr=0.1)
+    with pytest.raises(ValueError, match=r"parameter group 0: the parameters \['a', 'b'\] were in groups"):
+        restore_optimizer(state, owned(values), together)
 
 
 def test_merged_schema_does_not_depend_on_who_has_what_and_names_what_nobody_has() -> None:
-    full, blank = collect(*stepped(torch.optim.AdamW)).schema(), Schema()
+    full, blank = state_of(*stepped(torch.optim.AdamW)).schema(), Schema()
     assert merge([full, blank], ["a/0", "b/0"]) == merge([blank, full], ["a/0", "b/0"]) == full
-    assert full.sizes == {"w": 12}
+    assert full.sizes == {W: 4, STATE: 8}
     with pytest.raises(Disagreement, match="no rank holds any part of v"):
-        check_covers(full, ["w", "v"])
+        check_covers(full, [W, Item("v", "value"), Item("v", "state")])
 
 
 def test_merging_unlike_states_names_both_holders() -> None:
-    stepped_once, blank = collect(*stepped(torch.optim.AdamW)).schema(), collect(parameters(), None).schema()
-    with pytest.raises(Disagreement, match=r"w: a/0 holds value float32, exp_avg.*b/0 holds value float32;"):
+    stepped_once, blank = state_of(*stepped(torch.optim.AdamW)).schema(), state_of(parameters(), None).schema()
+    with pytest.raises(Disagreement, match=r"state of w: a/0 holds exp_avg.*b/0 holds nothing yet;"):
         merge([stepped_once, blank], ["a/0", "b/0"])
+    other = state_of(*stepped(torch.optim.AdamW, betas=(0.8, 0.9))).schema()
+    with pytest.raises(Disagreement, match="parameter groups: b/0 has"):
+        merge([stepped_once, other], ["a/0", "b/0"])
+    with pytest.raises(Disagreement, match="scheduler: a/0 has 1, b/0 has 2"):
+        merge([Schema(extras={"scheduler": "1"}), Schema(extras={"scheduler": "2"})], ["a/0", "b/0"])

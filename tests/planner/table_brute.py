@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 
 from elasticd_planner.formats import TableProblem
 
@@ -13,6 +13,9 @@ Names = tuple[str, ...]
 
 #: A group: units of a layer, the largest part of a member, MiB of its devices.
 Entry = tuple[float, float, float]
+
+#: Uneven shares are in parts of this many.
+PARTS = 64
 
 
 def best(problem: TableProblem, objective: str) -> float:
@@ -27,12 +30,12 @@ def best(problem: TableProblem, objective: str) -> float:
     sizes = sorted(model.tp_slowdown)
 
     @cache
-    def cost(group: Names) -> tuple[float, float]:
-        """Units of a layer, and the largest part that a member has (memory of members is equal in a node)."""
+    def costs(group: Names) -> list[Entry]:
+        """Units of a layer, the largest part that a member has (memory of members is equal in a node), MiB."""
         width = len(group)
-        speeds = [alive[name][0] for name in group]
-        options = [(model.tp_slowdown[width] * max(speeds), 1 / width)]
-        return min(options)
+        found = shares(tuple(sorted(alive[name][0] for name in group)), model.uneven_shares)
+        mib = alive[group[0]][1].memory_mib
+        return [(model.tp_slowdown[width] * width * worst, part, mib) for worst, part in found]
 
     @cache
     def pipeline(key: tuple[Entry, ...]) -> tuple[float, ...]:
@@ -72,13 +75,32 @@ def best(problem: TableProblem, objective: str) -> float:
     seen = set()
     for grouping in groupings(tuple(alive), alive, sizes, problem):
         # Groups that cost and hold the same are the same to every formula.
-        key = tuple(sorted((*cost(group), alive[group[0]][1].memory_mib) for group in grouping))
-        if key in seen:
-            continue
-        seen.add(key)
-        for parts in {tuple(sorted(tuple(sorted(part)) for part in parts)) for parts in partitions(key)}:
-            if problem.pins.dp is None or len(parts) == problem.pins.dp:
-                found = min(found, value(parts))
+        for entries in product(*(costs(group) for group in grouping)):
+            key = tuple(sorted(entries))
+            if key in seen:
+                continue
+            seen.add(key)
+            for parts in {tuple(sorted(tuple(sorted(part)) for part in parts)) for parts in partitions(key)}:
+                if problem.pins.dp is None or len(parts) == problem.pins.dp:
+                    found = min(found, value(parts))
+    return found
+
+
+@cache
+def shares(rates: tuple[float, ...], uneven: bool) -> list[tuple[float, float]]:
+    """(max of part x rate, largest part): of equal parts, or of every division into 64ths that no other one
+    beats in both."""
+    equal = (max(rates) / len(rates), 1 / len(rates))
+    if not uneven:
+        return [equal]
+    least: dict[int, float] = {}
+    for parts in compositions(PARTS, len(rates)):
+        worst = max(part * rate for part, rate in zip(parts, rates, strict=True))
+        least[max(parts)] = min(worst, least.get(max(parts), math.inf))
+    found = [equal]
+    for most, worst in sorted(least.items()):
+        if all(worst / PARTS < known for known, _ in found):
+            found.append((worst / PARTS, most / PARTS))
     return found
 
 

@@ -37,8 +37,11 @@ def large(devices: int, slow: int, *, pinned: bool, uneven: bool = False, seed: 
     return load(json.dumps(text))
 
 
-def small(rng: random.Random, nodes: tuple[tuple[int, ...], ...]) -> TableProblem:
-    """A few devices in one of these clusters, memory that often binds, now and then pins."""
+def small(
+    rng: random.Random, nodes: tuple[tuple[int, ...], ...], *, uneven: bool = False, slow: float = 0.35
+) -> TableProblem:
+    """A few devices in one of these clusters, memory that often binds, now and then pins. `slow`: how likely a
+    device is slow or dead."""
     sizes = rng.choice(nodes)
     slowdown = {"1": rng.choice([2.0, 3.6, 3.9, 4.0]), "2": rng.choice([1.2, 1.9, 2.0]), "4": 1.0}
     if rng.random() < 0.3:
@@ -62,6 +65,7 @@ def small(rng: random.Random, nodes: tuple[tuple[int, ...], ...]) -> TableProble
             "layers": layers,
             "tp_full": 4,
             "tp_slowdown": slowdown,
+            "uneven_shares": uneven,
             "memory": {
                 "layer_mib_by_stage": table,
                 "embedding_mib": rng.choice([0, 300.0]),
@@ -74,7 +78,7 @@ def small(rng: random.Random, nodes: tuple[tuple[int, ...], ...]) -> TableProble
             f"n{i}/{j}": rng.choice([1.5, 2.0, 2.57, 3.3, 5.42, None])
             for i, n in enumerate(sizes)
             for j in range(n)
-            if rng.random() < 0.35
+            if rng.random() < slow
         },
     }
     if rng.random() < 0.3:

@@ -1,12 +1,12 @@
-"""The exact search against brute force on random small problems."""
+"""The exact search against brute force on random small problems, under the schedule's exact time."""
 
 import math
+import random
 
 import msgspec
 import pytest
 from elasticd_planner.cluster import Cluster, Device, Link, Node
 from elasticd_planner.cost import step_seconds
-from elasticd_planner.exact import orders
 from elasticd_planner.problem import Problem
 from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import SectionProfile
@@ -14,8 +14,8 @@ from elasticd_planner.search import plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.planner import brute
-from tests.planner.models import profile
+from tests.planner import brute, jobs, schedule_brute
+from tests.planner.models import cluster, profile
 
 SIZES = [(1,), (3,), (4,), (2, 2), (1, 2), (1, 3), (1, 1, 2)]
 
@@ -92,6 +92,41 @@ def test_with_a_current_plan_the_answer_is_within_the_tolerance(problem: Problem
         assert answer.plan.strategies[0].modules[0].pipelines == healthy.plan.modules[0].pipelines
 
 
-def test_orders_are_the_distinct_permutations() -> None:
-    assert list(orders((1, 1, 2))) == [(1, 1, 2), (1, 2, 1), (2, 1, 1)]
-    assert len(list(orders((0, 1, 2, 3)))) == 24
+@pytest.mark.parametrize("seed", range(40))
+def test_up_to_six_devices_are_planned_as_well_as_can_be(seed: int) -> None:
+    problem = jobs.small(random.Random(seed))
+    seconds = schedule_brute.best(problem)
+    answer = plan(problem)
+    if answer.plan is None:
+        assert math.isinf(seconds)
+        return
+    assert brute.fits(answer.plan, problem)
+    assert answer.plan.prediction is not None
+    assert answer.plan.prediction.step_seconds == pytest.approx(seconds, rel=1e-9)
+    assert answer.plan.prediction.bound_seconds <= seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("sizes", [(2,), (1, 1), (3,), (1, 2)])
+def test_the_two_oracles_agree(sizes: tuple[int, ...]) -> None:
+    """One lists plans by the names of devices, the other by classes and in arrays."""
+    for seed in range(3):
+        problem = jobs.small(random.Random(seed), (sizes,))
+        problem = msgspec.structs.replace(problem, global_batch=min(problem.global_batch, 6))
+        assert schedule_brute.best(problem) == pytest.approx(brute.best(problem)[0])
+
+
+def test_pipelines_alike_in_plans_of_different_reductions_are_costed_for_each() -> None:
+    """What is known of a pipeline in a plan of three must not hide it from a plan of one."""
+    rates = {"n0/0": 2.5}
+    slow = Link(bandwidth=1e8, latency=1e-3)
+    problem = Problem(
+        cluster=msgspec.structs.replace(cluster(4, 4), between=slow),
+        profile=profile(layers=6, boundary_bytes=4096.0),
+        global_batch=8,
+        micro_batch=1,
+        rates=rates,
+    )
+    answer = plan(problem)
+    assert answer.plan is not None
+    found = step_seconds(answer.plan, problem.cluster, problem.rates, ProfileCost(problem.profile))
+    assert found == pytest.approx(schedule_brute.best(problem), rel=1e-9)

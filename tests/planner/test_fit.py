@@ -44,6 +44,15 @@ def test_the_plan_that_was_measured_is_predicted_as_it_was(measured: float) -> N
     assert 0 < fitted.pipeline_scale <= 1
 
 
+@pytest.mark.parametrize("measured", [0.05, 1.0, 2.0, 30.0])
+def test_so_is_one_of_unequal_stages_and_pipelines(measured: float) -> None:
+    """The schedule's time scales with its stages, so one factor is enough."""
+    uneven = plan((7, [(2, ["n0/0", "n0/1"], [6, 2]), (3, ["n1/0"], [8])]), (3, [(5, ["n1/1"], [8])]))
+    rates = {"n0/1": 3.0}
+    fitted = fit(profile(), uneven, steps(uneven, rates=rates, step_seconds=measured), CLUSTER, rates)
+    assert predicted(fitted, uneven, rates) == pytest.approx(measured)
+
+
 def test_what_pipelines_and_reduction_do_not_explain_is_overhead() -> None:
     fitted = fit(profile(), TWO_BY_TWO, steps(TWO_BY_TWO, step_seconds=3.0), CLUSTER)
     block = 256 * workers.BLOCK / 2 + 4 * workers.COLLECTIVE

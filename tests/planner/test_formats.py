@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from elasticd_planner.formats import answer, load
-from elasticd_planner.solve import cost_of, rates_of, solve
+from elasticd_planner.seconds import rates_of
+from elasticd_planner.solve import cost_of, solve
 from elasticd_planner.value import Invalid
 
 from tests.planner.tables import REFERENCE, golden

@@ -5,10 +5,11 @@ import math
 
 import numpy as np
 import pytest
+from elasticd_planner.columns import NEVER, Column, Rules
 from elasticd_planner.deal import Line, deal, pareto
 from elasticd_planner.partition import Partition
 from elasticd_planner.placement import assign
-from elasticd_planner.shapes import NEVER, Column, Rules, Shapes
+from elasticd_planner.shapes import Shapes
 from elasticd_planner.table import balanced
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -62,7 +63,7 @@ def test_lines_of_pipelines_are_real_and_the_best_layers_are_among_them(data: st
     columns = [
         Column(block=c.block, embed=c.embed, head=c.head, most=c.most, most_first=c.most) for c in columns
     ]
-    rules = Rules(layers=layers, hop=0.0, steady=False, deep=False, most=100)
+    rules = Rules(layers=layers, hop=0.0, steady=False, deep=False, most=100, each=100)
     shapes = Shapes(columns, [data.draw(st.integers(1, 2)) for _ in columns], rules)
     limit = data.draw(st.floats(3, 60))
     found = shapes.micro_batches(limit)

@@ -60,12 +60,12 @@ def test_bytes_are_parted_into_cut_grouped_and_whole() -> None:
 
 def test_a_group_of_units_that_is_cut_is_held_on_both_sides() -> None:
     section = SectionProfile(grouped_bytes=200)
-    model = profile(share_units=8, groups=2, state_factor=1.0)
+    model = profile(share_units=8, groups=2, gradient_factor=0.0, optimizer_factor=0.0)
     assert model.aligned((4, 4))
-    assert model.state_bytes(section, 4, True) == 100
+    assert model.held_bytes(section, 4, True) == 100
     assert not model.aligned((6, 2))
-    assert model.state_bytes(section, 6, False) == 200
-    assert model.state_bytes(section, 1, False) == 100
+    assert model.held_bytes(section, 6, False) == 200
+    assert model.held_bytes(section, 1, False) == 100
 
 
 def test_a_profile_survives_json() -> None:

@@ -198,6 +198,19 @@ def test_of_many_devices_a_replan_moves_less_than_a_plan_that_knows_no_current_o
     assert bytes_to_move(healthy.profile, old, near) <= bytes_to_move(healthy.profile, old, fresh)
 
 
+def test_of_many_devices_a_straggler_is_answered_in_its_own_group_where_that_is_near_the_best() -> None:
+    healthy = problem(8, 8, part=0.12, batch=32, model=profile(layers=8))
+    old = planned(healthy)
+    group = next(s for p in old.modules[0].pipelines for s in p.stages if len(s.devices) > 1)
+    slowed = msgspec.structs.replace(healthy, rates={group.devices[1]: 2.57})
+    fresh = planned(slowed)
+    near = planned(msgspec.structs.replace(slowed, current=old), tolerance=0.02)
+    assert seconds(near) <= seconds(fresh) * 1.02 * (1 + 1e-9)
+    moved = bytes_to_move(healthy.profile, old, near)
+    assert moved < 0.25 * healthy.profile.replica_bytes
+    assert moved < bytes_to_move(healthy.profile, old, fresh)
+
+
 def test_what_does_not_fit_on_many_devices_is_refused_with_the_bytes_missing() -> None:
     answer = plan(problem(3, 3, 3, part=0.05, batch=24))
     assert answer.plan is None

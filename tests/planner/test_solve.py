@@ -10,7 +10,8 @@ import elasticd_planner
 import msgspec
 import pytest
 from elasticd_planner.formats import Objective, Planned, TableProblem, load
-from elasticd_planner.solve import figures, rates_of, solve, task_of
+from elasticd_planner.seconds import rates_of
+from elasticd_planner.solve import figures, solve, task_of
 from elasticd_planner.value import Invalid
 from elasticd_planner.wide import Wide
 

@@ -83,16 +83,13 @@ def test_many_pipelines_at_once_are_the_same_as_each_alone() -> None:
 
 @given(seed=st.integers(0, 10**6))
 @settings(max_examples=60, deadline=None)
-def test_never_below_the_busiest_stage_nor_above_one_pass_after_the_other(seed: int) -> None:
+def test_between_the_busiest_stage_and_one_pass_after_the_other(seed: int) -> None:
     forward, backward, boundary, micro_batches = drawn(seed)
     line = played(forward, backward, boundary, micro_batches)
     work = float((forward + backward).max()) * micro_batches
     alone = float((forward + backward).sum() + 2 * boundary.sum())
     assert line.seconds >= max(work, alone) * (1 - 1e-12)
-    # A micro-batch more costs at most the slowest stage and the boundaries that a round may wait for.
-    stages = forward + backward
-    stages[:-1] += 2 * boundary
-    assert line.seconds <= (float(stages.sum()) + (micro_batches - 1) * float(stages.max())) * (1 + 1e-12)
+    assert line.seconds <= alone * micro_batches * (1 + 1e-12)
 
 
 @given(seed=st.integers(0, 10**6), grown=st.floats(0.01, 1.0))

@@ -57,6 +57,44 @@ def frozen(module: nn.Module) -> nn.Module:
     return module.requires_grad_(False)
 
 
+class Scaled(nn.Module):
+    """A linear layer with a buffer, which forward reads."""
+
+    def __init__(self, width: int, *, persistent: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("gain", torch.arange(1.0, width + 1), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.gain
+
+
+def test_frozen_parameters_and_buffers_are_described_and_made_as_such() -> None:
+    model = plain(blocks=[frozen(nn.Linear(4, 4)), Scaled(4)])
+    kinds = {parameter.name: parameter.kind for kind in model.spec.kinds for parameter in kind}
+    assert kinds == {
+        "weight": "frozen",
+        "bias": "frozen",
+        "linear.weight": "trained",
+        "linear.bias": "trained",
+        "gain": "buffer",
+    }
+    local = model.local(Stage(start=0, stop=2, devices=("a/0",), shares=(1,)), 0)
+    assert not local.parameters["blocks.0.weight"][1].requires_grad
+    assert set(local.buffers) == {"blocks.1.gain"}
+    assert local.modules["blocks.1"].get_buffer("gain") is local.buffers["blocks.1.gain"]
+    local.buffers["blocks.1.gain"].data = model.first_value("blocks.1.gain", Box.whole((4,)), seed=0)
+    assert local.modules["blocks.1"].gain.tolist() == [1, 2, 3, 4]
+    assert set(local.modules["blocks.1"].state_dict()) == {"linear.weight", "linear.bias", "gain"}
+
+
+def test_a_buffer_that_is_not_persistent_stays_as_the_module_made_it() -> None:
+    model = plain(blocks=[Scaled(4, persistent=False)])
+    assert "gain" not in {parameter.name for parameter in model.spec.kinds[0]}
+    local = model.local(Stage(start=0, stop=1, devices=("a/0",), shares=(1,)), 0)
+    assert local.modules["blocks.0"].gain.tolist() == [1, 2, 3, 4]
+
+
 SHARED = nn.Linear(4, 4)
 
 
@@ -77,11 +115,11 @@ def plain(**changes: object) -> Model:
         ({"blocks": []}, "blocks must be a non-empty list"),
         ({"rules": [Rule("blocks.*.wieght", dim=0, units="columns")]}, "matches no parameter"),
         ({"ties": {"head.weight": "embed.weights"}}, "'embed.weights' is not a parameter"),
-        ({"head": nn.BatchNorm1d(4)}, "is a buffer"),
+        ({"head": nn.BatchNorm1d(4)}, "keeps running statistics"),
+        ({"head": Scaled(4, persistent=False).to("meta")}, r"head.gain is a buffer without values"),
         ({"regions": [Region("blocks.*.atention", "reduce")]}, "matches no submodule"),
         ({"units": {"heads": UnitsOf(2, attribute="blocks.*.heads")}}, "is no attribute"),
         ({"blocks": [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))]}, "dropout of p = 0.1"),
-        ({"blocks": [frozen(nn.Linear(4, 4))]}, "does not require a gradient"),
         ({"blocks": [SHARED, SHARED]}, "are one parameter: say so with ties"),
         ({"blocks": [nn.Sequential(SHARED, SHARED)]}, "inside blocks.0: use one name"),
         (

@@ -100,8 +100,9 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     groups = connect(fabric, layouts)
     local = build(recipe.model, plan, device)
     engine = Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=unpaced)
-    engine.adopt(first_state(recipe.model, local, SEED))
-    done = [engine.step(step, lambda: 0) for step in range(STEPS)]
+    engine.adopt(first_state(recipe.model, layouts, device, SEED))
+    done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
+    assert engine.runner is not None
     place = plan.places[device]
     stages = plan.modules[0].pipelines[place.pipeline].stages
     return {

@@ -15,6 +15,7 @@ def record(**changes: object) -> Record:
     given: dict[str, object] = {
         "step": 3,
         "prepared": 0,
+        "saving": 0,
         "finite": True,
         "tokens": 8,
         "squares": 4.0,
@@ -28,6 +29,7 @@ def record(**changes: object) -> Record:
 @given(
     step=st.integers(0, 2**40),
     prepared=st.integers(0, 2**40),
+    saving=st.integers(0, 2**40),
     squares=st.floats(0, 1e300),
     loss=st.floats(-1e300, 1e300),
     samples=st.integers(0, 2**64 - 1),

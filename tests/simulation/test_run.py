@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from itertools import pairwise
 from math import log2
 from pathlib import Path
 
@@ -15,57 +14,16 @@ from elasticd_planner.policy import PolicySettings
 from elasticd_planner.stability import FREE, first_wait
 
 from elasticd.simulator.faults import Fault
-from elasticd.simulator.record import Outcome, Totals
+from elasticd.simulator.record import Outcome
 from elasticd.simulator.run import simulate
-from elasticd.simulator.scenario import Scenario, parse
+from elasticd.simulator.scenario import parse
+from tests.simulation.checks import check_history, kinds, mean, scenario, total
 from tests.simulation.scenes import SLOW, SMALL
-
-
-def scenario(text: str = SMALL + SLOW, **changes: object) -> Scenario:
-    return msgspec.structs.replace(parse(text, "small.toml"), **changes)
 
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
     return simulate(scenario())
-
-
-def kinds(outcome: Outcome) -> list[str]:
-    return [event.kind for event in outcome.timeline]
-
-
-def total(outcome: Outcome, name: str) -> Totals:
-    return next(run for run in outcome.totals if run.name == name)
-
-
-def mean(outcome: Outcome, plan: int, after: int = 0, before: int = 1 << 30) -> float:
-    """Seconds a step under a plan, in some steps."""
-    chosen = [s for s in outcome.stretches if s.plan == plan and after <= s.first_step < before]
-    return sum(s.stop - s.start for s in chosen) / sum(s.steps for s in chosen)
-
-
-def check_history(outcome: Outcome) -> None:
-    """What holds of every run: steps without holes, one proposal at a time, nothing beats the bound."""
-    for before, after in pairwise(outcome.stretches):
-        assert after.start >= before.stop - 1e-5
-        assert after.first_step == before.first_step + before.steps
-        assert after.plan >= before.plan
-    for stretch in outcome.stretches:
-        assert stretch.step_seconds >= stretch.bound * (1 - 1e-4)
-    times = [event.seconds for event in outcome.timeline]
-    assert times == sorted(times)
-    open_proposals = 0
-    numbers = []
-    for event in outcome.timeline:
-        if event.kind == "proposed":
-            open_proposals += 1
-            numbers.append(event.data["number"])
-        elif event.kind in ("recorded", "aborted"):
-            open_proposals -= 1
-        assert open_proposals in (0, 1)
-    assert numbers == sorted(set(numbers))
-    ours = total(outcome, "elasticd")
-    assert ours.steps == sum(stretch.steps for stretch in outcome.stretches)
 
 
 def test_a_slow_device_is_detected_replanned_around_and_given_its_work_back(outcome: Outcome) -> None:
@@ -189,12 +147,16 @@ def test_a_proposal_is_given_up_when_a_node_loses_the_leader_before_it_is_prepar
     assert max(s.plan for s in outcome.stretches) > 2, "the next one has a number of its own"
 
 
+def changing(number: int, step: int) -> Fault:
+    """n0/1 becomes slow and recovers by turns."""
+    if number % 2:
+        return Fault(kind="recover", device="n0/1", step=step)
+    return Fault(kind="slow", device="n0/1", factor=2.0, step=step)
+
+
 @pytest.mark.parametrize("period", [8, 30])
 def test_a_device_that_oscillates_causes_a_bounded_number_of_switches(period: int) -> None:
-    faults = tuple(
-        Fault(kind="slow" if i % 2 == 0 else "recover", device="n0/1", factor=2.0, step=20 + period * i)
-        for i in range(24)
-    )
+    faults = tuple(changing(i, 20 + period * i) for i in range(24))
     steps = 20 + period * len(faults)
     outcome = simulate(scenario(steps=steps, faults=faults))
     check_history(outcome)
@@ -211,10 +173,7 @@ def test_a_device_that_oscillates_causes_a_bounded_number_of_switches(period: in
 
 
 def test_an_oscillation_that_ends_is_answered_once_the_condition_has_lasted() -> None:
-    faults = tuple(
-        Fault(kind="slow" if i % 2 == 0 else "recover", device="n0/1", factor=2.0, step=20 + 8 * i)
-        for i in range(8)
-    )
+    faults = tuple(changing(i, 20 + 8 * i) for i in range(8))
     outcome = simulate(scenario(steps=400, faults=faults))
     check_history(outcome)
     last = [event for event in outcome.timeline if event.kind == "recorded"][-1]

@@ -46,12 +46,16 @@ BAD = [
     ('"n0/1"\nfactor', '"n7/1"\nfactor', "fault 1: device = 'n7/1' is not in the cluster: it has n0/0 to"),
     ('"n0/1"\nfactor', '"n0/9"\nfactor', "device = 'n0/9' is not in the cluster"),
     ('device = "n0/1"\nfactor', "factor", "needs either device"),
-    ('kind = "slow"', 'kind = "slwo"', "kind = 'slwo' must be one of slow, recover, takeover, unlink"),
-    ('kind = "slow"', 'kind = "unlink"', "is about a node, not about device = 'n0/1'"),
-    ('kind = "slow"', 'kind = "kill"', "cannot be simulated yet: a lost worker stops the job until"),
-    ('kind = "slow"', 'kind = "join"', "cannot be simulated yet: joining a running job"),
-    ('kind = "slow"', 'kind = "partition"', "cannot be simulated yet"),
-    ('kind = "slow"', 'kind = "shift"', "cannot be simulated yet"),
+    ('kind = "slow"', 'kind = "slwo"', "kind = 'slwo' must be one of slow, recover, kill, join, partition"),
+    ('kind = "slow"', 'kind = "unlink"', "is about a node \\(as 'n0'\\), not about device = 'n0/1'"),
+    ('kind = "slow"', 'kind = "partition"', "is about a node \\(as 'n0'\\), not about device = 'n0/1'"),
+    ('kind = "slow"', 'kind = "kill"', "kind = 'kill' has no factor \\(= 3.0\\)"),
+    ('kind = "slow"', 'kind = "shift"', "kind = 'shift' is about no place: leave out 'n0/1'"),
+    ('device = "n0/1"\nfactor = 3.0', "tokens = 0", "needs either device"),
+    ('kind = "slow"\ndevice = "n0/1"\nfactor = 3.0', 'kind = "shift"', "tokens = 0 must be how many a sample"),
+    ('kind = "slow"\ndevice = "n0/1"\nfactor = 3.0', 'kind = "partition"\nnode = "n1"', "lasts = 0.0 must be"),
+    ('kind = "slow"\ndevice = "n0/1"\nfactor = 3.0', 'kind = "join"\nnode = "n9"', "'n9' is not in the"),
+    ("[model]", "[random]\nrepair_hours = 0.0\n[model]", "hours and repair_hours must be positive"),
     ("[[fault]]\nkind", "[fault]\nkind", "is not TOML|fault must be a list"),
     ("[model]", "[detect]\nslow = 1.0\n[model]", "\\[detect\\].*must be at least 1 and below slow"),
     ("[model]", "[times]\nplaning = 1.0\n[model]", "\\[times\\] has no key 'planing' \\(= 1.0\\)"),
@@ -91,6 +95,21 @@ def test_drawn_faults_are_a_function_of_the_seed_and_come_in_pairs() -> None:
         assert [f.kind for f in faults] == (["slow", "recover"] * len(faults))[: len(faults)]
     slow = sum(f.kind == "slow" for f in drawn)
     assert 60 < slow < 120, "two a day and device, less the hours in which a device is slow already"
+
+
+def test_drawn_deaths_leave_what_is_slow_as_it_was_and_each_is_repaired() -> None:
+    names = [f"n0/{i}" for i in range(50)]
+    slow = RandomFaults(slow_per_device_day=2.0, hours=3.0)
+    both = RandomFaults(slow_per_device_day=2.0, hours=3.0, stop_per_device_day=1.0, repair_hours=2.0)
+    drawn = draw(both, names, DAY, 1)
+    assert [f for f in drawn if f.speed] == list(draw(slow, names, DAY, 1))
+    by_device: dict[str, list[str]] = {}
+    for fault in drawn:
+        if not fault.speed:
+            by_device.setdefault(fault.device, []).append(fault.kind)
+    for kinds in by_device.values():
+        assert kinds == (["kill", "join"] * len(kinds))[: len(kinds)]
+    assert 25 < sum(kinds.count("kill") for kinds in by_device.values()) < 75
 
 
 def test_a_seed_that_is_given_draws_other_faults() -> None:

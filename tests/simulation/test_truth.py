@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from elasticd_planner.placement import bytes_to_move
@@ -18,7 +20,7 @@ CLUSTER, PROFILE = SCENARIO.cluster.cluster(), SCENARIO.truth()
 
 
 def truth(noise: float = 0.0) -> Truth:
-    return Truth(CLUSTER, PROFILE, seed=1, noise=noise, overhead=0.0)
+    return Truth(CLUSTER, SCENARIO.truth, SCENARIO.model.tokens, seed=1, noise=noise, overhead=0.0)
 
 
 def plan(*pipelines: Pipeline, number: int = 1) -> Plan:
@@ -92,6 +94,35 @@ def test_a_slow_device_shows_in_rates_and_in_its_own_computation_alone() -> None
     after = world.measurements(EVEN, 0, world.step(EVEN, 0))
     ratio = {b.device: a.block_seconds / b.block_seconds for b, a in zip(before, after, strict=True)}
     assert ratio == {name: pytest.approx(3.0 if name == "n1/0" else 1.0) for name in EVEN.members}
+
+
+def test_a_mean_is_that_of_its_steps_and_is_kept_for_these_speeds_and_lengths_alone() -> None:
+    world = truth(noise=0.01)
+    steps = [float(world.step(UNEVEN, index).seconds) for index in range(8)]
+    assert world.typical(UNEVEN) == pytest.approx(sum(steps) / 8, rel=1e-12)
+    world.slow(["n0/0"], 2.0)
+    assert world.typical(UNEVEN) > 1.05 * sum(steps) / 8
+    world.slow(["n0/0"], 1.0)
+    world.shift(2 * SCENARIO.model.tokens)
+    assert world.typical(UNEVEN) > 1.9 * sum(steps) / 8
+
+
+def test_longer_samples_need_more_memory_and_whoever_lacks_it_is_named() -> None:
+    world = truth()
+    assert world.overfull(EVEN) == ""
+    world.shift(64 * SCENARIO.model.tokens)
+    assert world.overfull(EVEN) == "n0/0"
+    world.shift(SCENARIO.model.tokens // 2)
+    assert world.overfull(EVEN) == ""
+
+
+def test_a_device_that_comes_back_is_as_fast_as_any() -> None:
+    world = truth()
+    world.slow(["n0/1"], 3.0)
+    world.kill(["n0/1"])
+    assert (world.rates, world.speeds) == ({}, {"n0/1": math.inf})
+    world.join(["n0/1"])
+    assert world.speeds == {}
 
 
 def test_a_move_counts_the_bytes_that_the_planner_counts() -> None:

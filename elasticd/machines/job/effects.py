@@ -9,7 +9,15 @@ from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.value import Value
 
 from elasticd.messages import Down, Up, WorkerLost
-from elasticd.records import DoneRecord, HistoryRecord, JobSpec, NodeRecord, PlanRecord, Proposal
+from elasticd.records import (
+    CheckpointsRecord,
+    DoneRecord,
+    HistoryRecord,
+    JobSpec,
+    NodeRecord,
+    PlanRecord,
+    Proposal,
+)
 
 EventKind = Literal[
     "node_up",
@@ -30,9 +38,13 @@ EventKind = Literal[
     "refused",
     "fitted",
     "chaos",
+    "checkpoint",
     "finished",
     "stopped",
 ]
+
+#: What a leader writes of a job.
+Record = JobSpec | PlanRecord | Proposal | HistoryRecord | CheckpointsRecord | DoneRecord
 
 # -- events --------------------------------------------------------------------------------------------------
 
@@ -93,6 +105,7 @@ class Stored(Value, frozen=True, kw_only=True):
     proposal: Proposal | None = None
     done: DoneRecord | None = None
     history: HistoryRecord | None = None
+    checkpoints: CheckpointsRecord | None = None
     highest: int = 0
 
 
@@ -117,7 +130,7 @@ class Write(Value, frozen=True, kw_only=True):
     when it is done. `close` deletes the proposal: the plan recorded with it took its place."""
 
     job: str
-    records: tuple[JobSpec | PlanRecord | Proposal | HistoryRecord | DoneRecord, ...]
+    records: tuple[Record, ...]
     close: bool = False
     notes: tuple[Note, ...] = ()
 

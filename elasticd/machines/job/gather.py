@@ -148,7 +148,16 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
     if job.spec is None:
         turn.write(body.spec)
     turn.set(spec=body.spec, world_size=job.world_size or body.world_size)
-    turn.worker(Worker(device=up.device, incarnation=up.incarnation, node=node, client=up.client, pid=body.pid))
+    turn.worker(
+        Worker(
+            device=up.device,
+            incarnation=up.incarnation,
+            node=node,
+            client=up.client,
+            pid=body.pid,
+            checkpoints=body.checkpoints,
+        )
+    )
 
 
 def assemble(turn: Turn) -> None:
@@ -205,7 +214,9 @@ def difference(ours: JobSpec, theirs: JobSpec) -> str:
         mine, other = getattr(ours, name), getattr(theirs, name)
         if mine == other:
             continue
-        if name == "model":
+        if name == "profile":
+            told.append("the profile differs: give every node the same file")
+        elif name == "model":
             parts = [part for part in mine.__struct_fields__ if getattr(mine, part) != getattr(other, part)]
             told.append(f"the model differs in {', '.join(parts)}")
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elasticd.machines.job import ending, gather, replan, switch
+from elasticd.machines.job import checkpoints, ending, gather, replan, switch
 from elasticd.machines.job.effects import AgentDown, AgentUp, Effect, Event, Planned, Received
 from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, Worker
 from elasticd.machines.job.turn import Turn
@@ -18,6 +18,7 @@ from elasticd.messages import (
     Prepared,
     Refused,
     Report,
+    Saved,
     Swapped,
     Up,
     WorkerLost,
@@ -29,13 +30,13 @@ def step(
 ) -> tuple[JobState, tuple[Effect, ...]]:
     """The job after `event` at time `now` (seconds), and what its daemon is to do, in order.
 
-    A report that only completes the picture of a step makes nothing due: what time asks for, a tick does. So
-    a thousand devices' reports cost a thousand short looks, and not each one at all thousand devices."""
+    What only completes the picture of a step or of a switch makes nothing due: what time asks for, a tick
+    does. So a thousand devices' reports cost a thousand short looks, and not each one at all thousand devices.
+    """
     turn = Turn(job, nodes, epoch, settings, now)
     if isinstance(event, Received):
         _message(turn, event.node, event.message)
-        same = turn.job.rates is job.rates and turn.job.profile is job.profile
-        if _is_report(event) and same and not replan.ripe(turn.job):
+        if _adds(event) and _alike(job, turn.job) and not replan.ripe(turn.job):
             return turn.job, tuple(turn.effects)
     elif isinstance(event, Planned):
         replan.answered(turn, event)
@@ -58,8 +59,15 @@ def turned_away(
     return turn.job, tuple(turn.effects)
 
 
-def _is_report(event: Received) -> bool:
-    return isinstance(event.message, Up) and isinstance(event.message.body, Report)
+def _adds(event: Received) -> bool:
+    """Whether it is one of what all members say alike."""
+    return isinstance(event.message, Up) and isinstance(event.message.body, Report | Prepared | Swapped)
+
+
+def _alike(before: JobState, after: JobState) -> bool:
+    """Whether nothing changed that anything could become due from."""
+    same = before.rates is after.rates and before.profile is after.profile
+    return same and before.phase is after.phase and len(before.workers) == len(after.workers)
 
 
 def _message(turn: Turn, node: str, message: Up | WorkerLost) -> None:
@@ -103,6 +111,8 @@ def _report(turn: Turn, up: Up) -> None:
         switch.kept(turn, worker, body)
     elif isinstance(body, Doubt):
         switch.doubt(turn, worker, body)
+    elif isinstance(body, Saved):
+        checkpoints.saved(turn, body)
     elif isinstance(body, Finished):
         ending.finished(turn, body)
     # A Goodbye needs no answer: its WorkerLost follows and says that it was clean.

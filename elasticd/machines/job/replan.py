@@ -11,7 +11,7 @@ from elasticd_planner.measurement import Measurement
 from elasticd_planner.placement import bytes_to_move
 from elasticd_planner.plan import Plan
 from elasticd_planner.policy import Decision, decide, measured_price
-from elasticd_planner.problem import Problem
+from elasticd_planner.problem import Freedom, Problem
 from elasticd_planner.profiles import ModelProfile, derive
 from elasticd_planner.rates import observe
 from elasticd_planner.stability import changed, outlook, settled
@@ -124,7 +124,7 @@ def request(turn: Turn) -> None:
 def _request(turn: Turn) -> None:
     job = turn.job
     assert job.spec is not None
-    profile = job.profile
+    profile = job.profile or job.spec.profile
     if profile is None:
         tokens, flops = job.spec.sample_tokens, turn.settings.flops
         profile = derive(job.spec.model, tokens, job.spec.micro_batch, flops=flops)
@@ -149,6 +149,7 @@ def _request(turn: Turn) -> None:
         micro_batch=job.spec.micro_batch,
         rates=basis.rates,
         current=job.plan,
+        freedom=Freedom(states=(job.spec.state,)),
     )
     token = job.token + 1
     turn.set(asked=Asked(token=token, basis=basis, problem=problem), token=token, deferred=None)

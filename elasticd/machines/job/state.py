@@ -42,7 +42,7 @@ from elasticd_planner.stability import Stability
 from elasticd_planner.value import Value, refuse
 
 from elasticd.machines.job.effects import Stored
-from elasticd.records import JobSpec, NodeRecord, Proposal
+from elasticd.records import JobSpec, NodeRecord, Proposal, PublishedCheckpoint
 
 
 class Phase(enum.Enum):
@@ -131,6 +131,7 @@ class Joiner(Value, frozen=True, kw_only=True):
 class Worker(Value, frozen=True, kw_only=True):
     """A worker process that said hello, and the last that it said about a proposal (0: nothing yet). Once it
     took its leave: since when, and why. `orphan`: its node's agent was started again, and has no line to it.
+    `checkpoints` are the names of those that it sees, the newest first.
     """
 
     device: str
@@ -144,6 +145,7 @@ class Worker(Value, frozen=True, kw_only=True):
     left_at: float | None = None
     farewell: str = ""
     orphan: bool = False
+    checkpoints: tuple[str, ...] = ()
 
     @property
     def left(self) -> bool:
@@ -205,6 +207,7 @@ class JobState(Value, frozen=True, kw_only=True):
     measuring: `partial` steps that some members have not reported yet; `samples` for the fit, from the step
         after `first_step` on; `taught_by` the plan that the profile was last fitted to.
     end: `done_epoch` is that of the record in the store.
+    checkpoints: `published`, the newest last.
     """
 
     job: str
@@ -238,6 +241,7 @@ class JobState(Value, frozen=True, kw_only=True):
     samples: tuple[tuple[Measurement, ...], ...] = ()
     progress: Progress = Progress()
     done_epoch: int = 0
+    published: tuple[PublishedCheckpoint, ...] = ()
 
     @property
     def number(self) -> int:
@@ -301,6 +305,7 @@ def restored(stored: Stored, now: float, settings: Settings) -> JobState:
         decided=_restored_basis(problem) if phase in (Phase.RUNNING, Phase.PROPOSED, Phase.ABORTING) else None,
         progress=Progress(step=last.step if last is not None else 0),
         done_epoch=stored.done.epoch if stored.done is not None else 0,
+        published=stored.checkpoints.published if stored.checkpoints is not None else (),
     )
 
 

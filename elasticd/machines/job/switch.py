@@ -5,8 +5,10 @@ from __future__ import annotations
 from elasticd_planner.plan import Plan
 from elasticd_planner.policy import Moved
 from elasticd_planner.problem import Problem
+from elasticd_planner.sharding import with_carriers
 from elasticd_planner.stability import switched as answered_by
 
+from elasticd.machines.job.checkpoints import NotShared, offered
 from elasticd.machines.job.ending import aborted, called, stop
 from elasticd.machines.job.state import Phase, Setback, Worker
 from elasticd.machines.job.turn import Turn
@@ -19,12 +21,18 @@ MOST_MOVED = 4
 
 def propose(turn: Turn, plan: Plan, problem: Problem, reason: str) -> None:
     """Opens a proposal of `plan` under a number of its own, bound to the workers that are there."""
+    try:
+        checkpoints = offered(turn.job)
+    except NotShared as error:
+        stop(turn, str(error))
+        return
     job = turn.job
     number = job.highest + 1
+    plan = with_carriers(plan)
     plan = plan.replace(
         number=number, binding={device: job.workers[device].incarnation for device in plan.members}
     )
-    proposal = Proposal(number=number, epoch=turn.epoch, plan=plan, old=job.plan)
+    proposal = Proposal(number=number, epoch=turn.epoch, plan=plan, old=job.plan, checkpoints=checkpoints)
     turn.enter(Phase.PROPOSED, proposal=proposal, highest=number, give_up="")
     seconds = plan.prediction.step_seconds if plan.prediction is not None else None
     turn.write(
@@ -40,9 +48,13 @@ def prepared(turn: Turn, worker: Worker, body: Prepared) -> None:
     if proposal is None or proposal.number != body.number or worker.prepared >= body.number:
         return
     turn.worker(worker, prepared=body.number)
-    members = turn.job.bound(proposal.plan)
-    waiting = len(proposal.plan.binding) - sum(member.prepared == body.number for member in members)
-    if not waiting:
+    # Members answer in about the order of their ranks: from the end, the first look mostly tells.
+    if all(
+        (other := turn.job.workers.get(device)) is not None
+        and other.incarnation == incarnation
+        and other.prepared == body.number
+        for device, incarnation in reversed(proposal.plan.binding.items())
+    ):
         turn.note("prepared", f"all members prepared plan {body.number}", number=body.number)
 
 
@@ -74,7 +86,7 @@ def swapped(turn: Turn, worker: Worker, body: Swapped) -> None:
     turn.note(
         "swapped",
         f"{worker.device} runs plan {body.number} from step {body.step} on, after a pause of "
-        f"{body.pause_seconds:.3f} s",
+        f"{body.pause_seconds:.3f} s" + (f", from checkpoint {body.checkpoint}" if body.checkpoint else ""),
         number=body.number,
         step=body.step,
         pause_seconds=body.pause_seconds,
@@ -82,6 +94,7 @@ def swapped(turn: Turn, worker: Worker, body: Swapped) -> None:
         bytes_lacking=body.bytes_lacking,
         bytes_state=body.bytes_state,
         device=worker.device,
+        checkpoint=body.checkpoint,
     )
     if record and turn.job.plan is not None:  # nothing moves for the first plan
         turn.set(moved=(*turn.job.moved, Moved(number=body.number, bytes_lacking=0, pause_seconds=0.0)))

@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from elasticd.machines.job.effects import Effect, EventKind, Note, Send, Write
+from elasticd.machines.job.effects import Effect, EventKind, Note, Record, Send, Write
 from elasticd.machines.job.state import OVER, TRANSITIONS, JobState, NodeState, Phase, Settings, Worker
 from elasticd.messages import Closed, Down, Joined, Rejected
-from elasticd.records import DoneRecord, HistoryRecord, JobSpec, PlanRecord, Proposal
 
 
 class IllegalTransition(RuntimeError):
@@ -60,7 +59,7 @@ class Turn:
 
     def write(
         self,
-        *records: JobSpec | PlanRecord | Proposal | HistoryRecord | DoneRecord,
+        *records: Record,
         notes: tuple[Note, ...] = (),
         close: bool = False,
     ) -> None:

@@ -1,0 +1,206 @@
+"""One rank of the migration benchmark: moves its part of a state again and again, and plainly sends as much.
+
+    python benchmarks/_mover.py FOLDER RANK ADDRESS SCENE REPEATS
+
+The group is the runtime's own (`Fabric`), bootstrapped over files in FOLDER. In each repetition all ranks first
+send the bytes of the move plainly: from pair to pair in messages of 64 MiB, nothing checked, nothing cut. Then
+they move. Memory for what comes is asked for anew both times. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from _scenes import SCENES, SPEC
+from elasticd_migration.execute import Moved, migrate
+from elasticd_migration.reshard import bytes_lacking, reshard
+from elasticd_migration.state import LocalState, LocalTensor, Shard
+from elasticd_migration.transport import ProcessGroupTransport
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Item, Layouts
+from elasticd_planner.plan import Plan
+from torch._C._distributed_c10d import FileStore
+
+from elasticd.runtime.groups import Fabric, Group
+from elasticd.runtime.sockets import tcp_sockets
+
+#: Bytes of one message of the plain exchange.
+LARGE = 64 << 20
+PLANES = {"value": ("value",), "state": ("exp_avg", "exp_avg_sq"), "buffer": ("value",)}
+#: Bytes of one element of all its planes.
+SIZES = {role: 4 * len(planes) for role, planes in PLANES.items()}
+
+
+class Files:
+    """The bootstrap store: a torch FileStore as the runtime's `KeyValue`."""
+
+    def __init__(self, path: Path) -> None:
+        self._store = FileStore(str(path))
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str, seconds: float) -> bytes:
+        deadline = time.monotonic() + seconds
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(key)
+            time.sleep(0.005)
+        return bytes(self._store.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._store.check(list(keys)))
+
+
+def members_of(old: Plan, new: Plan) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*old.members, *new.members)))
+
+
+def element(item: Item, plane: str, box: Box) -> torch.Tensor:
+    """What is in a box of a plane: told by its place in the model alone, so that any copy can be checked."""
+    seed = float(sum(map(ord, f"{item.name}{plane}")) % 997)
+    found = torch.full(box.shape, seed)
+    for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
+        line = torch.arange(start, stop, dtype=torch.float32) * (dim + 1)
+        found += line.reshape([-1 if d == dim else 1 for d in range(len(box.shape))])
+    return found
+
+
+def state_of(layouts: Layouts, device: str) -> LocalState:
+    """The part of the state that a device holds."""
+    return LocalState(
+        tensors={
+            item: LocalTensor(
+                shards=tuple(
+                    Shard(box=box, planes={plane: element(item, plane, box) for plane in PLANES[item.role]})
+                    for box in boxes
+                ),
+                scalars={"step": torch.tensor(3.0)} if item.role == "state" else {},
+            )
+            for item, boxes in layouts.held(device).items()
+        }
+    )
+
+
+def check(state: LocalState, layouts: Layouts, device: str) -> None:
+    """Every element is what it should be, and nothing is missing."""
+    for item, boxes in layouts.held(device).items():
+        for box in boxes:
+            shard = state.tensors[item].around(box)
+            for plane in PLANES[item.role]:
+                assert torch.equal(shard.part(plane, box), element(item, plane, box)), (item, plane, box)
+
+
+def acknowledged() -> int:
+    """Bytes that the peers of all our TCP connections have acknowledged, as the kernel counts them
+    (tcpi_bytes_acked, at byte 120 of struct tcp_info)."""
+    total = 0
+    for _, listening, _, _, sock in tcp_sockets():
+        with sock:
+            if not listening:
+                info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+                total += struct.unpack_from("Q", info, 120)[0]
+    return total
+
+
+class Plain:
+    """The same bytes from pair to pair, in large messages, without anything else."""
+
+    def __init__(self, group: Group, pairs: dict[tuple[str, str], int]) -> None:
+        self._group = group
+        mine = {end: size for (start, end), size in pairs.items() if start == group.me}
+        self._into = {start: size for (start, end), size in pairs.items() if end == group.me}
+        self._out = {end: torch.ones(size, dtype=torch.uint8) for end, size in mine.items()}
+
+    def __call__(self) -> None:
+        backend, rank = self._group.backend, self._group.members.index
+        received = []
+        for start, size in self._into.items():
+            for part in torch.empty(size, dtype=torch.uint8).split(LARGE):
+                received.append(backend.recv([part], rank(start), 7))
+        sent = [
+            backend.send([part], rank(end), 7)
+            for end, whole in self._out.items()
+            for part in whole.split(LARGE)
+        ]
+        for work in received:
+            work.wait()
+        self._group.all_gather(torch.ones(1))
+        for work in sent:
+            work.wait()
+
+
+def timed(group: Group, work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds until all ranks have done it, and seconds of this process on a processor."""
+    group.all_gather(torch.ones(1))
+    start, spent = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - start, time.process_time() - spent
+
+
+def main(folder: str, rank: int, address: str, scene: str, repeats: int) -> dict[str, object]:
+    torch.set_num_threads(1)
+    before, after = SCENES[scene]
+    members = members_of(before, after)
+    fabric = Fabric("bench", members[rank], address, Files(Path(folder) / "store"))
+    group = fabric.group(members, "transition")
+    old, new = Layouts(SPEC, before), Layouts(SPEC, after)
+    state = state_of(old, group.me)
+    sizes = {item: SIZES[item.role] for item in new.items}
+    pairs: dict[tuple[str, str], int] = {}
+    for transfer in reshard(old, new, sizes):
+        pair = transfer.source, transfer.destination
+        pairs[pair] = pairs.get(pair, 0) + transfer.box.size * sizes[transfer.item]
+    lacking = sum(bytes_lacking(old, new, sizes).values())
+    assert lacking == sum(pairs.values())
+    plain = Plain(group, pairs)
+    result: list[Moved] = []
+
+    def move() -> None:
+        """As a switch does: with fresh layouts, until all have said ok."""
+        transport = ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
+        result.append(migrate(Layouts(SPEC, before), Layouts(SPEC, after), state, transport))
+        group.all_gather(torch.ones(1))
+        transport.drain()
+
+    seconds: list[tuple[float, float]] = []
+    cpu: list[tuple[float, float]] = []
+    for turn in range(repeats + 1):
+        sent, sent_cpu = timed(group, plain)
+        wire = acknowledged()
+        moved, moved_cpu = timed(group, move)
+        wire = acknowledged() - wire
+        if turn == 0:
+            check(result[0].state, new, group.me)
+            continue  # memory was touched for the first time, which takes most of the time
+        seconds.append((sent, moved))
+        cpu.append((sent_cpu, moved_cpu))
+        result[:-1] = []
+        last = result.pop()
+    group.all_gather(torch.ones(1))
+    return {
+        "seconds": seconds,
+        "cpu": cpu,
+        "lacking": lacking,
+        "wire": wire,
+        "sent": last.bytes_sent,
+        "beside": last.bytes_sealed,
+        "tensors": sum(len(s.planes) for tensor in state.tensors.values() for s in tensor.shards),
+    }
+
+
+if __name__ == "__main__":
+    found = main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5]))
+    print(json.dumps(found), flush=True)
+    os._exit(0)

@@ -1,0 +1,86 @@
+"""The few ways in which a checkpoint's folder is written, so that a test can end the process after each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+
+class Stream(Protocol):
+    """A file that is being written. It is safe from a power loss after `sync` and a `sync_folder`."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None: ...
+    def sync(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Disk(Protocol):
+    """Where checkpoints lie; every method raises OSError."""
+
+    def make_folder(self, path: Path) -> None:
+        """Makes it and its parents; no error where it is there."""
+        ...
+
+    def create(self, path: Path) -> Stream:
+        """A new file, empty; FileExistsError where it is there."""
+        ...
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Of files and folders; at once or not at all."""
+        ...
+
+    def sync_folder(self, path: Path) -> None:
+        """What was created, renamed or removed in it outlasts a power loss from here on."""
+        ...
+
+    def remove(self, path: Path) -> None:
+        """A file."""
+        ...
+
+    def remove_folder(self, path: Path) -> None:
+        """A folder with all that is in it."""
+        ...
+
+
+class LocalDisk:
+    """Any file system that the kernel has mounted, and that renames and syncs as POSIX says."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def create(self, path: Path) -> Stream:
+        return _File(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.rename(old, new)
+
+    def sync_folder(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def remove(self, path: Path) -> None:
+        path.unlink()
+
+    def remove_folder(self, path: Path) -> None:
+        shutil.rmtree(path)
+
+
+class _File:
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb", buffering=0)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()

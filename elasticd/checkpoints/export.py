@@ -1,0 +1,110 @@
+"""A checkpoint as one safetensors file, written a piece at a time: a model larger than memory is no matter.
+
+The format (github.com/huggingface/safetensors, "Format"): eight bytes with the header's length, the header as
+JSON (dtype, shape and byte range of each tensor, by name), then the tensors' bytes in row-major order.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Item
+
+from elasticd.checkpoints.manifest import Manifest, PlaneEntry
+from elasticd.checkpoints.reader import Reader, Wanted
+
+#: Bytes of one tensor that are read and written at once.
+PIECE = 64 << 20
+
+#: safetensors' names of torch's dtypes.
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+class CannotExport(ValueError):
+    """The checkpoint has what a safetensors file cannot hold; the message names it."""
+
+
+def export(path: Path, manifest: Manifest, out: Path, *, moments: bool = False) -> int:
+    """Writes `out` from the checkpoint at `path`, and returns its bytes. Parameters and buffers have their own
+    names; with `moments` the optimizer's planes follow as "optimizer.state.NAME.PLANE".
+
+    The file gets its name when it is whole. Raises `Damaged` and `CannotExport`.
+    """
+    tensors = [
+        (name if role != "state" else f"optimizer.state.{name}.{plane.name}", Item(name, role), plane)
+        for role, entries in manifest.tensors.items()
+        if role != "state" or moments
+        for name, entry in entries.items()
+        for plane in entry.planes
+    ]
+    header: dict[str, object] = {
+        "__metadata__": {
+            "format": "pt",
+            "model": manifest.origin.model,
+            "step": str(manifest.origin.step),
+            "elasticd": manifest.origin.elasticd,
+        }
+    }
+    at = 0
+    for key, item, plane in tensors:
+        shape = manifest.tensors[item.role][item.name].shape
+        if plane.dtype not in DTYPES:
+            raise CannotExport(f"{key} is {plane.dtype}, which safetensors has no name for")
+        size = math.prod(shape) * plane.itemsize
+        header[key] = {"dtype": DTYPES[plane.dtype], "shape": shape, "data_offsets": (at, at + size)}
+        at += size
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    reader = Reader(path, manifest)
+    part = out.with_name(out.name + ".part")
+    try:
+        with part.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for _, item, plane in tensors:
+                for box in _slabs(Box.whole(reader.entry(item).shape), plane):
+                    into = np.empty(box.size * plane.itemsize, dtype=np.uint8)
+                    reader.read([Wanted(item, plane.name, box, into)])
+                    file.write(into.data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(out)
+    finally:
+        part.unlink(missing_ok=True)
+    return 8 + len(text) + at
+
+
+def _slabs(box: Box, plane: PlaneEntry) -> Iterator[Box]:
+    """`box` in row-major order, in runs of at most `PIECE` bytes (or of one row of its first dimension)."""
+    if not box.start or box.size * plane.itemsize <= PIECE:
+        yield box
+        return
+    row = box.size // box.shape[0] * plane.itemsize
+    rows = max(1, PIECE // row)
+    for start in range(0, box.stop[0], rows):
+        stop = min(start + rows, box.stop[0])
+        yield Box(start=(start, *box.start[1:]), stop=(stop, *box.stop[1:]))

@@ -1,0 +1,227 @@
+"""What a checkpoint says of itself: `manifest.json`, from which all is read, and the parts it is made of.
+
+torch.distributed.checkpoint's own `.metadata` lies beside it for programs that know nothing of elasticd. It is
+a pickle; elasticd writes it and never reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from elasticd_migration.schema import Group, Scalar, Schema
+from elasticd_migration.schema import merge as agreed
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Role
+from elasticd_planner.rules import ModelSpec
+from elasticd_planner.value import Value, refuse
+
+from elasticd.checkpoints.sums import Damaged, FileSums
+
+MANIFEST = "manifest.json"
+#: torch.distributed.checkpoint's index of the same files.
+METADATA = ".metadata"
+#: The plane of a parameter's value and of a buffer, and the roles that have it.
+VALUE = "value"
+VALUES: tuple[Role, ...] = ("value", "buffer")
+VERSION = 1
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class Record(Value, frozen=True, kw_only=True):
+    """Where `torch.save` wrote something: `length` bytes from `at` in `file`."""
+
+    file: str
+    at: int
+    length: int
+
+
+class Chunk(Value, frozen=True, kw_only=True):
+    """One box of one plane. Its elements lie in row-major order from byte `data` of the record's file on."""
+
+    box: Box
+    record: Record
+    data: int
+
+
+class PlaneEntry(Value, frozen=True, kw_only=True):
+    """A tensor of an item's shape; dtype as torch names it, bytes of an element."""
+
+    name: str
+    dtype: str
+    itemsize: int
+    chunks: tuple[Chunk, ...]
+
+
+class TensorEntry(Value, frozen=True, kw_only=True):
+    """All that is saved of one item. Its scalars are kept here, to the bit."""
+
+    shape: tuple[int, ...]
+    planes: tuple[PlaneEntry, ...]
+    scalars: tuple[Scalar, ...] = ()
+
+    def plane(self, name: str) -> PlaneEntry | None:
+        return next((plane for plane in self.planes if plane.name == name), None)
+
+
+#: Entries by role ("value", "state", "buffer") and full name.
+Tensors = dict[Role, dict[str, TensorEntry]]
+
+
+class Origin(Value, frozen=True, kw_only=True):
+    """Whose state it is: `step` updates were applied, under the plan of this number, by these incarnations of
+    the members' workers. seed, global_batch and samples decide what the next steps train on."""
+
+    job: str
+    model: str
+    step: int
+    plan: int
+    binding: dict[str, str]
+    seed: int
+    global_batch: int
+    samples: int
+    elasticd: str
+    torch: str
+
+
+class Part(Value, frozen=True, kw_only=True):
+    """What one rank wrote: boxes of tensors, and what it knows of parameter groups and of the job's extras."""
+
+    device: str
+    tensors: Tensors
+    files: tuple[FileSums, ...]
+    groups: tuple[Group, ...] = ()
+    extras: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class Manifest(Value, frozen=True, kw_only=True):
+    """A whole checkpoint. `serial` grows by one from checkpoint to checkpoint of a folder: the newest is the
+    one that was written last, also where steps were gone back. groups and extras are a `Schema`'s."""
+
+    origin: Origin
+    serial: int
+    tensors: Tensors
+    files: tuple[FileSums, ...]
+    groups: tuple[Group, ...] = ()
+    extras: dict[str, str] = msgspec.field(default_factory=dict)
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            refuse(
+                f"it has version {self.version}, this program reads {VERSION}: use the release that wrote it"
+            )
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
+
+class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
+    """A body with its own checksum: a manifest vouches for all files, and this for the manifest."""
+
+    sha256: str
+    body: msgspec.Raw
+
+
+def seal(value: msgspec.Struct) -> bytes:
+    body = msgspec.json.encode(value)
+    return msgspec.json.encode(_Sealed(sha256=hashlib.sha256(body).hexdigest(), body=msgspec.Raw(body)))
+
+
+def unseal(path: Path, kind: type[T]) -> T:
+    """Reads what `seal` made. Raises `Damaged`, which names the file."""
+    try:
+        sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
+        body = bytes(sealed.body)
+        if hashlib.sha256(body).hexdigest() != sealed.sha256:
+            raise Damaged(f"{path}: is not what was written (its checksum is another)")
+        return msgspec.json.decode(body, type=kind)
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # msgspec's errors are
+        raise Damaged(f"{path}: {error}") from None
+
+
+def merge(origin: Origin, serial: int, parts: Sequence[Part]) -> Manifest:
+    """The checkpoint that the ranks' parts make, in rank order.
+
+    Raises ValueError where parts of one item do not fit or leave some of it out, and `Disagreement` where
+    ranks tell different things of groups and extras.
+    """
+    tensors: Tensors = {}
+    for part in parts:
+        for role, entries in part.tensors.items():
+            held = tensors.setdefault(role, {})
+            for name, entry in entries.items():
+                held[name] = _joined(name, held[name], entry) if name in held else entry
+    for entries in tensors.values():
+        for name, entry in entries.items():
+            _check_whole(name, entry)
+    schemas = [Schema(groups=part.groups, extras=part.extras) for part in parts]
+    told = agreed(schemas, [part.device for part in parts])
+    return Manifest(
+        origin=origin,
+        serial=serial,
+        tensors=tensors,
+        files=tuple(file for part in parts for file in part.files),
+        groups=told.groups,
+        extras=told.extras,
+    )
+
+
+def _joined(name: str, one: TensorEntry, two: TensorEntry) -> TensorEntry:
+    if (one.shape, one.scalars) != (two.shape, two.scalars):
+        raise ValueError(
+            f"{name}: one rank has {one.shape} {one.scalars}, another {two.shape} {two.scalars}: they have "
+            "not taken the same steps"
+        )
+    planes = {plane.name: plane for plane in one.planes}
+    for plane in two.planes:
+        known = planes.setdefault(plane.name, plane)
+        if (known.dtype, known.itemsize) != (plane.dtype, plane.itemsize):
+            raise ValueError(f"{name}: {plane.name} is {known.dtype} on one rank and {plane.dtype} on another")
+        if known is not plane:
+            planes[plane.name] = msgspec.structs.replace(known, chunks=(*known.chunks, *plane.chunks))
+    return msgspec.structs.replace(one, planes=tuple(planes[key] for key in sorted(planes)))
+
+
+def _check_whole(name: str, entry: TensorEntry) -> None:
+    """Writers are disjoint by construction, so that counting elements is enough."""
+    whole = Box.whole(entry.shape).size
+    for plane in entry.planes:
+        written = sum(chunk.box.size for chunk in plane.chunks)
+        if written != whole:
+            raise ValueError(f"{name}: of {plane.name} {written} elements were written and not {whole}")
+
+
+def differences(manifest: Manifest, spec: ModelSpec) -> str:
+    """Why what was saved is not the state of this model, or nothing."""
+    saved = {name: entry for role in VALUES for name, entry in manifest.tensors.get(role, {}).items()}
+    model = {
+        f"{section}.{parameter.name}": parameter
+        for section in spec.sections(0, len(spec.layers))
+        for parameter in spec.section(section)
+        if spec.owner(f"{section}.{parameter.name}") == f"{section}.{parameter.name}"
+    }
+    missing = [name for name in model if name not in saved]
+    extra = [name for name in saved if name not in model]
+    if missing or extra:
+        name = (missing or extra)[0]
+        return (
+            f"{name} is only in the {'model' if missing else 'checkpoint'} "
+            f"({len(missing) + len(extra)} such tensors)"
+        )
+    for name, parameter in model.items():
+        value = saved[name].plane(VALUE)
+        have = saved[name].shape, value.dtype if value is not None else "nothing"
+        if have != (parameter.shape, parameter.dtype):
+            return (
+                f"{name} is {have[0]} {have[1]} in the checkpoint and {parameter.shape} {parameter.dtype} "
+                "in the model"
+            )
+    return ""

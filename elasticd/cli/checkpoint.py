@@ -1,0 +1,121 @@
+"""`elasticd checkpoint`: what lies in a folder of checkpoints, whether it is sound, and one file of it all."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from elasticd.checkpoints.export import CannotExport
+from elasticd.checkpoints.export import export as write
+from elasticd.checkpoints.folder import Found, damages, look, scan
+from elasticd.checkpoints.manifest import MANIFEST
+from elasticd.checkpoints.sums import Damaged
+
+
+@click.group()
+def checkpoint() -> None:
+    """List, verify and export checkpoints. Needs neither torch nor a cluster."""
+
+
+@checkpoint.command(name="list")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON array.")
+def list_(folder: Path, as_json: bool) -> None:
+    """List the checkpoints of a folder, the newest first.
+
+    What their files hold is not read: `verify` does that.
+    """
+    found = scan(folder)
+    if as_json:
+        sys.stdout.write(msgspec.json.encode([_told(item) for item in found]).decode() + "\n")
+        return
+    console = Console(highlight=False)
+    if not found:
+        console.print(f"no checkpoint in {folder}")
+        return
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("checkpoint", no_wrap=True, overflow="fold")
+    for column in ("step", "plan", "devices", "size"):
+        table.add_column(column, justify="right")
+    table.add_column("written")
+    for item in found:
+        table.add_row(*_row(item))
+    console.print(table)
+    for item in found:
+        if item.damage:
+            click.echo(f"damaged: {item.damage}")
+
+
+def _told(item: Found) -> dict[str, object]:
+    manifest = item.manifest
+    told: dict[str, object] = {"name": item.name, "step": item.step, "plan": item.plan, "damage": item.damage}
+    if manifest is not None:
+        told |= {"bytes": manifest.bytes, "serial": manifest.serial, "origin": manifest.origin}
+    return told
+
+
+def _row(item: Found) -> tuple[str | Text, ...]:
+    if item.damage or item.manifest is None:
+        return item.name, str(item.step), str(item.plan), "", Text("damaged", style="red"), ""
+    written = datetime.fromtimestamp((item.path / MANIFEST).stat().st_mtime)
+    return (
+        item.name,
+        str(item.step),
+        str(item.plan),
+        str(len(item.manifest.origin.binding)),
+        _size(item.manifest.bytes),
+        f"{written:%Y-%m-%d %H:%M}",
+    )
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+@checkpoint.command()
+@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+def verify(path: Path) -> None:
+    """Read every byte of a checkpoint, or of all in a folder, and compare it with its checksums.
+
+    Exits with 1 where anything is damaged.
+    """
+    one = (path / MANIFEST).exists() or path.name.startswith("step-")
+    found = (look(path),) if one else scan(path)
+    if not found:
+        raise click.ClickException(f"no checkpoint in {path}")
+    damaged = 0
+    for item in found:
+        wrong = damages(item.path)
+        damaged += bool(wrong)
+        click.echo(f"{item.name}: " + ("damaged" if wrong else "sound"))
+        for line in wrong:
+            click.echo(f"  {line}")
+    if damaged:
+        raise click.ClickException(f"{damaged} of {len(found)} damaged")
+
+
+@checkpoint.command()
+@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("out", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--moments", is_flag=True, help="The optimizer's state too, as optimizer.state.NAME.PLANE.")
+def export(path: Path, out: Path, moments: bool) -> None:
+    """Write a checkpoint's parameters and buffers into one safetensors file, whole."""
+    found = look(path)
+    if found.damage or found.manifest is None:
+        raise click.ClickException(found.damage)
+    try:
+        size = write(path, found.manifest, out, moments=moments)
+    except (Damaged, CannotExport, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"{out}: {_size(size)}, step {found.step}")

@@ -1,0 +1,287 @@
+"""`elasticd profile`: measures what a model's sections cost on this device, and says how good the fit is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+from elasticd_planner.samples import Samples
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from elasticd.measuring import Answer, Done, Failed, Progress, Request
+
+if TYPE_CHECKING:
+    from elasticd_planner.measured import MeasuredProfile
+    from elasticd_planner.regress import SectionFit
+
+#: Token counts of the micro-batches where none are named, in samples.
+_SAMPLES = (1, 2, 4, 8)
+
+#: Seconds that the process that measures may take to end.
+_PATIENCE = 10.0
+
+#: Errors from here on are shown in colour: plans made of such figures deserve a second look.
+_LARGE = 0.15
+
+#: Noise from here on is told.
+_NOISY = 0.1
+
+
+class _Counts(click.ParamType):  # type: ignore[type-arg]
+    """Whole numbers with commas between them."""
+
+    name = "N,N,..."
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            counts = tuple(int(part) for part in str(value).split(","))
+        except ValueError:
+            counts = ()
+        if not counts or min(counts) < 1:
+            self.fail(f"{value!r} must be positive whole numbers with commas between them, as in 1,2,4")
+        return counts
+
+
+@click.command()
+@click.argument("target", metavar="FILE.py:NAME")
+@click.option("--widths", type=_Counts(), default="1,2,4", show_default=True, help="Sizes of TP groups.")
+@click.option(
+    "--tokens",
+    type=_Counts(),
+    help="Tokens of micro-batches, multiples of --sample-tokens.  [default: 1, 2, 4 and 8 samples]",
+)
+@click.option(
+    "--sample-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of one sample."
+)
+@click.option(
+    "--repeats", type=click.IntRange(min=3), default=20, show_default=True, help="Times of each case."
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Of torch.  [default: $OMP_NUM_THREADS, else 1, as torchrun starts its workers]",
+)
+@click.option(
+    "--loss", default="", metavar="NAME", help="loss(output, batch) in the same file: part of the head."
+)
+@click.option(
+    "--batch",
+    default="",
+    metavar="NAME",
+    help="batch(samples, tokens) in the same file.  [default: random ids]",
+)
+@click.option("--collectives", is_flag=True, help="All-reduces too, among gloo processes of this machine.")
+@click.option("--no-whole", is_flag=True, help="Do not compare with the whole model in one piece.")
+@click.option("--json", "as_json", is_flag=True, help="The profile as one JSON object, for programs.")
+@click.option("--out", metavar="PROFILE.json", help="Write the profile there.")
+def profile(
+    target: str,
+    widths: tuple[int, ...],
+    tokens: tuple[int, ...] | None,
+    sample_tokens: int,
+    repeats: int,
+    device: str,
+    threads: int | None,
+    loss: str,
+    batch: str,
+    collectives: bool,
+    no_whole: bool,
+    as_json: bool,
+    out: str | None,
+) -> None:
+    """Measure a model's sections on this device, fit, and print the error of the fit.
+
+    NAME is an elasticd.Model in FILE.py (or package.module), or a function without arguments that makes one.
+    The file is imported. The profile is what `elasticd plan` takes as `model`, and elasticd.Job as `profile`.
+    """
+    from elasticd_planner.measured import measured_profile
+    from elasticd_planner.timed import entry_of
+
+    if out is not None and not Path(out).absolute().parent.is_dir():
+        raise click.ClickException(f"cannot write {out}: there is no folder {Path(out).parent}")
+    request = Request(
+        target=target,
+        widths=widths,
+        tokens=tokens or tuple(sample_tokens * count for count in _SAMPLES),
+        sample_tokens=sample_tokens,
+        repeats=repeats,
+        threads=threads or _threads(),
+        device=device,
+        loss=loss,
+        batch=batch,
+        collectives=collectives,
+        whole=not no_whole,
+    )
+    with Console(stderr=True).status(f"measuring {target}") as status:  # silent where nobody looks
+        samples = measure(request, lambda part: status.update(f"measuring {target}: {part:.0%}"))
+    measured = measured_profile(samples)
+    answer = {"model": entry_of(measured.profile), "fit": fit_of(samples, measured)}
+    text = msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()
+    if out is not None:
+        try:
+            Path(out).write_text(text + "\n")
+        except OSError as error:
+            raise click.ClickException(f"cannot write {out}: {error.strerror}") from None
+    if as_json:
+        sys.stdout.write(text + "\n")
+    else:
+        show(samples, measured, Console(highlight=False))
+
+
+def _threads() -> int:
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    return int(said) if said.isdigit() and int(said) else 1
+
+
+def measure(request: Request, progress: Callable[[float], None]) -> Samples:
+    """Asks a process that carries torch. Raises ClickException where it cannot measure."""
+    command = [sys.executable, "-m", "elasticd.runtime.profiling"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(msgspec.json.encode(request) + b"\n")
+        process.stdin.flush()
+        for line in process.stdout:
+            answer = msgspec.json.decode(line, type=Answer)
+            if isinstance(answer, Progress):
+                progress(answer.part)
+            elif isinstance(answer, Failed):
+                raise click.ClickException(answer.reason)
+            else:
+                assert isinstance(answer, Done)
+                return answer.samples
+        code = process.wait()
+        raise click.ClickException(
+            f"the process that measures ended with {code} and no answer"
+            + (": is torch installed? (pip install 'elasticd[train]')" if code == 1 else "")
+        )
+    except BrokenPipeError:
+        raise click.ClickException(f"the process that measures ended with {process.wait()}") from None
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """It ends by itself when its standard input is closed, and its own processes with it."""
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):
+                pipe.close()
+    try:
+        process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def fit_of(samples: Samples, measured: MeasuredProfile) -> dict[str, Any]:
+    """On what it was measured, the errors of each section, and the whole model, as JSON values."""
+    found = {
+        **{name: getattr(samples, name) for name in ("device", "threads", "torch", "repeats", "sample_tokens")},
+        "sections": measured.fits,
+        "whole_seconds": samples.whole.seconds if samples.whole is not None else None,
+        "predicted_seconds": measured.predicted,
+    }
+    return dict(msgspec.to_builtins(found, str_keys=True))
+
+
+# -- for people ------------------------------------------------------------------------------------------------
+
+
+def show(samples: Samples, measured: MeasuredProfile, console: Console) -> None:
+    """The coefficients by section and width with the errors of the fit, and what is beside them."""
+    name = Text.assemble(
+        (samples.model.name, "bold"), f": {len(samples.model.layers)} layers on {samples.device}"
+    )
+    if samples.device == "cpu":
+        name.append(f", {samples.threads} thread{'s' if samples.threads > 1 else ''}")
+    console.print(name)
+    how = f"torch {samples.torch}, samples of {samples.sample_tokens} tokens, medians of {samples.repeats}"
+    console.print(Text(how, style="dim"))
+    console.print(_table(measured.fits))
+    for line in _notes(samples, measured):
+        console.print(line)
+
+
+def _table(fits: tuple[SectionFit, ...]) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("section")
+    for column in ("TP", "fixed ms", "µs/token", "slowdown", "error", "worst", "held out", "worst", "noise"):
+        table.add_column(column, justify="right")
+    for fit in fits:
+        found = fit.coefficients
+        for i, (width, errors) in enumerate(fit.errors.items()):
+            first = i == 0
+            held = fit.held_out if first else None
+            table.add_row(
+                fit.section if first else "",
+                str(width),
+                f"{1e3 * found.fixed:.3f}" if first else "",
+                f"{1e6 * found.per_token:.3f}" if first else "",
+                f"{found.slowdown[width]:.2f}",
+                _error(errors.median),
+                _error(errors.worst),
+                _error(held.median) if held else "",
+                _error(held.worst) if held else "",
+                f"{fit.noise:.1%}" if first else "",
+            )
+    return table
+
+
+def _error(value: float) -> Text:
+    return Text(f"{value:.1%}", style="yellow" if value >= _LARGE else "")
+
+
+def _notes(samples: Samples, measured: MeasuredProfile) -> list[Text]:
+    profile, block = measured.profile, measured.profile.block
+    lines = [
+        Text.assemble(
+            ("a block: ", "dim"),
+            f"forward is {profile.forward:.0%}; with recomputation {profile.recompute_factor:.2f}x as long",
+        ),
+        Text.assemble(
+            ("kept of a token: ", "dim"),
+            f"{block.cut_activation:,.0f} bytes cut, {block.whole_activation:,.0f} whole; "
+            f"recomputed {block.recomputed_activation:,.0f}",
+        ),
+        Text.assemble(("AdamW: ", "dim"), f"{1e9 * profile.optimizer_seconds:.3f} ns a byte of its state"),
+    ]
+    for width, fixed in profile.collective_seconds.items():
+        each = profile.collective_token_seconds[width]
+        said = f"{1e3 * fixed:.3f} ms + {1e6 * each:.3f} µs/token on this machine"
+        lines.append(Text.assemble((f"all-reduce of {width}: ", "dim"), said))
+    noise = max(fit.noise for fit in measured.fits)
+    if noise >= _NOISY:
+        said = f"times vary by {noise:.0%} between repeats: measure on a quieter machine"
+        lines.append(Text(said, style="yellow"))
+    if not samples.loss:
+        lines.append(Text("the head is without its loss: name it with --loss", style="dim"))
+    whole = samples.whole
+    if whole is None:
+        lines.append(Text.assemble(("whole model: ", "dim"), f"not compared: {samples.skipped}"))
+    elif measured.predicted is None:
+        lines.append(Text.assemble(("whole model: ", "dim"), "not compared: width 1 was not measured"))
+    else:
+        lines.append(
+            Text.assemble(
+                ("whole model: measured / predicted by the fit ", "dim"),
+                (f"{whole.seconds / measured.predicted:.3f}", "bold"),
+                f"   ({1e3 * whole.seconds:,.1f} ms, {whole.tokens} tokens)",
+            )
+        )
+    return lines

@@ -1,0 +1,53 @@
+"""A job's checkpoints as its leader sees them: which a start may use, and which may get their names.
+
+Publishing is the leader's, so that of two gangs that both take themselves for the job only one makes
+checkpoints: the other's leader was replaced and cannot write.
+"""
+
+from __future__ import annotations
+
+from elasticd.machines.job.state import JobState
+from elasticd.machines.job.turn import Turn
+from elasticd.messages import Saved
+from elasticd.records import CheckpointsRecord, PublishedCheckpoint
+
+#: Published checkpoints that are kept in the store for a job.
+MOST_PUBLISHED = 64
+
+
+class NotShared(ValueError):
+    """The workers see different checkpoints; the message says who sees what, and what to do."""
+
+
+def offered(job: JobState) -> tuple[str, ...]:
+    """The checkpoints that a job's first plan may start from, the newest first: those that all workers see.
+
+    Raises `NotShared` where some see checkpoints but none that all see: to start anew would lose them.
+    """
+    if job.plan is not None or not job.workers:
+        return ()
+    seen = {worker.device: worker.checkpoints for worker in job.workers.values()}
+    common = set.intersection(*(set(names) for names in seen.values()))
+    some = max(seen, key=lambda device: len(seen[device]))
+    if seen[some] and not common:
+        other = next(device for device, names in seen.items() if seen[some][0] not in names)
+        raise NotShared(
+            f"worker {some} sees the checkpoint {seen[some][0]}, worker {other} does not: the folder of "
+            "checkpoints must be one that all nodes share"
+        )
+    return tuple(name for name in seen[some] if name in common)
+
+
+def saved(turn: Turn, body: Saved) -> None:
+    """A checkpoint is whole on disk. It is written again when it is said again: the agent may not have taken
+    the word of a leader before this one."""
+    job = turn.job
+    if body.plan > job.number:
+        return  # of a plan that is not recorded: the first report of its swap comes before
+    this = PublishedCheckpoint(name=body.name, step=body.step, plan=body.plan)
+    known = this in job.published
+    published = job.published if known else (*job.published, this)[-MOST_PUBLISHED:]
+    turn.set(published=published)
+    told = turn.told("checkpoint", f"checkpoint {body.name}", step=body.step, plan=body.plan, name=body.name)
+    record = CheckpointsRecord(published=published, epoch=turn.epoch)
+    turn.write(record, notes=() if known else (told,))

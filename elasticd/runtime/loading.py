@@ -1,0 +1,160 @@
+"""The state that a job starts from: first values, or the newest checkpoint that all ranks can read.
+
+A checkpoint may have been written under any layout: each rank reads the boxes that it is to hold, whatever
+boxes they were written in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from elasticd_migration.state import LocalState, LocalTensor, Shard, restore, torch_dtype
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Item
+
+from elasticd.checkpoints import folder as folders
+from elasticd.checkpoints.disk import LocalDisk
+from elasticd.checkpoints.manifest import Manifest, differences
+from elasticd.checkpoints.reader import Reader, Wanted
+from elasticd.checkpoints.sums import Damaged
+from elasticd.records import JobSpec
+from elasticd.runtime.groups import Group
+
+log = logging.getLogger(__name__)
+
+#: Checkpoints that a worker tells the leader of, the newest first.
+MOST_TOLD = 16
+
+
+class NoCheckpoint(RuntimeError):
+    """There are checkpoints, and none of them can be read by all ranks: nothing is trained anew by mistake."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A checkpoint's state for one rank; `step` updates were applied."""
+
+    name: str
+    step: int
+    state: LocalState
+
+
+def offered(folder: Path, spec: JobSpec) -> tuple[str, ...]:
+    """The checkpoints that this worker sees and that look sound, the newest first.
+
+    Raises `NoCheckpoint` where all are damaged, ValueError where the newest is of another training: each
+    message says what to do.
+    """
+    found = folders.scan(folder)
+    for item in found:
+        if item.damage:
+            log.warning("checkpoint %s is damaged and left out: %s", item.name, item.damage)
+    sound = folders.sound(found)
+    if found and not sound:
+        raise NoCheckpoint(
+            f"all {len(found)} checkpoints in {folder} are damaged ({found[0].damage}): restore one, or name "
+            "an empty folder to train from the beginning"
+        )
+    if sound and sound[0].manifest is not None and (why := _foreign(sound[0].manifest, spec)):
+        raise ValueError(
+            f"the checkpoint {sound[0].path} is of another training: {why}; name another folder, or train as "
+            "before"
+        )
+    return tuple(item.name for item in sound[:MOST_TOLD])
+
+
+def _foreign(manifest: Manifest, spec: JobSpec) -> str:
+    """The samples of a step follow from its number, so that what decides them must not change."""
+    for key in ("seed", "global_batch", "samples"):
+        was, now = getattr(manifest.origin, key), getattr(spec, key)
+        if was != now:
+            return f"its {key} is {was}, not {now}"
+    return differences(manifest, spec.model)
+
+
+def start_from(
+    folder: Path,
+    names: Iterable[str],
+    held: Mapping[Item, Sequence[Box]],
+    group: Group,
+    device: torch.device,
+) -> Loaded:
+    """The first of the named checkpoints that all members of `group` can read; each calls this.
+
+    held: the boxes that this rank is to hold. Raises `NoCheckpoint` on all alike, or what the group raises.
+    """
+    told: list[str] = []
+    for name in names:
+        loaded, why = _tried(folder, name, held, device)
+        oks = group.all_gather(torch.tensor([int(loaded is not None)]))
+        if loaded is not None and all(int(ok) for ok in oks):
+            if group.rank == 0:
+                left = folders.tidy(LocalDisk(), folder)
+                log.info("starting from %s; removed what was left of %s", name, left)
+            return loaded
+        told.append(why or f"{name}: another rank cannot read it")
+        log.warning("checkpoint %s is not used: %s", name, told[-1])
+    raise NoCheckpoint(
+        f"none of the checkpoints in {folder} can be read: {'; '.join(told)}: restore one, or name an empty "
+        "folder to train from the beginning"
+    )
+
+
+def _tried(
+    folder: Path, name: str, held: Mapping[Item, Sequence[Box]], device: torch.device
+) -> tuple[Loaded | None, str]:
+    found = folders.look(folder / name)
+    if found.damage or found.manifest is None:
+        return None, found.damage
+    try:
+        state = load(found.path, found.manifest, held, device)
+    except (Damaged, OSError, ValueError) as error:
+        return None, str(error)
+    return Loaded(name=name, step=found.manifest.origin.step, state=state), ""
+
+
+def load(
+    path: Path, manifest: Manifest, held: Mapping[Item, Sequence[Box]], device: torch.device
+) -> LocalState:
+    """The boxes that one rank is to hold. State that no step had made when it was written is left out.
+
+    Raises `Damaged`, which names the file.
+    """
+    reader = Reader(path, manifest)
+    wanted: list[Wanted] = []
+    tensors: dict[Item, LocalTensor] = {}
+    for item, boxes in held.items():
+        if item.role == "state" and item.name not in manifest.tensors.get("state", {}):
+            continue
+        entry = reader.entry(item)
+        shards = []
+        for box in boxes:
+            planes = {}
+            for plane in entry.planes:
+                planes[plane.name] = torch.empty(box.shape, dtype=torch_dtype(plane.dtype))
+                if not box.empty:
+                    flat = planes[plane.name].reshape(-1).view(torch.uint8).numpy()
+                    wanted.append(Wanted(item, plane.name, box, flat))
+            shards.append((box, planes))
+        tensors[item] = LocalTensor(
+            shards=tuple(Shard(box=box, planes=planes) for box, planes in shards),
+            scalars={scalar.name: restore(scalar, device) for scalar in entry.scalars},
+        )
+    reader.read(wanted)
+    if device.type != "cpu":
+        tensors = {item: _on(tensor, device) for item, tensor in tensors.items()}
+    return LocalState(tensors=tensors, groups=manifest.groups, extras=manifest.extras)
+
+
+def _on(tensor: LocalTensor, device: torch.device) -> LocalTensor:
+    return LocalTensor(
+        shards=tuple(
+            Shard(box=shard.box, planes={name: plane.to(device) for name, plane in shard.planes.items()})
+            for shard in tensor.shards
+        ),
+        scalars=tensor.scalars,
+    )

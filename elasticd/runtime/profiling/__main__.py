@@ -1,0 +1,57 @@
+"""The process that measures: one Request on its standard input, Progress and Done or Failed on its output.
+
+What the user's file prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import BinaryIO
+
+import msgspec
+import torch
+from elasticd_planner.value import Invalid
+
+from elasticd.measuring import Done, Failed, Progress, Request
+from elasticd.runtime.model import ModelError
+from elasticd.runtime.profiling import collectives
+from elasticd.runtime.profiling.clocks import NoDevice, clock_of
+from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_of, told
+from elasticd.runtime.profiling.measure import measure
+from elasticd.runtime.profiling.orphans import end_with
+
+
+def run(request: Request, answer: BinaryIO) -> Done | Failed:
+    """Measures; user's errors become one message."""
+
+    def progress(part: float) -> None:
+        answer.write(msgspec.json.encode(Progress(part=part)) + b"\n")
+
+    try:
+        torch.set_num_threads(request.threads)
+        clock = clock_of(request.device)
+        module, model = load(request.target)
+        make_batch, loss = batch_of(module, request.batch, model), loss_of(module, request.loss)
+        among = collectives.measure(model, request) if request.collectives else ()
+        return Done(samples=measure(model, request, clock, make_batch, loss, progress, among))
+    except (CannotLoad, Invalid, ModelError, NoDevice, collectives.CannotMeasure) as error:
+        return Failed(reason=str(error))
+    except Exception as error:
+        return Failed(reason=told("measuring", error))
+
+
+def main() -> None:
+    answer = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        request = msgspec.json.decode(stdin.readline(), type=Request)
+    try:
+        end_with(0)
+        answer.write(msgspec.json.encode(run(request, answer)) + b"\n")
+    except (KeyboardInterrupt, BrokenPipeError):  # nobody waits for the answer
+        os._exit(1)
+    os._exit(0)  # threads that the user's file left must not hold it up
+
+
+if __name__ == "__main__":
+    main()

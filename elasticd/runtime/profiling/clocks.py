@@ -1,0 +1,86 @@
+"""How time and memory are read on a device: the only place where measuring knows CUDA from the CPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Protocol
+
+import torch
+
+
+class NoDevice(ValueError):
+    """The device that was named is not there."""
+
+
+class Clock(Protocol):
+    """Marks moments in the device's own order of work; seconds between two of them."""
+
+    device: torch.device
+    name: str
+
+    def mark(self) -> Any: ...
+    def between(self, earlier: Any, later: Any) -> float: ...
+    def wait(self) -> None:
+        """Returns when the device has done all that was asked of it."""
+        ...
+
+    def free_bytes(self) -> int: ...
+
+
+class WallClock:
+    """The CPU, which has done its work when a call returns."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.name = "cpu"
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def between(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+    def wait(self) -> None:
+        return
+
+    def free_bytes(self) -> int:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class CudaClock:
+    """A CUDA device, by events on its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+        self.device = device
+        self.name = torch.cuda.get_device_name(device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        later.synchronize()
+        return earlier.elapsed_time(later) / 1e3
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
+
+def clock_of(device: str) -> Clock:
+    """The clock of "cpu", "cuda" or "cuda:N". Raises NoDevice where torch has none of that name."""
+    if device == "cpu":
+        return WallClock()
+    if not device.startswith("cuda"):
+        raise NoDevice(f"device {device!r} is neither cpu nor cuda")
+    if not torch.cuda.is_available():
+        raise NoDevice(f"device {device!r}: this torch ({torch.__version__}) finds no CUDA device")
+    found = torch.device(device if ":" in device else "cuda:0")
+    if (found.index or 0) >= torch.cuda.device_count():
+        raise NoDevice(f"device {device!r}: there are {torch.cuda.device_count()} CUDA devices")
+    return CudaClock(found)

@@ -1,0 +1,240 @@
+"""All the timings of a model: every case once a round, in an order that changes, medians over the rounds.
+
+A round holds every section, width and token count, the optimizer and the whole model, so that a machine that
+becomes slower meanwhile makes all of them slower alike, and ratios stay true.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from elasticd_planner.profiles import derive
+from elasticd_planner.rules import apportion
+from elasticd_planner.samples import Collective, Samples, Timing, Update, Whole, kind_name
+from elasticd_planner.value import refuse
+from torch import Tensor
+
+from elasticd.measuring import Request
+from elasticd.runtime.model import Model
+from elasticd.runtime.profiling.clocks import Clock
+from elasticd.runtime.profiling.loading import MakeBatch
+from elasticd.runtime.profiling.parts import Part, Passes, Values, WholeModel, part_of, whole_model
+from elasticd.runtime.stage import Loss
+
+#: Rounds before those that count: allocations, autotuning, first gradients, optimizer state.
+WARM_UP = 2
+
+#: The whole model is compared where its parameters and gradients take at most this part of free memory.
+_MOST_MEMORY = 0.5
+
+
+@dataclass(kw_only=True)
+class _Case:
+    """One thing to time, and its times so far (those of the warm-up are dropped)."""
+
+    run: Callable[[], Passes]
+    times: list[Passes] = field(default_factory=list)
+
+    def forward(self) -> float:
+        return median(passes.forward for passes in self.times)
+
+    def backward(self) -> float:
+        return median(passes.backward for passes in self.times)
+
+    def seconds(self) -> float:
+        return median(passes.forward + passes.backward for passes in self.times)
+
+    def noise(self) -> float:
+        middle = self.seconds()
+        return median(abs(passes.forward + passes.backward - middle) for passes in self.times) / middle
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Point:
+    """A section at one width and token count, with its cases: as it is and with recomputation."""
+
+    part: Part
+    tokens: int
+    plain: _Case
+    again: _Case | None
+    kept: int
+    kept_again: int
+
+    def timing(self) -> Timing:
+        return Timing(
+            section=self.part.label,
+            width=self.part.width,
+            share=self.part.share,
+            tokens=self.tokens,
+            forward=self.plain.forward(),
+            backward=self.plain.backward(),
+            recomputed=self.again.seconds() if self.again is not None else None,
+            kept=self.kept,
+            kept_recomputed=self.kept_again,
+            noise=self.plain.noise(),
+        )
+
+
+@dataclass(frozen=True)
+class _Updates:
+    """AdamW over a part's parameters. Its rate is zero: the arithmetic is the same, the values stay."""
+
+    optimizer: torch.optim.Optimizer
+    size: int
+    case: _Case
+
+    def update(self) -> Update:
+        state = [v for held in self.optimizer.state.values() for v in held.values() if isinstance(v, Tensor)]
+        moments = sum(v.numel() * v.element_size() for v in state if v.dim() > 0)
+        return Update(size=self.size, state=moments, seconds=self.case.seconds())
+
+
+def measure(
+    model: Model,
+    request: Request,
+    clock: Clock,
+    make_batch: MakeBatch,
+    loss: Loss | None,
+    progress: Callable[[float], None],
+    collectives: tuple[Collective, ...] = (),
+) -> Samples:
+    """Runs all cases. Raises Invalid for a width that the model's units cannot be cut in."""
+    units = derive(model.spec, request.sample_tokens, 1).share_units
+    if max(request.widths) > units:
+        refuse(f"width {max(request.widths)} is more than the {units} units that {model.name} is cut in")
+    values = Values(model, clock.device)
+    by_width = {
+        width: [*_parts(model, apportion(units, (1,) * width), values, loss)]
+        for width in sorted(set(request.widths))
+    }
+    batches = {
+        tokens: moved(make_batch(tokens // request.sample_tokens, request.sample_tokens), clock.device)
+        for tokens in sorted(set(request.tokens))
+    }
+    points = [*_points(by_width, batches, clock)]
+    updates = [_updates(parts[1], clock) for parts in by_width.values()]  # the first kind of block
+    skipped = _too_large(model, request, clock)
+    compared = sorted(batches)[len(batches) // 2]
+    whole = None
+    if not skipped:
+        made = whole_model(model, loss, Values(model, clock.device, keep=False))
+        whole = _whole_case(made, batches[compared], clock)
+    del values
+    cases = [*(c for p in points for c in (p.plain, p.again) if c is not None), *(u.case for u in updates)]
+    _rounds([*cases, *([whole] if whole is not None else [])], request.repeats, progress)
+    return Samples(
+        model=model.spec,
+        sample_tokens=request.sample_tokens,
+        device=clock.name,
+        threads=torch.get_num_threads(),
+        torch=str(torch.__version__),
+        repeats=request.repeats,
+        timings=tuple(point.timing() for point in points),
+        updates=tuple(each.update() for each in updates),
+        collectives=collectives,
+        whole=Whole(tokens=compared, seconds=whole.seconds()) if whole is not None else None,
+        skipped=skipped,
+        loss=loss is not None,
+    )
+
+
+def _rounds(cases: list[_Case], repeats: int, progress: Callable[[float], None]) -> None:
+    """Every case once a round. The order is drawn by a seed: the same on each run, another in each round."""
+    order, draw = list(cases), random.Random(0)
+    for turn in range(WARM_UP + repeats):
+        draw.shuffle(order)
+        for case in order:
+            passes = case.run()
+            if turn >= WARM_UP:
+                case.times.append(passes)
+        progress((turn + 1) / (WARM_UP + repeats))
+
+
+def _parts(model: Model, shares: tuple[int, ...], values: Values, loss: Loss | None) -> Iterator[Part]:
+    """The sections of one width: embed, a block of each kind, head."""
+    yield part_of(model, "embed", "embed", shares, values)
+    for kind in range(len(model.spec.kinds)):
+        section = f"blocks.{model.spec.layers.index(kind)}"
+        yield part_of(model, section, kind_name(model.spec, kind), shares, values)
+    yield part_of(model, "head", "head", shares, values, loss)
+
+
+def _points(by_width: dict[int, list[Part]], batches: Mapping[int, Any], clock: Clock) -> Iterator[_Point]:
+    """Blocks and heads are fed what the narrowest group's embedding makes of the batch."""
+    embed = by_width[min(by_width)][0].module
+    for tokens, batch in batches.items():
+        with torch.no_grad():
+            activation = embed(batch)
+        if activation.shape[0] * activation.shape[1] != tokens:
+            refuse(f"a batch of {tokens} tokens gave an activation of shape {tuple(activation.shape)}")
+        for parts in by_width.values():
+            for part in parts:
+                yield _point(part, tokens, batch if part.label == "embed" else activation, batch, clock)
+
+
+def _point(part: Part, tokens: int, entering: Any, batch: Any, clock: Clock) -> _Point:
+    block = part.label.startswith("block")
+
+    def plain() -> Passes:
+        return part.passes(entering, batch, clock)
+
+    def again() -> Passes:
+        return part.passes(entering, batch, clock, recompute=True)
+
+    return _Point(
+        part=part,
+        tokens=tokens,
+        plain=_Case(run=plain),
+        again=_Case(run=again) if block else None,
+        kept=part.kept(entering, batch),
+        kept_again=part.kept(entering, batch, recompute=True) if block else 0,
+    )
+
+
+def _updates(part: Part, clock: Clock) -> _Updates:
+    parameters = list(part.module.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=0.0)
+
+    def run() -> Passes:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        clock.wait()
+        start = clock.mark()
+        optimizer.step()
+        end = clock.mark()
+        clock.wait()
+        return Passes(clock.between(start, end), 0.0)
+
+    size = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    return _Updates(optimizer, size, _Case(run=run))
+
+
+def _whole_case(whole: WholeModel, batch: Any, clock: Clock) -> _Case:
+    return _Case(run=lambda: Passes(whole.seconds(batch, clock), 0.0))
+
+
+def _too_large(model: Model, request: Request, clock: Clock) -> str:
+    """Why the whole model is not compared; empty where it is."""
+    if not request.whole:
+        return "not asked for"
+    size, free = derive(model.spec, request.sample_tokens, 1).parameter_bytes, clock.free_bytes()
+    if 2 * size > _MOST_MEMORY * free:
+        return f"its parameters and gradients take {2 * size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free"
+    return ""
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on the device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return [moved(value, device) for value in batch]
+    return batch

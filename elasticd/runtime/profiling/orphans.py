@@ -1,0 +1,25 @@
+"""A process that ends when whoever started it does: its standard input is a pipe that only the parent holds."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import threading
+import time
+
+#: Seconds from the interrupt, which lets what is open be closed, to the end without more ado.
+GRACE = 5.0
+
+
+def end_with(stdin: int) -> None:
+    """Interrupts the main thread when `stdin` is closed, however the parent ended, and ends the process if that
+    does not. Nothing else may read `stdin` from now on."""
+
+    def wait() -> None:
+        while os.read(stdin, 4096):
+            pass
+        _thread.interrupt_main()
+        time.sleep(GRACE)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with", daemon=True).start()

@@ -1,0 +1,210 @@
+"""A section as one member of a TP group holds it, and its passes. Nobody else is there to talk to.
+
+The member's modules are those of a job, with the group's hooks around them; only the wire is left out: an
+all-reduce gives back what it was given, a gather repeats it. So what is timed is computation, with the copies
+that communication makes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from elasticd_planner.boxes import Box
+from elasticd_planner.plan import Stage
+from elasticd_planner.rules import member_box
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from elasticd.runtime import tensor_parallel
+from elasticd.runtime.groups import Group
+from elasticd.runtime.model import LocalModel, Model
+from elasticd.runtime.profiling.clocks import Clock
+from elasticd.runtime.stage import Loss
+
+
+class Alone:
+    """The group of a member whose peers are left out."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor] * self.size
+
+
+class Values:
+    """The first values of parameters; with `keep` each is drawn once, whatever is cut from it."""
+
+    def __init__(self, model: Model, device: torch.device, *, keep: bool = True) -> None:
+        self._model, self._device, self._keep = model, device, keep
+        self._whole: dict[str, Tensor] = {}
+
+    def fill(self, local: LocalModel, modules: Mapping[str, nn.Module]) -> None:
+        """Gives the parameters of `modules` their values, on the device."""
+        wanted = {id(parameter) for module in modules.values() for parameter in module.parameters()}
+        for name, (box, parameter) in local.parameters.items():
+            if id(parameter) not in wanted:
+                continue
+            value = self._whole.get(name)
+            if value is None:
+                value = self._model.first_value(name, whole_of(self._model, name), seed=0)
+                if self._keep:
+                    self._whole[name] = value
+            part = value[box.slices(Box.whole(tuple(value.shape)))].contiguous()
+            parameter.data = part.to(self._device, copy=True)
+
+
+def whole_of(model: Model, name: str) -> Box:
+    """The box of all of a parameter, by its full name."""
+    section = ".".join(name.split(".")[: 2 if name.startswith("blocks.") else 1])
+    rest = name.removeprefix(f"{section}.")
+    rule = next(rule for rule in model.spec.section(section) if rule.name == rest)
+    return Box.whole(rule.shape)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of a forward and a backward pass."""
+
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A section on the first member of a TP group of `width`, whose shares are equal as far as the
+    `units` go; it holds `share` of it. `label` is what timings call it."""
+
+    label: str
+    width: int
+    share: float
+    module: nn.Module
+    loss: Loss | None = None
+
+    def passes(self, entering: Any, batch: Any, clock: Clock, *, recompute: bool = False) -> Passes:
+        """Times both passes over an activation [samples, tokens, width], or over a batch in the embedding.
+        A head's loss is part of it where there is one; else some gradient is given, its making not timed."""
+        entered = self._enter(entering)
+        clock.wait()
+        start = clock.mark()
+        out = self._forward(entered, batch, recompute=recompute)
+        end = clock.mark()
+        grad = None if self.loss is not None else torch.randn_like(out)
+        clock.wait()
+        again = clock.mark()
+        torch.autograd.backward(out, grad)
+        done = clock.mark()
+        clock.wait()
+        return Passes(clock.between(start, end), clock.between(again, done))
+
+    def kept(self, entering: Any, batch: Any, *, recompute: bool = False) -> int:
+        """Bytes of the distinct storages that stay until backward, parameters left out. A section's input is
+        counted here, so that its output counts in the next; a head without a loss counts its output, too."""
+        parameters = {parameter.untyped_storage().data_ptr() for parameter in self.module.parameters()}
+        found: dict[int, int] = {}
+
+        def count(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                found[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        entered = self._enter(entering)
+        with saved_tensors_hooks(count, lambda tensor: tensor):
+            out = self._forward(entered, batch, recompute=recompute)
+        if self.label != "embed":
+            count(entered)
+        if self.label == "head" and self.loss is None:
+            count(out)
+        return sum(found.values())
+
+    def _enter(self, entering: Any) -> Any:
+        return entering if self.label == "embed" else entering.detach().requires_grad_()
+
+    def _forward(self, entered: Any, batch: Any, *, recompute: bool) -> Tensor:
+        if recompute:
+            out: Tensor = checkpoint(self.module, entered, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = self.module(entered)
+        return out if self.loss is None else self.loss(out, batch)[0]
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """All sections on one device."""
+
+    modules: dict[str, nn.Module]
+    loss: Loss | None
+
+    def seconds(self, batch: Any, clock: Clock) -> float:
+        """Forward and backward of one micro-batch, block by block as a stage runs it."""
+        clock.wait()
+        start = clock.mark()
+        first, *rest = self.modules.values()
+        embedded = x = first(batch)
+        segments = []
+        for module in rest:
+            entered = x.detach().requires_grad_()
+            x = module(entered)
+            segments.append((entered, x))
+        grad = None
+        if self.loss is None:
+            grad = torch.ones_like(x)
+        else:
+            segments[-1] = (segments[-1][0], self.loss(x, batch)[0])
+        for entered, out in reversed(segments):
+            torch.autograd.backward(out, grad)
+            grad = entered.grad
+        torch.autograd.backward(embedded, grad)
+        end = clock.mark()
+        clock.wait()
+        return clock.between(start, end)
+
+
+def part_of(
+    model: Model,
+    section: str,
+    label: str,
+    shares: tuple[int, ...],
+    values: Values,
+    loss: Loss | None = None,
+) -> Part:
+    """`section` ("embed", "head" or "blocks.N") on the first member of a group with these shares, on the
+    device of `values`."""
+    last = model.layers - 1
+    layer = {"embed": 0, "head": last}.get(section)
+    layer = int(section.removeprefix("blocks.")) if layer is None else layer
+    devices = tuple(f"n/{i}" for i in range(len(shares)))
+    local = model.local(Stage(start=layer, stop=layer + 1, devices=devices, shares=shares), 0)
+    module = local.modules[section]
+    values.fill(local, {section: module})
+    if len(shares) > 1:
+        _attach(model, section, module, shares)
+    return Part(label=label, width=len(shares), share=shares[0] / sum(shares), module=module, loss=loss)
+
+
+def _attach(model: Model, section: str, module: nn.Module, shares: tuple[int, ...]) -> None:
+    """The hooks that a job's engine makes, around nobody."""
+    rules = {rule.name: rule for rule in model.spec.section(section)}
+    names = {id(sub): path for path, sub in module.named_modules()}
+    group = cast(Group, Alone(len(shares)))
+    for submodule, kind in model.communicating(section, module):
+        rule = rules.get(f"{names[id(submodule)]}.weight")
+        boxes = [member_box(model.spec, rule, shares, i) for i in range(len(shares))] if rule else []
+        tensor_parallel.attach(submodule, kind, group, boxes)
+
+
+def whole_model(model: Model, loss: Loss | None, values: Values) -> WholeModel:
+    """All of the model on the device of `values`."""
+    local = model.local(Stage(start=0, stop=model.layers, devices=("n/0",), shares=(1,)), 0)
+    values.fill(local, local.modules)
+    return WholeModel(local.modules, loss)

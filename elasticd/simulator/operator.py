@@ -1,0 +1,112 @@
+"""Who starts the job: at the beginning, and again when it stopped because something died.
+
+Today's machines stop a job that lost a member. What follows is what its users do, or a script of theirs: start
+it again on the nodes that are whole and can be reached, from its last checkpoint, under another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from elasticd.records import JobSpec
+from elasticd.simulator.engine import Engine
+from elasticd.simulator.gang import Gang
+from elasticd.simulator.nodes import Node
+from elasticd.simulator.scenario import Scenario
+from elasticd.simulator.trained import Trained
+from elasticd.simulator.truth import Truth
+
+
+class Operator:
+    """`job` is the name of the newest start. `tell` puts a line on the timeline."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        engine: Engine,
+        truth: Truth,
+        gang: Gang,
+        nodes: Sequence[Node],
+        trained: Trained,
+        tell: Callable[[str, str, dict[str, object]], None],
+    ) -> None:
+        self._scenario, self._engine, self._truth, self._gang = scenario, engine, truth, gang
+        self._nodes, self._trained, self._tell = nodes, trained, tell
+        self.job = "job"
+        self.restarts = 0
+        self.pending = False
+        self.needs_nodes = False
+        self.harmed = False
+        self._started = 0
+
+    def spec(self) -> JobSpec:
+        """What the workers train, as they would tell the coordinator now."""
+        model = self._scenario.model
+        return JobSpec(
+            job=self.job,
+            model=model.spec(),
+            global_batch=model.global_batch,
+            micro_batch=model.micro_batch,
+            samples=1 << 40,
+            sample_tokens=float(self._truth.tokens),
+            seed=self._scenario.seed,
+        )
+
+    def whole(self) -> list[Node]:
+        """The nodes on which torchrun can be started: all devices live, and somebody reaches them."""
+        broken = {name.rpartition("/")[0] for name in self._truth.dead} | self._gang.cut
+        return [node for node in self._nodes if node.name not in broken]
+
+    def start(self) -> None:
+        """A torchrun on each node."""
+        nodes, spec = self.whole(), self.spec()
+        if not nodes:
+            self.needs_nodes = True
+            return
+        for node in nodes:
+            node.torchrun(spec, self._pid(), len(nodes))
+
+    def join(self, node: Node) -> None:
+        """A torchrun on a node that came while the job runs elsewhere: the coordinator says what it may do."""
+        if not self.pending and not self.needs_nodes:
+            node.torchrun(self.spec(), self._pid(), len(self.whole()))
+
+    def _pid(self) -> int:
+        self._started += 1
+        return 10_000 * self._started
+
+    def stopped(self) -> None:
+        """The job is over before its end: it is started again if that can help."""
+        if self.harmed:
+            self._again_later()
+        else:
+            self.needs_nodes = True
+
+    def more_nodes(self) -> None:
+        """A node is there that was not: perhaps it is what the job was waiting for."""
+        if self.needs_nodes:
+            self._again_later()
+
+    def _again_later(self) -> None:
+        self.needs_nodes, self.pending = False, True
+        self._engine.after(self._scenario.restart.seconds, self._again)
+
+    def _again(self) -> None:
+        self.pending, self.harmed = False, False
+        for node in self._nodes:
+            node.end("ended with its job")
+        nodes = self.whole()
+        if not nodes:
+            self.needs_nodes = True
+            return
+        lost = self._trained.back_to(self._scenario.restart.checkpoint_steps)
+        self._gang.start(round(self._trained.steps))
+        self.restarts += 1
+        self.job = f"job-{self.restarts + 1}"
+        left = len(self._nodes) - len(nodes)
+        text = (
+            f"the job is started again on {len(nodes)} nodes{f', without {left}' if left else ''}, from step "
+            f"{self._gang.step}: {lost:.0f} steps are lost"
+        )
+        self._tell("restart", text, {"nodes": len(nodes), "step": self._gang.step, "lost": round(lost)})
+        self.start()

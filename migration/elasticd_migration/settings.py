@@ -1,0 +1,71 @@
+"""Settings and small states as text, bit by bit: of parameter groups, schedulers, a gradient scaler.
+
+What torch's `state_dict`s of those are made of is written as JSON with tags; never pickle. Equal values have
+equal texts, so that ranks can compare what they have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import torch
+
+#: A tensor among settings is a learning rate or a scale, no state.
+MOST_ELEMENTS = 1024
+
+
+class NotPlain(TypeError):
+    """A value that no text stands for; the message says where it lies."""
+
+
+def to_text(value: object, what: str = "value") -> str:
+    """Raises `NotPlain` for anything but numbers, strings, None, small tensors, and lists, tuples and mappings
+    of those; `what` names the value in the message."""
+    return msgspec.json.encode(_written(value, what)).decode()
+
+
+def from_text(text: str, device: torch.device | None = None) -> Any:
+    """What `to_text` wrote; a tensor that was on an accelerator is put on `device`."""
+    return _read(msgspec.json.decode(text), device or torch.device("cpu"))
+
+
+def _written(value: object, what: str) -> Any:
+    if value is None or isinstance(value, bool | str) or type(value) is int:
+        return value
+    if isinstance(value, float):
+        return {"float": float(value).hex()}
+    if isinstance(value, torch.Tensor):
+        if value.numel() > MOST_ELEMENTS:
+            raise NotPlain(f"{what}: a tensor of {value.numel()} elements is no setting")
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": [dtype, list(value.shape), value.device.type, bytes(raw.tolist()).hex()]}
+    if isinstance(value, list):
+        return [_written(item, f"{what}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"tuple": [_written(item, f"{what}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, dict):
+        pairs = [[_written(k, f"{what} key"), _written(v, f"{what}[{k!r}]")] for k, v in value.items()]
+        return {"counter" if isinstance(value, Counter) else "dict": pairs}
+    raise NotPlain(f"{what}: a {type(value).__name__} cannot be carried to other ranks")
+
+
+def _read(written: Any, device: torch.device) -> Any:
+    if isinstance(written, list):
+        return [_read(item, device) for item in written]
+    if not isinstance(written, dict):
+        return written
+    ((tag, body),) = written.items()
+    if tag == "float":
+        return float.fromhex(body)
+    if tag == "tensor":
+        dtype, shape, kind, raw = body
+        flat = torch.frombuffer(bytearray.fromhex(raw), dtype=torch.uint8) if raw else torch.empty(0)
+        tensor = flat.view(getattr(torch, dtype)) if raw else flat.to(getattr(torch, dtype))
+        return tensor.reshape(shape).to("cpu" if kind == "cpu" else device)
+    if tag == "tuple":
+        return tuple(_read(item, device) for item in body)
+    pairs = {_read(key, device): _read(item, device) for key, item in body}
+    return Counter(pairs) if tag == "counter" else pairs

@@ -1,0 +1,155 @@
+"""Problems from files planned close to a plan that runs: of near-equal plans the one that moves least."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from elasticd_planner.cost import memory_by_device, rate_of
+from elasticd_planner.describe import describe
+from elasticd_planner.division import kinds
+from elasticd_planner.formats import Objective, Planned, TableProblem
+from elasticd_planner.nearest import nearest
+from elasticd_planner.placement import bytes_to_move, strategy
+from elasticd_planner.plan import Pipeline, Plan, Prediction
+from elasticd_planner.profiles import ModelProfile, SectionProfile
+from elasticd_planner.search import TOLERANCE
+from elasticd_planner.seconds import problem_of, solve_timed
+from elasticd_planner.solve import figures, solve, task_of
+from elasticd_planner.table import MIB
+from elasticd_planner.task import Task
+from elasticd_planner.value import Value, refuse
+
+#: Parts that shares are counted in where a problem has no units: every group of up to ten divides it.
+PARTS = 2520 * 64
+
+
+class StateBytes(Value, frozen=True, kw_only=True):
+    """Bytes that move with one whole layer, with the embedding, with the head; `holds` says what they are."""
+
+    layer: float
+    embedding: float = 0.0
+    head: float = 0.0
+    holds: str = "parameters and optimizer state"
+
+
+class Near(Value, frozen=True, kw_only=True):
+    """The plan that was chosen; the figure of the current plan at the problem's rates (None: it cannot run);
+    bytes that move from it to the chosen one (None where the problem does not say what a layer weighs)."""
+
+    planned: Planned
+    current: float | None
+    moved: int | None
+
+
+def state_bytes(given: TableProblem, plan: Plan | None = None) -> StateBytes | None:
+    """What a problem says that its layers weigh: from `model.state`, else about, from the memory of a last
+    stage (activations of one micro-batch are in it). With ZeRO optimizer state lies by a rule of its own, and
+    is left out."""
+    if given.model.state is not None:
+        profile = problem_of(given).profile
+        zero = plan is not None and plan.state.zero > 0
+        factor = 1.0 if zero else 1.0 + profile.optimizer_factor
+        sections = (profile.block, profile.embed, profile.head)
+        layer, embedding, head = (section.parameter_bytes * factor for section in sections)
+        holds = "parameters" if zero else "parameters and optimizer state"
+        return StateBytes(layer=layer, embedding=embedding, head=head, holds=holds)
+    memory = given.model.memory
+    if memory is None:
+        return None
+    full = (given.model.tp_full or 1) * MIB
+    edge = memory.embedding_mib * full
+    layer = memory.layer_mib_by_stage[-1] * full
+    return StateBytes(layer=layer, embedding=edge, head=edge, holds="memory of a last stage")
+
+
+def weights(given: TableProblem) -> ModelProfile:
+    """A profile of bytes alone, for comparing plans by what moves; 1 MiB a layer where none are known."""
+    known = state_bytes(given) or StateBytes(layer=float(MIB))
+    return ModelProfile(
+        name=given.model.name,
+        layers=given.model.layers,
+        share_units=PARTS,
+        tokens=1.0,
+        block=SectionProfile(seconds=1.0, cut_bytes=round(known.layer)),
+        embed=SectionProfile(cut_bytes=round(known.embedding)),
+        head=SectionProfile(cut_bytes=round(known.head)),
+        optimizer_factor=0.0,
+    )
+
+
+def solve_near(given: TableProblem, objective: Objective, current: Plan) -> Near:
+    """The plan to change to from `current`. Raises Invalid where that is of another model or batch."""
+    _check(given, current)
+    task = task_of(given, objective, current)
+    usable = _usable(task, current)
+    known = _value(current, task, objective) if usable else None
+    if given.model.times is not None:
+        planned = solve_timed(given, objective, current=current if usable else None)
+        profile = problem_of(given).profile
+    else:
+        planned = _near_units(given, objective, current, task, usable)
+        profile = weights(given)
+    counted = state_bytes(given) is not None and planned.plan is not None
+    moved = bytes_to_move(profile, current, planned.plan) if counted and planned.plan is not None else None
+    return Near(planned=planned, current=known, moved=moved)
+
+
+def _check(given: TableProblem, current: Plan) -> None:
+    layers = current.modules[0].pipelines[0].layers
+    if layers != given.model.layers:
+        refuse(f"the current plan has {layers} layers, the problem {given.model.layers}")
+    if current.global_batch != given.batch.global_batch:
+        refuse(
+            f"the current plan is for a global batch of {current.global_batch}, the problem for "
+            f"{given.batch.global_batch}"
+        )
+
+
+def _usable(task: Task, current: Plan) -> bool:
+    """Whether its members live and have the memory."""
+    room = {device.name: device.memory for device in task.cluster.devices}
+    if any(name not in room or math.isinf(rate_of(task.rates, name)) for name in current.members):
+        return False
+    return all(size <= room[name] for name, size in memory_by_device(current, task.cost).items())
+
+
+def _value(plan: Plan, task: Task, objective: Objective) -> float:
+    steady, step = figures(plan, task)
+    return steady if objective == "steady" else step
+
+
+def _near_units(given: TableProblem, objective: Objective, current: Plan, task: Task, usable: bool) -> Planned:
+    """The best plan, and the best one of the current plan's form, each on the devices that hold most of what
+    they need; and the current plan itself."""
+    best = solve(given, objective)
+    if best.plan is None or best.figures is None:
+        return best
+    alike = solve(given, objective, ideal=False, like=current)
+    profile, forms = weights(given), kinds(task.cluster, task.rates, task.cost)
+    options = [current] if usable else []
+    for plan in (best.plan, alike.plan):
+        if plan is not None:
+            pipelines = nearest(plan.modules[0].pipelines, forms, profile, current)
+            options.append(_with(plan, pipelines, task))
+    limit = min(_value(option, task, objective) for option in options) * (1 + TOLERANCE)
+    close = [option for option in options if _value(option, task, objective) <= limit]
+    chosen = min(close, key=lambda option: bytes_to_move(profile, current, option))
+    steady, step = figures(chosen, task)
+    value = steady if objective == "steady" else step
+    bound = min(best.figures.bound, value)
+    prediction = Prediction(step_seconds=value, bound_seconds=bound, memory=memory_by_device(chosen, task.cost))
+    found = msgspec.structs.replace(
+        best.figures, steady=steady, step=step, bound=bound, gap=value / bound - 1 if bound else 0.0
+    )
+    reason = describe(chosen, task.rates)
+    made = chosen.replace(prediction=prediction, reason=reason)
+    return msgspec.structs.replace(best, plan=made, figures=found, reason=reason)
+
+
+def _with(plan: Plan, pipelines: tuple[Pipeline, ...], task: Task) -> Plan:
+    """The plan on other devices."""
+    used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
+    idle = tuple(device.name for device in task.cluster.devices if device.name not in used)
+    return plan.replace(strategies=(strategy(pipelines, plan.modules[0].module),), idle=idle)

@@ -1,0 +1,136 @@
+"""What moves between two answers, in layers and bytes; and plans that stay close to the current one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from elasticd.cli.app import elasticd
+from elasticd.cli.moves import Held, StateBytes, lacking, lacking_bytes
+
+GIB = 2**30
+MEMORY = {"layer_mib_by_stage": [1500.0, 1024.0], "embedding_mib": 256.0}
+PROBLEM: dict[str, Any] = {
+    "cluster": {"nodes": [{"name": f"n{i}", "devices": 4, "memory_mib": 80000} for i in range(3)]},
+    "model": {
+        "name": "m",
+        "layers": 24,
+        "tp_full": 4,
+        "tp_slowdown": {"4": 1.0, "2": 2.1, "1": 4.3},
+        "memory": MEMORY,
+    },
+    "batch": {"global_batch": 32, "micro_batch": 1},
+}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(elasticd, ["plan", *arguments], env={"COLUMNS": "120"})
+
+
+def problem(path: Path, **changes: Any) -> str:
+    path.write_text(json.dumps({**PROBLEM, **changes}))
+    return str(path)
+
+
+def answer(path: Path, *options: str, **changes: Any) -> str:
+    result = run(problem(path.with_suffix(".problem"), **changes), "--json", *options)
+    assert result.exit_code == 0, result.output
+    path.write_text(result.output)
+    return str(path)
+
+
+def held(start: int, stop: int, low: float, high: float, **ends: bool) -> Held:
+    return Held(start=start, stop=stop, low=low, high=high, **ends)
+
+
+def test_what_a_device_lacks_is_counted_in_layers() -> None:
+    assert lacking(None, held(0, 10, 0.0, 0.5)) == 5.0
+    assert lacking(held(0, 10, 0.0, 0.5), held(0, 10, 0.0, 0.5)) == 0.0
+    assert lacking(held(0, 10, 0.0, 0.5), held(5, 15, 0.0, 0.5)) == 2.5
+    assert lacking(held(0, 10, 0.0, 0.5), held(0, 10, 0.25, 0.75)) == 2.5
+
+
+def test_bytes_count_embedding_and_head_where_they_are_new() -> None:
+    weighs = StateBytes(layer=100.0, embedding=10.0, head=20.0)
+    first = held(0, 10, 0.0, 0.5, embed=True)
+    assert lacking_bytes(None, first, weighs) == 505.0
+    assert lacking_bytes(first, first, weighs) == 0.0
+    assert lacking_bytes(held(10, 20, 0.0, 1.0, head=True), first, weighs) == 505.0
+    assert lacking_bytes(held(0, 10, 0.0, 0.25, embed=True), first, weighs) == 252.5
+
+
+def test_the_answer_says_what_layers_weigh_and_the_difference_counts_it(tmp_path: Path) -> None:
+    old = answer(tmp_path / "old")
+    new = answer(tmp_path / "new", rates={"n0/1": 3.0})
+    assert json.loads(Path(old).read_text())["state_bytes"] == {
+        "layer": 4 * 1024 * 2**20,
+        "embedding": GIB,
+        "head": GIB,
+        "holds": "memory of a last stage",
+    }
+    text = " ".join(run("--diff", old, new).output.split())
+    assert "device before after layers GiB" in text
+    assert "GiB (memory of a last stage)" in text
+    same = run("--diff", old, old).output
+    assert "0.00 of 72 layers" in same
+    assert "n0/1" not in same
+
+
+def test_without_weights_the_difference_is_in_layers_alone(tmp_path: Path) -> None:
+    model = {key: value for key, value in PROBLEM["model"].items() if key != "memory"}
+    old = answer(tmp_path / "old", model=model)
+    new = answer(tmp_path / "new", model=model, rates={"n0/1": 3.0})
+    output = run("--diff", old, new).output
+    assert "layers that" in output
+    assert "GiB" not in output
+
+
+def test_a_plan_stays_where_it_is_when_nothing_changed(tmp_path: Path) -> None:
+    old = answer(tmp_path / "old", rates={"n0/1": 3.0})
+    near = json.loads(Path(answer(tmp_path / "new", "--current", old, rates={"n0/1": 3.0})).read_text())
+    assert near["current"]["moved_bytes"] == 0
+    assert near["plan"]["modules"] == json.loads(Path(old).read_text())["plan"]["modules"]
+
+
+def test_a_plan_near_the_current_one_moves_less_and_is_hardly_slower(tmp_path: Path) -> None:
+    old = answer(tmp_path / "old", rates={"n0/1": 3.0})
+    free = json.loads(Path(answer(tmp_path / "free", rates={"n2/3": 3.0})).read_text())
+    near = json.loads(Path(answer(tmp_path / "near", "--current", old, rates={"n2/3": 3.0})).read_text())
+    assert near["figures"]["step"] <= free["figures"]["step"] * 1.006
+    assert near["current"]["value"] > near["figures"]["step"]
+    moved = near["current"]["moved_bytes"]
+    shown = run("--diff", old, str(tmp_path / "near")).output
+    assert f"{moved / GIB:,.2f} of" in shown, "counted alike"
+
+
+def test_a_current_plan_that_lost_a_device_cannot_run(tmp_path: Path) -> None:
+    old = answer(tmp_path / "old")
+    result = run(problem(tmp_path / "p", rates={"n0/1": None}), "--current", old)
+    assert result.exit_code == 0, result.output
+    assert "it cannot run any more" in result.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": {**PROBLEM["model"], "layers": 30}}, "the current plan has 24 layers, the problem 30"),
+        ({"batch": {"global_batch": 64, "micro_batch": 1}}, "for a global batch of 32, the problem for 64"),
+    ],
+)
+def test_a_current_plan_of_another_problem_is_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    old = answer(tmp_path / "old")
+    result = run(problem(tmp_path / "p", **changes), "--current", old)
+    assert result.exit_code == 1
+    assert said in " ".join(result.output.split())
+
+
+def test_current_needs_a_problem(tmp_path: Path) -> None:
+    result = run("--current", answer(tmp_path / "old"))
+    assert result.exit_code == 2
+    assert "goes with a problem" in result.output

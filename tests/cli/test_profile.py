@@ -1,0 +1,128 @@
+"""`elasticd profile`: the example measured in one command, what is refused, and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import torch
+from elasticd_planner.given import given_profile
+
+from elasticd.models import Decoder, DecoderConfig
+from tests.cli.support import DEADLINE, call, refused
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = f"{ROOT}/examples/train_lm.py:model"
+QUICK = ("--widths", "1,2", "--tokens", "64,256,1024", "--sample-tokens", "64", "--repeats", "3")
+
+#: Measured over predicted of the whole model must come to lie here in one of so many tries: a busy machine may
+#: spoil one.
+WITHIN, TRIES = (0.5, 2.0), 3
+
+
+@pytest.mark.slow
+def test_the_example_is_measured_and_its_whole_is_what_its_sections_say(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    options = ("--loss", "next_token_loss", "--batch", "batch", "--out", str(out))
+    for _ in range(TRIES):
+        done = call("profile", EXAMPLE, *QUICK, *options)
+        assert done.exit_code == 0, done.output
+        (line,) = [line for line in done.output.splitlines() if line.startswith("whole model: measured")]
+        ratio = float(line.split("by the fit ")[1].split()[0])
+        if WITHIN[0] < ratio < WITHIN[1]:
+            break
+    else:
+        pytest.fail(f"the whole model took {ratio} times what was predicted")
+    for section in ("embed", "block", "head"):
+        assert f"\n{section}" in done.output
+    assert "decoder-4x64: 4 layers on cpu, 1 thread" in done.output
+    with torch.device("meta"):
+        spec = Decoder(DecoderConfig(layers=4, width=64)).describe().spec
+    found = given_profile(out.read_bytes(), spec, 64, 1)
+    fit = json.loads(out.read_bytes())["fit"]
+    assert fit["whole_seconds"] / fit["predicted_seconds"] == pytest.approx(ratio, abs=1e-3)
+    assert [section["errors"].keys() for section in fit["sections"]] == [{"1", "2"}] * 3
+    assert found.block.seconds > 0
+    assert found.block.slowdown.keys() == {1, 2}
+    assert found.optimizer_seconds > 0
+    assert 0 < found.forward < 1
+
+
+@pytest.mark.slow
+def test_profile_is_a_model_that_plan_takes(tmp_path: Path) -> None:
+    done = call("profile", EXAMPLE, *QUICK, "--no-whole", "--json", "--collectives")
+    assert done.exit_code == 0, done.output
+    model = json.loads(done.stdout)["model"]
+    assert model["times"]["collectives"]["2"].keys() == {"seconds", "seconds_per_token"}
+    problem = {
+        "cluster": {"nodes": [{"name": name, "devices": 2, "memory_mib": 1024} for name in "ab"]},
+        "model": model,
+        "batch": {"global_batch": 8, "micro_batch": 1, "sequence": 64},
+        "rates": {"a/0": 2.0},
+    }
+    path = tmp_path / "problem.json"
+    path.write_bytes(msgspec.json.encode(problem))
+    planned = call("plan", str(path), "--json")
+    assert planned.exit_code == 0, planned.output
+    assert json.loads(planned.stdout)["plan"]["global_batch"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train.py",), "'train.py' must be FILE.py:NAME"),
+        ((f"{ROOT}/examples/train_lm.py:modle",), "has no 'modle'"),
+        ((f"{ROOT}/examples/train_lm.py:optimizer",), "must be a function without arguments"),
+        ((EXAMPLE, "--widths", "1,x"), "must be positive whole numbers with commas"),
+        ((EXAMPLE, "--widths", "1,64", *QUICK[2:]), "width 64 is more than the 8 units"),
+        ((EXAMPLE, "--tokens", "300,600"), "300 tokens are no whole samples of 256"),
+        ((EXAMPLE, "--tokens", "256"), "two token counts at least"),
+        ((EXAMPLE, "--loss", "los", *QUICK), "has no 'los'"),
+        ((EXAMPLE, "--device", "tpu"), "neither cpu nor cuda"),
+        ((EXAMPLE, "--out", "/nowhere/at/all.json"), "there is no folder /nowhere/at"),
+    ],
+)
+def test_wrong_input_is_one_message(arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused("profile", *arguments)
+
+
+def alive(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_the_command(end: signal.Signals, tmp_path: Path) -> None:
+    """Ended among the all-reduces, when there are three levels of processes."""
+    command = [sys.executable, "-m", "elasticd", "profile", EXAMPLE, "--collectives", "--repeats", "100000"]
+    environment = dict(os.environ, TMPDIR=str(tmp_path))
+    running = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
+    )
+    seen: set[int] = set()
+    deadline = time.monotonic() + DEADLINE
+    try:
+        while len(seen) < 3:  # the one that measures, and a group of two
+            assert time.monotonic() < deadline
+            assert running.poll() is None
+            seen |= {child.pid for child in psutil.Process(running.pid).children(recursive=True)}
+            time.sleep(0.05)
+        running.send_signal(end)
+        running.wait(DEADLINE)
+        while left := alive(seen):
+            assert time.monotonic() < deadline + DEADLINE, left
+            time.sleep(0.05)
+        assert not list(tmp_path.glob("elasticd-profile-*"))
+    finally:
+        running.kill()
+        running.wait()
+        for pid in alive(seen):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,47 @@
+"""What the configuration says of devices and links is what the leading machine plans with."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+from elasticd_planner.cluster import Link
+
+from elasticd import config
+from elasticd.coordinator.daemon import Coordinator
+from elasticd.machines.job.state import Settings
+from elasticd.store.memory import MemoryServer, MemoryStore
+from tests.coordinator import agents
+
+TEXT = """
+[planner]
+flops = 1.5e14
+inside = { bandwidth = "200 GB/s", latency = 1e-5 }
+between = { bandwidth = "25 GB/s" }
+[detect]
+window = 7
+[policy]
+horizon_steps = 50
+"""
+
+
+def test_the_leading_machine_has_the_configured_devices_and_links() -> None:
+    given = config.parse(TEXT, "cluster.toml")
+    base = agents.config()
+    whole = msgspec.structs.replace(given, cluster=base.cluster, coordinator=base.coordinator)
+
+    async def led() -> Settings:
+        store = MemoryStore(MemoryServer())
+        coordinator = Coordinator(whole, store)
+        await coordinator.start()
+        try:
+            return coordinator.leading.state.settings
+        finally:
+            await coordinator.stop()
+            store.close()
+
+    settings = asyncio.run(led())
+    assert settings.flops == 1.5e14
+    assert settings.inside == Link(bandwidth=2e11, latency=1e-5)
+    assert settings.between == Link(bandwidth=2.5e10)
+    assert (settings.detect.window, settings.policy.horizon_steps) == (7, 50)

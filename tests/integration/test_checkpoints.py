@@ -1,0 +1,193 @@
+"""A job that was killed whole goes on from its checkpoint, on other devices, and trains as if undisturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elasticd_planner.boxes import Box
+
+from elasticd.checkpoints.folder import damages, scan
+from tests.integration import train
+from tests.integration.cluster import JOB, ROOT, Cluster, until
+from tests.integration.test_switches import plan_of, stage
+
+SCRIPT = Path(train.__file__)
+#: A group of unequal shares beside a device by itself; later one group of other shares on two devices.
+TWO_PIPELINES = {
+    "": plan_of(
+        (3, [stage(0, 5, ("a/0", 5), ("a/1", 3))]),
+        (3, [stage(0, 5, ("b/0", 1))]),
+    )
+}
+ONE_GROUP = {"": plan_of((6, [stage(0, 5, ("a/0", 3), ("a/1", 1))]))}
+
+
+def options(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {"checkpoint": str(folder), "checkpoint_every": 4, "keep": 2, **changes}
+
+
+def ledger(cluster: Cluster) -> list[dict[str, Any]]:
+    lines = [
+        json.loads(line) for path in cluster.folder.glob("ledger-*") for line in path.read_text().splitlines()
+    ]
+    return sorted(lines, key=lambda line: line["step"])
+
+
+def killed(cluster: Cluster, folder: Path, steps: int) -> int:
+    """Lets a job make checkpoints, ends all its workers at once; the step of the newest checkpoint."""
+    cluster.run(SCRIPT, steps=100_000, job=options(folder))
+    until(
+        lambda: any(item.step >= steps for item in scan(folder)),
+        90,
+        lambda: [event["text"] for event in cluster.events()] + [cluster.log(d) for d in cluster.workers],
+    )
+    for worker in cluster.workers.values():
+        os.kill(worker.pid, signal.SIGKILL)
+    cluster.wait()
+    return scan(folder)[0].step
+
+
+@pytest.mark.slow
+def test_a_job_killed_whole_goes_on_under_another_layout_as_if_undisturbed(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with Cluster({"a": 2, "b": 1}, plans=TWO_PIPELINES) as cluster:
+        step = killed(cluster, folder, 9)
+        told = [event["data"]["name"] for event in cluster.events("checkpoint")]
+        assert scan(folder)[0].name in told, "what has its name was published"
+    for item in scan(folder):
+        assert damages(item.path) == ()
+    steps = step + 11
+    losses, weights = train.reference(steps)
+    with Cluster({"a": 2}, plans=ONE_GROUP) as cluster:
+        cluster.run(SCRIPT, steps=steps, job=options(folder))
+        codes = cluster.wait()
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-2000:] for device in codes}
+        lines = ledger(cluster)
+        assert [line["step"] for line in lines] == list(range(step, steps))
+        assert [line["loss"] for line in lines] == pytest.approx(losses[step:], abs=1e-10)
+        starts = [event["data"]["checkpoint"] for event in cluster.events("swapped")]
+        assert starts
+        assert all(name.startswith(f"step-{step:08d}.") for name in starts)
+    newest = scan(folder)[0]
+    assert newest.step == steps, "the last step is saved"
+    assert damages(newest.path) == ()
+    found = newest.manifest
+    assert found is not None
+    from elasticd_planner.layouts import Item
+
+    from elasticd.checkpoints.reader import Reader, Wanted
+
+    for name, value in weights.items():
+        into = torch.empty(value.shape, dtype=value.dtype)
+        flat = into.reshape(-1).view(torch.uint8).numpy()
+        Reader(newest.path, found).read([Wanted(Item(name, "value"), "value", Box.whole(value.shape), flat)])
+        assert float((into - value).abs().max()) < 1e-10, name
+    with Cluster({"a": 1}) as cluster:
+        cluster.run(SCRIPT, steps=steps, job=options(folder))
+        assert set(cluster.wait().values()) == {0}
+        assert ledger(cluster) == [], "nothing is left to train"
+        assert cluster.events("finished")
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with Cluster({"a": 2}) as cluster:
+        killed(cluster, folder, 12)
+    newest, before = scan(folder)[:2]
+    file = next(path for path in sorted(newest.path.glob("__0_*.distcp")))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with Cluster({"a": 1, "b": 1}) as cluster:
+        cluster.run(SCRIPT, steps=before.step + 3, job=options(folder))
+        codes = cluster.wait()
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-2000:] for device in codes}
+        assert [line["step"] for line in ledger(cluster)] == list(range(before.step, before.step + 3))
+        logs = "".join(cluster.log(device) for device in cluster.workers)
+        assert str(file) in logs, "the damaged file is named"
+    for item in scan(folder):
+        (item.path / ".metadata").unlink()
+    with Cluster({"a": 1}) as cluster:
+        cluster.run(SCRIPT, steps=5, job=options(folder))
+        assert cluster.wait() == {"a/0": 1}
+        last = cluster.log("a/0").strip().splitlines()[-1]
+        assert last.startswith("elasticd: all ")
+        assert ".metadata" in last
+
+
+@pytest.mark.slow
+def test_what_all_ranks_find_damaged_only_by_reading_it_stops_the_job_with_its_name(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with Cluster({"a": 1}) as cluster:
+        cluster.run(SCRIPT, steps=5, job=options(folder))
+        assert cluster.wait() == {"a/0": 0}
+    for item in scan(folder):
+        file = item.path / "__0_0.distcp"
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    with Cluster({"a": 2}) as cluster:
+        cluster.run(SCRIPT, steps=9, job=options(folder))
+        codes = cluster.wait()
+        assert set(codes.values()) == {1}
+        for device in codes:
+            last = cluster.log(device).strip().splitlines()[-1]
+            assert "none of the checkpoints" in last
+            assert "__0_0.distcp" in last
+    with Cluster({"a": 1}) as cluster:
+        cluster.run(SCRIPT, steps=9, job=options(folder), global_batch=12)
+        assert cluster.wait() == {"a/0": 1}
+        assert "its global_batch is 6, not 12" in cluster.log("a/0")
+
+
+def torchrun(cluster: Cluster, workers: int, **options: Any) -> subprocess.Popen[bytes]:
+    """The real torchrun of node a, in a process group of its own."""
+    environment = dict(
+        os.environ,
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=str(ROOT),
+        ELASTICD_SOCKET=cluster.socket("a"),
+        OPTIONS=json.dumps({"out": str(cluster.folder), **options}),
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={workers}"]
+    command += ["--rdzv-backend=elasticd", f"--rdzv-id={JOB}", str(SCRIPT)]
+    with (cluster.folder / "torchrun.log").open("wb") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+@pytest.mark.slow
+def test_under_real_torchruns_too(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with Cluster({"a": 2}) as cluster:
+        until(lambda: Path(cluster.socket("a")).exists(), 20)
+        process = torchrun(cluster, 2, steps=100_000, job=options(folder))
+        try:
+            log = cluster.folder / "torchrun.log"
+            until(lambda: any(item.step >= 8 for item in scan(folder)), 90, log.read_text)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)  # its own, which the workers are in
+            process.wait()
+        step = scan(folder)[0].step
+    steps = step + 5
+    with Cluster({"a": 1}) as cluster:
+        until(lambda: Path(cluster.socket("a")).exists(), 20)
+        process = torchrun(cluster, 1, steps=steps, job=options(folder))
+        try:
+            assert process.wait(90) == 0, (cluster.folder / "torchrun.log").read_text()[-3000:]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        lines = ledger(cluster)
+    losses, _ = train.reference(steps)
+    assert [line["step"] for line in lines] == list(range(step, steps))
+    assert [line["loss"] for line in lines] == pytest.approx(losses[step:], abs=1e-10)

@@ -1,0 +1,53 @@
+"""What all members say alike costs the leader one long look in all, not one each: a thousand may say it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from elasticd.machines.job import machine
+from elasticd.machines.job.state import Phase
+from elasticd.machines.job.turn import Turn
+from elasticd.messages import Prepared, Report, Swapped, Up, WorkerLost
+from tests.machines.world import World
+
+_NODES = ("alpha", "beta", "gamma", "delta")
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Messages by kind, and the long looks ("due Prepared") that followed them."""
+    counted: Counter[str] = Counter()
+    last = [""]
+    message, due = machine._message, machine._due
+
+    def heard(turn: Turn, node: str, said: Up | WorkerLost) -> None:
+        last[0] = type(said.body if isinstance(said, Up) else said).__name__
+        counted[last[0]] += 1
+        message(turn, node, said)
+
+    def looked(turn: Turn) -> None:
+        counted[f"due {last[0]}"] += 1
+        last[0] = ""
+        due(turn)
+
+    monkeypatch.setattr(machine, "_message", heard)
+    monkeypatch.setattr(machine, "_due", looked)
+    return counted
+
+
+def test_one_look_for_all_that_prepared_and_for_all_that_swapped(looks: Counter[str]) -> None:
+    world = World(_NODES)
+    for node in _NODES:
+        world.join(node, least=4, most=4)
+    world.settle()
+    world.train(3)
+    assert world.phase is Phase.RUNNING
+    members = len(world.job.plan.members) if world.job.plan is not None else 0
+    assert members > 4
+    for body in (Prepared, Swapped):
+        assert looks[body.__name__] == members
+        assert looks[f"due {body.__name__}"] <= 1
+    assert looks[Report.__name__] == 3 * members
+    assert looks[f"due {Report.__name__}"] <= 3, "once for each whole step"

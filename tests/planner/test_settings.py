@@ -1,0 +1,333 @@
+"""Settings of a search: ZeRO, micro-batch size, recomputation, links; against brute force by the formulas."""
+
+import math
+import random
+
+import msgspec
+import pytest
+from elasticd_planner.cluster import Cluster, Device, Link, Node
+from elasticd_planner.cost import memory_by_device, step_seconds
+from elasticd_planner.placement import bytes_to_move
+from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_planner.problem import Answer, Freedom, Problem
+from elasticd_planner.profiled import ProfileCost
+from elasticd_planner.profiles import ModelProfile, SectionProfile
+from elasticd_planner.search import plan
+from elasticd_planner.settings import Settings, listed
+from elasticd_planner.value import Invalid
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planner import setting_brute
+
+STATES = (
+    StatePolicy(),
+    StatePolicy(zero=1, replicas=1),
+    StatePolicy(zero=1, replicas=2),
+    StatePolicy(zero=2, replicas=1),
+)
+
+
+def small(rng: random.Random, *, recompute: bool = False) -> Problem:
+    """Two to four devices of two speeds and two memory sizes, islands now and then, memory that often binds."""
+    sizes = rng.choice([(1,), (2,), (2, 1)] if recompute else [(2,), (3,), (2, 1), (2, 2), (4,)])
+    layers = rng.choice([2, 3])
+    block = SectionProfile(
+        seconds=1e-3,
+        fixed_seconds=rng.choice([0.0, 0.02]),
+        slowdown=rng.choice([{}, {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3}]),
+        cut_bytes=1000,
+        whole_bytes=rng.choice([0, 40]),
+        cut_activation=rng.choice([0.0, 40.0]),
+        whole_activation=rng.choice([0.0, 20.0]),
+        recomputed_activation=4.0,
+        collectives=rng.choice([0, 4]),
+    )
+    model = ModelProfile(
+        name="small",
+        layers=layers,
+        share_units=4,
+        tokens=16.0,
+        block=block,
+        embed=SectionProfile(cut_bytes=300),
+        head=SectionProfile(seconds=2e-4, cut_bytes=300),
+        boundary_bytes=100.0,
+        optimizer_seconds=rng.choice([0.0, 1e-6]),
+    )
+    whole = model.replica_bytes / sum(sizes) * rng.choice([1.1, 1.4, 2.0, 4.0]) + rng.choice([0, 2000, 8000])
+    nodes = tuple(
+        Node(
+            name=f"n{n}",
+            devices=tuple(
+                Device(name=f"n{n}/{i}", memory=int(whole * rng.choice([1.0, 1.0, 1.5]))) for i in range(size)
+            ),
+            island=rng.choice([0, 2]),
+        )
+        for n, size in enumerate(sizes)
+    )
+    return Problem(
+        cluster=Cluster(
+            nodes=nodes,
+            within=Link(bandwidth=1e7, latency=1e-5),
+            inside=Link(bandwidth=2e6, latency=1e-4),
+            between=Link(bandwidth=rng.choice([1e5, 1e6]), latency=1e-3),
+        ),
+        profile=model,
+        global_batch=4,
+        micro_batch=1,
+        rates={d.name: rng.choice([1.0, 1.0, 2.0, 2.57]) for node in nodes for d in node.devices},
+        freedom=Freedom(
+            micro_batches=rng.choice([(), (1, 2), (1, 2, 4)]),
+            states=rng.choice([STATES, STATES[:2], STATES[1:2], STATES[2:]]),
+            recompute=recompute,
+        ),
+    )
+
+
+def found(answer: Answer) -> Plan:
+    assert answer.plan is not None
+    assert answer.plan.prediction is not None
+    return answer.plan
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6))
+def test_the_best_setting_is_what_brute_force_finds(seed: int) -> None:
+    problem = small(random.Random(seed))
+    least = setting_brute.best(problem)
+    answer = plan(problem)
+    if answer.plan is None:
+        assert math.isinf(least)
+        assert "does not fit" in answer.refusal
+        return
+    made = found(answer)
+    assert made.prediction is not None
+    assert made.prediction.step_seconds == pytest.approx(setting_brute.seconds(made, problem))
+    assert made.prediction.memory == setting_brute.memory(made, problem)
+    assert setting_brute.fits(made, problem)
+    assert made.prediction.step_seconds == pytest.approx(least)
+    assert made.prediction.bound_seconds <= least * (1 + 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 10**6))
+def test_recomputation_is_where_memory_demands_it_and_the_bound_holds(seed: int) -> None:
+    problem = small(random.Random(seed), recompute=True)
+    least = setting_brute.best(problem)
+    answer = plan(problem)
+    if answer.plan is None:
+        assert math.isinf(least)
+        return
+    made = found(answer)
+    assert made.prediction is not None
+    assert made.prediction.step_seconds == pytest.approx(setting_brute.seconds(made, problem))
+    assert setting_brute.fits(made, problem)
+    assert least * (1 - 1e-9) <= made.prediction.step_seconds <= least * 1.35
+    assert made.prediction.bound_seconds <= least * (1 + 1e-9)
+    for p, pipeline in enumerate(made.modules[0].pipelines):  # no stage can simply be switched off
+        for s, stage in enumerate(pipeline.stages):
+            if stage.recompute:
+                assert not setting_brute.fits(_without(made, p, s), problem)
+
+
+def _without(made: Plan, p: int, s: int) -> Plan:
+    module = made.modules[0]
+    pipeline = module.pipelines[p]
+    stage = msgspec.structs.replace(pipeline.stages[s], recompute=False)
+    stages = (*pipeline.stages[:s], stage, *pipeline.stages[s + 1 :])
+    changed = msgspec.structs.replace(pipeline, stages=stages)
+    pipelines = (*module.pipelines[:p], changed, *module.pipelines[p + 1 :])
+    strategy = msgspec.structs.replace(
+        made.strategies[0], modules=(msgspec.structs.replace(module, pipelines=pipelines),)
+    )
+    return made.replace(strategies=(strategy,))
+
+
+def uniform(devices: int, memory: float, **changes: object) -> Problem:
+    """Devices of one node each, so that pipelines of one device compete with deep ones."""
+    model = ModelProfile(
+        name="m",
+        layers=4,
+        share_units=4,
+        tokens=10.0,
+        widths=(1,),
+        block=SectionProfile(
+            seconds=1e-2, cut_bytes=1000, cut_activation=10.0, recomputed_activation=1.0, fixed_seconds=0.05
+        ),
+        boundary_bytes=10.0,
+    )
+    nodes = tuple(
+        Node(name=f"n{i}", devices=(Device(name=f"n{i}/0", memory=int(memory)),)) for i in range(devices)
+    )
+    values: dict[str, object] = {
+        "cluster": Cluster(nodes=nodes, between=Link(bandwidth=1e9, latency=0.0)),
+        "profile": model,
+        "global_batch": 4,
+        "micro_batch": 1,
+    }
+    return Problem(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_zero_makes_room_for_more_pipelines() -> None:
+    # Parameters, gradients and activations of all layers, and half of the moments: 4 x 1000 x 3 + 400.
+    tight = 4000 * 3 + 400
+    plain = found(plan(uniform(2, tight)))
+    assert len(plain.modules[0].pipelines) == 1
+    freedom = Freedom(states=(StatePolicy(), StatePolicy(zero=1, replicas=1)))
+    sharded = found(plan(uniform(2, tight, freedom=freedom)))
+    assert len(sharded.modules[0].pipelines) == 2
+    assert sharded.state == StatePolicy(zero=1, replicas=1)
+    assert "ZeRO 1, 1 replica of" in sharded.reason
+    assert sharded.prediction is not None
+    assert plain.prediction is not None
+    assert sharded.prediction.step_seconds < plain.prediction.step_seconds
+    # Two replicas of two pipelines are all there was without ZeRO.
+    both = found(plan(uniform(2, tight, freedom=Freedom(states=(StatePolicy(zero=1, replicas=2),)))))
+    assert len(both.modules[0].pipelines) == 1
+
+
+def test_larger_micro_batches_are_chosen_where_each_costs_a_fixed_time() -> None:
+    free = Freedom(micro_batches=(1, 2, 4))
+    made = found(plan(uniform(1, 1e9, freedom=free)))
+    assert made.micro_batch == 4
+    assert "micro-batches of 4" in made.reason
+    small_memory = 4000 * 4 + 2 * 400 + 300  # what two samples keep, not four
+    assert found(plan(uniform(1, small_memory, freedom=free))).micro_batch == 2
+
+
+def test_recomputation_is_chosen_only_where_nothing_fits_without() -> None:
+    free = Freedom(recompute=True)
+    roomy = found(plan(uniform(1, 1e6, freedom=free)))
+    assert not any(stage.recompute for p in roomy.modules[0].pipelines for stage in p.stages)
+    tight = 4000 * 4 + 4 * 10 + 100  # what recomputation keeps, and one block
+    assert plan(uniform(1, tight)).plan is None
+    made = found(plan(uniform(1, tight, freedom=free)))
+    assert all(stage.recompute for p in made.modules[0].pipelines for stage in p.stages)
+    assert "recomputing" in made.reason
+
+
+def test_what_fits_under_no_setting_is_refused_with_the_smallest_shortfall() -> None:
+    free = Freedom(micro_batches=(1, 2), states=STATES, recompute=True)
+    lacking = 4000 * 4 + 4 * 10 + 100 - 1024
+    answer = plan(uniform(1, lacking, freedom=free))
+    assert answer.plan is None
+    assert "needs 1.0 KiB more on n0/0" in answer.refusal
+    assert "micro-batches of 1, recomputation" in answer.refusal
+
+
+def test_groups_stay_in_islands_while_the_link_between_them_is_slow() -> None:
+    def widths(inside: float) -> set[int]:
+        model = msgspec.structs.replace(
+            uniform(1, 1e9).profile,
+            widths=(1, 2, 4),
+            boundary_bytes=1e4,
+            block=SectionProfile(seconds=1e-2, cut_bytes=1000, collectives=4),
+        )
+        node = Node(name="n0", devices=tuple(Device(name=f"n0/{i}", memory=6000) for i in range(4)), island=2)
+        cluster = Cluster(
+            nodes=(node,),
+            within=Link(bandwidth=1e9, latency=0.0),
+            inside=Link(bandwidth=inside, latency=0.0),
+        )
+        problem = Problem(cluster=cluster, profile=model, global_batch=2, micro_batch=1)
+        made = found(plan(problem))
+        for pipeline in made.modules[0].pipelines:
+            for stage in pipeline.stages:
+                if len(stage.devices) == 2:  # a pair lies in one island
+                    assert len({int(name[-1]) // 2 for name in stage.devices}) == 1
+        return {len(stage.devices) for p in made.modules[0].pipelines for stage in p.stages}
+
+    assert widths(1e9) == {4}
+    assert widths(1e6) == {2}
+
+
+def test_larger_problems_walk_the_settings_the_same_way_each_time_and_fit() -> None:
+    nodes = tuple(
+        Node(
+            name=f"n{n}",
+            devices=tuple(Device(name=f"n{n}/{i}", memory=9000 if n < 2 else 5000) for i in range(4)),
+            island=2,
+        )
+        for n in range(4)
+    )
+    freedom = Freedom(micro_batches=(1, 2), states=STATES[:2], recompute=True)
+    problem = msgspec.structs.replace(
+        uniform(1, 1e9, freedom=freedom),
+        cluster=Cluster(nodes=nodes, within=Link(bandwidth=1e9)),
+        profile=msgspec.structs.replace(uniform(1, 1e9).profile, layers=8, widths=(1, 2, 4)),
+        global_batch=16,
+        rates={f"n{n}/{i}": 2.0 for n in (2, 3) for i in range(4)},
+    )
+    first = found(plan(problem))
+    assert setting_brute.fits(first, problem)
+    assert first.digest == found(plan(problem)).digest
+    assert first.prediction is not None
+    assert first.prediction.step_seconds == pytest.approx(setting_brute.seconds(first, problem))
+    plain = plan(msgspec.structs.replace(problem, freedom=Freedom()))
+    if plain.plan is not None and plain.plan.prediction is not None:
+        assert first.prediction.step_seconds <= plain.plan.prediction.step_seconds * (1 + 1e-9)
+    asked: list[bool] = []
+
+    def stop() -> bool:
+        asked.append(True)
+        return True
+
+    assert setting_brute.fits(found(plan(problem, stop=stop)), problem)
+    assert asked
+
+
+def test_settings_are_listed_simple_ones_first_and_a_size_that_does_not_divide_is_refused() -> None:
+    problem = uniform(2, 1e9, freedom=Freedom(micro_batches=(1, 2), states=STATES, recompute=True))
+    every = list(listed(problem))
+    assert (every[0].micro_batch, every[0].state, every[0].recompute) == (1, StatePolicy(), False)
+    assert len(set(every)) == len(every)
+    assert all(Settings(problem).bound(setting) > 0 for setting in every)
+    with pytest.raises(Invalid, match="micro-batches of 3"):
+        uniform(2, 1e9, freedom=Freedom(micro_batches=(3,)))
+
+
+def test_measured_collectives_and_overlap_are_what_the_cost_says() -> None:
+    base = uniform(2, 1e9).profile
+    model = msgspec.structs.replace(
+        base, collective_seconds={2: 0.5}, collective_token_seconds={2: 0.01}, boundary_bytes=1e6
+    )
+    near, far = Link(bandwidth=1e9, latency=0.0), Link(bandwidth=1e8, latency=0.0)
+    cost = ProfileCost(model, near=near)
+    assert cost.collective(2, near) == pytest.approx(0.6)
+    assert cost.collective(2, far) == pytest.approx(6.0)
+    assert ProfileCost(model).collective(2, far) == pytest.approx(0.6)
+    assert model.sized(20.0).tokens == 20
+    assert ProfileCost(model.sized(20.0)).collective(2, near) == pytest.approx(0.7)
+    slow = Link(bandwidth=4000.0, latency=0.0)
+    hidden = msgspec.structs.replace(model, overlap=True)
+    # R = 2 hops of 4000 / 2 bytes: 1 s; b = 2/3 x 10 x 0.01 x 4 s.
+    assert ProfileCost(model).after(2, 1, slow, 1) == pytest.approx(1.0)
+    assert ProfileCost(hidden).after(2, 1, slow, 1) == pytest.approx(max(1 / 4, 1 - 0.8 / 3 * 3 / 4))
+    assert ProfileCost(hidden).after(2, 1, slow) <= ProfileCost(hidden).after(2, 1, slow, 1)
+    made = found(plan(uniform(2, 1e9)))
+    assert memory_by_device(made, ProfileCost(base))
+    assert step_seconds(made, uniform(2, 1e9).cluster, {}, ProfileCost(base)) > 0
+
+
+def test_a_plan_that_runs_under_another_setting_is_judged_as_it_is_and_kept_where_it_is_good() -> None:
+    free = Freedom(micro_batches=(1, 2), states=STATES[:2])
+    first = found(plan(uniform(2, 1e9, freedom=free)))
+    again = plan(uniform(2, 1e9, freedom=free, current=first))
+    assert first.prediction is not None
+    assert again.current_seconds == pytest.approx(first.prediction.step_seconds)
+    assert found(again).modules[0].pipelines == first.modules[0].pipelines
+    other = found(plan(uniform(2, 1e9, freedom=Freedom(micro_batches=(4,), states=STATES[3:]))))
+    judged = plan(uniform(2, 1e9, freedom=free, current=other))
+    assert judged.current_seconds == pytest.approx(setting_brute.seconds(other, uniform(2, 1e9)))
+
+
+def test_bytes_to_move_count_the_part_of_the_state_that_zero_leaves_to_a_member() -> None:
+    problem = uniform(2, 1e9, freedom=Freedom(dp=2))
+    model = problem.profile
+    plain = found(plan(problem))
+    sharded = plain.replace(state=StatePolicy(zero=1, replicas=1))
+    whole = model.parameter_bytes
+    assert bytes_to_move(model, None, plain) == 2 * whole * 3
+    assert bytes_to_move(model, None, sharded) == 2 * whole * (1 + 2 / 2)
+    assert bytes_to_move(model, plain, sharded) == 0
+    assert bytes_to_move(model, sharded, plain) == 2 * whole * 2 / 2

@@ -1,0 +1,236 @@
+"""What is measured of a model: real local modules, exact bytes, and a whole model that its sections predict."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from elasticd_planner.measured import measured_profile
+from elasticd_planner.profiles import derive
+from elasticd_planner.value import Invalid
+from torch import Tensor, nn
+
+from elasticd.measuring import Request
+from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.runtime.model import Model
+from elasticd.runtime.profiling.clocks import NoDevice, WallClock, clock_of
+from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_of
+from elasticd.runtime.profiling.measure import measure
+from elasticd.runtime.profiling.parts import Part, Values, part_of, whole_model
+
+CONFIG = DecoderConfig(vocabulary=32, width=32, layers=3, heads=4, kv_heads=2, hidden=48)
+CPU = torch.device("cpu")
+
+
+def decoder() -> Model:
+    with torch.device("meta"):
+        return Decoder(CONFIG).describe()
+
+
+def ids(samples: int = 2, tokens: int = 16) -> dict[str, Tensor]:
+    drawn = torch.randint(0, 32, (samples, tokens), generator=torch.Generator().manual_seed(1))
+    return {"inputs": drawn, "targets": drawn.roll(-1, 1)}
+
+
+def part(section: str, shares: tuple[int, ...], loss: bool = False) -> Part:
+    model = decoder()
+    return part_of(model, section, section, shares, Values(model, CPU), next_token_loss if loss else None)
+
+
+def test_a_part_holds_the_first_members_slices_with_their_first_values() -> None:
+    held = part("blocks.1", (2, 1, 1))
+    assert held.share == 0.5
+    assert held.width == 3
+    weight = held.module.attention.q.weight
+    assert weight.shape == (16, 32)
+    whole = part("blocks.1", (1,)).module.attention.q.weight
+    assert torch.equal(weight, whole[:16])
+    assert whole.std() > 0
+
+
+@pytest.mark.parametrize("section", ["embed", "blocks.0", "head"])
+@pytest.mark.parametrize("shares", [(1,), (2, 2), (2, 1, 1)])
+def test_a_part_passes_alone_in_the_shapes_of_the_whole(section: str, shares: tuple[int, ...]) -> None:
+    held, batch = part(section, shares, loss=section == "head"), ids()
+    entering = batch if section == "embed" else torch.randn(2, 16, 32)
+    passes = held.passes(entering, batch, WallClock())
+    assert passes.forward > 0
+    assert passes.backward > 0
+    assert all(parameter.grad is not None for parameter in held.module.parameters())
+    out = held.module(entering)
+    assert out.shape == (2, 16, 32)  # the head's logits are whole after the gather, and 32 wide as well
+
+
+class _Plain(nn.Module):
+    """Keeps what is counted by hand: its input (for the weight's gradient) and tanh's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def test_kept_bytes_are_counted_by_storage_without_parameters() -> None:
+    held = Part(label="block", width=1, share=1.0, module=_Plain())
+    x = torch.randn(2, 4, 8)
+    size = x.numel() * 4
+    assert held.kept(x, None) == 2 * size
+    assert held.kept(x, None, recompute=True) == size
+    head = Part(label="head", width=1, share=1.0, module=nn.Linear(8, 16, bias=False))
+    assert head.kept(x, None) == size + 2 * 4 * 16 * 4  # its logits, which some loss will keep
+
+
+def test_recomputation_gives_the_same_gradients() -> None:
+    held, x = part("blocks.0", (1,)), torch.randn(2, 16, 32)
+    grads = []
+    for recompute in (False, True):
+        held.module.zero_grad()
+        torch.manual_seed(0)  # the gradient that is given
+        held.passes(x, None, WallClock(), recompute=recompute)
+        grads.append([parameter.grad.clone() for parameter in held.module.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_the_whole_model_makes_the_gradients_of_plain_torch() -> None:
+    model, batch = decoder(), ids()
+    whole = whole_model(model, next_token_loss, Values(model, CPU))
+    assert whole.seconds(batch, WallClock()) > 0
+    plain = Decoder(CONFIG)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            section, _, rest = name.partition(".")
+            if section == "blocks":
+                index, _, rest = rest.partition(".")
+                section = f"blocks.{index}"
+            parameter.copy_(whole.modules[section].get_parameter(rest))
+    next_token_loss(plain(batch), batch)[0].backward()
+    mine = whole.modules["blocks.2"].feed_forward.down.weight.grad
+    torch.testing.assert_close(mine, plain.blocks[2].feed_forward.down.weight.grad)
+    tied = whole.modules["embed"].tokens.weight.grad
+    torch.testing.assert_close(tied, plain.embed.tokens.weight.grad)
+
+
+def request(**changes: object) -> Request:
+    values: dict[str, object] = {
+        "target": "a.py:b",
+        "widths": (1, 2),
+        "tokens": (32, 256, 2048),
+        "sample_tokens": 32,
+        "repeats": 3,
+        "threads": 1,
+    }
+    return Request(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_everything_is_measured_and_fitted() -> None:
+    model = decoder()
+    parts: list[float] = []
+    made = measure(model, request(), WallClock(), batch_of_ids, next_token_loss, parts.append)
+    points = {(t.section, t.width, t.tokens) for t in made.timings}
+    expected = {(s, w, t) for s in ("embed", "block", "head") for w in (1, 2) for t in (32, 256, 2048)}
+    assert points == expected
+    assert parts == sorted(parts)
+    assert parts[-1] == 1
+    block = derive(model.spec, 32, 1).block
+    assert made.updates[0].size == block.parameter_bytes
+    assert made.updates[0].state == 2 * block.parameter_bytes
+    assert made.whole is not None
+    found = measured_profile(made)
+    assert found.profile.block.seconds > 0
+    assert found.profile.block.recomputed_activation == 32 * 4  # the block's input alone
+    kept = {t.width: t.kept for t in made.timings if t.section == "block" and t.tokens == 2048}
+    assert kept[1] > kept[2] > 0
+
+
+def batch_of_ids(samples: int, tokens: int) -> dict[str, Tensor]:
+    return ids(samples, tokens)
+
+
+def test_more_members_than_units_are_refused() -> None:
+    with pytest.raises(Invalid, match="width 5 is more than the 4 units"):
+        measure(decoder(), request(widths=(5,)), WallClock(), batch_of_ids, None, lambda part: None)
+
+
+def test_tokens_that_are_no_whole_samples_are_refused() -> None:
+    with pytest.raises(Invalid, match="100 tokens are no whole samples of 32"):
+        request(tokens=(64, 100))
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(NoDevice, match="neither cpu nor cuda"):
+        clock_of("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(NoDevice, match="finds no CUDA device"):
+            clock_of("cuda")
+
+
+USER = """
+    import elasticd
+    from torch import nn
+    def given(layers): ...
+    def broken(): return 1 // 0
+    def wrong(): return nn.Linear(1, 1)
+    def plain(embed=None):
+        return elasticd.Model(embed=embed or nn.Embedding(9, 4), blocks=[nn.Linear(4, 4)], head=nn.Linear(4, 9),
+                              width=4, init=lambda name, shape, generator: None)
+    def odd(): return plain(nn.Linear(4, 4))
+    made = plain()
+    number = 3
+"""
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Path:
+    path = tmp_path / "user_model.py"
+    path.write_text(textwrap.dedent(USER))
+    return path
+
+
+def test_a_model_or_its_function_is_found(user: Path) -> None:
+    for name in ("plain", "made"):
+        module, model = load(f"{user}:{name}")
+        assert model.layers == 1
+    batch = batch_of(module, "", model)(2, 8)
+    assert batch["inputs"].shape == (2, 8)
+    assert int(batch["inputs"].max()) < 9
+    assert loss_of(module, "") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("given", "must be a function without arguments: missing a required argument: 'layers'"),
+        ("broken", r"broken in .* failed: ZeroDivisionError: .*user_model.py, line 5\)"),
+        ("wrong", "is of type Linear: it must be an elasticd.Model"),
+        ("number", "is of type int: it must be"),
+        ("modle", "has no 'modle'; it has: broken, given"),
+    ],
+)
+def test_what_is_no_model_is_refused(user: Path, name: str, message: str) -> None:
+    with pytest.raises(CannotLoad, match=message):
+        load(f"{user}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("train.py", "must be FILE.py:NAME"),
+        ("nowhere.py:model", "there is no file nowhere.py"),
+        ("no_such_module_here:model", "neither a file nor a module"),
+    ],
+)
+def test_a_file_that_is_not_there_is_named(target: str, message: str) -> None:
+    with pytest.raises(CannotLoad, match=message):
+        load(target)
+
+
+def test_a_model_without_an_embedding_asks_for_batches(user: Path) -> None:
+    module, model = load(f"{user}:odd")
+    with pytest.raises(CannotLoad, match=r"no nn\.Embedding.*--batch"):
+        batch_of(module, "", model)
+    with pytest.raises(CannotLoad, match="number is of type int"):
+        batch_of(module, "number", model)

@@ -1,0 +1,241 @@
+"""ZeRO with replicas trains like one process of plain torch, whoever keeps the state, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Item, Layouts
+from elasticd_planner.plan import Plan, StatePolicy
+from torch import nn
+
+from elasticd.models import Decoder, next_token_loss
+from elasticd.runtime.data import pad
+from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.groups import Fabric
+from tests.runtime import gang
+from tests.runtime.test_parity import (
+    CLIP,
+    CONFIG,
+    PLANS,
+    SEED,
+    Text,
+    make_recipe,
+    plan_of,
+    stage,
+    unpaced,
+)
+
+STEPS = 4
+
+#: Several trainings follow each other in the same processes.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
+
+POLICIES = {
+    "zero 1, r = 1": StatePolicy(zero=1, replicas=1),
+    "zero 1, r = 2": StatePolicy(zero=1, replicas=2),
+    "zero 1, r = all": StatePolicy(zero=1, replicas=99),
+    "zero 2, r = 1": StatePolicy(zero=2, replicas=1),
+    "zero 2, r = 2": StatePolicy(zero=2, replicas=2),
+}
+
+#: Besides the layouts of plain parity: one pipeline alone, and four pipelines of unequal speed.
+LAYOUTS: dict[str, Plan] = {
+    **PLANS,
+    "one pipeline over two nodes": plan_of((8, [stage(0, 3, ("a/0", 1)), stage(3, 6, ("b/0", 2), ("b/1", 1))])),
+    "four pipelines, unequal": plan_of(
+        (1, [stage(0, 6, ("a/0", 1))]),
+        (3, [stage(0, 6, ("a/1", 1))]),
+        (2, [stage(0, 2, ("b/0", 1)), stage(2, 6, ("b/1", 1))]),
+        (2, [stage(0, 6, ("c/0", 1), ("c/1", 3))]),
+    ),
+}
+
+#: One pipeline on one node, and devices of others that only carry replicas.
+CARRIED = plan_of((8, [stage(0, 6, ("a/0", 1), ("a/1", 1))])).replace(
+    state=POLICIES["zero 1, r = 2"], carriers=("b/0", "b/1", "c/0")
+)
+
+
+def two_groups(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Named groups, of which torch allows none to be empty: the norms are of one dimension."""
+    pairs = list(named)
+    return torch.optim.AdamW(
+        [
+            {"params": [(name, p) for name, p in pairs if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [(name, p) for name, p in pairs if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+    )
+
+
+def decoder(frozen: bool) -> Decoder:
+    """With `frozen` the tied embedding and a block are not trained."""
+    model = Decoder(CONFIG)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or not name.startswith(("embed.", "blocks.1.")))
+    return model
+
+
+def recipe(frozen: bool = False) -> Recipe:
+    plain = make_recipe()
+    with torch.device("meta"):
+        model = decoder(frozen).describe()
+    return Recipe(
+        model=model,
+        loss=plain.loss,
+        optimizer=two_groups,
+        dataset=plain.dataset,
+        collate=plain.collate,
+        sampler=plain.sampler,
+        clip=CLIP,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
+    )
+
+
+def worker(device: str, store: Any, plans: Sequence[Plan], frozen: bool = False) -> list[dict[str, Any]]:
+    return [train(device, store, plan, f"plan/{i}", frozen) for i, plan in enumerate(plans)]
+
+
+def train(device: str, store: Any, plan: Plan, name: str, frozen: bool) -> dict[str, Any]:
+    made = recipe(frozen)
+    layouts = Layouts(made.model.spec, plan)
+    fabric = Fabric(name, device, "127.0.0.1", store)
+    groups = connect(fabric, layouts)
+    local = build(made.model, plan, device)
+    engine = Engine(recipe=made, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=unpaced)
+    engine.adopt(first_state(made.model, layouts, device, SEED))
+    done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
+    engine.settle()
+    state = engine.state()
+    gradients = {n: p.grad is not None for n, (_, p) in local.parameters.items()}
+    return {
+        "losses": [d.outcome.loss for d in done],
+        "norms": [d.outcome.norm for d in done],
+        "held": {
+            (item.name, item.role): [
+                (shard.box.start, shard.box.stop, {k: p.detach().numpy() for k, p in shard.planes.items()})
+                for shard in tensor.shards
+            ]
+            for item, tensor in state.tensors.items()
+        },
+        "gradients left": any(gradients.values()),
+        "most bytes": engine.reducer.most_bytes,
+        "gradient bytes": sum(p.numel() * p.element_size() for _, p in local.parameters.values()),
+        "owned bytes": sum(part.parameter.numel() * 8 for part in engine.owned),
+    }
+
+
+@cache
+def reference(frozen: bool) -> tuple[list[float], list[float], dict[str, dict[str, torch.Tensor]]]:
+    """Plain torch: the whole nn.Module, the same groups and scheduler, clip_grad_norm_."""
+    made = recipe(frozen)
+    model = decoder(frozen)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(made.model.first_value(name, Box.whole(parameter.shape), SEED))
+    optimizer = made.optimizer(model.named_parameters())
+    assert made.scheduler is not None
+    scheduler = made.scheduler(optimizer)
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = pad([Text()[i] for i in made.sampler.samples(step)])
+        total, count = next_token_loss(model(batch), batch)
+        optimizer.zero_grad()
+        (total / count).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(total.detach()) / count)
+    whole = {name: {"value": p.detach(), **optimizer.state[p]} for name, p in model.named_parameters()}
+    return losses, norms, whole
+
+
+def check(plan: Plan, results: dict[str, Any], *, frozen: bool = False) -> None:
+    losses, norms, whole = reference(frozen)
+    assert frozen or max(norms) > CLIP, "clipping must be active"
+    layouts = Layouts(recipe(frozen).model.spec, plan)
+    kept: dict[tuple[str, str], dict[bytes, int]] = {}
+    for device, result in results.items():
+        assert result["losses"] == results[plan.members[0]]["losses"], "all ranks fold the same bits"
+        assert result["losses"] == pytest.approx(losses, abs=1e-10)
+        assert result["norms"] == pytest.approx(norms, abs=1e-9)
+        assert not result["gradients left"]
+        assert set(result["held"]) == {(item.name, item.role) for item in layouts.held(device)}
+        for (name, role), shards in result["held"].items():
+            assert [Box(start=a, stop=b) for a, b, _ in shards] == list(layouts.boxes(Item(name, role), device))
+            for start, stop, planes in shards:
+                box = Box(start=start, stop=stop)
+                for key, found in planes.items():
+                    expected = whole[name][key][box.slices(Box.whole(whole[name][key].shape))]
+                    worst = float((torch.from_numpy(found) - expected).abs().max())
+                    assert worst < 1e-10, f"{device} {role} {name} {key}: {worst}"
+    check_replicas(layouts, results, kept)
+
+
+def check_replicas(layouts: Layouts, results: dict[str, Any], kept: dict[Any, Any]) -> None:
+    """Whoever holds an element, of the value or of a moment, has the same bits."""
+    for device, result in results.items():
+        for (name, role), shards in result["held"].items():
+            shape = layouts.parameter(name).shape
+            for start, stop, planes in shards:
+                where = Box(start=start, stop=stop).slices(Box.whole(shape))
+                for key, found in planes.items():
+                    seen, values = kept.setdefault(
+                        (name, role, key), (np.zeros(shape, dtype=bool), np.zeros(shape))
+                    )
+                    both = seen[where]
+                    assert (values[where][both] == found[both]).all(), (device, name, role, key)
+                    seen[where], values[where] = True, found
+    assert all(seen.all() for seen, _ in kept.values())
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_policy_trains_like_one_process(name: str) -> None:
+    plans = [LAYOUTS[name].replace(state=policy) for policy in POLICIES.values()]
+    results = gang.run(__file__, "worker", plans[0].members, plans, seconds=400)
+    for index, plan in enumerate(plans):
+        check(plan, {device: result[index] for device, result in results.items()})
+
+
+def test_replicas_live_on_devices_that_compute_nothing() -> None:
+    second = CARRIED.replace(state=StatePolicy(zero=2, replicas=3))
+    results = gang.run(__file__, "worker", CARRIED.members, [CARRIED, second], seconds=400)
+    for index, plan in enumerate((CARRIED, second)):
+        check(plan, {device: result[index] for device, result in results.items()})
+    assert not any(name for name, role in results["b/0"][0]["held"] if role == "buffer")
+    assert results["b/0"][0]["held"]
+
+
+def test_frozen_parameters_stay_and_have_no_state() -> None:
+    """Also where a replica is all that another node has of them."""
+    split = plan_of((8, [stage(0, 3, ("a/0", 1)), stage(3, 6, ("b/0", 2), ("b/1", 1))]))
+    plans = [
+        split,
+        split.replace(state=POLICIES["zero 1, r = 2"]),
+        split.replace(state=POLICIES["zero 2, r = 1"]),
+    ]
+    results = gang.run(__file__, "worker", split.members, plans, True, seconds=400)
+    for index, plan in enumerate(plans):
+        check(plan, {device: result[index] for device, result in results.items()}, frozen=True)
+    held = results["b/0"][1]["held"]
+    assert ("blocks.1.attention.q.weight", "value") in {*held, *results["b/1"][1]["held"]}
+    assert not any(role == "state" and name.startswith("blocks.1.") for name, role in held)
+
+
+def test_zero_two_lets_gradients_go_as_they_are_reduced() -> None:
+    """Under zero 1 gradients and one buffer are held at once; under zero 2 no more than that, and after the
+    reduction only what is owned."""
+    plan = plan_of(*((2, [stage(0, 6, (f"n{i}/0", 1))]) for i in range(4)))
+    results = gang.run(
+        __file__, "worker", plan.members, [plan.replace(state=StatePolicy(zero=2, replicas=1))], seconds=400
+    )
+    for (result,) in results.values():
+        whole = result["gradient bytes"]
+        assert result["owned bytes"] < 0.3 * whole
+        assert whole < result["most bytes"] <= 2 * whole
