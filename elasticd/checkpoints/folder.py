@@ -110,6 +110,11 @@ def remove(disk: Disk, item: Found) -> None:
     disk.remove_folder(aside)
 
 
+def is_name(name: str) -> bool:
+    """Whether a folder of this name is a checkpoint, finished or not."""
+    return _NAME.fullmatch(name.removesuffix(UNFINISHED)) is not None
+
+
 def tidy(disk: Disk, folder: Path) -> tuple[str, ...]:
     """Removes what jobs that ended left half written or half removed; the names of it."""
     left = [

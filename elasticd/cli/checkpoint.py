@@ -14,7 +14,7 @@ from rich.text import Text
 
 from elasticd.checkpoints.export import CannotExport
 from elasticd.checkpoints.export import export as write
-from elasticd.checkpoints.folder import Found, damages, look, scan
+from elasticd.checkpoints.folder import Found, damages, is_name, look, scan
 from elasticd.checkpoints.manifest import MANIFEST
 from elasticd.checkpoints.sums import Damaged
 
@@ -90,7 +90,7 @@ def verify(path: Path) -> None:
 
     Exits with 1 where anything is damaged.
     """
-    one = (path / MANIFEST).exists() or path.name.startswith("step-")
+    one = (path / MANIFEST).exists() or is_name(path.name)
     found = (look(path),) if one else scan(path)
     if not found:
         raise click.ClickException(f"no checkpoint in {path}")

@@ -65,12 +65,19 @@ class Answered:
 
 
 def answered(text: bytes, path: str) -> Answered:
-    """The plan of an answer. Raises Invalid."""
+    """The plan of an answer, or of the one job in what `elasticd plan --json` prints. Raises Invalid."""
+    try:
+        running = msgspec.json.decode(text, type=dict[str, Plan])
+        if len(running) == 1:
+            return Answered(plan=next(iter(running.values())), state_bytes=None)
+    except msgspec.MsgspecError:
+        pass  # the answer to a problem
     try:
         view = msgspec.json.decode(text, type=_AnswerView)
         return Answered(plan=_plan(view.plan), state_bytes=view.state_bytes)
     except (ValueError, IndexError) as error:
-        raise Invalid(f"{path} is no answer of elasticd plan --json: {error}") from None
+        what = "of a problem, or with one running job"
+        raise Invalid(f"{path} is no answer of elasticd plan --json ({what}): {error}") from None
 
 
 def _plan(view: _PlanView) -> Plan:

@@ -111,8 +111,13 @@ def profile(
     from elasticd_planner.measured import measured_profile
     from elasticd_planner.timed import entry_of
 
-    if out is not None and not Path(out).absolute().parent.is_dir():
-        raise click.ClickException(f"cannot write {out}: there is no folder {Path(out).parent}")
+    if out is not None:
+        try:
+            Path(out).open("a").close()  # before the minutes that measuring takes
+        except FileNotFoundError:
+            raise click.ClickException(f"cannot write {out}: there is no folder {Path(out).parent}") from None
+        except OSError as error:
+            raise click.ClickException(f"cannot write {out}: {error.strerror}") from None
     request = Request(
         target=target,
         widths=widths,

@@ -89,8 +89,9 @@ class Job:
         keep: int = 3,
         checkpoint_keep_every: int | None = None,
     ) -> None:
-        parent.end_with(os.getppid())
         try:
+            name = _environment("TORCHELASTIC_RUN_ID")
+            parent.end_with(os.getppid())
             keeping = None
             if checkpoint is not None:
                 keeping = Keeping(
@@ -101,7 +102,7 @@ class Job:
                 )
             tokens = sample_tokens(dataset)
             spec = JobSpec(
-                job=_environment("TORCHELASTIC_RUN_ID"),
+                job=name,
                 model=model.spec,
                 global_batch=global_batch,
                 micro_batch=micro_batch,

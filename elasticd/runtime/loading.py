@@ -93,8 +93,8 @@ def start_from(
         oks = group.all_gather(torch.tensor([int(loaded is not None)]))
         if loaded is not None and all(int(ok) for ok in oks):
             if group.rank == 0:
-                left = folders.tidy(LocalDisk(), folder)
-                log.info("starting from %s; removed what was left of %s", name, left)
+                clear(folder)
+                log.info("starting from %s", name)
             return loaded
         told.append(why or f"{name}: another rank cannot read it")
         log.warning("checkpoint %s is not used: %s", name, told[-1])
@@ -102,6 +102,13 @@ def start_from(
         f"none of the checkpoints in {folder} can be read: {'; '.join(told)}: restore one, or name an empty "
         "folder to train from the beginning"
     )
+
+
+def clear(folder: Path) -> None:
+    """Removes what earlier starts left half written: a folder is of one job at a time."""
+    left = folders.tidy(LocalDisk(), folder)
+    if left:
+        log.info("removed from %s what was left half written: %s", folder, ", ".join(left))
 
 
 def _tried(

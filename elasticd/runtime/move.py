@@ -21,7 +21,7 @@ from elasticd_planner.plan import Plan
 from elasticd.records import Proposal
 from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
 from elasticd.runtime.groups import Fabric, Group
-from elasticd.runtime.loading import NoCheckpoint, start_from
+from elasticd.runtime.loading import NoCheckpoint, clear, start_from
 from elasticd.runtime.stage import Pace
 
 #: What goes wrong in a move while the transition group is sound: not ok is said by a whole group.
@@ -100,6 +100,8 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
             found = start_from(recipe.checkpoints, prepared.checkpoints, held, group, place)
             new.adopt(found.state)
             return Side(step=found.step, checkpoint=found.name)
+        if recipe.checkpoints is not None and group.rank == 0:
+            clear(recipe.checkpoints)
         new.adopt(first_state(recipe.model, prepared.new, group.me, seed))
         return Side(step=step)
     transport = ProcessGroupTransport(group.backend, group.members, group.me, group.wait)

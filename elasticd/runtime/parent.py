@@ -11,8 +11,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with(parent: int) -> None:
-    """Lets the kernel kill this process when `parent`, who started it, ends; at once if it has ended already.
-    Nothing where the kernel is not Linux."""
+    """Lets the kernel kill this process when `parent`, who started it, ends; at once if it ends during
+    this call. Nothing where the kernel is not Linux."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         done = libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0

@@ -12,6 +12,9 @@ from elasticd_planner.value import Value, refuse
 NORMAL = 1.0
 DEAD = math.inf
 
+#: A smaller rate is most likely an error of units.
+LEAST_RATE = 0.1
+
 #: How many times slower than normal each device is (1.0 normal, inf dead); a device not named is normal.
 Rates = Mapping[str, float]
 
@@ -136,5 +139,8 @@ def check_rates(rates: Rates, cluster: Cluster) -> None:
     for name, rate in rates.items():
         if name not in known:
             refuse(f"rates: {name!r} is not a device of the cluster")
-        if not rate >= 0.1:
-            refuse(f"rates: {name} has rate {rate}; a rate is how many times slower than normal (1.0 normal)")
+        if not rate >= LEAST_RATE:
+            refuse(
+                f"rates: {name} has rate {rate}, below {LEAST_RATE:g}; a rate is how many times slower than "
+                "normal (1.0 normal)"
+            )

@@ -64,6 +64,10 @@ class CostModel(Protocol):
         """Bytes that a member needs in a stage with `in_flight` micro-batches alive."""
         ...
 
+    def carried(self, copies: int, devices: int) -> float:
+        """Bytes that each of `devices` needs which only carry so many copies of the optimizer's state."""
+        ...
+
     def after(self, pipelines: int, fewest: int, link: Link, depth: int | None = None) -> float:
         """Seconds of a step after its slowest pipeline: reduction between `pipelines`, of which the smallest
         has `fewest` devices in `depth` stages (None: no less than of any), update, and the fixed overhead."""
@@ -167,4 +171,9 @@ def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
                     in_flight=min(pipeline.micro_batches, depth - index),
                 )
                 needed[device] = math.ceil(size)
+    if plan.carriers:
+        nodes = [len({name.rpartition("/")[0] for name in names}) for names in (plan.places, plan.carriers)]
+        copies = min((plan.state.replicas or 0) - nodes[0], nodes[1])
+        carried = math.ceil(cost.carried(max(0, copies), len(plan.carriers)))
+        needed |= dict.fromkeys(plan.carriers, carried)
     return needed

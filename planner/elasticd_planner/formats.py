@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from elasticd_planner.cluster import Link
+from elasticd_planner.cluster import LEAST_RATE, Link
 from elasticd_planner.plan import Plan
 from elasticd_planner.timed import UNITS, RecomputeEntry, StateEntry, TimesEntry
 from elasticd_planner.value import Invalid, Value, refuse
@@ -230,8 +230,11 @@ class TableProblem(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
         for name, rate in self.rates.items():
             if name not in names:
                 refuse(f"rates: {name!r} is not a device of the cluster")
-            if rate is not None and not 0.1 <= rate < math.inf:
-                refuse(f"rates: {name} {rate} is how many times slower than normal (1.0 normal, null dead)")
+            if rate is not None and not LEAST_RATE <= rate < math.inf:
+                refuse(
+                    f"rates: {name} {rate} must be at least {LEAST_RATE:g}: it is how many times slower than "
+                    "normal (1.0 normal, null dead)"
+                )
 
     def _check_units(self) -> None:
         """What only problems in seconds have."""
@@ -280,6 +283,7 @@ def load(text: bytes | str) -> TableProblem:
 
 def located(message: str, raw: Any) -> str:
     """msgspec's message with the key before it and the value after it: "batch.global_batch: ..."."""
+    message = message.replace(" - at `key` in `$", " as a key - at `$")
     said, found, path = message.partition(" - at `$")
     if not found:
         return said

@@ -135,6 +135,9 @@ class ProfileCost:
     def zero(self) -> Zero:
         return Zero(policy=self.state, pipelines=self.pipelines, members=self.members)
 
+    def carried(self, copies: int, devices: int) -> float:
+        return self.zero.carried(self.profile, copies, devices) + self.profile.fixed_bytes
+
     def after(self, pipelines: int, fewest: int, link: Link, depth: int | None = None) -> float:
         """Reduction, update and gathering by a device of the smallest pipeline, which holds a part of the model
         on average (pieces of different stages are reduced side by side). `depth`: stages of that pipeline,

@@ -32,6 +32,7 @@ from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.recompute import Selective, flagged
 from elasticd_planner.settings import Setting, Settings, alive, current_setting, task_of
 from elasticd_planner.shape import Combination
+from elasticd_planner.sharding import with_carriers
 from elasticd_planner.shortfall import explain
 from elasticd_planner.task import EXACT_DEVICES, Chained, Group, Task
 from elasticd_planner.value import refuse
@@ -321,7 +322,7 @@ class _Planning:
             and not any(s.recompute for p in pipelines for s in p.stages)
         ):
             pipelines = flagged(pipelines, on=True)
-        return Plan(
+        plan = Plan(
             number=self.number,
             strategies=(strategy(pipelines),),
             state=self.problem.freedom.states[0],
@@ -329,6 +330,7 @@ class _Planning:
             global_batch=self.problem.global_batch,
             idle=tuple(d.name for d in self.problem.cluster.devices if d.name not in used),
         )
+        return with_carriers(plan) if plan.state.replicas else plan
 
     def seconds(self, plan: Plan) -> float:
         measure = steady_seconds if self.steady else step_seconds

@@ -83,7 +83,7 @@ def solve_near(given: TableProblem, objective: Objective, current: Plan) -> Near
     """The plan to change to from `current`. Raises Invalid where that is of another model or batch."""
     _check(given, current)
     task = task_of(given, objective, current)
-    usable = _usable(task, current)
+    usable = _allowed(given, task, current) and _usable(task, current)
     known = _value(current, task, objective) if usable else None
     if given.model.times is not None:
         planned = solve_timed(given, objective, current=current if usable else None)
@@ -105,6 +105,20 @@ def _check(given: TableProblem, current: Plan) -> None:
             f"the current plan is for a global batch of {current.global_batch}, the problem for "
             f"{given.batch.global_batch}"
         )
+
+
+def _allowed(given: TableProblem, task: Task, current: Plan) -> bool:
+    """Whether the problem and its pins let the plan be one of its own."""
+    pins, pipelines = given.pins, current.modules[0].pipelines
+    stages = [stage for pipeline in pipelines for stage in pipeline.stages]
+    widths = {len(stage.devices) for stage in stages}
+    if not widths <= set(task.cost.widths(max(widths))) or pins.dp not in (None, len(pipelines)):
+        return False
+    if given.batch.micro_batch not in (None, current.micro_batch):
+        return False
+    slow = {name.rpartition("/")[0] for name, rate in task.rates.items() if rate > 1}
+    normal = {len(s.devices) for s in stages if not slow & {name.rpartition("/")[0] for name in s.devices}}
+    return pins.tp is None or normal <= {pins.tp}
 
 
 def _usable(task: Task, current: Plan) -> bool:

@@ -95,6 +95,9 @@ class TableCost:
         size = each * layers + (self.embedding if first or last else 0.0)
         return size * self.full * shares[position] / sum(shares) + self.fixed + self.reserve
 
+    def carried(self, copies: int, devices: int) -> float:
+        return 0.0
+
     def after(self, pipelines: int, fewest: int, link: Link, depth: int | None = None) -> float:
         return 0.0
 

@@ -2,8 +2,9 @@
 
 With P pipelines every box of a parameter has P holders (one for each pipeline). Under zero 1 its optimizer
 state is on r of them, so that a member keeps r / P of what its parameters ask; copies that exceed the holders
-are spread evenly over all members. Under zero 2 gradients are kept by those r alone, besides one layer's that
-is being made. Hops are those of rings over P holders, of a P-th of what a device holds each:
+are spread evenly over all members, with the values and gradients that they are made from. Under zero 2
+gradients are kept by those r alone, besides one layer's that is being made. Hops are those of rings over P
+holders, of a P-th of what a device holds each:
 
     reduction   P - 1 to bring every sum to one owner, and r - 1 to bring it to the others; an all-reduce is
                 2 (P - 1); under zero 2 after every micro-batch
@@ -50,7 +51,15 @@ class Zero:
         if self.policy.zero == 2 and self.part < 1:
             gradients = gradients * self.part + block * model.gradient_factor
         spread = self.extra * model.parameter_bytes / self.members
-        return held + gradients + (held * self.part + spread) * model.optimizer_factor
+        kept = (
+            1 + model.gradient_factor + model.optimizer_factor
+        )  # whoever keeps state for others has all of it
+        return held + gradients + held * self.part * model.optimizer_factor + spread * kept
+
+    def carried(self, model: ModelProfile, copies: int, devices: int) -> float:
+        """Bytes of each of `devices` that only carry `copies` of the model's state between them."""
+        each = copies * model.parameter_bytes / devices
+        return each * (1 + model.gradient_factor + model.optimizer_factor)
 
     def owned(self, model: ModelProfile, fraction: float) -> float:
         """Bytes of optimizer state that a device updates which holds this fraction of the model."""

@@ -163,7 +163,9 @@ def memory(plan: Plan, problem: Problem) -> dict[str, int]:
                 gradients = parameters
                 if policy.zero == 2 and part < 1:
                     gradients = parameters * part + held(model.block)
-                state = parameters * part + extra * model.parameter_bytes / len(plan.members)
-                size = parameters + gradients * model.gradient_factor + state * model.optimizer_factor
+                moments = parameters * part * model.optimizer_factor
+                each = 1 + model.gradient_factor + model.optimizer_factor  # value, gradient and moments
+                others = extra * model.parameter_bytes / len(plan.members) * each
+                size = parameters + gradients * model.gradient_factor + moments + others
                 needed[name] = math.ceil(size + activations * alive + once + model.fixed_bytes)
     return needed

@@ -10,6 +10,7 @@ from elasticd_planner.stability import switched as answered_by
 
 from elasticd.machines.job.checkpoints import NotShared, offered
 from elasticd.machines.job.ending import aborted, called, stop
+from elasticd.machines.job.room import lacks_room
 from elasticd.machines.job.state import Phase, Setback, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Doubt, Kept, Prepared, Refused, Swapped
@@ -29,6 +30,15 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str) -> None:
     job = turn.job
     number = job.highest + 1
     plan = with_carriers(plan)
+    wrong = _no_room(turn, plan)
+    if wrong:
+        if job.plan is None:
+            stop(turn, f"the plan does not fit: {wrong}")
+        else:
+            turn.note(
+                "refused", f"plan {job.number} stays, the new one does not fit: {wrong}", number=job.number
+            )
+        return
     plan = plan.replace(
         number=number, binding={device: job.workers[device].incarnation for device in plan.members}
     )
@@ -40,6 +50,13 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str) -> None:
         HistoryRecord(number=number, plan=plan, problem=problem, reason=reason),
         notes=(turn.told("proposed", f"plan {number}: {reason}", number=number, step_seconds=seconds),),
     )
+
+
+def _no_room(turn: Turn, plan: Plan) -> str:
+    job = turn.job
+    if job.spec is None or job.profile is None:
+        return ""
+    return lacks_room(plan, job.spec.model, job.profile, dict(turn.nodes))
 
 
 def prepared(turn: Turn, worker: Worker, body: Prepared) -> None:
