@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 from elasticd_planner.measurement import Measurement
 
-from elasticd.records import JobSpec, NodeRecord, Proposal
+from elasticd.records import JobSpec, NodeRecord, Proposal, Vote
 
 #: Version of all messages; a peer one older or one newer is accepted, others are refused at hello.
 WIRE_VERSION = 1
@@ -28,7 +28,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Hello(Message, frozen=True, kw_only=True):
     """A worker's first message. `world_size` is what torchrun started for the job in all, `checkpoints` the
-    names of those that this worker sees and that look sound, the newest first."""
+    names of those that this worker sees and that look sound, the newest first. `incarnation`: the one that it
+    has already, if it comes back to an agent that was started again."""
 
     job: str
     local_rank: int
@@ -36,6 +37,7 @@ class Hello(Message, frozen=True, kw_only=True):
     pid: int
     spec: JobSpec
     checkpoints: tuple[str, ...] = ()
+    incarnation: str = ""
     version: int = WIRE_VERSION
 
 
@@ -91,6 +93,45 @@ class Doubt(Message, frozen=True, kw_only=True):
     number: int
     step: int
     reason: str
+
+
+class Bereft(Message, frozen=True, kw_only=True):
+    """A collective of the plan in force failed after `step` updates: this rank stands still."""
+
+    step: int
+    reason: str
+
+
+class Copy(msgspec.Struct, frozen=True, kw_only=True):
+    """A copy of the plan `number`'s state, after `step` updates; `behind`: the update of step `step` was not
+    made, but its reduced gradients are there. `stale`: parameters are true only where their state is kept."""
+
+    number: int
+    step: int
+    behind: bool = False
+    stale: bool = False
+
+
+class Standing(Message, frozen=True, kw_only=True):
+    """After the fence of this number: what this rank holds, and the last vote that it heard the outcome of."""
+
+    fence: int
+    copies: tuple[Copy, ...]
+    vote: Vote | None = None
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot: the state of one member of plan `plan` after `step` updates, `size` bytes, copied on `node`.
+    `manifest` says what they are; agents do not read it."""
+
+    job: str
+    device: str
+    incarnation: str
+    plan: int
+    step: int
+    node: str
+    size: int
+    manifest: str
 
 
 class Saved(Message, frozen=True, kw_only=True):
@@ -183,6 +224,14 @@ class Abort(Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Fenced(Message, frozen=True, kw_only=True):
+    """A fence, as read from the store. `evicted`: it fences off this very incarnation."""
+
+    number: int
+    reason: str
+    evicted: bool = False
+
+
 class Recorded(Message, frozen=True, kw_only=True):
     """The plan of this number is recorded, as read from the store: a leaver may drop its copy."""
 
@@ -232,6 +281,8 @@ FromWorker = (
     | Swapped
     | Kept
     | Doubt
+    | Bereft
+    | Standing
     | Saved
     | Finished
     | Goodbye
@@ -244,6 +295,7 @@ ToWorker = (
     | Rejected
     | Propose
     | Abort
+    | Fenced
     | Recorded
     | Published
     | StoreAnswer

@@ -51,7 +51,7 @@ class Keys(Value, frozen=True, kw_only=True):
     def job(
         self,
         job: str,
-        part: Literal["spec", "plan", "proposal", "done", "checkpoints", "members/", "history/"],
+        part: Literal["spec", "plan", "proposal", "fence", "done", "checkpoints", "members/", "history/"],
     ) -> str:
         return f"{self.jobs}{job}/{part}"
 
@@ -106,14 +106,51 @@ class JobSpec(Value, frozen=True, kw_only=True):
             )
 
 
+class Vote(Value, frozen=True, kw_only=True):
+    """What the vote of a step decided: mean loss, gradient norm and target count, tokens, whether its update is
+    made. Whoever kept the step's reduced gradients can make the update from it."""
+
+    step: int
+    loss: float
+    norm: float
+    count: float
+    tokens: int
+    apply: bool
+
+
+class Recovery(Value, frozen=True, kw_only=True):
+    """What a proposal goes on from after a fence. sources: of the plan `old`, the devices whose copies live,
+    with their incarnations; after it all are at `step`. vote: of the last step, for those that had not heard
+    its outcome; None where all had. stale: sources whose parameters are true only where they keep the state."""
+
+    fence: int
+    step: int
+    sources: dict[str, str]
+    vote: Vote | None = None
+    stale: tuple[str, ...] = ()
+
+
+class Fence(Value, frozen=True, kw_only=True):
+    """Every number up to this one is closed, and `gone` (device to incarnation) are fenced off: what they do
+    from now on is no part of the job."""
+
+    number: int
+    epoch: int
+    gone: dict[str, str]
+    reason: str
+    version: int = RECORD_VERSION
+
+
 class Proposal(Value, frozen=True, kw_only=True):
-    """A plan that the members of `old` and `plan` are to prepare. One is open at a time. Without an `old` the
-    state comes from the first of `checkpoints` that all members can read; with none of them it is made anew."""
+    """A plan that the members of `old` and `plan` are to prepare. One is open at a time. With a `recovery` it
+    is not voted: its members move as soon as they are ready. Without an `old` the state comes from the first of
+    `checkpoints` that all members can read; with none of them it is made anew."""
 
     number: int
     epoch: int
     plan: Plan
     old: Plan | None
+    recovery: Recovery | None = None
     status: Literal["open", "aborted"] = "open"
     reason: str = ""
     checkpoints: tuple[str, ...] = ()

@@ -33,6 +33,7 @@ USES_TORCH = (*MOVERS, *TRAINER)
 # Import names of what the extra `daemon` brings, by distribution; a test keeps this true to pyproject.toml.
 DAEMON_EXTRA = {
     "click": "click",
+    "cryptography": "cryptography",
     "etcd3": "etcd3",
     "grpcio": "grpc",
     "httpx": "httpx",

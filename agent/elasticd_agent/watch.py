@@ -1,4 +1,4 @@
-"""What the agent reads from the store: who leads, and each job's proposal, plan, checkpoints and end."""
+"""What the agent reads from the store: who leads, and each job's proposal, plan, fence, checkpoints and end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from typing import TypeVar
 
 import msgspec
 
-from elasticd.machines.agent_state import CheckpointsRead, DoneRead, Event, LeaderRead, PlanRead, ProposalRead
-from elasticd.records import CheckpointsRecord, DoneRecord, Keys, PlanRecord, Proposal, decode
+from elasticd.machines.agent_state import (
+    CheckpointsRead,
+    DoneRead,
+    Event,
+    FenceRead,
+    LeaderRead,
+    PlanRead,
+    ProposalRead,
+)
+from elasticd.records import CheckpointsRecord, DoneRecord, Fence, Keys, PlanRecord, Proposal, decode
 from elasticd.store.leader import Leader
 from elasticd.store.protocol import KeyValue, Store, WatchEvent, WatchItem
 from elasticd.store.watch import Watch
 
-_PARTS = ("proposal", "plan", "checkpoints", "done")
+_PARTS = ("proposal", "plan", "fence", "checkpoints", "done")
 R = TypeVar("R", bound=msgspec.Struct)
 
 _log = logging.getLogger(__name__)
@@ -78,6 +86,8 @@ class Records:
                 self._emit(ProposalRead(job=job, proposal=_decoded(item, Proposal)))
             elif part == "plan":
                 self._emit(PlanRead(job=job, record=_decoded(item, PlanRecord)))
+            elif part == "fence":
+                self._emit(FenceRead(job=job, record=_decoded(item, Fence)))
             elif part == "checkpoints":
                 self._emit(CheckpointsRead(job=job, record=_decoded(item, CheckpointsRecord)))
             else:

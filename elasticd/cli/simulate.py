@@ -24,6 +24,10 @@ _COLORS = {
     "recovered": "yellow",
     "recorded": "green",
     "restart": "green",
+    "fenced": "red",
+    "resumed": "green",
+    "joined": "green",
+    "waiting": "yellow",
     "stopped": "red",
     "worker_lost": "red",
 }
@@ -90,6 +94,8 @@ def _costs(run: Totals) -> Iterator[str]:
     if run.switches:
         moved = f", {run.bytes_moved / 1e9:.1f} GB moved" if run.bytes_moved else ""
         yield f"changed plans {_times(run.switches)}, {run.pause_seconds:.1f} s of pauses{moved}"
+    if run.recoveries:
+        yield f"recovered {_times(run.recoveries)}, {run.recovery_seconds:.1f} s from last steps to the next"
     if run.restarts:
         yield f"started again {_times(run.restarts)}, {run.down_seconds:.1f} s without a job"
     elif run.down_seconds:

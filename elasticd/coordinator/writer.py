@@ -15,6 +15,7 @@ from elasticd.machines.job.effects import Note, Record, Stored, Write
 from elasticd.records import (
     CheckpointsRecord,
     DoneRecord,
+    Fence,
     HistoryRecord,
     JobSpec,
     Keys,
@@ -148,6 +149,8 @@ def _key(keys: Keys, job: str, record: Record) -> str:
         return keys.job(job, "plan")
     if isinstance(record, Proposal):
         return keys.job(job, "proposal")
+    if isinstance(record, Fence):
+        return keys.job(job, "fence")
     if isinstance(record, CheckpointsRecord):
         return keys.job(job, "checkpoints")
     return keys.job(job, "done")
@@ -180,6 +183,7 @@ def _stored(job: str, parts: dict[str, KeyValue]) -> Stored:
         spec=decode(parts["spec"].value, JobSpec) if "spec" in parts else None,
         plan=plan,
         proposal=proposal,
+        fence=decode(parts["fence"].value, Fence) if "fence" in parts else None,
         done=decode(parts["done"].value, DoneRecord) if "done" in parts else None,
         history=decode(history[number].value, HistoryRecord) if number in history else None,
         checkpoints=decode(parts["checkpoints"].value, CheckpointsRecord) if "checkpoints" in parts else None,

@@ -26,7 +26,14 @@ from typing import Any
 
 from elasticd.machines import agent_orders
 from elasticd.machines.agent_admission import refusal
-from elasticd.machines.agent_orders import checkpoints_read, done_read, leader_read, plan_read, proposal_read
+from elasticd.machines.agent_orders import (
+    checkpoints_read,
+    done_read,
+    fence_read,
+    leader_read,
+    plan_read,
+    proposal_read,
+)
 from elasticd.machines.agent_state import (
     Call,
     CheckpointsRead,
@@ -37,6 +44,7 @@ from elasticd.machines.agent_state import (
     Effect,
     Ended,
     Event,
+    FenceRead,
     Heard,
     LeaderRead,
     LinkDown,
@@ -62,6 +70,7 @@ from elasticd.messages import (
     AgentHello,
     AgentRejected,
     Closed,
+    Fenced,
     FromWorker,
     Goodbye,
     Hello,
@@ -90,7 +99,7 @@ MOST_DEPARTED = 256
 #: Seconds that the leader has beyond a call's own deadline to answer it.
 GRACE_SECONDS = 1.0
 #: What is never heard over the link, whoever it is for. A worker hears of its job's end from the store, too.
-_ORDERS = (Propose, Abort, Recorded, Published, Welcome, Shutdown)
+_ORDERS = (Propose, Abort, Fenced, Recorded, Published, Welcome, Shutdown)
 
 
 def step(state: State, event: Event, now: float) -> Result:
@@ -114,15 +123,21 @@ def _opened(state: State, event: Opened, now: float) -> Result:
         client = Client(id=event.client, opening=body)
         return _with_client(state, client), _up(state, client, body)
     device = f"{state.record.node}/{body.local_rank}"
-    client = Client(id=event.client, opening=body, device=device, incarnation=event.incarnation)
+    incarnation = body.incarnation or event.incarnation
+    before = state.worker_of(device)
+    ended: tuple[Effect, ...] = ()
+    if before is not None:
+        state, ended = _ended(state, Ended(client=before.id, how="took a new incarnation"), now)
+    client = Client(id=event.client, opening=body, device=device, incarnation=incarnation)
     welcome = Welcome(
         device=device,
-        incarnation=event.incarnation,
+        incarnation=incarnation,
         address=state.record.address,
         pace=_pace(state, device),
     )
-    member = MemberRecord(device=device, incarnation=event.incarnation, pid=event.pid)
+    member = MemberRecord(device=device, incarnation=incarnation, pid=event.pid)
     effects = (
+        *ended,
         SetMember(job=client.job, record=member),
         Send(client=client.id, body=welcome),
         *_up(state, client, body),
@@ -290,6 +305,7 @@ _ALWAYS: dict[type, Handler] = {
     LeaderRead: leader_read,
     ProposalRead: proposal_read,
     PlanRead: plan_read,
+    FenceRead: fence_read,
     DoneRead: done_read,
     CheckpointsRead: checkpoints_read,
     Tick: _tick,

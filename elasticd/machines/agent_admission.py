@@ -28,7 +28,8 @@ def refusal(state: State, event: Opened) -> str:
             f"start torchrun with --nproc-per-node={devices} at most"
         )
     other = state.worker_of(f"{node}/{body.local_rank}")
-    if other is not None:
+    # The same process may come as a new incarnation.
+    if other is not None and (other.opening.pid, other.job) != (event.pid, body.job):
         return (
             f"device {other.device} is driven by process {other.opening.pid} of job {other.job!r}: a device "
             "belongs to one job at a time; end that job first, or use another node"

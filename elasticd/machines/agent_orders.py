@@ -17,6 +17,7 @@ from elasticd.machines.agent_state import (
     Client,
     DoneRead,
     Effect,
+    FenceRead,
     LeaderRead,
     Note,
     Outcome,
@@ -26,8 +27,21 @@ from elasticd.machines.agent_state import (
     Send,
     State,
 )
-from elasticd.messages import Abort, Closed, Finished, Propose, Published, Recorded, Saved, Shutdown, ToWorker
-from elasticd.records import DoneRecord
+from elasticd.messages import (
+    Abort,
+    Bereft,
+    Closed,
+    Fenced,
+    Finished,
+    Propose,
+    Published,
+    Recorded,
+    Saved,
+    Shutdown,
+    Standing,
+    ToWorker,
+)
+from elasticd.records import DoneRecord, Fence
 
 
 def leader_read(state: State, event: LeaderRead, now: float) -> Result:
@@ -68,6 +82,24 @@ def plan_read(state: State, event: PlanRead, now: float) -> Result:
     return _forget_before(state, job, record.plan.number), effects
 
 
+def fence_read(state: State, event: FenceRead, now: float) -> Result:
+    """To all workers of the job: who is fenced off learns that it is."""
+    job, fence = event.job, event.record
+    if fence is None:
+        return replace(state, fences=_without(state.fences, job)), ()
+    if fence.epoch < state.epoch:
+        return state, (_stale(f"fence {fence.number}", job, fence.epoch, state.epoch),)
+    if state.fences.get(job) == fence:
+        return state, ()
+    effects = tuple(_fenced(worker, fence) for worker in _workers(state, job))
+    return replace(state, epoch=fence.epoch, fences={**state.fences, job: fence}), effects
+
+
+def _fenced(worker: Client, fence: Fence) -> Send:
+    evicted = fence.gone.get(worker.device) == worker.incarnation
+    return Send(client=worker.id, body=Fenced(number=fence.number, reason=fence.reason, evicted=evicted))
+
+
 def done_read(state: State, event: DoneRead, now: float) -> Result:
     job, record = event.job, event.record
     if record is None:
@@ -106,9 +138,15 @@ def standing(state: State, worker: Client) -> tuple[Effect, ...]:
     done, proposal = state.done.get(worker.job), state.proposals.get(worker.job)
     if done is not None:
         return _end(state, done, [worker])
+    fence, plan = state.fences.get(worker.job), state.plans.get(worker.job)
+    fenced: tuple[Effect, ...] = ()
+    if fence is not None and fence.epoch >= state.epoch and (plan is None or plan.plan.number < fence.number):
+        fenced = (_fenced(worker, fence),)
     if proposal is None or proposal.status != "open" or proposal.epoch < state.epoch:
-        return ()
-    return _orders([worker], (proposal.old, proposal.plan), Propose(proposal=proposal))
+        return fenced
+    if fence is not None and fence.number > proposal.number:
+        return fenced
+    return fenced + _orders([worker], (proposal.old, proposal.plan), Propose(proposal=proposal))
 
 
 def _end(state: State, record: DoneRecord, workers: Iterable[Client]) -> tuple[Effect, ...]:
@@ -152,7 +190,11 @@ def _forget_before(state: State, job: str, number: int) -> State:
     """Drop what was said of numbers below, in this job: the store has shown that they are settled."""
 
     def current(body: Outcome) -> bool:
-        return isinstance(body, Finished | Saved) or body.number >= number
+        if isinstance(body, Finished | Saved):
+            return True
+        if isinstance(body, Bereft):
+            return False
+        return (body.fence if isinstance(body, Standing) else body.number) >= number
 
     def shorten(client: Client) -> Client:
         if client.job != job or all(current(body) for body in client.said):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from elasticd.messages import (
+    Bereft,
     Doubt,
     Finished,
     FromWorker,
@@ -17,6 +18,7 @@ from elasticd.messages import (
     Prepared,
     Refused,
     Saved,
+    Standing,
     StoreCall,
     Swapped,
     ToAgent,
@@ -24,9 +26,17 @@ from elasticd.messages import (
     ToWorker,
     Up,
 )
-from elasticd.records import CheckpointsRecord, DoneRecord, MemberRecord, NodeRecord, PlanRecord, Proposal
+from elasticd.records import (
+    CheckpointsRecord,
+    DoneRecord,
+    Fence,
+    MemberRecord,
+    NodeRecord,
+    PlanRecord,
+    Proposal,
+)
 
-Outcome = Prepared | Refused | Swapped | Kept | Doubt | Saved | Finished
+Outcome = Prepared | Refused | Swapped | Kept | Doubt | Bereft | Standing | Saved | Finished
 
 
 class Phase(Enum):
@@ -77,6 +87,7 @@ class State:
     departed: tuple[Client, ...] = ()
     proposals: Mapping[str, Proposal] = field(default_factory=dict)
     plans: Mapping[str, PlanRecord] = field(default_factory=dict)
+    fences: Mapping[str, Fence] = field(default_factory=dict)
     done: Mapping[str, DoneRecord] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
     reports: tuple[Up, ...] = ()
@@ -157,6 +168,14 @@ class PlanRead:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FenceRead:
+    """A job's fence, as read from the store; None when the key is gone."""
+
+    job: str
+    record: Fence | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DoneRead:
     """How a job ended, as read from the store; None when the key is gone."""
 
@@ -187,6 +206,7 @@ Event = (
     | LeaderRead
     | ProposalRead
     | PlanRead
+    | FenceRead
     | DoneRead
     | CheckpointsRead
     | Tick

@@ -6,6 +6,7 @@ until it does. When the agent is gone, training goes on and nothing more is hear
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -15,6 +16,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+import msgspec
+
 from elasticd import messages, packets
 from elasticd.messages import Hello, Message, Report, StoreAnswer, StoreCall, ToWorker, Welcome
 
@@ -22,6 +25,20 @@ log = logging.getLogger(__name__)
 
 #: Extra seconds that a store call waits for its answer beyond what the leader was told.
 _GRACE = 5.0
+#: Seconds that an agent that was started again has to listen.
+_RETURN_SECONDS = 120.0
+#: What an agent that was started again must hear: the newest of each.
+AGAIN = (
+    messages.Prepared,
+    messages.Refused,
+    messages.Swapped,
+    messages.Kept,
+    messages.Doubt,
+    messages.Bereft,
+    messages.Standing,
+    messages.Saved,
+    messages.Finished,
+)
 
 
 class RejectedByAgent(RuntimeError):
@@ -33,15 +50,11 @@ class Control:
     the control thread; `handler` must not block."""
 
     def __init__(self, path: str, hello: Hello, *, connect_seconds: float = 10.0) -> None:
-        self._socket = packets.connect(path, connect_seconds)
-        packets.send(self._socket, messages.encode(hello))
-        data = packets.receive(self._socket)
-        answer = messages.to_worker(data) if data is not None else None
-        if not isinstance(answer, Welcome):
-            self._socket.close()
-            raise RejectedByAgent(getattr(answer, "reason", f"the agent at {path} closed the connection"))
-        self.welcome = answer
+        self._path, self._hello = path, hello
+        self._socket, self.welcome = _open(path, hello, connect_seconds)
         self._socket.setblocking(False)
+        self._said: dict[type, bytes] = {}
+        self._renewing: threading.Event | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
@@ -61,6 +74,8 @@ class Control:
         """Hands a message over without waiting. Reports may be dropped (and are counted), others are not."""
         data = messages.encode(message)
         with self._lock:
+            if isinstance(message, AGAIN):
+                self._said[type(message)] = data
             if self.lost:
                 return
             if not self._outbox:
@@ -70,7 +85,7 @@ class Control:
                 except BlockingIOError:
                     pass
                 except OSError:
-                    return  # the control thread sees the end of the connection and says so
+                    pass  # the control thread sees the end of the connection, and comes back
             if isinstance(message, Report):
                 self.dropped += 1
                 return
@@ -95,6 +110,18 @@ class Control:
             raise TimeoutError(answer.error)
         return answer
 
+    def renew(self) -> None:
+        """Leaves this incarnation behind: returns when the agent has welcomed another."""
+        with self._lock:
+            if self.lost:
+                return
+            self._said.clear()
+            self._outbox.clear()
+            done = self._renewing = threading.Event()
+            self._socket.shutdown(socket.SHUT_RDWR)
+        os.eventfd_write(self._wake, 1)
+        done.wait(_RETURN_SECONDS)
+
     def close(self, farewell: Message) -> None:
         """Says goodbye and waits a moment until all is sent."""
         self.send(farewell)
@@ -114,9 +141,39 @@ class Control:
                     elif event & select.POLLOUT:
                         self._flush()
                     elif not self._read():
-                        return
+                        poller.unregister(self._socket)
+                        if self._closing or not self._return():
+                            return
+                        break
         finally:
             self._lose()
+
+    def _return(self) -> bool:
+        """A connection to the agent that is there now: another one, or the same for a new incarnation. What was
+        said of switches and faults is said again."""
+        renewing, known = self._renewing, self.welcome
+        hello = self._hello
+        if renewing is None:
+            log.warning("the agent is gone; training goes on under the plan in force until it returns")
+            hello = msgspec.structs.replace(hello, incarnation=known.incarnation)
+        with self._lock:
+            calls, self._calls = self._calls, {}
+            self._socket.close()
+        for future in calls.values():
+            future.set_exception(TimeoutError("the connection to the agent broke"))
+        try:
+            opened, welcome = _open(self._path, hello, _RETURN_SECONDS)
+        except (OSError, RejectedByAgent) as error:
+            log.warning("the agent did not return: %s", error)
+            return False
+        opened.setblocking(False)
+        with self._lock:
+            self._socket, self.welcome, self._renewing = opened, welcome, None
+            again = [data for data in self._said.values() if data not in self._outbox]
+            self._outbox.extendleft(reversed(again))
+        if renewing is not None:
+            renewing.set()
+        return True
 
     def _flush(self) -> None:
         with self._lock:
@@ -153,12 +210,31 @@ class Control:
         with self._lock:
             self.lost = True
             calls, self._calls = self._calls, {}
-            self._socket.shutdown(socket.SHUT_RDWR) if self._closing else None
+            if self._closing:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
         for future in calls.values():
             future.set_exception(TimeoutError("the agent is gone: the bootstrap store cannot be reached"))
+        if self._renewing is not None:
+            self._renewing.set()
         if not self._closing:
             log.warning("the agent is gone; training goes on under the plan in force, nothing is replanned")
+
+
+def _open(path: str, hello: Hello, seconds: float) -> tuple[socket.socket, Welcome]:
+    """A connection that said hello and was welcomed. Raises OSError or RejectedByAgent."""
+    opened = packets.connect(path, seconds)
+    try:
+        packets.send(opened, messages.encode(hello))
+        data = packets.receive(opened)
+        answer = messages.to_worker(data) if data is not None else None
+        if not isinstance(answer, Welcome):
+            raise RejectedByAgent(getattr(answer, "reason", f"the agent at {path} closed the connection"))
+    except BaseException:
+        opened.close()
+        raise
+    return opened, answer
 
 
 class AgentKeyValue:

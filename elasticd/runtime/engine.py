@@ -31,6 +31,7 @@ from elasticd_planner.reduction import Reduction, reductions
 from elasticd_planner.rules import member_box
 from torch import nn
 
+from elasticd.records import Vote
 from elasticd.runtime import tensor_parallel
 from elasticd.runtime.data import Collate, Dataset, Loader, expected_hash
 from elasticd.runtime.groups import Fabric, Group
@@ -124,7 +125,8 @@ class Engine:
     """Trains one plan on one device, once `adopt` gave it its state and an optimizer.
 
     reducer: its gradients' reduction, which says what it took. A device that only carries replicas of state has
-    no runner."""
+    no runner. stale: under ZeRO, the parameters are new only where their state is kept. reduced: the step whose
+    gradients are reduced here and wait for their update; last: the vote that the last update followed."""
 
     def __init__(
         self,
@@ -143,6 +145,9 @@ class Engine:
         self.reducer = GradientReducer(self.device, groups.reductions, groups.holders, local.parameters)
         self._owns = Ownership(layouts, self.device, local, groups.everyone, self.reducer)
         self._carried: dict[str, str] = {}
+        self.reduced: int | None = None
+        self.last: Vote | None = None
+        self.stale = False
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         if groups.tensor.size > 1:
             self._attach()
@@ -226,6 +231,7 @@ class Engine:
             place = self.plan.places[self.device]
             passed = self.runner.run(batch.modules[place.module][place.pipeline])
         squares = self._owns.reduce()
+        self.reduced = step
         record = Record(
             step=step,
             prepared=prepared(),
@@ -243,19 +249,25 @@ class Engine:
         outcome = vote(self._groups.everyone, record, expected)
         self._groups.everyone.received()
         with self._telemetry.compute("optimizer"):
-            self._update(outcome)
+            self.apply(outcome.vote)
         if outcome.apply:
             self._owns.return_values()
+        self.stale = False
         self._owns.copy_buffers()
         measurement = self._telemetry.finish(self.plan.number, step)
         return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
 
-    def _update(self, outcome: Outcome) -> None:
-        """Divides the summed gradients by the global count, clips by the global norm, and steps."""
-        scale = 1.0 / outcome.count
+    def apply(self, vote: Vote) -> None:
+        """The update of a decided step, whose reduced gradients are here: divides the summed gradients by the
+        global count, clips by the global norm, and steps. Under ZeRO only what is owned is new then."""
+        if self.reduced != vote.step:
+            raise RuntimeError(f"the gradients here are of step {self.reduced}, the vote is of {vote.step}")
+        self.reduced, self.last = None, vote
+        self.stale = vote.apply and self.plan.state.zero > 0
+        scale = 1.0 / vote.count
         if self._recipe.clip is not None:
-            scale *= min(1.0, self._recipe.clip / (outcome.norm + 1e-6))
-        if outcome.apply:
+            scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))
+        if vote.apply:
             for part in self._owns.owned:
                 if part.parameter.grad is not None:
                     part.parameter.grad.mul_(scale)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from elasticd.messages import Finished, Goodbye, Hello, Published, Report, ToWorker
 from elasticd.packets import default_path
-from elasticd.records import JobSpec
+from elasticd.records import JobSpec, Vote
 from elasticd.runtime import parent
 from elasticd.runtime.control import AgentKeyValue, Control
 from elasticd.runtime.data import Collate, Dataset, pad, sample_tokens
@@ -124,6 +124,7 @@ class Job:
             self._control = Control(default_path(), hello)
         except (ValueError, TypeError, RuntimeError, ConnectionError) as error:
             raise JobStopped(f"elasticd: {error}") from error
+        self._sampler = sampler
         recipe = Recipe(
             model=model,
             loss=loss,
@@ -209,6 +210,8 @@ class Job:
             if switcher.engine is None and saver is not None:
                 saver.left()
             engine = switcher.wait()
+            for vote in switcher.taken():
+                yield self._step(engine, vote)
             if switcher.step >= total:  # the checkpoint that the job started from is that of its last step
                 self._control.send(Finished(step=switcher.step))
                 return
@@ -220,24 +223,28 @@ class Job:
                 if last:
                     engine.settle()
             except (PeerLost, Cancelled) as error:
-                raise switcher.bereaved(error) from error
+                switcher.bereaved(error)
+                continue
             except LedgerError as error:  # the same on every rank
                 raise JobStopped(f"elasticd: {error}") from error
             self._report(done, first=engine.rank == 0)
             if last:
                 self._control.send(Finished(step=switcher.step))
-            yield Step(
-                index=done.outcome.step,
-                loss=done.outcome.loss,
-                norm=done.outcome.norm,
-                tokens=done.outcome.tokens,
-                samples=done.samples,
-                plan=engine.plan.number,
-                applied=done.outcome.apply,
-            )
+            yield self._step(engine, done.outcome.vote)
             if last:
                 return
             switcher.voted(done.outcome.prepared)
+
+    def _step(self, engine: Engine, vote: Vote) -> Step:
+        return Step(
+            index=vote.step,
+            loss=vote.loss,
+            norm=vote.norm,
+            tokens=vote.tokens,
+            samples=self._sampler.samples(vote.step),
+            plan=engine.plan.number,
+            applied=vote.apply,
+        )
 
     def _save(self, engine: Engine, step: int, words: tuple[int, ...], *, last: bool) -> None:
         saver = self._saver

@@ -6,6 +6,7 @@ training has stopped.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,12 +14,14 @@ import torch
 from elasticd_migration.execute import Corrupt, Incomplete, agree, migrate
 from elasticd_migration.reshard import Lost, bytes_lacking, whole_bytes
 from elasticd_migration.schema import Disagreement
-from elasticd_migration.state import LocalState, NotElementWise
+from elasticd_migration.state import LocalState, NotElementWise, trimmed
 from elasticd_migration.transport import ProcessGroupTransport
 from elasticd_planner.layouts import Layouts
 from elasticd_planner.plan import Plan
+from elasticd_planner.remains import Remains
+from elasticd_planner.rules import ModelSpec
 
-from elasticd.records import Proposal
+from elasticd.records import Proposal, Recovery
 from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
 from elasticd.runtime.groups import Fabric, Group
 from elasticd.runtime.loading import NoCheckpoint, clear, start_from
@@ -38,6 +41,7 @@ class Prepared:
     transition: Fabric
     group: Group
     checkpoints: tuple[str, ...] = ()
+    recovery: Recovery | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,7 @@ class Side:
     bytes_lacking: int = 0
     bytes_state: int = 0
     checkpoint: str = ""
+    began: float = 0.0
 
 
 def prepare(
@@ -67,16 +72,28 @@ def prepare(
         groups = connect(fabric, layouts)
         local = build(recipe.model, plan, device)
         engine = Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=pace)
-    members = tuple(dict.fromkeys((*(old.members if old else ()), *plan.members)))
+    before = old.members if old else ()
+    if proposal.recovery is not None:
+        before = tuple(device for device in before if device in proposal.recovery.sources)
+    members = tuple(dict.fromkeys((*before, *plan.members)))
     transition = fabric_of("transition")
     return Prepared(
-        old=Layouts(spec, old) if old else None,
+        old=_source(spec, old, proposal.recovery) if old else None,
         new=layouts,
         engine=engine,
         transition=transition,
         group=transition.group(members, "transition"),
         checkpoints=proposal.checkpoints,
+        recovery=proposal.recovery,
     )
+
+
+def _source(spec: ModelSpec, old: Plan, recovery: Recovery | None) -> Layouts:
+    """What moves: the old plan's layouts, after a fault as far as they are left."""
+    if recovery is None:
+        return Layouts(spec, old)
+    gone = [device for device in old.members if device not in recovery.sources]
+    return Remains(spec, old, gone=gone, stale=recovery.stale)
 
 
 def _check_supported(plan: Plan) -> None:
@@ -87,26 +104,30 @@ def _check_supported(plan: Plan) -> None:
 
 
 def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, seed: int) -> Side:
-    """Fills the new engine from what all ranks hold, `engine` being the one in force here (None: a joiner).
+    """Fills the new engine from what all ranks hold, `engine` being the one here whose state is gone on from
+    (None: a joiner), which has made `step` updates.
 
     The old engine is untouched. Raises one of `SOUND`, or what the transition group raises."""
     group, new = prepared.group, prepared.engine
     steps = group.all_gather(torch.tensor([step if engine else -1]))
     step = max(0, *(int(s) for s in steps))
+    began = time.perf_counter()  # all have come: a joiner waited for the others' vote until now
     if prepared.old is None:
         assert new is not None
         if prepared.checkpoints and recipe.checkpoints is not None:
             held, place = prepared.new.held(group.me), torch.device("cpu")
             found = start_from(recipe.checkpoints, prepared.checkpoints, held, group, place)
             new.adopt(found.state)
-            return Side(step=found.step, checkpoint=found.name)
+            return Side(step=found.step, checkpoint=found.name, began=began)
         if recipe.checkpoints is not None and group.rank == 0:
             clear(recipe.checkpoints)
         new.adopt(first_state(recipe.model, prepared.new, group.me, seed))
-        return Side(step=step)
+        return Side(step=step, began=began)
     transport = ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
     try:
         state = engine.state() if engine else LocalState()
+        if prepared.recovery is not None and group.me in prepared.recovery.stale:
+            state = trimmed(state, prepared.old.held(group.me))
     except NotElementWise as error:
         agree(transport, LocalState(), refused=str(error))  # raises it on every rank alike
         raise
@@ -120,4 +141,5 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
         bytes_sent=transport.bytes_sent,
         bytes_lacking=bytes_lacking(prepared.old, prepared.new, sizes).get(group.me, 0),
         bytes_state=whole_bytes(prepared.new, sizes),
+        began=began,
     )

@@ -1,4 +1,5 @@
-"""A rank's side of a switch at work: runs the effects of `machines.switch` on real groups, models and state.
+"""A rank's side of switches and faults at work: runs the effects of `machines.switch` on real groups, models
+and state.
 
 Three threads meet here. The control thread feeds what it reads. A preparer thread, one for each proposal,
 makes modules and groups while training goes on. The main thread, which trains, feeds votes and is alone in
@@ -17,22 +18,20 @@ import torch
 
 from elasticd import messages
 from elasticd.machines import switch as sw
-from elasticd.messages import Abort, Pace, Propose, Recorded, Rejected, Shutdown, ToWorker
-from elasticd.records import Proposal
+from elasticd.messages import Abort, Fenced, Pace, Propose, Recorded, Rejected, Shutdown, ToWorker
+from elasticd.records import Proposal, Vote
 from elasticd.runtime.control import Control
+from elasticd.runtime.copies import Copies
 from elasticd.runtime.emulation import Pacer
 from elasticd.runtime.engine import Engine, Recipe
+from elasticd.runtime.fabrics import Fabrics
 from elasticd.runtime.groups import Cancelled, Fabric, KeyValue
 from elasticd.runtime.move import SOUND, Prepared, Side, move, prepare
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a rank in doubt, or one that lost the others, waits with its state for the leader's word, which
-#: may have to wait for the store.
-_PATIENCE = 120.0
-
-#: Seconds that the end of a job waits for threads that let groups go.
-_LEAVE = 5.0
+#: Seconds after which a rank that waits for the leader's word says again that it waits.
+_REMIND = 60.0
 
 
 class JobStopped(SystemExit):
@@ -47,6 +46,9 @@ class Switcher:
     """Holds the engine in force (None on a standby device) and switches it. `step` is the number of updates
     applied, set by the loop that trains."""
 
+    #: Phases in which the engine in force may train, unless a fence holds it.
+    _AT_WORK = (sw.Phase.TRAINING, sw.Phase.PREPARING, sw.Phase.READY, sw.Phase.WITHDRAWN)
+
     def __init__(self, recipe: Recipe, control: Control, store: KeyValue, pacer: Pacer, seed: int) -> None:
         self.engine: Engine | None = None
         self.step = 0
@@ -57,11 +59,11 @@ class Switcher:
         self._lock = threading.RLock()
         self._todo: queue.Queue[sw.Effect] = queue.Queue()
         self._proposals: dict[int, Proposal] = {}
-        self._fabrics: dict[int, list[Fabric]] = {}
+        self._fabrics = Fabrics()
         self._prepared: dict[int, Prepared] = {}
         self._side: Side | None = None
-        self._old: Engine | None = None
-        self._threads: list[threading.Thread] = []
+        self._copies = Copies(self._let_go)
+        self._missed: list[Vote] = []
         self._over: str | None = None
         self._began = 0.0
 
@@ -73,6 +75,8 @@ class Switcher:
             case Propose(proposal=proposal):
                 self._proposals = {proposal.number: proposal}
                 self._feed(sw.Proposed(number=proposal.number, joins=self._device in proposal.plan.members))
+            case Fenced(number=number, evicted=evicted):
+                self._feed(sw.Fenced(number=number, evicted=evicted))
             case Abort(number=number, reason=reason):
                 self._feed(sw.Aborted(number=number, reason=reason))
             case Recorded(number=number):
@@ -90,7 +94,7 @@ class Switcher:
         """The members made the last step; one that stands by, or waits for them to let it join, ends too."""
         if self.engine is None:
             self._over = reason
-            self._shut_all()
+            self._fabrics.shut()
             self._todo.put(sw.Stop(reason=reason))
 
     def _feed(self, event: sw.Event) -> None:
@@ -107,14 +111,21 @@ class Switcher:
                     target=self._prepare, args=(number,), name=f"elasticd-prepare-{number}", daemon=True
                 )
                 thread.start()
-                self._remember(thread)
+                self._fabrics.remember(thread)
             case sw.Cancel(number=number):
                 self._cancel(number)
             case sw.Stop(reason=reason):
-                self._shut_all()
+                self._fabrics.shut()
                 self._todo.put(effect)
-            case sw.Move() | sw.Say() | sw.Swap() | sw.DropOld():
+            case sw.Move() | sw.Say() | sw.Swap() | sw.DropOld() | sw.Retire() | sw.Renounce():
                 self._todo.put(effect)
+            case sw.Interrupt():
+                self._fabrics.shut()
+                self._todo.put(effect)  # wakes a main thread that waits here
+            case sw.ReportLost(reason=reason):
+                self._control.send(messages.Bereft(step=self.step, reason=reason))
+            case sw.ReportStanding(fence=fence):
+                self._control.send(self._standing(fence))
             case sw.ReportPrepared(number=number):
                 self._control.send(messages.Prepared(number=number))
             case sw.ReportRefused(number=number, reason=reason):
@@ -122,6 +133,7 @@ class Switcher:
             case sw.ReportKept(number=number, reason=reason):
                 self._control.send(messages.Kept(number=number, step=self.step, reason=reason))
             case sw.ReportDoubt(number=number, reason=reason):
+                self._keep_side(number)
                 self._control.send(messages.Doubt(number=number, step=self.step, reason=reason))
             case sw.ReportSwapped():
                 self._todo.put(effect)  # after the swap that it reports
@@ -152,28 +164,27 @@ class Switcher:
         fabric = Fabric(f"plan/{number}/{part}", self._device, self._address, self._store)
         with self._lock:
             if self._state.proposal != number or self._state.phase is sw.Phase.STOPPED:
-                self._remember(fabric.park())
+                self._fabrics.release(fabric)
                 raise Cancelled(f"proposal {number} was given up")
-            self._fabrics.setdefault(number, []).append(fabric)
+            self._fabrics.add(number, fabric)
         return fabric
 
-    def _remember(self, thread: threading.Thread) -> None:
-        """Threads that the end of the job waits for."""
-        self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+    def _keep_side(self, number: int) -> None:
+        """The verified copy counts like an old one from now on."""
+        prepared = self._prepared.get(number)
+        if self._side is not None and prepared is not None and prepared.engine is not None:
+            self._copies.keep(number, prepared.engine, self._side.step)
+
+    def _standing(self, fence: int) -> messages.Standing:
+        """What is held here, the main thread being at rest."""
+        if self._state.side:
+            self._keep_side(self._state.side)
+        return self._copies.standing(fence, self.engine, self.step)
 
     def _cancel(self, number: int) -> None:
         self._prepared.pop(number, None)
         self._side = None
-        for fabric in self._fabrics.pop(number, ()):
-            fabric.shut()
-            self._remember(fabric.park())
-
-    def _shut_all(self) -> None:
-        """Frees every thread that waits in a group."""
-        with self._lock:
-            for fabrics in self._fabrics.values():
-                for fabric in fabrics:
-                    fabric.shut()
+        self._fabrics.cancel(number)
 
     # -- what the main thread does ---------------------------------------------------------------------------
 
@@ -183,45 +194,78 @@ class Switcher:
         return self._state.voting
 
     def voted(self, numbers: tuple[int, ...]) -> None:
-        """A vote completed: switches, where all ranks agree to."""
+        """A vote completed: switches, where all ranks agree to, or recovers."""
         self._feed(sw.Voted(prepared=numbers))
-        while not self._todo.empty() or self._state.phase is sw.Phase.DOUBT:
-            try:
-                self._do(self._todo.get(timeout=_PATIENCE))
-            except queue.Empty:
-                raise self._stopped(
-                    f"in doubt about plan {self._state.proposal}: this rank said ok, lost the others before it "
-                    "heard whether they did, and nobody tells it"
-                ) from None
+        self._rest()
 
     def wait(self) -> Engine:
-        """Stands by until this device is used. Raises `JobOver` or `JobStopped`."""
-        while self.engine is None:
+        """The engine to train with; a device that is not used stands by. Raises `JobOver` or `JobStopped`."""
+        while True:
+            self._rest()
+            if self.engine is not None and self.at_work:
+                return self.engine
+            self._next("stands by")
+
+    def bereaved(self, error: Exception) -> None:
+        """A collective of the plan in force failed: returns once a recovery swapped, or this rank stands by.
+
+        An update that was made all the same, by a vote that completed, counts."""
+        engine = self.engine
+        assert engine is not None
+        if engine.last is not None and engine.last.step == self.step:
+            self.missed(engine.last)
+        log.warning("lost the other ranks (%s): waiting for the coordinator's word", error)
+        self._feed(sw.Lost(reason=str(error)))
+        self._rest()
+
+    def missed(self, vote: Vote) -> None:
+        """A step of which the loop has not heard, though its update is made."""
+        self.step = vote.step + 1
+        self._missed.append(vote)
+
+    def taken(self) -> list[Vote]:
+        """Steps that the loop is to give, which it did not hear the end of."""
+        missed, self._missed = self._missed, []
+        return missed
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the engine in force may make a step."""
+        state = self._state
+        return state.trains and not state.fenced and state.phase in self._AT_WORK
+
+    def _rest(self) -> None:
+        """Does what there is to do, until this rank may train or stands by."""
+        while True:
+            while not self._todo.empty():
+                self._do(self._todo.get_nowait())
+            if self._state.phase is sw.Phase.INTERRUPTED:
+                self._feed(sw.Rested())
+                continue
+            standby = not self._state.trains and not self._state.fenced and self.engine is None
+            if self._todo.empty() and (self.at_work or standby):
+                return
+            if self._todo.empty():
+                self._next(f"waits ({self._state.phase.value})")
+
+    def _next(self, what: str) -> None:
+        """The next thing to do, whenever it comes."""
+        since = time.monotonic()
+        while True:
             try:
                 self._do(self._todo.get(timeout=1.0))
+                return
             except queue.Empty:
                 if self._control.lost:
                     raise self._stopped(
-                        "the agent is gone while this device stood by: nobody can use it"
+                        f"the agent is gone while this rank {what}: nobody can tell it more"
                     ) from None
-        return self.engine
-
-    def bereaved(self, error: Exception) -> JobStopped:
-        """A collective of the plan in force failed: what to raise. The leader knows best why, so its word is
-        waited for."""
-        log.warning("lost the other ranks (%s): waiting for the coordinator's word", error)
-        deadline = time.monotonic() + _PATIENCE
-        while not self._control.lost and (left := deadline - time.monotonic()) > 0:
-            try:
-                self._do(self._todo.get(timeout=min(left, 0.2)))
-            except queue.Empty:
-                continue
-            except JobStopped as stopped:
-                return stopped
-        return self._stopped(f"lost the other ranks: {error}")
+                if time.monotonic() - since >= _REMIND:
+                    since = time.monotonic()
+                    log.warning("%s %s for the coordinator's word, its state is safe", self._device, what)
 
     def _stopped(self, reason: str) -> JobStopped:
-        self._shut_all()
+        self._fabrics.shut()
         self.end()
         return JobStopped(f"elasticd: {reason}")
 
@@ -236,7 +280,13 @@ class Switcher:
             case sw.ReportSwapped(number=number):
                 self._report_swapped(number)
             case sw.DropOld():
-                self._drop_old()
+                self._copies.drop()
+            case sw.Retire() | sw.Renounce():
+                self._retire()
+                if isinstance(effect, sw.Renounce):
+                    self._renew()
+            case sw.Interrupt():
+                pass
             case sw.Stop(reason=reason):
                 if self._over is not None:
                     raise JobOver(self._over)
@@ -259,7 +309,16 @@ class Switcher:
             self._feed(sw.Moved(number=number))
 
     def _moved(self, prepared: Prepared) -> Side:
-        return move(prepared, self.engine, self.step, self._recipe, self._seed)
+        engine, step = self.engine, self.step
+        recovery = prepared.recovery
+        if recovery is not None and prepared.old is not None:
+            engine, step = self._copies.get(prepared.old.plan.number, engine, step)
+            vote = recovery.vote
+            if engine is not None and vote is not None and step == recovery.step - 1:
+                engine.apply(vote)  # decided, and this rank had not heard it
+                self.missed(vote)
+                step = self.step
+        return move(prepared, engine, step, self._recipe, self._seed)
 
     def _say(self, number: int, ok: bool) -> None:
         prepared = self._prepared.get(number)
@@ -276,11 +335,10 @@ class Switcher:
     def _swap(self, number: int, member: bool) -> None:
         prepared = self._prepared.pop(number)
         assert self._side is not None
-        self._remember(prepared.transition.park())
-        with self._lock:
-            kept = [f for f in self._fabrics.pop(number, []) if f is not prepared.transition]
-            self._fabrics[number] = kept
-        self._old, self.engine = self.engine, prepared.engine if member else None
+        self._fabrics.release(prepared.transition)
+        if self.engine is not None:
+            self._copies.keep(self.engine.plan.number, self.engine, self.step)
+        self.engine = prepared.engine if member else None
         self.step = self._side.step
 
     def _report_swapped(self, number: int) -> None:
@@ -290,7 +348,7 @@ class Switcher:
             messages.Swapped(
                 number=number,
                 step=side.step,
-                pause_seconds=time.perf_counter() - self._began,
+                pause_seconds=time.perf_counter() - (self._began if self._copies else side.began),
                 bytes_sent=side.bytes_sent,
                 bytes_lacking=side.bytes_lacking,
                 bytes_state=side.bytes_state,
@@ -298,21 +356,27 @@ class Switcher:
             )
         )
 
-    def _drop_old(self) -> None:
-        if self._old is not None:
-            with self._lock:
-                self._fabrics.pop(self._old.plan.number, None)
-            self._remember(self._old.fabric.park())
-            self._old = None
+    def _let_go(self, number: int, engine: Engine) -> None:
+        self._prepared.pop(number, None)
+        self._fabrics.release(engine.fabric)
+
+    def _retire(self) -> None:
+        """All copies go: this rank stands by."""
+        if self.engine is not None:
+            self._copies.keep(self.engine.plan.number, self.engine, self.step)
+            self.engine = None
+        for number in list(self._prepared):
+            self._cancel(number)
+        self._copies.drop()
+
+    def _renew(self) -> None:
+        """Fenced off: what comes from here on is the work of another incarnation."""
+        log.warning("%s was fenced off; it comes again as a new incarnation", self._device)
+        self._control.renew()
+        self._missed.clear()
 
     def end(self) -> None:
-        """Lets all groups go and waits for the threads that do so: an interpreter that ends while one of them
-        is inside gloo aborts."""
-        with self._lock:
-            fabrics = [fabric for number in list(self._fabrics) for fabric in self._fabrics.pop(number)]
-            self._prepared.clear()
-            self._old = None
-        self._threads += [fabric.park() for fabric in fabrics]
-        deadline = time.monotonic() + _LEAVE
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        """Lets all groups go."""
+        self._prepared.clear()
+        self._copies.clear()
+        self._fabrics.end()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from elasticd.records import Vote
 from elasticd.runtime.groups import Group
 
 #: step, prepared number, saving, finite, tokens (int64); squares, loss sum, target count (float64); samples
@@ -86,6 +87,18 @@ class Outcome:
     apply: bool
     prepared: tuple[int, ...]
     saving: tuple[int, ...]
+
+    @property
+    def vote(self) -> Vote:
+        """What another rank needs to make the same update."""
+        return Vote(
+            step=self.step,
+            loss=self.loss,
+            norm=self.norm,
+            count=self.count,
+            tokens=self.tokens,
+            apply=self.apply,
+        )
 
 
 def hash_samples(ids: Iterable[int]) -> int:

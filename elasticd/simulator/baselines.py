@@ -2,8 +2,8 @@
 
 Each runs the script in its own time: a fault at a step comes when that run is there. Time is continuous here,
 a step takes what it takes in the mean over noise, and the plans are the planner's own, made from the true
-profile: the baselines lose nothing by bad planning. Nobody goes on without a member that died: both then start
-again from their last checkpoint on the whole nodes that are left, as elasticd's job does.
+profile: the baselines lose nothing by bad planning. Neither goes on without a member that died: both then start
+again from their last checkpoint on the whole nodes that are left, as elasticd does only for lack of state.
 """
 
 from __future__ import annotations

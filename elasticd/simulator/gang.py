@@ -1,26 +1,26 @@
-"""What the workers of a job do together: train step by step, vote, and carry a switch through.
+"""What the workers of a job do together: train step by step, vote, and lose each other.
 
 Every worker's part is decided by its own machine (`elasticd.machines.switch`); here are the collectives
-between them, which complete when all members have come, and the time that all of it takes.
+between them, which complete when all members have come, and the time that all of it takes. What is under way
+when a member dies, or when a fence is read, ends there: its step is made again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elasticd_planner.plan import Plan
 from elasticd_planner.profiles import ModelProfile
 
 from elasticd.machines import switch as sw
-from elasticd.messages import Doubt, Finished, Kept, Prepared, Refused, Report, Swapped
-from elasticd.records import Proposal
+from elasticd.messages import Bereft, Doubt, Finished, Kept, Prepared, Refused, Report
 from elasticd.simulator.engine import Engine
-from elasticd.simulator.moving import Move, move
-from elasticd.simulator.nodes import SimulationError, Worker
 from elasticd.simulator.scenario import Times
-from elasticd.simulator.truth import Truth
+from elasticd.simulator.transitions import Transition, Transitions
+from elasticd.simulator.truth import StepTimes, Truth
+from elasticd.simulator.worker import SimulationError, Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,10 @@ Told = Callable[[Began, int], None]
 
 
 class Gang:
-    """The workers of the job. `plan` is in force, `step` updates were applied. The script says by `limit` how
-    many steps may be counted without playing them (0: play the next one). `cut`: nodes that nobody reaches;
-    what all members do together waits for them. Once `broken`, nothing completes any more."""
+    """The workers of the job, by device. `plan` is in force, `step` updates were applied. The script says by
+    `limit` how many steps may be counted without playing them (0: play the next one). `cut`: nodes that nobody
+    reaches; what their workers do with others waits. `recovered` is told of a recovery's plan and what the
+    fault took: the seconds from the last step's end."""
 
     def __init__(
         self,
@@ -54,13 +55,14 @@ class Gang:
         limit: Callable[[float], int],
         trained: Told,
         starved: Callable[[str], None],
+        recovered: Callable[[int, float], None],
     ) -> None:
         self._engine, self._truth, self._times = engine, truth, times
         self._steps, self._samples = steps, samples
-        self._limit, self._trained, self._starved = limit, trained, starved
-        self.pause_seconds = 0.0
+        self._limit, self._trained, self._starved, self._recovered = limit, trained, starved, recovered
+        self.pause_seconds = self.recovery_seconds = 0.0
         self.bytes_moved = 0
-        self.switches = 0
+        self.switches = self.recoveries = 0
         self.cut: set[str] = set()
         self.life = 0
         self.start(0)
@@ -72,43 +74,25 @@ class Gang:
         self.workers: dict[str, Worker] = {}
         self.plan: Plan | None = None
         self.over_at: float | None = None
-        self.stopped = ""
-        self.broken = False
-        self._paused_at: float | None = None
-        self._standing: dict[int, set[str]] = {}
-        self._moving: dict[int, set[str]] = {}
-        self._moves: dict[int, Move] = {}
-        self._said: dict[int, dict[str, bool]] = {}
+        self._last = self._engine.now()
         self._waiting: list[Callable[[], None]] = []
+        self._transitions = Transitions(self._engine, self._truth, self._times, self)
 
-    def together(self, seconds: float, done: Callable[[], None]) -> None:
-        """What the members do together and end after `seconds`, if all of them can be reached then."""
-        life = self.life
+    def together(self, seconds: float, members: Sequence[Worker], done: Callable[[], None]) -> None:
+        """What `members` do together and end after `seconds`, if all of them can be reached then. It never ends
+        once one of them died or was torn out of it."""
+        life, eras = self.life, [member.era for member in members]
 
         def due() -> None:
-            if self.life != life or self.broken:
+            same = all(member.era == era for member, era in zip(members, eras, strict=True))
+            if self.life != life or not same:
                 return
-            if self.stalled:
+            if self.cut and any(member.node in self.cut for member in members):
                 self._waiting.append(due)
             else:
                 done()
 
         self._engine.after(seconds, due)
-
-    @property
-    def stalled(self) -> bool:
-        """Whether a member is on a node that nobody reaches."""
-        members = self.plan.members if self.plan is not None else self.workers
-        return bool(self.cut) and any(name.rpartition("/")[0] in self.cut for name in members)
-
-    def needs(self, node: str) -> bool:
-        """Whether a member, or one that is about to be, is on the node."""
-        proposals = {
-            w.proposal.number: w.proposal.plan for w in self.workers.values() if w.proposal is not None
-        }
-        plans = [plan for plan in (self.plan, *proposals.values()) if plan is not None]
-        names = {name for plan in plans for name in plan.members} if plans else self.workers
-        return any(name.rpartition("/")[0] == node for name in names) or not plans
 
     def reached(self) -> None:
         """A node can be reached again: what waited for it goes on."""
@@ -119,123 +103,68 @@ class Gang:
     # -- what the machines ask for ---------------------------------------------------------------------------
 
     def run(self, worker: Worker, effect: sw.Effect) -> None:
-        self.workers.setdefault(worker.device, worker)
+        self.workers[worker.device] = worker
         match effect:
             case sw.Prepare(number=number):
-                self.together(self._times.prepare, lambda: self._prepared(worker, number))
+                self._transitions.prepare(worker, number)
             case sw.Cancel(number=number):
-                self._left(worker, number)
+                self._transitions.leave(worker, number)
             case sw.Move(number=number):
-                self._enter(worker, number)
+                self._transitions.enter(worker, number)
             case sw.Say(number=number, ok=ok):
-                self._say(worker, number, ok)
+                self._transitions.say(worker, number, ok)
+            case sw.Swap(number=number, member=member):
+                worker.swap(number, self._transitions.of(number).step, member)
+            case sw.DropOld():
+                worker.kept.clear()
+            case sw.Interrupt():
+                self._interrupt(worker)
+            case sw.Retire():
+                worker.retire()
+            case sw.Renounce():
+                worker.renounce()
+            case sw.Stop():
+                self.end()
+            case _:
+                self._report(worker, effect)
+
+    def _report(self, worker: Worker, effect: sw.Effect) -> None:
+        match effect:
             case sw.ReportPrepared(number=number):
                 worker.say(Prepared(number=number))
             case sw.ReportRefused(number=number, reason=reason):
                 worker.say(Refused(number=number, reason=reason))
             case sw.ReportSwapped(number=number):
-                worker.say(self._swapped(worker, number))
+                worker.say(self._transitions.report(worker, number))
             case sw.ReportKept(number=number, reason=reason):
                 worker.say(Kept(number=number, step=self.step, reason=reason))
             case sw.ReportDoubt(number=number, reason=reason):
                 worker.say(Doubt(number=number, step=self.step, reason=reason))
-            case sw.Stop(reason=reason):
-                self.stopped = self.stopped or reason
-                self.end()
+            case sw.ReportLost(reason=reason):
+                worker.say(Bereft(step=self.step, reason=reason))
+            case sw.ReportStanding(fence=fence):
+                worker.say(worker.standing(fence))
             case _:
-                pass  # Swap and DropOld: the plan in force changes for all at once, in `_gathered`
+                raise SimulationError(f"nobody carries {type(effect).__name__} out")
 
-    def _all(self, worker: Worker, number: int) -> tuple[Worker, ...]:
-        """The members of the transition group, in rank order of old and new."""
-        proposal = self._proposal(worker, number)
-        old = proposal.old.members if proposal.old is not None else ()
-        names = dict.fromkeys((*old, *proposal.plan.members))
-        return tuple(self.workers[name] for name in names if name in self.workers)
-
-    @staticmethod
-    def _proposal(worker: Worker, number: int) -> Proposal:
-        proposal = worker.proposal
-        if proposal is None or proposal.number != number:
-            raise SimulationError(f"{worker.device} switches to {number}, which it was not told of")
-        return proposal
-
-    def _size(self, worker: Worker, number: int) -> int:
-        proposal = self._proposal(worker, number)
-        old = proposal.old.members if proposal.old is not None else ()
-        return len({*old, *proposal.plan.members})
-
-    def _prepared(self, worker: Worker, number: int) -> None:
-        """The transition group stands once all of its members are ready."""
-        if worker.state.proposal != number or self.over:
+    def swapped(self, transition: Transition) -> None:
+        """All said ok: the new plan is in force."""
+        proposal, now = transition.proposal, self._engine.now()
+        if transition.step != self.step:
+            raise SimulationError(f"plan {proposal.number} goes on from {transition.step}, not {self.step}")
+        self.plan = proposal.plan
+        if proposal.old is None:
             return
-        ready = self._standing.setdefault(number, set())
-        ready.add(worker.device)
-        if len(ready) == self._size(worker, number):
-            for member in self._all(worker, number):
-                member.feed(sw.Stands(number=number))
-
-    def _left(self, worker: Worker, number: int) -> None:
-        for group in (self._standing, self._moving):
-            group.get(number, set()).discard(worker.device)
-        self._said.get(number, {}).pop(worker.device, None)
-
-    def _enter(self, worker: Worker, number: int) -> None:
-        """State moves once all are there."""
-        there = self._moving.setdefault(number, set())
-        there.add(worker.device)
-        if len(there) < self._size(worker, number):
-            return
-        proposal = self._proposal(worker, number)
-        found = move(self._truth.profile, self._truth.cluster, proposal.old, proposal.plan)
-        self._moves[number] = found
-        pause = self._times.pause if proposal.old is not None else 0.0
-        members = self._all(worker, number)
-
-        def moved() -> None:
-            for member in members:
-                member.feed(sw.Moved(number=number))
-
-        self.together(found.seconds + pause, moved)
-
-    def _say(self, worker: Worker, number: int, ok: bool) -> None:
-        said = self._said.setdefault(number, {})
-        said[worker.device] = ok
-        if len(said) < self._size(worker, number):
-            return
-        members, proposal = self._all(worker, number), self._proposal(worker, number)
-        self.together(self._times.message, lambda: self._gathered(proposal, members, dict(said)))
-
-    def _gathered(self, proposal: Proposal, members: tuple[Worker, ...], said: dict[str, bool]) -> None:
-        oks = tuple(said[member.device] for member in members)
-        paused = self._engine.now() - self._paused_at if self._paused_at is not None else 0.0
-        if all(oks):
-            self.plan = proposal.plan
-            if proposal.old is not None:
-                self.switches += 1
-                self.pause_seconds += paused
-                self.bytes_moved += self._moves[proposal.number].total
-        for member in members:
-            member.feed(sw.Gathered(number=proposal.number, oks=oks))
-        self._standing.pop(proposal.number, None)
-        self._moving.pop(proposal.number, None)
-        self._moves.pop(proposal.number, None)
-        self._said.pop(proposal.number, None)
-        self._paused_at = None
-        self.train()
-
-    def _swapped(self, worker: Worker, number: int) -> Swapped:
-        found = self._moves[number]
-        lacking = found.lacking.get(worker.device, 0)
-        profile = self._truth.profile
-        now = self._engine.now()
-        return Swapped(
-            number=number,
-            step=self.step,
-            pause_seconds=now - self._paused_at if self._paused_at is not None else 0.0,
-            bytes_sent=lacking,
-            bytes_lacking=lacking,
-            bytes_state=round(profile.parameter_bytes * (1 + profile.optimizer_factor)),
-        )
+        assert transition.found is not None
+        self.bytes_moved += transition.found.total
+        if proposal.recovery is None:
+            self.switches += 1
+            self.pause_seconds += now - transition.began
+        else:
+            self.recoveries += 1
+            self.recovery_seconds += now - self._last
+            self._recovered(proposal.number, now - self._last)
+        self._last = now
 
     @property
     def over(self) -> bool:
@@ -246,13 +175,71 @@ class Gang:
         if self.over_at is None:
             self.over_at = self._engine.now()
 
+    # -- faults ------------------------------------------------------------------------------------------------
+
+    def died(self, worker: Worker, *, told: bool) -> None:
+        """Its peers find its connections closed; if its whole machine is gone, they wait."""
+        if not worker.alive:
+            return
+        worker.alive = False
+        worker.torn()
+        if self.workers.get(worker.device) is not worker:
+            return
+        del self.workers[worker.device]
+        self.lose(worker.device, self._times.message if told else self._times.patience, "is gone")
+
+    def lose(self, device: str, seconds: float, why: str) -> None:
+        """After `seconds` fails what others do with `device`, where nothing else has ended it before."""
+        life, others = self.life, [(other, other.era) for other in self.workers.values()]
+
+        def fail() -> None:
+            for other, era in others:
+                if self.life == life and other.alive and other.era == era:
+                    self._bereave(other, device, f"{device} {why}")
+
+        self._engine.after(seconds, fail)
+
+    def _bereave(self, worker: Worker, device: str, why: str) -> None:
+        """A collective with `device` fails here."""
+        if worker.state.phase in (sw.Phase.MOVING, sw.Phase.SAYING) and self._transitions.shares(
+            worker, device
+        ):
+            worker.torn()
+            number = worker.state.proposal
+            if worker.state.phase is sw.Phase.MOVING:
+                worker.feed(sw.MoveFailed(number=number, reason=why))
+            worker.feed(sw.GatherFailed(number=number, reason=why))
+        if worker.at_work and self.plan is not None and device in self.plan.members:
+            worker.torn()
+            worker.feed(sw.Lost(reason=why))
+
+    def _interrupt(self, worker: Worker) -> None:
+        """All that it waits for fails at once; then it is at rest."""
+        worker.torn()
+        life = self.life
+
+        def rest() -> None:
+            if self.life != life or worker.state.phase is not sw.Phase.INTERRUPTED:
+                return
+            number, why = worker.state.proposal, "a fence was read"
+            if number and self._transitions.said(worker):
+                worker.feed(sw.GatherFailed(number=number, reason=why))
+            elif number:
+                worker.feed(sw.MoveFailed(number=number, reason=why))
+            worker.feed(sw.Rested())
+
+        self._engine.after(self._times.message, rest)
+
     # -- training ----------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Begins the next step, or as many as need not be played."""
-        if self.over or self.broken or self.plan is None:
+        """Begins the next step, or as many as need not be played, if all members are there and may."""
+        if self.over or self.plan is None:
             return
         plan, truth = self.plan, self._truth
+        members = [worker for name in plan.members if (worker := self.workers.get(name)) and worker.at_work]
+        if len(members) < len(plan.members):
+            return
         tokens = truth.tokens * self._samples
         began = Began(now=self._engine.now(), speeds=truth.speeds, profile=truth.profile, tokens=tokens)
         full = truth.overfull(plan)
@@ -261,55 +248,54 @@ class Gang:
             return
         uncounted = self._limit(truth.typical(plan))
         if uncounted > 1:
-            self.together(uncounted * truth.typical(plan), lambda: self._passed(began, uncounted))
+            seconds = uncounted * truth.typical(plan)
+            self.together(seconds, members, lambda: self._counted(began, uncounted, plan, members))
             return
         times = truth.step(plan, self.step)
-        reports = truth.measurements(plan, self.step, times)
+        reports = self._reports(plan, self.step, times, tokens)
+        self.together(float(times.seconds), members, lambda: self._passed(began, 1, members, reports))
 
-        def done() -> None:
-            if self.over:
-                return
-            members = self._vote(plan)
-            self.step += 1
-            for index, (worker, measured) in enumerate(zip(members, reports, strict=True)):
-                first = index == 0
-                worker.say(Report(measurement=measured, loss=None, tokens=tokens if first else None))
-            self._trained(began, 1)
-            self._go_on(members)
+    def _reports(self, plan: Plan, step: int, times: StepTimes, tokens: int) -> list[Report]:
+        """What the members say of a step; the first one speaks for all."""
+        return [
+            Report(measurement=measured, loss=None, tokens=None if index else tokens)
+            for index, measured in enumerate(self._truth.measurements(plan, step, times))
+        ]
 
-        self.together(float(times.seconds), done)
+    def _counted(self, began: Began, steps: int, plan: Plan, members: list[Worker]) -> None:
+        """Steps that were not played: nothing was under way, so that the last vote stands for all. The first
+        member's word of the last one says how far they are."""
+        last = self.step + steps - 1
+        reports = self._reports(plan, last, self._truth.step(plan, last), began.tokens)
+        self._passed(began, steps, members, reports[:1])
 
-    def _passed(self, began: Began, steps: int) -> None:
-        """Steps that were counted: nothing was under way, so that the last vote stands for all."""
-        if self.over or self.plan is None:
+    def _passed(self, began: Began, steps: int, members: list[Worker], reports: Sequence[Report]) -> None:
+        """The vote's records; what they decide follows once the script has had its say."""
+        if self.over:
             return
-        members = self._vote(self.plan)
+        for worker in members:
+            worker.feed(sw.Voting())
         self.step += steps
+        self._last = self._engine.now()
+        for worker in members:
+            worker.step = self.step
+        for worker, report in zip(members, reports, strict=False):
+            worker.say(report)
         self._trained(began, steps)
         self._go_on(members)
 
-    def _vote(self, plan: Plan) -> list[Worker]:
-        members = [self.workers[name] for name in plan.members]
-        for worker in members:
-            worker.feed(sw.Voting())
-        return members
-
     def _go_on(self, members: list[Worker]) -> None:
-        """The vote's result; then the switch that it decided, the end, or the next step."""
-        if self.broken:  # a member died just then
-            return
+        """The vote's result, also for those who lost another one just then; then the switch that it decided,
+        the end, or the next step."""
         if self._steps is not None and self.step >= self._steps:
             self.end()
             for worker in members:
                 worker.say(Finished(step=self.step))
             return
         numbers = tuple(worker.state.voting for worker in members)
-        moving = numbers[0] != 0 and len(set(numbers)) == 1
-        if moving:
-            self._paused_at = self._engine.now()
         for worker in members:
             worker.feed(sw.Voted(prepared=numbers))
-        if not moving:
+        if numbers[0] == 0 or len(set(numbers)) > 1:
             self.train()
 
 

@@ -78,13 +78,27 @@ class Leader:
         learning = job.first_step is not None or bool(job.samples) or not (job.profile and job.profile.fitted)
         waiting = job.settle_until is not None or job.not_before > self._engine.now()
         undecided = job.asked is not None or job.decided is None or job.deferred is not None
-        return not (learning or waiting or undecided)
+        return not (learning or waiting or undecided or self._away(job))
+
+    def _away(self, job: JobState) -> bool:
+        """Whether a member's node cannot be reached."""
+        members = job.plan.members if job.plan is not None else ()
+        names = {member.rpartition("/")[0] for member in members}
+        return any((node := self.state.nodes.get(name)) is None or not node.connected for name in names)
 
     def heard(self, node: str, message: ToLeader) -> None:
         if isinstance(message, AgentHello):
             self.apply(AgentUp(record=message.record))
         elif isinstance(message, Up | WorkerLost):
             self.apply(Received(node=node, message=message))
+
+    def waits(self, name: str) -> str:
+        """Why a job that lost members cannot go on without more of them; nothing while it need not wait."""
+        job = self.job(name)
+        if not self.alive or job is None or job.phase is not Phase.RECOVERING:
+            return ""
+        planned = job.asked is not None or job.remedy is not None or job.decided is None
+        return "" if planned or job.settle_until is not None else job.reason
 
     def lost(self, node: str) -> None:
         self.apply(AgentDown(node=node))
@@ -139,10 +153,15 @@ class Leader:
             due.cancel()
 
     def _watch_time(self) -> None:
-        """A tick while some job waits for time to pass; the reports of running jobs are events enough."""
+        """A tick while some job waits for time to pass; the reports of running jobs are events enough, unless
+        they may have stopped."""
         now = self._engine.now()
         waits = any(
-            job.phase is not Phase.RUNNING or job.settle_until is not None or job.not_before > now
+            job.phase is not Phase.RUNNING
+            or job.settle_until is not None
+            or job.not_before > now
+            or any(worker.bereft_at is not None for worker in job.workers.values())
+            or self._away(job)
             for job in self.state.jobs.values()
             if job.phase not in OVER
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from elasticd_planner.cluster import Cluster
@@ -22,8 +23,11 @@ class Move:
         return sum(self.lacking.values())
 
 
-def move(profile: ModelProfile, cluster: Cluster, old: Plan | None, new: Plan) -> Move:
-    """A job's first plan is filled from the seed and moves nothing.
+def move(
+    profile: ModelProfile, cluster: Cluster, old: Plan | None, new: Plan, sources: Collection[str] | None = None
+) -> Move:
+    """A job's first plan is filled from the seed and moves nothing. After a fault only `sources` hold what they
+    held under the old plan.
 
     Every device takes what it lacks over its node's link to others, which its node's devices share, and no
     faster than over the link inside: as if none of it were on its own node, which is the worst case.
@@ -31,6 +35,8 @@ def move(profile: ModelProfile, cluster: Cluster, old: Plan | None, new: Plan) -
     if old is None:
         return Move(lacking=dict.fromkeys(new.members, 0), seconds=0.0)
     before = holders(old, profile.share_units)
+    if sources is not None:
+        before = {name: held for name, held in before.items() if name in sources}
     after = holders(new, profile.share_units)
     lacking = {name: round(_lacking(profile, before.get(name), held)) for name, held in after.items()}
     by_node: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Nodes: each with the real machine of an agent, a torchrun, and a worker with the real machine of a switch.
+"""Nodes: each with the real machine of an agent, a torchrun, and the workers that torchrun started.
 
 What is shared, so that thousands of devices stay cheap: one watch of the store reads each record once for
 all agents, and a worker's work is done by the gang, which knows what all of them do.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import replace
 
 from elasticd_planner.cluster import Node as NodeShape
 
 from elasticd.machines import agent
-from elasticd.machines import switch as sw
 from elasticd.machines.agent_state import (
     DoneRead,
     Effect,
     Ended,
     Event,
+    FenceRead,
     Heard,
     LeaderRead,
     LinkDown,
@@ -34,70 +34,26 @@ from elasticd.machines.agent_state import (
     Tell,
 )
 from elasticd.messages import (
-    Abort,
     Closed,
     Down,
     FromWorker,
     Hello,
     Join,
     Joined,
-    Propose,
-    Recorded,
     Rejected,
     Shutdown,
     ToLeader,
-    ToWorker,
 )
-from elasticd.records import DoneRecord, JobSpec, Keys, NodeRecord, PlanRecord, Proposal, decode
+from elasticd.records import DoneRecord, Fence, JobSpec, Keys, NodeRecord, PlanRecord, Proposal, decode
+from elasticd.simulator.worker import Gang, SimulationError, Worker
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent, WatchItem
 
 
-class SimulationError(RuntimeError):
-    """What must not happen in a simulation: an error of this program, or of a machine that it plays."""
-
-
-class Gang(Protocol):
-    """What workers do together: the effects of their switches are carried out there."""
-
-    def run(self, worker: Worker, effect: sw.Effect) -> None: ...
-
-
-class Worker:
-    """One training process: the machine of its switch, and the proposal it was told of last."""
-
-    def __init__(self, device: str, node: Node, gang: Gang, torchrun: int) -> None:
-        self.device, self.node, self._gang = device, node, gang
-        self.client = f"w{device}-{torchrun}"
-        self.state = sw.State()
-        self.proposal: Proposal | None = None
-
-    def receive(self, message: ToWorker) -> None:
-        match message:
-            case Propose(proposal=proposal):
-                self.proposal = proposal
-                self.feed(sw.Proposed(number=proposal.number, joins=self.device in proposal.plan.members))
-            case Abort(number=number, reason=reason):
-                self.feed(sw.Aborted(number=number, reason=reason))
-            case Recorded(number=number):
-                self.feed(sw.Recorded(number=number))
-            case Shutdown(reason=reason) | Rejected(reason=reason):
-                self.feed(sw.Ordered(reason=reason))
-            case _:
-                pass  # a welcome, or the end for one that stood by
-
-    def feed(self, event: sw.Event) -> None:
-        self.state, effects = sw.step(self.state, event)
-        for effect in effects:
-            self._gang.run(self, effect)
-
-    def say(self, body: FromWorker) -> None:
-        self.node.emit(Said(client=self.client, body=body))
-
-
 class Node:
     """An agent's machine and what it drives. `tell` takes its words to the leader, `refused` hears why its
-    torchrun was turned away. While `apart` it reads nothing of the store, and reads all when it is back."""
+    torchrun was turned away. While `apart` it reads nothing of the store, and reads all when it is back. Its
+    torchrun `asks` until it has heard that it takes part."""
 
     def __init__(
         self,
@@ -114,6 +70,8 @@ class Node:
         self._missed: list[Event] = []
         self._hello: Callable[[int, int], Hello] | None = None
         self._torchrun = ""
+        self.asks = False
+        self._size = 0
         self._boots = 0
         self.state = self._booted()
 
@@ -140,31 +98,50 @@ class Node:
                 self._perform(effect)
             self._events.popleft()
 
-    def torchrun(self, spec: JobSpec, pid: int, nodes: int) -> None:
-        """A torchrun on this node asks to take part; its workers start once the nodes are complete."""
-        size = nodes * len(self._shape.devices)
+    @property
+    def runs(self) -> bool:
+        """Whether a torchrun is here."""
+        return self._torchrun != ""
 
-        def hello(rank: int, process: int) -> Hello:
-            return Hello(job=spec.job, local_rank=rank, world_size=size, pid=process, spec=spec)
+    def torchrun(self, spec: JobSpec, pid: int, most: int) -> None:
+        """A torchrun on this node asks to take part in a job of `most` nodes at most; its workers start once it
+        has heard that it does."""
+
+        def hello(size: int, rank: int) -> Hello:
+            return Hello(job=spec.job, local_rank=rank, world_size=size, pid=pid + 1 + rank, spec=spec)
 
         self._hello, self._pid = hello, pid
         self._torchrun = f"t{self.name}-{pid}"
-        join = Join(job=spec.job, min_nodes=nodes, max_nodes=nodes, pid=pid)
+        self.asks = True
+        join = Join(job=spec.job, min_nodes=1, max_nodes=most, pid=pid)
         self.emit(Opened(client=self._torchrun, body=join, pid=pid, incarnation=self._torchrun))
 
     def end(self, how: str) -> None:
         """All processes that torchrun started here end, and torchrun with them."""
-        clients, self.workers = (*self.workers, self._torchrun), {}
-        self._torchrun = ""
+        clients, gone = (*self.workers, self._torchrun), list(self.workers.values())
+        self.workers, self._torchrun, self.asks = {}, "", False
+        for worker in gone:
+            self._gang.died(worker, told=True)
         for client in clients:
             if client:
                 self.emit(Ended(client=client, how=how))
 
     def crash(self) -> None:
-        """The whole machine is gone; what boots later knows nothing of it."""
-        self.workers, self._torchrun = {}, ""
+        """The whole machine is gone; what boots later knows what is in the store and nothing else."""
+        gone, self.workers = list(self.workers.values()), {}
+        self._torchrun, self.asks = "", False
+        for worker in gone:
+            self._gang.died(worker, told=False)
         self._missed.clear()
-        self.state = self._booted()
+        was = self.state
+        self.state = replace(
+            self._booted(),
+            epoch=was.epoch,
+            proposals=was.proposals,
+            plans=was.plans,
+            fences=was.fences,
+            done=was.done,
+        )
 
     def read(self, event: Event) -> None:
         """A record of the store."""
@@ -198,8 +175,10 @@ class Node:
                 self._tell(self.name, message)
             case Send(client=client, body=body) if client in self.workers:
                 self.workers[client].receive(body)
-            case Send(body=Joined()):
-                self._start()
+            case Send(body=Joined(nodes=nodes)):
+                if self.asks:  # a new leader answers again what a torchrun asked an old one
+                    self.asks = False
+                    self._start(nodes)
             case Send(body=Closed() | Shutdown()):
                 pass  # the torchrun ends; its workers were told themselves
             case Send(body=Rejected(reason=reason)):
@@ -209,14 +188,31 @@ class Node:
             case _:
                 pass  # member keys are for people; the leader hears of workers from the agents
 
-    def _start(self) -> None:
-        assert self._hello is not None
+    def _start(self, nodes: int) -> None:
+        self._size = nodes * len(self._shape.devices)
         for rank, device in enumerate(self._shape.devices):
-            worker = Worker(device.name, self, self._gang, self._pid)
+            name = device.name
+            worker = Worker(name, f"w{name}-{self._pid}", self._gang, emit=self._said, renew=self._renew)
             self.workers[worker.client] = worker
-            pid = self._pid + 1 + rank
-            hello = self._hello(rank, pid)
-            self.emit(Opened(client=worker.client, body=hello, pid=pid, incarnation=f"i{pid}-{device.name}"))
+            self._open(worker, rank)
+
+    def _open(self, worker: Worker, rank: int) -> None:
+        assert self._hello is not None
+        body = self._hello(self._size, rank)
+        incarnation = f"i{body.pid}.{worker.incarnations}-{worker.device}"
+        self.emit(Opened(client=worker.client, body=body, pid=body.pid, incarnation=incarnation))
+
+    def _said(self, worker: Worker, body: FromWorker) -> None:
+        self.emit(Said(client=worker.client, body=body))
+
+    def _renew(self, worker: Worker) -> None:
+        """The same process on a new connection, as another incarnation."""
+        del self.workers[worker.client]
+        self.emit(Ended(client=worker.client, how="it was fenced off"))
+        worker.client = f"w{worker.device}-{self._pid}.{worker.incarnations}"
+        self.workers[worker.client] = worker
+        rank = next(rank for rank, device in enumerate(self._shape.devices) if device.name == worker.device)
+        self._open(worker, rank)
 
 
 def read_for_all(
@@ -243,6 +239,8 @@ def read_for_all(
             spread(ProposalRead(job=job, proposal=decode(value, Proposal) if value is not None else None))
         elif part == "plan":
             spread(PlanRead(job=job, record=decode(value, PlanRecord) if value is not None else None))
+        elif part == "fence":
+            spread(FenceRead(job=job, record=decode(value, Fence) if value is not None else None))
         elif part == "done":
             spread(DoneRead(job=job, record=decode(value, DoneRecord) if value is not None else None))
 

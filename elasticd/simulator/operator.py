@@ -1,7 +1,8 @@
-"""Who starts the job: at the beginning, and again when it stopped because something died.
+"""Who starts the job, and torchrun on nodes that come; and the job again when it stopped for lack of state.
 
-Today's machines stop a job that lost a member. What follows is what its users do, or a script of theirs: start
-it again on the nodes that are whole and can be reached, from its last checkpoint, under another name.
+The job survives what leaves a whole copy of its state. Where a death took the last copy of a part, the job
+stops. What follows is what its users do, or a script of theirs: start it again on the nodes that are whole and
+can be reached, from its last checkpoint, under another name.
 """
 
 from __future__ import annotations
@@ -64,12 +65,13 @@ class Operator:
             self.needs_nodes = True
             return
         for node in nodes:
-            node.torchrun(spec, self._pid(), len(nodes))
+            node.torchrun(spec, self._pid(), len(self._nodes))
 
     def join(self, node: Node) -> None:
-        """A torchrun on a node that came while the job runs elsewhere: the coordinator says what it may do."""
-        if not self.pending and not self.needs_nodes:
-            node.torchrun(self.spec(), self._pid(), len(self.whole()))
+        """A torchrun on a node that came while the job runs elsewhere: its workers stand by, and the next plan
+        may use them."""
+        if not self.pending and not self.needs_nodes and not node.runs:
+            node.torchrun(self.spec(), self._pid(), len(self._nodes))
 
     def _pid(self) -> int:
         self._started += 1

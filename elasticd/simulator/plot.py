@@ -13,6 +13,7 @@ _MARKS = {
     "fault": ("tab:red", "the script"),
     "slow": ("tab:orange", "detected"),
     "recovered": ("tab:orange", "detected"),
+    "fenced": ("tab:purple", "a fault is known"),
     "recorded": ("tab:green", "a new plan runs"),
 }
 #: More marks than this are no help to anybody: then only the plans' changes are marked, and what the script did

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from elasticd_planner.value import Value
 
-VERSION = 2
+VERSION = 3
 
 
 class Happening(Value, frozen=True, kw_only=True):
@@ -43,8 +43,10 @@ class Totals(Value, frozen=True, kw_only=True):
     """One way to run the scenario. `seconds` include planning (beside training), pauses and restarts.
 
     switches: changes of the plan; pause_seconds: what they took. plans: calls of the planner, beside training;
-    planning_seconds: what they took. restarts: of the job after something died; down_seconds: nobody trained
-    for want of a job. lost_steps: trained, and lost by going back to a checkpoint.
+    planning_seconds: what they took. recoveries: plans that a job went on under after a fault, from what its
+    members held; recovery_seconds: from the last step's end before the fault, so that a step made again counts.
+    restarts: of the job after state was lost; down_seconds: nobody trained for want of a job. lost_steps:
+    trained, and lost by going back to a checkpoint.
     """
 
     name: str
@@ -56,6 +58,8 @@ class Totals(Value, frozen=True, kw_only=True):
     plans: int = 0
     planning_seconds: float = 0.0
     bytes_moved: int = 0
+    recoveries: int = 0
+    recovery_seconds: float = 0.0
     restarts: int = 0
     down_seconds: float = 0.0
     lost_steps: float = 0.0

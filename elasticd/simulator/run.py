@@ -21,6 +21,7 @@ from elasticd.simulator.scenario import Scenario
 from elasticd.simulator.script import Script
 from elasticd.simulator.trained import Trained
 from elasticd.simulator.truth import Truth
+from elasticd.simulator.worker import SimulationError
 from elasticd.store.memory import MemoryServer, MemoryStore
 
 KEYS = Keys(cluster="simulated")
@@ -28,12 +29,20 @@ KEYS = Keys(cluster="simulated")
 #: Seconds that a dead leader's key outlives it.
 LEASE_SECONDS = 5.0
 
+#: Seconds for which a job may wait for nodes that nothing brings.
+VAIN_SECONDS = 60.0
+
+#: Seconds without a step, or a change of the cluster, in which a job that does not wait must make one.
+STUCK_SECONDS = 7200.0
+
 #: Events on the timeline; what each of a thousand workers says of a switch becomes one line.
 _TOLD = {
     "planning",
     "proposed",
     "recorded",
     "aborted",
+    "fenced",
+    "waiting",
     "slow",
     "recovered",
     "kept_plan",
@@ -69,7 +78,7 @@ class Simulation:
         self.stretches: list[Stretch] = []
         self.trained = Trained()
         self._server = MemoryServer(self.engine)
-        self._quiet = 0
+        self._quiet, self._told_at = 0, 0.0
         self._planning_seconds, self._plans = 0.0, 0
         self._down_seconds = 0.0
         self._out_of_time = False
@@ -83,6 +92,7 @@ class Simulation:
             limit=self._limit,
             trained=self._trained,
             starved=lambda device: self.script.starve(device),
+            recovered=self._recovered,
         )
         self.nodes = [Node(node, self.gang, self._up, self._refused) for node in self.cluster.nodes]
         self._node = {node.name: node for node in self.nodes}
@@ -143,22 +153,32 @@ class Simulation:
         """Out of time; or trained to the end, and the leader knows; or stopped, and nothing starts it again."""
         if self._out_of_time:
             return True
-        job = self.leader.job(self.operator.job)
+        job, now = self.leader.job(self.operator.job), self.engine.now()
         if self.operator.pending:
             return False
+        brings_nodes = self.script.brings_nodes(now)
         if self.operator.needs_nodes:
-            return not self.script.brings_nodes(self.engine.now())
+            return not brings_nodes
+        if not brings_nodes and now - self._told_at > VAIN_SECONDS and self._waits():
+            return True
+        if not brings_nodes and now - self._told_at > STUCK_SECONDS and not self.gang.over:
+            raise SimulationError(f"the job stands still after step {self.gang.step}")
         return job is not None and job.phase in OVER and self.gang.over
+
+    def _waits(self) -> str:
+        return self.leader.waits(self.operator.job)
 
     def _stopped(self) -> str:
         """Why the job does not go on; nothing where it has ended well, or would have been started again."""
+        if not self._out_of_time and (why := self._waits()):
+            return f"it waits for capacity, its state is safe: {why}"
         job = self.leader.job(self.operator.job)
         over = job is not None and job.phase is Phase.STOPPED and not self.operator.pending
         return job.reason if over and job is not None else ""
 
     def _totals(self) -> Totals:
         gang, trained = self.gang, self.trained
-        seconds = gang.over_at if gang.over_at is not None and not gang.broken else self.engine.now()
+        seconds = gang.over_at if gang.over_at is not None and not self._stopped() else self.engine.now()
         if self._stopped() and self.stretches:
             self._down_seconds += seconds - self.stretches[-1].stop
         return Totals(
@@ -171,6 +191,8 @@ class Simulation:
             plans=self._plans + self.leader.plans,
             planning_seconds=rounded(self._planning_seconds + self.leader.planning_seconds),
             bytes_moved=gang.bytes_moved,
+            recoveries=gang.recoveries,
+            recovery_seconds=rounded(gang.recovery_seconds),
             restarts=self.operator.restarts,
             down_seconds=rounded(self._down_seconds),
             lost_steps=rounded(trained.lost),
@@ -194,19 +216,24 @@ class Simulation:
         self._later(lambda: self._node[node].end("turned away"))
 
     def _tell(self, note: Note) -> None:
-        if note.kind not in _TOLD:
+        joins = note.kind == "joined" and note.data.get("node") in self._node
+        if note.kind not in _TOLD and not (joins and self._node[note.data["node"]].asks):
             return
         self._happened(note.kind, note.text, note.data)
         if note.kind == "stopped" and note.job == self.operator.job:
             self.operator.stopped()
 
     def _happened(self, kind: str, text: str, data: dict[str, object] | None = None) -> None:
-        self._quiet = 0
+        self._quiet, self._told_at = 0, self.engine.now()
         self.timeline.append(
             Happening(
                 seconds=rounded(self.engine.now()), step=self.gang.step, kind=kind, text=text, data=data or {}
             )
         )
+
+    def _recovered(self, number: int, seconds: float) -> None:
+        text = f"plan {number} goes on from step {self.gang.step}, {seconds:.1f} s after the last one"
+        self._happened("resumed", text, {"number": number, "seconds": rounded(seconds)})
 
     # -- the leader ----------------------------------------------------------------------------------------
 
@@ -276,7 +303,7 @@ class Simulation:
                 bound=rounded(self.bounds.seconds(began.speeds, began.profile)),
             )
         )
-        self._quiet += 1
+        self._quiet, self._told_at = self._quiet + 1, now
         if self._progress is not None:
             scenario = self.scenario
             self._progress(

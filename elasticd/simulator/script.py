@@ -131,33 +131,20 @@ class Script:
 
     def _kill(self, fault: Fault) -> None:
         """A device takes its process with it, and torchrun ends the others on its node. A machine is just
-        gone: the others learn it when a collective takes too long."""
+        gone: its peers wait, until a fence or their patience ends that."""
         self._truth.kill(fault.devices(self._truth.names))
         node = self._nodes[fault.node or fault.device.rpartition("/")[0]]
-        needed = self._gang.needs(node.name)
-        if needed:
-            self._gang.broken = self._operator.harmed = True
+        self._operator.harmed = True
         if not fault.node:
             node.end(f"{fault.device} is dead")
             return
         node.crash()
         self._unlink(node)
-        if needed:
-            life = self._gang.life
-            self._engine.after(self._patience, lambda: self._give_up(life, node.name))
 
     def starve(self, device: str) -> None:
         """A worker needs more memory than its device has."""
-        self._gang.broken = self._operator.harmed = True
+        self._operator.harmed = True
         self._nodes[device.rpartition("/")[0]].end(f"{device} is out of memory")
-
-    def _give_up(self, life: int, missing: str) -> None:
-        """Collectives with a node fail at last, and the processes in them."""
-        if self._gang.life != life or self._gang.over:
-            return
-        self._gang.broken = self._operator.harmed = True
-        for node in self._nodes.values():
-            node.end(f"a collective failed: no word from {missing} for {self._patience:g} s")
 
     def _join(self, fault: Fault) -> None:
         self._truth.join(fault.devices(self._truth.names))
@@ -171,14 +158,12 @@ class Script:
         """Nobody reaches the node: neither the leader and the store nor its peers."""
         until = self._engine.now() + lasts
         self._healing.append(until)
-        node.apart = True
+        node.apart = self._operator.harmed = True
         self._gang.cut.add(node.name)
         self._unlink(node)
-        life = self._gang.life
-
-        def give_up() -> None:
-            if node.name in self._gang.cut and self._gang.stalled:
-                self._give_up(life, node.name)
+        why = f"gave no word for {self._patience:g} s"
+        for worker in node.workers.values():
+            self._gang.lose(worker.device, self._patience, why)
 
         def heal() -> None:
             self._healing.remove(until)
@@ -188,8 +173,7 @@ class Script:
             node.back()
             self._gang.reached()
             if node in self._operator.whole():
+                self._operator.join(node)
                 self._operator.more_nodes()
 
         self._engine.call_at(until, heal, FAULT)
-        if lasts > self._patience:
-            self._engine.after(self._patience, give_up, FAULT)

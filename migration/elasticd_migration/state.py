@@ -93,6 +93,21 @@ class LocalState:
         return Schema(tensors=tensors, groups=self.groups, extras=dict(self.extras))
 
 
+def trimmed(state: LocalState, boxes: Mapping[Item, Sequence[Box]]) -> LocalState:
+    """As much of a state as lies in these boxes, each in one box that is held: views, not copies."""
+    tensors = {}
+    for item, wanted in boxes.items():
+        if item in state.tensors:
+            tensor = state.tensors[item]
+            shards = [(box, tensor.around(box)) for box in wanted]
+            parts = tuple(
+                Shard(box=box, planes={name: around.part(name, box) for name in around.planes})
+                for box, around in shards
+            )
+            tensors[item] = LocalTensor(shards=parts, scalars=tensor.scalars)
+    return LocalState(tensors=tensors, groups=state.groups, extras=state.extras)
+
+
 class Owned(NamedTuple):
     """A box of a parameter that this rank's optimizer steps on: the local parameter itself, a view of a part
     of it, or the value of a box that is kept for others."""

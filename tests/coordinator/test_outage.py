@@ -14,19 +14,19 @@ from elasticd import messages
 from elasticd.config import AgentSection, ClusterSection, Config
 from elasticd.machines.job.state import Phase
 from elasticd.messages import (
+    Fenced,
     Hello,
     Join,
     Joined,
     Prepared,
     Propose,
     Recorded,
-    Shutdown,
     StoreAnswer,
     StoreCall,
     Swapped,
     Welcome,
 )
-from elasticd.records import DoneRecord, Keys, decode
+from elasticd.records import Fence, Keys, decode
 from elasticd.store.memory import MemoryServer, MemoryStore
 from tests.agent.support import RunningAgent, Trainer
 from tests.coordinator.agents import coordinating, until
@@ -89,7 +89,7 @@ def test_nobody_is_told_of_a_death_before_the_store_is_back(tmp_path: Path) -> N
                     await asyncio.to_thread(switch, survivor)
                     server.outage(True)
                     process.kill()
-                    await until(lambda: coordinator.leading.state.jobs[JOB].phase is Phase.STOPPED)
+                    await until(lambda: coordinator.leading.state.jobs[JOB].phase is Phase.RECOVERING)
                 writer = coordinator.leading.writer
                 assert writer is not None
                 await until(lambda: writer.away)
@@ -98,11 +98,12 @@ def test_nobody_is_told_of_a_death_before_the_store_is_back(tmp_path: Path) -> N
                 assert await asyncio.to_thread(survivor.hear) == StoreAnswer(id=1)
                 server.outage(False)
                 told = await asyncio.to_thread(survivor.hear)
-                assert isinstance(told, Shutdown)
+                assert isinstance(told, Fenced)
                 assert "worker alpha/1" in told.reason
-                done = MemoryStore(server).get(KEYS.job(JOB, "done"))
-                assert done is not None
-                assert decode(done.value, DoneRecord).reason == told.reason
+                assert not told.evicted
+                fence = MemoryStore(server).get(KEYS.job(JOB, "fence"))
+                assert fence is not None
+                assert decode(fence.value, Fence).reason == told.reason
             finally:
                 survivor.close()
                 torchrun.close()

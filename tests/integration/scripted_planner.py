@@ -1,5 +1,6 @@
 """A planner that answers from a file of plans by the slowest device, if one is slow beyond what noise on a
-busy machine makes of tiny blocks ("" if none is): for tests of what a plan does."""
+busy machine makes of tiny blocks ("" if none is), or for lack of devices by "without" and their names: for
+tests of what a plan does."""
 
 from __future__ import annotations
 
@@ -19,6 +20,10 @@ def main() -> None:
     plans = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=dict[str, Plan])
     rate, slow = max(((rate, device) for device, rate in problem.rates.items()), default=(1.0, ""))
     slow = slow if rate > NOISE else ""
+    here = {device.name for device in problem.cluster.devices}
+    every = {device for plan in plans.values() for device in (*plan.members, *plan.idle)}
+    if every - here:
+        slow = " ".join(["without", *sorted(every - here)])
     plan = plans.get(slow)
     if plan is None:
         answer = Answer(plan=None, refusal=f"no plan for {slow!r}")

@@ -103,31 +103,6 @@ def check_exactness(cluster: Cluster, steps: int, plans: int = 3) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["preparing", "voting", "moving", "saying", "swapping"])
-def test_a_worker_killed_in_a_switch_stops_the_job_with_a_clear_message(moment: str) -> None:
-    plans = {
-        "": plan_of((3, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (3, [stage(0, 5, ("b/0", 1))])),
-        "a/1": plan_of((6, [stage(0, 3, ("a/0", 6), ("a/1", 2)), stage(3, 5, ("b/0", 1))])),
-    }
-    with Cluster({"a": 2, "b": 1}, plans=plans, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=100_000, **{"b/0": {"die_at": moment}})
-        cluster.runs(1, steps=12)
-        cluster.pace("a/1", 3.0)
-        codes = cluster.wait(60)
-        assert codes.pop("b/0") == -9
-        for device, code in codes.items():
-            assert code == 1, f"{device} must end with an error"
-            last = cluster.log(device).strip().splitlines()[-1]
-            assert last.startswith("elasticd: "), (
-                f"one line for the user, not a traceback: {cluster.log(device)}"
-            )
-            assert "b/0" in last
-        recorded = [event["data"]["number"] for event in cluster.events("recorded")]
-        assert sorted(set(recorded)) == recorded, "no plan is recorded twice"
-        assert cluster.job()["phase"] == "stopped"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["preparing", "moving"])
 def test_a_plan_that_one_rank_refuses_is_given_up_and_training_goes_on_exactly(moment: str) -> None:
     plans = {

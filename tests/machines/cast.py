@@ -14,12 +14,24 @@ from elasticd_planner.profiles import ModelProfile, derive
 from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units
 from elasticd_planner.search import plan as search
 
-from elasticd.messages import Doubt, Finished, FromWorker, Kept, Prepared, Refused, Swapped, Up
+from elasticd.messages import (
+    Bereft,
+    Copy,
+    Doubt,
+    Finished,
+    FromWorker,
+    Kept,
+    Prepared,
+    Refused,
+    Standing,
+    Swapped,
+    Up,
+)
 from elasticd.records import JobSpec, NodeRecord
 
 JOB = "demo"
 MEMORY = 3_000_000
-Outcome = Prepared | Refused | Swapped | Kept | Doubt | Finished
+Outcome = Prepared | Refused | Swapped | Kept | Doubt | Bereft | Standing | Finished
 
 
 def model(layers: int = 8) -> ModelSpec:
@@ -94,6 +106,8 @@ class FakeWorker:
     plan: int = 0
     prepared: int = 0
     aborted: int = 0
+    fence: int = 0
+    copies: tuple[Copy, ...] = ()
     said: list[Outcome] = field(default_factory=list)
     alive: bool = True
 

@@ -80,7 +80,7 @@ def test_nodes_beyond_the_most_are_refused() -> None:
         world._event(world.inbox.popleft())
     assert world.job.joined == ("alpha", "beta")
     (reason,) = refused(world, "tgamma")
-    assert "already runs on alpha, beta" in reason
+    assert "already has all the nodes that --nnodes lets it have (alpha, beta)" in reason
 
 
 @pytest.mark.parametrize("name", ["", "a/b"])

@@ -50,7 +50,7 @@ def test_job_starts_when_its_nodes_are_complete_and_all_workers_said_hello() -> 
     plan = world.plan()
     assert plan is not None
     assert plan.number == 1
-    assert plan.binding == {device: f"i-{device}" for device in plan.members}
+    assert plan.binding == {device: f"i0-{device}" for device in plan.members}
     for kind in ("job_gathered", "planning", "proposed", "prepared", "swapped", "recorded"):
         assert kind in world.kinds()
     assert world.proposal() is None, "the recorded plan took the proposal's place"
@@ -266,16 +266,8 @@ def test_job_that_fits_nowhere_stops_with_the_planners_reason() -> None:
     assert "does not fit" in world.job.reason
 
 
-def test_doubt_stops_the_job() -> None:
-    world = slowed()
-    world.outcome(world.workers["alpha/0"], Doubt(number=3, step=30, reason="the last word did not come"))
-    world.settle()
-    assert world.phase is Phase.STOPPED
-    assert "worker alpha/0 (pid 100) does not know" in world.job.reason
-
-
 @pytest.mark.parametrize("steps", [0, 3])
-def test_lost_worker_stops_the_job_naming_it_and_how(steps: int) -> None:
+def test_lost_worker_with_state_that_nobody_else_holds_stops_the_job_naming_it_and_how(steps: int) -> None:
     world = started()
     world.train(steps)
     world.kill("beta/1")

@@ -31,6 +31,7 @@ from elasticd.machines.job.effects import (
 from elasticd.machines.job.state import JobState, Phase, Settings
 from elasticd.messages import (
     Closed,
+    Copy,
     Finished,
     FromWorker,
     Hello,
@@ -43,26 +44,31 @@ from elasticd.messages import (
     Rejected,
     Report,
     Shutdown,
+    Standing,
     Swapped,
     ToWorker,
     Up,
     WorkerLost,
 )
-from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
+from elasticd.records import Fence, Proposal, decode
 from elasticd.store.memory import MemoryStore
-from tests.machines.cast import JOB, FakeWorker, Outcome, answer_to, node_record, spec, true_seconds
+from tests.machines.cast import JOB, MEMORY, FakeWorker, Outcome, answer_to, node_record, spec, true_seconds
+from tests.machines.checked import KEYS, Checked
 
-KEYS = Keys(cluster="test")
 
-
-class World:
+class World(Checked):
     """Time stands still but for `tick`. `inbox` holds the messages on their way to the leader."""
 
-    def __init__(self, nodes: tuple[str, ...] = ("alpha", "beta"), settings: Settings | None = None) -> None:
+    def __init__(
+        self,
+        nodes: tuple[str, ...] = ("alpha", "beta"),
+        settings: Settings | None = None,
+        memory: int = MEMORY,
+    ) -> None:
         self.settings = settings or Settings(prepare_seconds=10.0, retry_seconds=5.0)
         self.now = 0.0
         self.store = MemoryStore()
-        self.records = {name: node_record(name) for name in nodes}
+        self.records = {name: node_record(name, memory=memory) for name in nodes}
         self.state = State(epoch=1, settings=self.settings)
         self.inbox: deque[Event] = deque()
         self.notes: list[Note] = []
@@ -80,6 +86,9 @@ class World:
         self.deaf: set[str] = set()
         self.forgotten: set[str] = set()
         self.steps = 0
+        self.restarts = 0
+        self.cut: set[str] = set()
+        self.proposals: list[Proposal] = []
         self.crash_at: int | None = None
         self.crash_how = "after"
         self.events = 0
@@ -103,6 +112,8 @@ class World:
         self.inbox.append(event)
 
     def up(self, device: str, body: FromWorker) -> None:
+        if device.rpartition("/")[0] in self.cut:
+            return
         self.say(Received(node=device.rpartition("/")[0], message=self.workers[device].up(body)))
 
     def tick(self, seconds: float = 0.5) -> None:
@@ -113,12 +124,15 @@ class World:
     def settle(self) -> None:
         """Events until there are none, and the planner has answered."""
         while self.inbox or (self.planning is not None and not self.planner_waits):
-            if self.inbox:
-                self._event(self.inbox.popleft())
-            else:
-                assert self.planning is not None
-                asked, self.planning = self.planning, None
-                self._event(Planned(job=JOB, token=asked.token, answer=answer_to(asked.problem)))
+            self.turn()
+
+    def turn(self) -> None:
+        """One event, or the planner's answer."""
+        if self.inbox:
+            self._event(self.inbox.popleft())
+        elif self.planning is not None:
+            asked, self.planning = self.planning, None
+            self._event(Planned(job=JOB, token=asked.token, answer=answer_to(asked.problem)))
 
     def _event(self, event: Event) -> None:
         self.events += 1
@@ -184,42 +198,10 @@ class World:
         self.notes += effect.notes
         for record in effect.records:
             if isinstance(record, Proposal):
+                self.proposals.append(record)
                 self._read(record)
-
-    def _check(self, effect: Write) -> None:
-        """Invariants 1 to 3 and 5 of the job's machine."""
-        part = {name: self.store.get(KEYS.job(JOB, name)) for name in ("plan", "proposal", "done")}
-        if part["done"] is not None:
-            self._check_same(decode(part["done"].value, DoneRecord), effect)
-        before = decode(part["proposal"].value, Proposal) if part["proposal"] else None
-        for record in effect.records:
-            if isinstance(record, Proposal) and record.status == "open":
-                assert before is None or before.status == "aborted", "one proposal is open at a time"
-                assert record.number > max(self.numbers, default=0), "numbers only grow"
-                self._check_kept(before, record)
-                self.numbers.append(record.number)
-            elif isinstance(record, Proposal):
-                assert before is not None
-                assert before.number == record.number, "only the open one is aborted"
-            elif isinstance(record, PlanRecord):
-                number = record.plan.number
-                assert self.recorded.setdefault(number, record.plan) == record.plan, "one plan a number"
-                assert any(worker.plan == number for worker in self.workers.values()), "a member swapped"
-
-    def _check_same(self, before: DoneRecord, effect: Write) -> None:
-        (record,) = effect.records
-        assert isinstance(record, DoneRecord), "nothing is written after the end"
-        assert (record.step, record.reason) == (before.step, before.reason), "but the same, by a new leader"
-        assert record.epoch == self.state.epoch > before.epoch
-
-    def _check_kept(self, before: Proposal | None, record: Proposal) -> None:
-        if before is not None and before.old is not None:
-            for device in before.old.members:
-                kept = {body.number for body in self.workers[device].said if isinstance(body, Kept)}
-                assert before.number in kept, "the next opens only after all kept the old plan"
-        else:
-            assert before is None, "an abort of the first plan stops the job"
-        assert record.epoch == self.state.epoch
+            elif isinstance(record, Fence):
+                self._fenced(record)
 
     # -- nodes and workers ---------------------------------------------------------------------------------
 
@@ -241,7 +223,7 @@ class World:
         assert self.joined.setdefault(node, joined) == joined, "a node's rank never changes"
         for device in self.records[node].devices:
             if device.name not in self.workers:
-                worker = FakeWorker(device=device.name, incarnation=f"i-{device.name}")
+                worker = FakeWorker(device=device.name, incarnation=f"i{self.restarts}-{device.name}")
                 self.workers[device.name] = worker
                 self.up(device.name, self.hello(worker))
 
@@ -251,36 +233,65 @@ class World:
 
     def _read(self, proposal: Proposal) -> None:
         """What the members of both plans do about a proposal as their agents read it."""
-        old = proposal.old.members if proposal.old is not None else ()
-        for device in dict.fromkeys((*old, *proposal.plan.members)):
+        for device in self._members(proposal):
             worker = self.workers[device]
             if not worker.alive or worker.plan >= proposal.number or device in self.deaf:
                 continue
             if proposal.status == "aborted":
                 worker.aborted = proposal.number
-                if device in old:
+                if proposal.old is not None and device in proposal.old.members:
                     self.outcome(worker, Kept(number=proposal.number, step=self.steps))
             elif device in self.refuse:
                 self.outcome(worker, Refused(number=proposal.number, reason="no memory for both copies"))
             else:
                 worker.prepared = proposal.number
                 self.outcome(worker, Prepared(number=proposal.number))
+        if proposal.recovery is not None and proposal.status == "open":
+            self._vote()
+
+    def stand(self, device: str, body: Standing) -> None:
+        """A worker's answer to a fence, as a test wants it."""
+        worker = self.workers[device]
+        worker.fence, worker.copies = body.fence, body.copies
+        self.outcome(worker, body)
+
+    def thaw(self, device: str) -> None:
+        """A worker that heard nothing for a while hears the fence now."""
+        self._fenced(decode(self.fence_record, Fence))
+
+    def restart(self, node: str) -> None:
+        """torchrun asks again after a local restart, and starts the node's workers anew."""
+        for device in self.records[node].devices:
+            self.workers.pop(device.name, None)
+        self.joined.pop(node, None)
+        self.restarts += 1
+        self.join(node, len(self.records), len(self.records))
+
+    def _members(self, proposal: Proposal) -> tuple[str, ...]:
+        """Old and new ones; of the old, after a fence, the sources."""
+        old = proposal.old.members if proposal.old is not None else ()
+        if proposal.recovery is not None:
+            old = tuple(device for device in old if device in proposal.recovery.sources)
+        return tuple(dict.fromkeys((*old, *proposal.plan.members)))
+
+    def _fenced(self, fence: Fence) -> None:
+        """Those that live stand still, and say what they hold; who is fenced off comes again as another."""
+        for worker in list(self.workers.values()):
+            if not worker.alive or worker.device in self.deaf or worker.node in self.cut:
+                continue
+            if fence.gone.get(worker.device) == worker.incarnation:
+                again = FakeWorker(device=worker.device, incarnation=worker.incarnation + "+")
+                self.workers[worker.device] = again
+                self.up(worker.device, self.hello(again))
+                continue
+            worker.fence = fence.number
+            held = (Copy(number=worker.plan, step=self.steps),) if worker.plan else ()
+            worker.copies = tuple({copy.number: copy for copy in (*worker.copies, *held)}.values())
+            self.outcome(worker, Standing(fence=fence.number, copies=worker.copies))
 
     def outcome(self, worker: FakeWorker, body: Outcome) -> None:
         worker.said = [*(old for old in worker.said if isinstance(old, Finished)), body]
         self.up(worker.device, body)
-
-    def proposal(self) -> Proposal | None:
-        item = self.store.get(KEYS.job(JOB, "proposal"))
-        return decode(item.value, Proposal) if item is not None else None
-
-    def plan(self) -> Plan | None:
-        item = self.store.get(KEYS.job(JOB, "plan"))
-        return decode(item.value, PlanRecord).plan if item is not None else None
-
-    def done(self) -> DoneRecord | None:
-        item = self.store.get(KEYS.job(JOB, "done"))
-        return decode(item.value, DoneRecord) if item is not None else None
 
     def train(self, steps: int = 1) -> None:
         """Steps of a second each: a vote, which switches when all have prepared, and everybody's report."""
@@ -288,7 +299,8 @@ class World:
             self._vote()
             running = max((worker.plan for worker in self.workers.values()), default=0)
             plan = next((plan for plan in self._plans() if plan.number == running), None)
-            if plan is not None and self.done() is None:
+            lost = plan is not None and not all(self.workers[device].alive for device in plan.members)
+            if plan is not None and self.done() is None and not self._unresolved() and not lost:
                 self.steps += 1
                 for device in plan.members:
                     self.up(device, self.report(plan, device))
@@ -302,12 +314,13 @@ class World:
         proposal = self.proposal()
         if proposal is None or self.done() is not None:
             return
-        old = proposal.old.members if proposal.old is not None else ()
-        members = [self.workers[device] for device in dict.fromkeys((*old, *proposal.plan.members))]
+        if self._unresolved() and proposal.recovery is None and proposal.old is not None:
+            return  # who is fenced does not vote
+        members = [self.workers[device] for device in self._members(proposal)]
         if all(w.alive and w.prepared == proposal.number != w.aborted for w in members):
             for worker in members:
                 if worker.plan < proposal.number:
-                    worker.plan = proposal.number
+                    worker.plan, worker.copies = proposal.number, ()
                     swapped = Swapped(
                         number=proposal.number,
                         step=self.steps,

@@ -54,10 +54,15 @@ def check_history(outcome: Outcome) -> None:
             numbers.append(event.data["number"])
         elif event.kind in ("recorded", "aborted"):
             open_proposals -= 1
+        elif event.kind == "fenced":  # closes what is open; its number is one of theirs
+            open_proposals = 0
+            numbers.append(event.data["number"])
         elif event.kind == "restart":  # of another job, with numbers of its own
             open_proposals = 0
             numbers = []
         assert open_proposals in (0, 1)
     assert numbers == sorted(set(numbers))
     ours = total(outcome, "elasticd")
+    assert ours.recoveries == kinds(outcome).count("resumed")
+    assert ours.restarts == kinds(outcome).count("restart")
     assert ours.steps == pytest.approx(sum(stretch.steps for stretch in outcome.stretches) - ours.lost_steps)

@@ -12,6 +12,7 @@ from elasticd.messages import Down, Up, WorkerLost
 from elasticd.records import (
     CheckpointsRecord,
     DoneRecord,
+    Fence,
     HistoryRecord,
     JobSpec,
     NodeRecord,
@@ -31,6 +32,9 @@ EventKind = Literal[
     "swapped",
     "recorded",
     "aborted",
+    "fenced",
+    "waiting",
+    "joined",
     "slow",
     "recovered",
     "kept_plan",
@@ -44,7 +48,7 @@ EventKind = Literal[
 ]
 
 #: What a leader writes of a job.
-Record = JobSpec | PlanRecord | Proposal | HistoryRecord | CheckpointsRecord | DoneRecord
+Record = JobSpec | PlanRecord | Proposal | Fence | HistoryRecord | CheckpointsRecord | DoneRecord
 
 # -- events --------------------------------------------------------------------------------------------------
 
@@ -103,6 +107,7 @@ class Stored(Value, frozen=True, kw_only=True):
     spec: JobSpec | None = None
     plan: PlanRecord | None = None
     proposal: Proposal | None = None
+    fence: Fence | None = None
     done: DoneRecord | None = None
     history: HistoryRecord | None = None
     checkpoints: CheckpointsRecord | None = None

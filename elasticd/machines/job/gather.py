@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from elasticd.machines.job.ending import AGAIN, affirm, stop
+from elasticd.machines.job.fence import FALLIBLE
+from elasticd.machines.job.losses import lost
 from elasticd.machines.job.state import OVER, Joiner, Phase, Worker
 from elasticd.machines.job.turn import Turn
-from elasticd.messages import Closed, Hello, Join, Joined, Rejected, Up
+from elasticd.messages import Closed, Hello, Join, Joined, Rejected, Up, WorkerLost
 from elasticd.records import JobSpec
 
 
@@ -20,21 +24,51 @@ def join(turn: Turn, node: str, up: Up, body: Join) -> None:
         turn.send(node, up.client, Closed(reason=text))
         return
     known = job.joiners.get(node)
-    if job.phase is Phase.ASSEMBLING and node in job.joined:
+    if job.phase is Phase.ASSEMBLING and node in job.joined and (known is None or known.answered):
         if not _has_workers(turn, node):  # the answer was lost on the way, or torchrun was started again
             _answer(turn, node, up.client)
         return
     if not _gathering(turn):
-        if known is None and node in _nodes_of_members(turn):
-            _remember(turn, node, up, body)  # an agent tells a new leader again who had joined before
-        elif known is None or known.pid != body.pid:
-            turn.send(node, up.client, Rejected(reason=_full(turn)))
+        _late(turn, node, up, body)
         return
     wrong = _disagreement(turn, node, body)
     if wrong:
         turn.send(node, up.client, Rejected(reason=wrong))
         return
     _remember(turn, node, up, body)
+
+
+def _late(turn: Turn, node: str, up: Up, body: Join) -> None:
+    """The job runs already: a node comes along, or a torchrun starts its workers again. It is answered once the
+    first plan runs, and once a new leader knows which workers there are: `answer_late`."""
+    job = turn.job
+    if node not in job.joined:
+        others = {*job.joined} or _nodes_of_members(turn)
+        if len(others - {node}) >= body.max_nodes:
+            turn.send(node, up.client, Rejected(reason=_full(turn)))
+            return
+        joined = job.joined or tuple(sorted(others))
+        turn.set(joined=joined if node in joined else (*joined, node))
+    _remember(turn, node, up, body)
+
+
+def answer_late(turn: Turn) -> None:
+    """Lets those start their workers who came late, and have none. These stand by, and the next plan may use
+    them."""
+    job = turn.job
+    if job.phase not in FALLIBLE or job.settle_until is not None:
+        return
+    for node, joiner in job.joiners.items():
+        # One that has workers may only have been heard of again; if it has not, its workers are about to end.
+        if not joiner.answered and not _has_workers(turn, node):
+            _answered(turn, node)
+            turn.note("joined", f"node {node} joins", node=node)
+            _answer(turn, node, joiner.client)
+
+
+def _answered(turn: Turn, node: str) -> None:
+    joiner = msgspec.structs.replace(turn.job.joiners[node], answered=True)
+    turn.set(joiners={**turn.job.joiners, node: joiner})
 
 
 def _remember(turn: Turn, node: str, up: Up, body: Join) -> None:
@@ -47,8 +81,8 @@ def _remember(turn: Turn, node: str, up: Up, body: Join) -> None:
 def _full(turn: Turn) -> str:
     others = ", ".join(sorted(_nodes_of_members(turn)))
     return (
-        f"job {turn.job.job} already runs on {others}: joining a running job is not supported yet; "
-        "wait for its end or use another --rdzv-id"
+        f"job {turn.job.job} already has all the nodes that --nnodes lets it have ({others}): start all with "
+        "a larger most, or use another --rdzv-id"
     )
 
 
@@ -88,8 +122,26 @@ def leave(turn: Turn, node: str, up: Up) -> None:
     job = turn.job
     if _gathering(turn):
         forget(turn, node, up.client)
-    elif job.phase is Phase.ASSEMBLING and node in job.joined:
+    elif node in job.joined:
+        _gone(turn, node)
+
+
+def _gone(turn: Turn, node: str) -> None:
+    """A torchrun ended while the job lives: its place is free for another. Before the first plan the job waits
+    for those that are left, if they are enough."""
+    job = turn.job
+    joiner = job.joiners.get(node)
+    joined = tuple(other for other in job.joined if other != node)
+    if job.phase not in (Phase.ASSEMBLING, Phase.PLANNING):
+        turn.set(joined=joined, joiners={name: j for name, j in job.joiners.items() if name != node})
+        return
+    least = joiner.min_nodes if joiner is not None else len(job.joined)
+    if len(joined) < least:
         stop(turn, f"torchrun on node {node} ended before all workers were there")
+        return
+    each = job.world_size // len(job.joined) if job.world_size else None
+    turn.set(joined=joined, joiners={name: j for name, j in job.joiners.items() if name != node})
+    turn.set(world_size=each * len(joined) if each else None)
 
 
 def forget(turn: Turn, node: str, client: str | None = None) -> None:
@@ -120,6 +172,7 @@ def complete(turn: Turn) -> None:
     for name in sorted(job.joiners)[first.max_nodes :]:
         turn.send(name, job.joiners[name].client, Rejected(reason=_full(turn)))
     for name in names:
+        _answered(turn, name)
         if not _has_workers(turn, name):  # one that has them was answered by a leader before
             _answer(turn, name, job.joiners[name].client)
 
@@ -137,6 +190,13 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
     if known is not None and known.incarnation == up.incarnation:
         turn.worker(known, node=node, client=up.client, pid=body.pid, orphan=False)
         return
+    if known is not None and not turn.over:  # one process a device: its agent lets in no second
+        before = known.incarnation
+        gone = WorkerLost(
+            job=job.job, device=up.device, incarnation=before, clean=False, how="another took its place"
+        )
+        lost(turn, gone)
+        job = turn.job
     refusal = _unwelcome(turn, up, body)
     if refusal:
         turn.send(node, up.client, Rejected(reason=refusal))
@@ -158,6 +218,9 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
             checkpoints=body.checkpoints,
         )
     )
+    if job.phase not in (Phase.GATHERING, Phase.ASSEMBLING):
+        turn.set(decided=None)
+        turn.note("joined", f"worker {up.device} stands by", device=up.device)
 
 
 def assemble(turn: Turn) -> None:
@@ -180,31 +243,13 @@ def _unwelcome(turn: Turn, up: Up, body: Hello) -> str:
             f"worker {up.device} trains something else than job {job.job}: {wrong}; "
             "start all nodes with the same script and options"
         )
-    if job.world_size is not None and body.world_size != job.world_size:
+    starting = job.phase in (Phase.GATHERING, Phase.ASSEMBLING)
+    if starting and job.world_size is not None and body.world_size != job.world_size:
         return (
             f"worker {up.device} was started as one of {body.world_size}, the others as one of "
             f"{job.world_size}: start all nodes with the same --nnodes and --nproc-per-node"
         )
-    if job.phase in (Phase.GATHERING, Phase.ASSEMBLING):
-        return "" if up.device not in job.workers else f"device {up.device} already has a worker in {job.job}"
-    return (
-        ""
-        if _expected(turn, up)
-        else (
-            f"job {job.job} already runs without this worker of {up.device}: "
-            "joining a running job is not supported yet"
-        )
-    )
-
-
-def _expected(turn: Turn, up: Up) -> bool:
-    """Whether a leader that took over waits for this worker: bound by a plan, or standby in one."""
-    job = turn.job
-    plans = [plan for plan in (job.plan, job.proposal.plan if job.proposal else None) if plan is not None]
-    bound = {plan.binding[up.device] for plan in plans if up.device in plan.binding}
-    if bound:
-        return up.incarnation in bound
-    return up.device not in job.workers and any(up.device in plan.idle for plan in plans)
+    return ""
 
 
 def difference(ours: JobSpec, theirs: JobSpec) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elasticd.machines.job import checkpoints, ending, gather, replan, switch
+from elasticd.machines.job import checkpoints, ending, gather, losses, recovery, replan, switch
 from elasticd.machines.job.effects import AgentDown, AgentUp, Effect, Event, Planned, Received
 from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import (
+    Bereft,
     Doubt,
     Finished,
     Hello,
@@ -19,6 +20,7 @@ from elasticd.messages import (
     Refused,
     Report,
     Saved,
+    Standing,
     Swapped,
     Up,
     WorkerLost,
@@ -43,7 +45,7 @@ def step(
     elif isinstance(event, AgentDown):
         gather.forget(turn, event.node)
     elif isinstance(event, AgentUp) and event.anew:
-        ending.orphaned(turn, event.record.node)
+        losses.orphaned(turn, event.record.node)
     # What else an agent's arrival means for a job, its workers' messages tell.
     _due(turn)
     return turn.job, tuple(turn.effects)
@@ -72,7 +74,7 @@ def _alike(before: JobState, after: JobState) -> bool:
 
 def _message(turn: Turn, node: str, message: Up | WorkerLost) -> None:
     if isinstance(message, WorkerLost):
-        ending.lost(turn, message)
+        losses.lost(turn, message)
         return
     body = message.body
     if isinstance(body, Join):
@@ -91,7 +93,7 @@ def _report(turn: Turn, up: Up) -> None:
     worker = turn.job.workers.get(up.device)
     if turn.over:
         return
-    if worker is None and ending.bound(turn, up.device, up.incarnation):
+    if worker is None and losses.bound(turn, up.device, up.incarnation):
         node = up.device.rpartition("/")[0]
         worker = turn.worker(
             Worker(device=up.device, incarnation=up.incarnation, node=node, client=up.client, pid=0)
@@ -111,6 +113,10 @@ def _report(turn: Turn, up: Up) -> None:
         switch.kept(turn, worker, body)
     elif isinstance(body, Doubt):
         switch.doubt(turn, worker, body)
+    elif isinstance(body, Bereft):
+        recovery.bereft(turn, worker, body)
+    elif isinstance(body, Standing):
+        recovery.stands(turn, worker, body)
     elif isinstance(body, Saved):
         checkpoints.saved(turn, body)
     elif isinstance(body, Finished):
@@ -123,11 +129,15 @@ def _due(turn: Turn) -> None:
     gather.complete(turn)
     gather.assemble(turn)
     _settle(turn)
-    ending.deserted(turn)
+    gather.answer_late(turn)
+    losses.deserted(turn)
+    recovery.suspect(turn)
     switch.overdue(turn)
+    switch.unrecovered(turn)
     switch.abort(turn)
     switch.all_kept(turn)
     replan.request(turn)
+    recovery.recover(turn)
 
 
 def _settle(turn: Turn) -> None:
@@ -144,9 +154,10 @@ def _settle(turn: Turn) -> None:
         return
     returned = [turn.nodes.get(device.rpartition("/")[0]) for device in missing]
     patience = turn.settings.reconnect_seconds
-    for device, node in zip(missing, returned, strict=True):
+    for node in returned:
         if node is not None and node.connected and turn.now - node.since >= patience:
-            ending.stop(turn, f"worker {device} is gone: it ended while no coordinator led")
+            turn.set(settle_until=None)
+            losses.vanished(turn, missing)
             return
     if not any(node is not None and node.connected for node in returned):
         turn.set(settle_until=None)

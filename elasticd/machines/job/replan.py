@@ -19,7 +19,8 @@ from elasticd_planner.value import Invalid
 
 from elasticd.machines.job.effects import CancelPlan, Planned, RequestPlan
 from elasticd.machines.job.ending import stop
-from elasticd.machines.job.state import Asked, Basis, Deferred, JobState, Phase, Progress
+from elasticd.machines.job.recovery import waits
+from elasticd.machines.job.state import Asked, Basis, Deferred, JobState, Phase, Progress, Remedy
 from elasticd.machines.job.switch import propose
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Report
@@ -35,7 +36,10 @@ def measured(turn: Turn, report: Report) -> None:
         seconds = measurement.step_seconds
         speed = report.tokens / seconds if report.tokens is not None and seconds > 0 else None
         done = measurement.step + 1  # a step's index is the number of updates before it
-        turn.set(progress=Progress(step=done, loss=report.loss, tokens_per_second=speed))
+        progress = Progress(step=done, at=turn.now, seconds=seconds, loss=report.loss, tokens_per_second=speed)
+        turn.set(progress=progress)
+    if turn.now > turn.job.progress.at:
+        turn.set(progress=msgspec.structs.replace(turn.job.progress, at=turn.now))
     plan = job.plan
     if plan is None or measurement.plan != plan.number or measurement.device not in plan.binding:
         return
@@ -108,7 +112,7 @@ def request(turn: Turn) -> None:
     of the last decision. A request about others is stale, and this one takes its place. Until the profile is
     fitted a running plan stays: derived seconds cannot tell whether a move pays."""
     job = turn.job
-    if job.phase not in (Phase.PLANNING, Phase.RUNNING):
+    if job.phase not in (Phase.PLANNING, Phase.RUNNING, Phase.RECOVERING):
         if job.asked is not None:
             turn.set(asked=None)
             turn.effects.append(CancelPlan(job=job.job))
@@ -129,9 +133,11 @@ def _request(turn: Turn) -> None:
         tokens, flops = job.spec.sample_tokens, turn.settings.flops
         profile = derive(job.spec.model, tokens, job.spec.micro_batch, flops=flops)
     turn.set(profile=profile)
-    if job.plan is not None and not profile.fitted:
+    if job.plan is not None and not profile.fitted and job.phase is not Phase.RECOVERING:
         return
     devices = _devices(turn)
+    if not devices:
+        return
     basis = Basis(devices=devices, rates=_rates(turn, devices), profile=profile)
     if job.asked is not None:
         if job.asked.basis == basis:
@@ -174,10 +180,15 @@ def answered(turn: Turn, event: Planned) -> None:
     answer = event.answer
     if answer is None or answer.plan is None:
         why = event.error if answer is None else answer.refusal
-        if job.plan is None:
+        if job.phase is Phase.RECOVERING:
+            waits(turn, why)
+        elif job.plan is None:
             stop(turn, f"there is no plan for this job: {why}")
         else:
             turn.note("refused", f"plan {job.number} stays, there is no other: {why}", number=job.number)
+        return
+    if job.phase is Phase.RECOVERING:
+        turn.set(remedy=Remedy(basis=asked.basis, problem=asked.problem, plan=answer.plan))
         return
     if job.plan is None:
         propose(turn, answer.plan, asked.problem, answer.plan.reason or "the first plan")
@@ -234,16 +245,18 @@ def _worth_it(turn: Turn, plan: Plan, new: Plan, found: Deferred) -> Decision:
 def _all_there(turn: Turn) -> bool:
     """Whether a proposal could be prepared now: all members reported, on nodes that can be reached."""
     job = turn.job
-    if job.settle_until is not None and job.phase is Phase.RUNNING:
+    if job.settle_until is not None and job.phase in (Phase.RUNNING, Phase.RECOVERING):
         return False
     nodes = [turn.nodes.get(worker.node) for worker in job.workers.values()]
+    if job.phase is Phase.RECOVERING:  # who is lost, is lost
+        return any(node is not None and node.connected for node in nodes)
     return not job.unreported() and all(node is not None and node.connected for node in nodes)
 
 
 def _devices(turn: Turn) -> tuple[Device, ...]:
     """The devices that have a worker of this job, by name."""
     there = {worker.device for worker in turn.job.workers.values() if not worker.left}
-    nodes = {worker.node for worker in turn.job.workers.values()}
+    nodes = {worker.node for worker in turn.job.workers.values()} & turn.nodes.keys()
     found = [device for node in sorted(nodes) for device in turn.nodes[node].record.devices]
     return tuple(device for device in found if device.name in there)
 

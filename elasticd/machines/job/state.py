@@ -2,6 +2,7 @@
 
     gathering ─► assembling ─► planning ─► proposed ─► running ⇄ proposed
                                                └─► aborting ─► running
+    proposed, aborting, running ─► recovering ─► proposed
     any of these ─► done | stopped
 
 gathering   torchruns ask to take part, until enough nodes are there.
@@ -10,14 +11,16 @@ planning    the first plan is being made. (A later one is made while the job run
 proposed    a proposal is open: members prepare it while they train on under the old plan, if there is one.
 aborting    the proposal is marked aborted: waiting until every member of the old plan says that it kept it.
 running     a plan is recorded and nothing is proposed.
+recovering  a fence is written: its members stand still and say what they hold; a plan is made for those that
+            live. It is proposed with its recovery. Where there is none, the job waits for capacity.
 done        the last step's vote was reported.
 stopped     the job cannot go on, and its workers were told why.
 
 Invariants, which the tests check after every prefix of whole lives:
 
-1. At most one proposal is open; the next opens only after `plan` was recorded or after every member of the
-   old plan reported that it kept it.
-2. Numbers only grow: a proposal's number is above every number that the store ever held.
+1. At most one proposal is open; the next opens only after `plan` was recorded, or after every member of the
+   old plan reported that it kept it, or after a fence closed it and all that live said what they hold.
+2. Numbers only grow: a proposal's or a fence's number is above every number that the store ever held.
 3. No two different plans are recorded under one number, and a plan is recorded only after a member reported
    that it swapped to it. Such a report overrides an abort.
 4. A leader that took over neither aborts nor proposes before all members have reported to it or
@@ -42,7 +45,8 @@ from elasticd_planner.stability import Stability
 from elasticd_planner.value import Value, refuse
 
 from elasticd.machines.job.effects import Stored
-from elasticd.records import JobSpec, NodeRecord, Proposal, PublishedCheckpoint
+from elasticd.messages import Standing
+from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint
 
 
 class Phase(enum.Enum):
@@ -54,6 +58,7 @@ class Phase(enum.Enum):
     PROPOSED = "proposed"
     ABORTING = "aborting"
     RUNNING = "running"
+    RECOVERING = "recovering"
     DONE = "done"
     STOPPED = "stopped"
 
@@ -64,16 +69,19 @@ _ENDS = frozenset({Phase.DONE, Phase.STOPPED})
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.GATHERING: frozenset({Phase.ASSEMBLING}) | _ENDS,
     Phase.ASSEMBLING: frozenset({Phase.PLANNING}) | _ENDS,
-    Phase.PLANNING: frozenset({Phase.PROPOSED}) | _ENDS,
-    Phase.PROPOSED: frozenset({Phase.RUNNING, Phase.ABORTING}) | _ENDS,
-    Phase.ABORTING: frozenset({Phase.RUNNING}) | _ENDS,
-    Phase.RUNNING: frozenset({Phase.PROPOSED}) | _ENDS,
+    Phase.PLANNING: frozenset({Phase.ASSEMBLING, Phase.PROPOSED}) | _ENDS,
+    Phase.PROPOSED: frozenset({Phase.RUNNING, Phase.ABORTING, Phase.RECOVERING}) | _ENDS,
+    Phase.ABORTING: frozenset({Phase.RUNNING, Phase.RECOVERING}) | _ENDS,
+    Phase.RUNNING: frozenset({Phase.PROPOSED, Phase.RECOVERING}) | _ENDS,
+    Phase.RECOVERING: frozenset({Phase.PLANNING, Phase.PROPOSED}) | _ENDS,
     Phase.DONE: frozenset(),
     Phase.STOPPED: frozenset(),
 }
 
 #: The phases in which a plan is in force or about to be, so that a lost worker costs the job.
-LIVE = frozenset({Phase.ASSEMBLING, Phase.PLANNING, Phase.PROPOSED, Phase.ABORTING, Phase.RUNNING})
+LIVE = frozenset(
+    {Phase.ASSEMBLING, Phase.PLANNING, Phase.PROPOSED, Phase.ABORTING, Phase.RUNNING, Phase.RECOVERING}
+)
 OVER = _ENDS
 
 
@@ -82,7 +90,9 @@ class Settings(Value, frozen=True, kw_only=True):
     prepare a proposal; reconnect: for agents to return to a new leader, or after a broken connection;
     retry: from an abort to the next proposal, doubled for each further one that is made from the same and given
     up as well, up to most_retry; leave: for all members to take their leave after the first did, before the
-    last step; fit: measured steps that a profile is fitted from. flops (of a
+    last step; stand: for members to say what they hold after a fence; bereft: from a member that lost the
+    others to the fence, if nobody is known to have died; node: for a node that cannot be reached to be back,
+    if the job's steps have stopped too; fit: measured steps that a profile is fitted from. flops (of a
     normal device, per second) and the links inside a node and between nodes are what plans count with until
     something was measured."""
 
@@ -92,6 +102,9 @@ class Settings(Value, frozen=True, kw_only=True):
     retry_seconds: float = 30.0
     most_retry_seconds: float = 3600.0
     leave_seconds: float = 2.0
+    stand_seconds: float = 10.0
+    bereft_seconds: float = 0.5
+    node_seconds: float = 1.0
     fit_steps: int = STEPS
     detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
     policy: PolicySettings = msgspec.field(default_factory=PolicySettings)
@@ -103,6 +116,7 @@ class Settings(Value, frozen=True, kw_only=True):
         times = (
             *(self.gather_seconds, self.prepare_seconds, self.reconnect_seconds),
             *(self.retry_seconds, self.most_retry_seconds, self.leave_seconds),
+            *(self.stand_seconds, self.bereft_seconds, self.node_seconds),
         )
         if min(times) < 0 or self.fit_steps < STEPS:
             refuse(f"coordinator: times must not be negative and fit_steps at least {STEPS}, not {self}")
@@ -119,18 +133,20 @@ class NodeState(Value, frozen=True, kw_only=True):
 
 
 class Joiner(Value, frozen=True, kw_only=True):
-    """A torchrun that asked to take part."""
+    """A torchrun that asked to take part; `answered` once it was told to start its workers, or has them."""
 
     node: str
     client: str
     pid: int
     min_nodes: int
     max_nodes: int
+    answered: bool = False
 
 
 class Worker(Value, frozen=True, kw_only=True):
     """A worker process that said hello, and the last that it said about a proposal (0: nothing yet). Once it
     took its leave: since when, and why. `orphan`: its node's agent was started again, and has no line to it.
+    `bereft_at`: since when it stands still, having lost the others; `standing` what it said after a fence.
     `checkpoints` are the names of those that it sees, the newest first.
     """
 
@@ -145,6 +161,8 @@ class Worker(Value, frozen=True, kw_only=True):
     left_at: float | None = None
     farewell: str = ""
     orphan: bool = False
+    bereft_at: float | None = None
+    standing: Standing | None = None
     checkpoints: tuple[str, ...] = ()
 
     @property
@@ -177,6 +195,14 @@ class Deferred(Value, frozen=True, kw_only=True):
     step: int
 
 
+class Remedy(Value, frozen=True, kw_only=True):
+    """A plan for those that live, made while they say what they hold."""
+
+    basis: Basis
+    problem: Problem
+    plan: Plan
+
+
 class Setback(Value, frozen=True, kw_only=True):
     """Plans made from `basis` were given up `times` times in a row: the next may be made at `until`."""
 
@@ -186,9 +212,12 @@ class Setback(Value, frozen=True, kw_only=True):
 
 
 class Progress(Value, frozen=True, kw_only=True):
-    """The newest step that rank 0 reported: `step` updates were applied; None where nothing was yet."""
+    """The newest step that rank 0 reported, when, and how long it took: `step` updates were applied; None
+    where nothing was yet."""
 
     step: int = 0
+    at: float = 0.0
+    seconds: float = 0.0
     loss: float | None = None
     tokens_per_second: float | None = None
 
@@ -204,6 +233,7 @@ class JobState(Value, frozen=True, kw_only=True):
         `not_before`, and from the basis of a `setback` not before its own time; `asked` is under way; `token`
         counts requests; `deferred` waits for more steps; `stability` knows how long conditions last, and
         `moved` what the last switches cost. A new leader learns the latter two anew.
+    fault: `fence` is the one that no recorded plan has followed yet, `remedy` the plan that is to.
     measuring: `partial` steps that some members have not reported yet; `samples` for the fit, from the step
         after `first_step` on; `taught_by` the plan that the profile was last fitted to.
     end: `done_epoch` is that of the record in the store.
@@ -225,6 +255,8 @@ class JobState(Value, frozen=True, kw_only=True):
     highest: int = 0
     settle_until: float | None = None
     give_up: str = ""
+    fence: Fence | None = None
+    remedy: Remedy | None = None
     profile: ModelProfile | None = None
     rates: RateState = msgspec.field(default_factory=RateState)
     decided: Basis | None = None
@@ -254,9 +286,19 @@ class JobState(Value, frozen=True, kw_only=True):
         found = ((incarnation, self.workers.get(device)) for device, incarnation in binding.items())
         return tuple(worker for incarnation, worker in found if worker and worker.incarnation == incarnation)
 
+    @property
+    def candidates(self) -> tuple[Plan, ...]:
+        """The plans that somebody may hold a copy of, newest first: in force, proposed, and what that goes on
+        from."""
+        proposal = self.proposal
+        plans = (proposal.plan, proposal.old, self.plan) if proposal is not None else (self.plan,)
+        known = {plan.number: plan for plan in plans if plan is not None}
+        return tuple(known[number] for number in sorted(known, reverse=True))
+
     def unreported(self) -> tuple[str, ...]:
         """Devices of members, of the running or the proposed plan, whose worker has not said hello, or not
-        to the agent that its node has now."""
+        to the agent that its node has now. Who is fenced off is not waited for."""
+        gone = self.fence.gone if self.fence is not None else {}
         plans = (self.plan, self.proposal.plan if self.proposal is not None else None)
         return tuple(
             dict.fromkeys(
@@ -264,9 +306,12 @@ class JobState(Value, frozen=True, kw_only=True):
                 for plan in plans
                 if plan is not None
                 for device, incarnation in plan.binding.items()
-                if (worker := self.workers.get(device)) is None
-                or worker.incarnation != incarnation
-                or worker.orphan
+                if gone.get(device) != incarnation
+                and (
+                    (worker := self.workers.get(device)) is None
+                    or worker.incarnation != incarnation
+                    or worker.orphan
+                )
             )
         )
 
@@ -284,6 +329,7 @@ def restored(stored: Stored, now: float, settings: Settings) -> JobState:
         proposal = None
     phase, reason = _restored_phase(stored, proposal)
     last = stored.done or stored.plan
+    fence = _unresolved(stored)
     problem = stored.history.problem if stored.history is not None else None
     return JobState(
         job=stored.job,
@@ -295,9 +341,11 @@ def restored(stored: Stored, now: float, settings: Settings) -> JobState:
         proposal=None if phase in OVER else proposal,
         highest=max(
             stored.highest,
+            stored.fence.number if stored.fence is not None else 0,
             plan.number if plan is not None else 0,
             stored.proposal.number if stored.proposal is not None else 0,
         ),
+        fence=None if phase in OVER else fence,
         settle_until=None if phase in OVER else now + settings.reconnect_seconds,
         profile=problem.profile if problem is not None else None,
         rates=_restored_rates(problem),
@@ -309,11 +357,21 @@ def restored(stored: Stored, now: float, settings: Settings) -> JobState:
     )
 
 
+def _unresolved(stored: Stored) -> Fence | None:
+    """The fence that no plan was recorded after."""
+    fence, plan = stored.fence, stored.plan
+    settled = fence is None or (plan is not None and plan.plan.number > fence.number)
+    return None if settled else fence
+
+
 def _restored_phase(stored: Stored, proposal: Proposal | None) -> tuple[Phase, str]:
     if stored.done is not None:
         return (Phase.STOPPED if stored.done.reason else Phase.DONE), stored.done.reason
-    if proposal is not None and proposal.status == "open":
+    fence = _unresolved(stored)
+    if proposal is not None and proposal.status == "open" and (fence is None or proposal.number > fence.number):
         return Phase.PROPOSED, ""
+    if fence is not None:
+        return Phase.RECOVERING, fence.reason
     if proposal is not None:
         return Phase.ABORTING, proposal.reason
     return (Phase.RUNNING if stored.plan is not None else Phase.ASSEMBLING), ""

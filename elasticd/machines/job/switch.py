@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from elasticd_planner.plan import Plan
 from elasticd_planner.policy import Moved
 from elasticd_planner.problem import Problem
@@ -9,19 +11,31 @@ from elasticd_planner.sharding import with_carriers
 from elasticd_planner.stability import switched as answered_by
 
 from elasticd.machines.job.checkpoints import NotShared, offered
-from elasticd.machines.job.ending import aborted, called, stop
+from elasticd.machines.job.ending import aborted, stop
+from elasticd.machines.job.fence import FALLIBLE, fault, resolved
 from elasticd.machines.job.room import lacks_room
 from elasticd.machines.job.state import Phase, Setback, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Doubt, Kept, Prepared, Refused, Swapped
-from elasticd.records import HistoryRecord, PlanRecord, Proposal
+from elasticd.records import HistoryRecord, PlanRecord, Proposal, Recovery
+
+#: Seconds from a recovery that was given up to the next.
+AGAIN_SECONDS = 1.0
 
 #: Switches whose measured cost the next one is expected to have.
 MOST_MOVED = 4
 
 
-def propose(turn: Turn, plan: Plan, problem: Problem, reason: str) -> None:
-    """Opens a proposal of `plan` under a number of its own, bound to the workers that are there."""
+def propose(
+    turn: Turn,
+    plan: Plan,
+    problem: Problem,
+    reason: str,
+    old: Plan | None = None,
+    recovery: Recovery | None = None,
+) -> None:
+    """Opens a proposal of `plan` under a number of its own, bound to the workers that are there. It goes on
+    from the plan in force, or after a fence from `old`, as the recovery says."""
     try:
         checkpoints = offered(turn.job)
     except NotShared as error:
@@ -42,7 +56,14 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str) -> None:
     plan = plan.replace(
         number=number, binding={device: job.workers[device].incarnation for device in plan.members}
     )
-    proposal = Proposal(number=number, epoch=turn.epoch, plan=plan, old=job.plan, checkpoints=checkpoints)
+    proposal = Proposal(
+        number=number,
+        epoch=turn.epoch,
+        plan=plan,
+        old=old or job.plan,
+        recovery=recovery,
+        checkpoints=checkpoints,
+    )
     turn.enter(Phase.PROPOSED, proposal=proposal, highest=number, give_up="")
     seconds = plan.prediction.step_seconds if plan.prediction is not None else None
     turn.write(
@@ -97,7 +118,7 @@ def swapped(turn: Turn, worker: Worker, body: Swapped) -> None:
         return
     turn.worker(worker, swapped=body.number)
     proposal = turn.job.proposal
-    record = proposal is not None and proposal.number == body.number
+    record = proposal is not None and proposal.number == body.number and turn.job.phase is not Phase.RECOVERING
     if not record and turn.job.number != body.number:
         return  # of a plan that another one followed
     turn.note(
@@ -155,21 +176,16 @@ def _record(turn: Turn, proposal: Proposal, step: int) -> None:
         ),
         close=True,
     )
-    if kept_it:  # all ranks act on one all-gather, so that this cannot be; going on would mix two plans
-        stop(
-            turn,
-            f"{', '.join(kept_it)} kept the plan before {proposal.number} while others swapped to it",
-        )
+    resolved(turn)
+    if kept_it:  # they hold the copy that they verified no more: what the others hold must do
+        who = ", ".join(kept_it)
+        fault(turn, {}, f"{who} kept the plan before {proposal.number} while others swapped to it")
 
 
 def doubt(turn: Turn, worker: Worker, body: Doubt) -> None:
-    """A member does not know which plan holds, and stands still."""
-    if body.number >= turn.job.number:
-        stop(
-            turn,
-            f"{called(worker)} does not know whether the switch to plan "
-            f"{body.number} at step {body.step} took place: {body.reason}",
-        )
+    """A member does not know which plan holds, and stands still: what all hold tells."""
+    if body.number > turn.job.highest - 1 and turn.job.phase in FALLIBLE and worker.bereft_at is None:
+        turn.worker(worker, bereft_at=turn.now)
 
 
 def overdue(turn: Turn) -> None:
@@ -185,7 +201,9 @@ def overdue(turn: Turn) -> None:
         ]
         if late:  # once all are prepared the vote decides, however long a step takes
             turn.set(give_up=f"not ready within {turn.settings.prepare_seconds:g} s: {', '.join(late)}")
-    old = job.plan.members if job.plan is not None else ()
+    old: Iterable[str] = job.plan.members if job.plan is not None else ()
+    if job.proposal.recovery is not None:
+        old = job.proposal.recovery.sources
     for name in dict.fromkeys(device.rpartition("/")[0] for device in (*old, *job.proposal.plan.members)):
         node = turn.nodes.get(name)
         if node is not None and node.connected:
@@ -193,6 +211,17 @@ def overdue(turn: Turn) -> None:
         if turn.now - (node.since if node is not None else job.since) >= turn.settings.reconnect_seconds:
             turn.set(give_up=f"node {name} is unreachable")
             return
+
+
+def unrecovered(turn: Turn) -> None:
+    """A recovery that was given up leaves no plan to go on under: another is made, after a while."""
+    job = turn.job
+    if job.phase is not Phase.PROPOSED or not job.give_up or job.proposal is None:
+        return
+    if job.proposal.recovery is not None and job.settle_until is None:
+        why = job.give_up
+        fault(turn, {}, f"the recovery {job.proposal.number} failed: {why}")
+        turn.set(not_before=turn.now + AGAIN_SECONDS)
 
 
 def abort(turn: Turn) -> None:

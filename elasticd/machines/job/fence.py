@@ -1,0 +1,61 @@
+"""The fence: closes every number that is under way, and fences off those that are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from elasticd.machines.job.effects import CancelPlan
+from elasticd.machines.job.ending import aborted
+from elasticd.machines.job.state import Phase
+from elasticd.machines.job.turn import Turn
+from elasticd.records import Fence, Proposal
+
+#: Phases in which a plan is in force, or may be.
+FALLIBLE = frozenset({Phase.PROPOSED, Phase.ABORTING, Phase.RUNNING, Phase.RECOVERING})
+
+
+def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
+    """Fences `gone` (device to incarnation) off, and every number that is under way."""
+    job = turn.job
+    before = job.fence.gone if job.fence is not None else {}
+    number = job.highest + 1
+    fence = Fence(number=number, epoch=turn.epoch, gone={**before, **gone}, reason=why)
+    proposal = job.proposal
+    records: list[Fence | Proposal] = [fence]
+    if proposal is not None and proposal.status == "open":
+        proposal = aborted(proposal, turn.epoch, why)
+        records.append(proposal)
+    for device, incarnation in gone.items():
+        worker = job.workers.get(device)
+        if worker is not None and worker.incarnation == incarnation:
+            turn.drop(device)
+    if job.asked is not None:
+        turn.effects.append(CancelPlan(job=job.job))
+    if job.phase is not Phase.RECOVERING:
+        turn.enter(Phase.RECOVERING)
+    turn.set(
+        since=turn.now,
+        fence=fence,
+        highest=number,
+        proposal=proposal,
+        give_up="",
+        asked=None,
+        remedy=None,
+        decided=None,
+        deferred=None,
+        partial={},
+        not_before=0.0,
+    )
+    told = turn.told("fenced", f"fence {number}: {why}", number=number, gone=sorted(gone))
+    turn.write(*records, notes=(told,))
+
+
+def resolved(turn: Turn) -> None:
+    """A plan was recorded after the fence: the fault is over."""
+    workers = {
+        device: msgspec.structs.replace(worker, standing=None, bereft_at=None)
+        for device, worker in turn.job.workers.items()
+    }
+    turn.set(fence=None, remedy=None, reason="", workers=workers)

@@ -1,0 +1,126 @@
+"""Workers that are lost: a process died, left before the last step, or its agent was started again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticd_planner.rates import forget
+
+from elasticd.machines.job.ending import stop
+from elasticd.machines.job.fence import FALLIBLE, fault
+from elasticd.machines.job.state import LIVE, Phase, Worker
+from elasticd.machines.job.turn import Turn
+from elasticd.messages import WorkerLost
+
+
+def lost(turn: Turn, gone: WorkerLost) -> None:
+    """A worker's process is gone: cleanly, after the end or by its script's choice, or it died."""
+    worker = turn.job.workers.get(gone.device)
+    known = worker is not None and worker.incarnation == gone.incarnation
+    if turn.over or not (known or bound(turn, gone.device, gone.incarnation)):
+        return
+    if known and worker is not None and worker.left:
+        return  # its agent says so again
+    if turn.job.fence is not None and turn.job.fence.gone.get(gone.device) == gone.incarnation:
+        return  # it is fenced off already
+    who = called(worker) if known and worker is not None else f"worker {gone.device}"
+    how = f"{who} {'left' if gone.clean else 'died'}: {gone.how}"
+    turn.note("worker_lost", how, device=gone.device, clean=gone.clean)
+    needed = turn.job.phase in (Phase.ASSEMBLING, Phase.PLANNING) or bound(turn, gone.device, gone.incarnation)
+    if needed and (not gone.clean or worker is None):
+        _died(turn, gone, how)
+    elif needed and worker is not None:
+        turn.worker(worker, left_at=turn.now, farewell=gone.how)
+        _left(turn, how)
+    else:
+        turn.drop(gone.device)
+        # A plan that counted on this standby would name a device that is gone; and the rate was that of its
+        # worker, the next may be another.
+        turn.set(decided=None, remedy=None, rates=forget(turn.job.rates, gone.device))
+
+
+def _died(turn: Turn, gone: WorkerLost, how: str) -> None:
+    """A process that the job needs. Before the first plan its torchrun may start another; whoever only was to
+    join costs the proposal alone."""
+    job = turn.job
+    turn.set(rates=forget(job.rates, gone.device))
+    if job.phase in FALLIBLE:
+        joins = job.plan is not None and job.plan.binding.get(gone.device) != gone.incarnation
+        if joins and job.phase is Phase.PROPOSED and job.fence is None:
+            turn.drop(gone.device)
+            turn.set(give_up=job.give_up or how)
+            return
+        fault(turn, {gone.device: gone.incarnation}, how)
+        return
+    turn.drop(gone.device)
+    if job.phase is Phase.PLANNING:
+        turn.enter(Phase.ASSEMBLING, asked=None)
+
+
+def vanished(turn: Turn, devices: Sequence[str]) -> None:
+    """Workers that a plan is bound to, on nodes that returned to a new leader without them."""
+    plans = turn.job.candidates
+    here = [turn.nodes.get(device.rpartition("/")[0]) for device in devices]
+    gone = {
+        device: plan.binding[device]
+        for device, node in zip(devices, here, strict=True)
+        for plan in reversed(plans)
+        if device in plan.binding and node is not None and node.connected
+    }
+    names = ", ".join(sorted(gone))
+    if gone and turn.job.phase in FALLIBLE:
+        fault(turn, gone, f"worker {names} is gone: it ended while no coordinator led")
+
+
+def called(worker: Worker) -> str:
+    """A worker, as messages call it."""
+    return f"worker {worker.device}" + (f" (pid {worker.pid})" if worker.pid else "")
+
+
+def bound(turn: Turn, device: str, incarnation: str) -> bool:
+    """Whether a plan, in force or proposed, is bound to that worker, which this leader may not have met."""
+    plans = (turn.job.plan, turn.job.proposal.plan if turn.job.proposal is not None else None)
+    return any(plan is not None and plan.binding.get(device) == incarnation for plan in plans)
+
+
+def _left(turn: Turn, how: str) -> None:
+    if turn.job.phase in (Phase.ASSEMBLING, Phase.PLANNING):
+        stop(turn, f"{how}, before the first step")
+    elif all(worker.left for worker in turn.job.workers.values()):
+        why = "; ".join(dict.fromkeys(worker.farewell for worker in turn.job.workers.values()))
+        stop(turn, f"all workers left before the last step, after step {turn.job.progress.step}: {why}")
+    elif turn.job.phase is Phase.PROPOSED and not turn.job.give_up:
+        turn.set(give_up=how)
+
+
+def deserted(turn: Turn) -> None:
+    """Members left before the last step while others stay, who can do no step without them: nobody died, so
+    that no collective fails, and they would wait until their own patience ends."""
+    job = turn.job
+    if job.phase not in LIVE or job.settle_until is not None:
+        return
+    gone = [worker for worker in job.workers.values() if worker.left_at is not None]
+    since = min((worker.left_at for worker in gone if worker.left_at is not None), default=turn.now)
+    if not gone or turn.now - since < turn.settings.leave_seconds:
+        return
+    names = ", ".join(called(worker) for worker in gone)
+    why = "; ".join(dict.fromkeys(worker.farewell for worker in gone))
+    stop(turn, f"{names} left before the last step: {why}")
+
+
+def orphaned(turn: Turn, node: str) -> None:
+    """An agent was started again on `node`. The workers that spoke to the one before train on, if they train,
+    but have no line to anybody: no plan can be proposed while they are needed."""
+    workers = [worker for worker in turn.job.workers.values() if worker.node == node and not worker.left]
+    if turn.job.phase not in LIVE or not workers or all(worker.orphan for worker in workers):
+        return
+    for worker in workers:
+        turn.worker(worker, orphan=True)
+    if turn.job.phase in (Phase.ASSEMBLING, Phase.PLANNING):
+        stop(turn, f"node {node}'s agent was started again before the first step")
+        return
+    text = (
+        f"node {node}'s agent was started again: its workers go on training but cannot be replanned until "
+        "the job is started again"
+    )
+    turn.note("agent_restarted", text, node=node, devices=[worker.device for worker in workers])

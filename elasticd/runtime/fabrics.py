@@ -1,0 +1,63 @@
+"""The fabrics of one rank by plan number, and the threads in which they are let go."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from elasticd.runtime.groups import Fabric
+
+#: Seconds that the end of a job waits for threads that let groups go.
+_LEAVE = 5.0
+
+
+class Fabrics:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._fabrics: dict[int, list[Fabric]] = {}
+        self._threads: list[threading.Thread] = []
+
+    def add(self, number: int, fabric: Fabric) -> None:
+        with self._lock:
+            self._fabrics.setdefault(number, []).append(fabric)
+
+    def remember(self, thread: threading.Thread) -> None:
+        """A thread that the end of the job waits for."""
+        with self._lock:
+            self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+
+    def release(self, fabric: Fabric) -> None:
+        """One fabric goes, whatever it was for."""
+        with self._lock:
+            for fabrics in self._fabrics.values():
+                if fabric in fabrics:
+                    fabrics.remove(fabric)
+        self.remember(fabric.park())
+
+    def cancel(self, number: int) -> None:
+        """Frees who waits in the fabrics of this number, and lets them go."""
+        with self._lock:
+            fabrics = self._fabrics.pop(number, [])
+        for fabric in fabrics:
+            fabric.shut()
+            self.remember(fabric.park())
+
+    def shut(self) -> None:
+        """Frees every thread that waits in a group."""
+        with self._lock:
+            fabrics = [fabric for listed in self._fabrics.values() for fabric in listed]
+        for fabric in fabrics:
+            fabric.shut()
+
+    def end(self) -> None:
+        """Lets all groups go and waits for the threads that do so: an interpreter that ends while one of them
+        is inside gloo aborts."""
+        with self._lock:
+            fabrics = [fabric for number in list(self._fabrics) for fabric in self._fabrics.pop(number)]
+        for fabric in fabrics:
+            self.remember(fabric.park())
+        deadline = time.monotonic() + _LEAVE
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,62 @@
+"""Faults in a real job: workers die at any moment, the others go on, and training stays that of one process."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from elasticd.machines.job.state import Settings
+from tests.integration import train
+from tests.integration.cluster import Cluster, until
+from tests.integration.test_switches import check_exactness, plan_of, stage
+
+SCRIPT = Path(train.__file__)
+SETTINGS = Settings(retry_seconds=0.5)
+
+#: b/0 holds a whole replica, the two others one together.
+PLANS = {
+    "": plan_of((3, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (3, [stage(0, 5, ("b/0", 1))])),
+    "a/1": plan_of((4, [stage(0, 5, ("a/0", 6), ("a/1", 2))]), (2, [stage(0, 5, ("b/0", 1))])),
+    "without b/0": plan_of((6, [stage(0, 3, ("a/0", 1)), stage(3, 5, ("a/1", 1))])),
+}
+
+
+def gone_on(cluster: Cluster, steps: int) -> None:
+    """The survivors finish, each step was made once, and the numbers are those of one process."""
+    codes = cluster.wait(120)
+    assert codes.pop("b/0") == -signal.SIGKILL
+    assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+    check_exactness(cluster, steps, plans=2)
+    plans = [event["data"]["number"] for event in cluster.events("recorded")]
+    assert plans == sorted(set(plans)), "numbers only grow"
+
+
+@pytest.mark.slow
+def test_a_worker_killed_in_the_midst_of_training_costs_one_device() -> None:
+    steps = 40
+    with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=steps)
+        cluster.runs(1, steps=5)
+        pids = {device: worker.pid for device, worker in cluster.workers.items()}
+        cluster.workers["b/0"].kill()
+        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        assert {member["pid"] for member in cluster.job()["members"]} == {pids["a/0"], pids["a/1"]}
+        gone_on(cluster, steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["preparing", "voting", "moving", "saying", "swapping"])
+def test_a_worker_killed_at_any_moment_of_a_switch_costs_one_device(moment: str) -> None:
+    steps = 40
+    with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=steps, **{"b/0": {"die_at": moment}})
+        cluster.runs(1, steps=12)
+        cluster.pace("a/1", 3.0)
+        until(
+            lambda: cluster.events("fenced") and cluster.job()["phase"] in ("running", "done"),
+            60,
+            lambda: str([event["text"] for event in cluster.events()]),
+        )
+        gone_on(cluster, steps)

@@ -1,0 +1,245 @@
+"""Faults as the leader handles them: a fence, what the survivors hold, and a recovery, at every prefix."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticd.machines.job.effects import AgentDown
+from elasticd.machines.job.state import Phase
+from elasticd.messages import Bereft, Copy, Doubt, Finished, Joined, Standing
+from elasticd.records import Vote
+from tests.machines.world import World
+
+#: Enough for a whole replica on each device.
+ROOM = 60_000_000
+
+
+def running(nodes: tuple[str, ...] = ("alpha", "beta"), memory: int = ROOM) -> World:
+    world = World(nodes, memory=memory)
+    world.start()
+    world.settle()
+    world.train(2)
+    assert world.phase is Phase.RUNNING
+    return world
+
+
+def recovered(world: World) -> bool:
+    plan = world.plan()
+    return (
+        world.phase is Phase.RUNNING
+        and plan is not None
+        and all(
+            world.workers[device].alive and world.workers[device].plan == plan.number for device in plan.members
+        )
+    )
+
+
+def test_a_death_is_fenced_and_the_survivors_go_on() -> None:
+    world = running()
+    before = world.plan()
+    assert before is not None
+    world.kill("beta/1")
+    world.settle()
+    plan = world.plan()
+    assert plan is not None
+    assert recovered(world)
+    assert "beta/1" not in plan.members
+    assert plan.number > before.number + 1, "the fence has a number of its own"
+    assert world.kinds().count("fenced") == 1
+    assert world.job.fence is None, "the record ends the fault"
+    world.train(3)
+    assert world.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("how", ["before", "between", "after"])
+def test_a_leader_that_dies_at_any_event_of_a_fault_leaves_another_that_ends_it(how: str) -> None:
+    whole = running()
+    start = whole.events
+    whole.kill("beta/1")
+    whole.settle()
+    for at in range(start + 1, whole.events + 1):
+        world = running()
+        world.crash_at, world.crash_how = at, how
+        world.kill("beta/1")
+        world.settle()
+        for _ in range(12):
+            world.tick(1.0)
+            world.settle()
+        assert recovered(world), f"crash {how} event {at}: {world.phase} {world.job.reason}"
+        plan = world.plan()
+        assert plan is not None
+        assert "beta/1" not in plan.members
+
+
+@pytest.mark.parametrize("more", range(12))
+def test_a_second_death_at_any_event_of_a_fault(more: int) -> None:
+    world = running(("alpha", "beta", "gamma"))
+    world.kill("beta/1")
+    for _ in range(more):
+        world.turn()
+    world.kill("gamma/0")
+    world.settle()
+    assert recovered(world), world.job.reason
+    plan = world.plan()
+    assert plan is not None
+    assert not {"beta/1", "gamma/0"} & {*plan.members}
+
+
+def test_a_fault_closes_the_proposal_that_is_open() -> None:
+    world = running()
+    world.train(10)
+    world.deaf = {"alpha/1"}
+    world.rates = {"alpha/0": 3.0}
+    for _ in range(40):
+        if world.phase is Phase.PROPOSED:
+            break
+        world.train(1)
+    assert world.phase is Phase.PROPOSED
+    world.deaf = set()
+    world.kill("beta/0")
+    world.settle()
+    assert recovered(world), world.job.reason
+
+
+def test_lost_state_is_named_and_never_filled_in() -> None:
+    world = running(memory=3_000_000)  # no room for replicas
+    plan = world.plan()
+    assert plan is not None
+    world.kill(plan.members[-1])
+    world.settle()
+    done = world.done()
+    assert done is not None
+    assert "state is lost" in done.reason
+    assert "is held by nobody who lives" in done.reason
+
+
+def test_members_that_lose_each_other_without_a_death_recover_too() -> None:
+    world = running()
+    plan = world.plan()
+    assert plan is not None
+    for device in plan.members[:2]:
+        world.outcome(world.workers[device], Bereft(step=world.steps, reason="connection reset"))
+    world.settle()
+    assert world.phase is Phase.RUNNING, "somebody's death may be on its way"
+    world.tick(0.6)
+    world.settle()
+    assert recovered(world)
+    assert {*world.plan().members} == {*plan.members}  # type: ignore[union-attr]
+
+
+def test_doubt_is_resolved_by_what_all_hold() -> None:
+    """One swapped and died before it said so; the others are in doubt with both copies."""
+    world = running()
+    world.train(10)
+    world.deaf = set(world.workers)
+    world.rates = {"alpha/0": 3.0}
+    for _ in range(40):
+        if world.phase is Phase.PROPOSED:
+            break
+        world.train(1)
+    proposal = world.proposal()
+    assert proposal is not None
+    world.deaf = set()
+    for device in proposal.plan.members:
+        worker = world.workers[device]
+        worker.copies = (
+            Copy(number=worker.plan, step=world.steps),
+            Copy(number=proposal.number, step=world.steps),
+        )
+        world.outcome(worker, Doubt(number=proposal.number, step=world.steps, reason="reset"))
+    world.settle()
+    world.tick(0.6)
+    world.settle()
+    assert recovered(world), world.job.reason
+    history = [note for note in world.notes if note.kind == "proposed"]
+    assert "lost the other members" in history[-1].text
+
+
+def test_who_has_not_heard_the_last_vote_is_told_its_outcome() -> None:
+    world = running()
+    plan = world.plan()
+    assert plan is not None
+    vote = Vote(step=world.steps, loss=1.0, norm=1.0, count=8.0, tokens=64, apply=True)
+    world.deaf = set(world.workers)
+    world.kill("beta/1")
+    world.settle()
+    fence = world.job.fence
+    assert fence is not None
+    ahead, *behind = [device for device in plan.members if device != "beta/1"]
+    number, step = plan.number, world.steps
+    for device in behind:
+        copies = (Copy(number=number, step=step, behind=True),)
+        world.stand(device, Standing(fence=fence.number, copies=copies))
+    world.stand(ahead, Standing(fence=fence.number, copies=(Copy(number=number, step=step + 1),), vote=vote))
+    world.deaf = set()
+    world.settle()
+    proposal = next(p for p in reversed(world.proposals) if p.recovery is not None)
+    assert proposal.recovery is not None
+    assert (proposal.recovery.step, proposal.recovery.vote) == (step + 1, vote)
+    assert {*proposal.recovery.sources} == {ahead, *behind}
+
+
+def test_a_node_that_cannot_be_reached_is_dead_only_once_the_steps_stop() -> None:
+    world = running()
+    world.say(AgentDown(node="beta"))
+    world.settle()
+    for _ in range(5):
+        world.train(1)
+    assert world.kinds().count("fenced") == 0, "its workers train on"
+    world.cut = {"beta"}
+    for _ in range(6):
+        world.tick(1.0)
+        world.settle()
+    assert world.kinds().count("fenced") == 1
+    plan = world.plan()
+    assert plan is not None
+    assert all(device.startswith("alpha/") for device in plan.members)
+
+
+def test_a_leader_that_reaches_nobody_fences_nobody() -> None:
+    world = running()
+    for node in ("alpha", "beta"):
+        world.say(AgentDown(node=node))
+    for _ in range(20):
+        world.tick(1.0)
+        world.settle()
+    assert world.kinds().count("fenced") == 0
+
+
+def test_workers_that_torchrun_starts_again_join_and_are_used() -> None:
+    world = running()
+    world.train(12)
+    world.kill("beta/1")
+    world.kill("beta/0")
+    world.settle()
+    assert recovered(world)
+    world.restart("beta")
+    world.settle()
+    assert isinstance(world.told["tbeta"][-1], Joined)
+    for _ in range(40):
+        world.train(1)
+    plan = world.plan()
+    assert plan is not None
+    assert {"beta/0", "beta/1"} & {*plan.members}, world.notes[-1].text
+
+
+def test_who_was_fenced_off_and_lives_comes_again_as_another() -> None:
+    world = running()
+    world.train(12)
+    incarnation = world.workers["beta/1"].incarnation
+    world.deaf = {"beta/1"}  # frozen: it answers nothing
+    world.outcome(world.workers["alpha/0"], Bereft(step=world.steps, reason="timeout"))
+    for _ in range(14):
+        world.tick(1.0)
+        world.settle()
+    assert recovered(world)
+    world.deaf = set()
+    world.thaw("beta/1")
+    world.settle()
+    assert world.workers["beta/1"].incarnation != incarnation
+    for _ in range(40):
+        world.train(1)
+    world.finish()
+    world.settle()
+    assert world.phase is Phase.DONE
+    assert any(isinstance(body, Finished) for body in world.workers["alpha/0"].said)
