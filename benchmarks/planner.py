@@ -69,6 +69,10 @@ def at_most(name: str, found: float, limit: float, unit: str, noise: float | Non
     return row(name, found, unit, goal=f"<= {limit:g}", met=found <= limit * (1 + 1e-9), noise=noise)
 
 
+def at_least(name: str, found: float, limit: float, unit: str) -> Row:
+    return row(name, found, unit, goal=f">= {limit:g}", met=found >= limit)
+
+
 def reference_rows() -> list[Row]:
     """Golden rows, steady: the planner over the reference; time; rows that are strictly better."""
     rows, better, could, slowest = [], 0, 0, 0.0
@@ -88,8 +92,13 @@ def reference_rows() -> list[Row]:
             stepped = value(solve(problem, "step", ideal=False))
             name = f"{words}: step over the reference's plan"
             rows.append(at_most(name, stepped / entry["reference_step"], 1.0, ""))
-    words = f"golden rows strictly better, of {len(REFERENCE['rows'])}, where a better plan exists in {could}"
-    rows.append(row(words, better, "rows", goal=f">= {could}", met=better >= could))
+    # The goal was set before it was proved that most of the references are the best that there is.
+    half = (len(REFERENCE["rows"]) + 1) // 2
+    words = f"golden rows strictly better, of {len(REFERENCE['rows'])}"
+    rows.append(row(words, better, "rows", goal=f">= {half}", met=better >= half))
+    rows.append(
+        at_least("golden rows strictly better, of those where a better plan exists", better, could, "rows")
+    )
     rows.append(at_most("golden rows: slowest", slowest, 0.5, "s"))
     return rows
 
