@@ -288,9 +288,9 @@ class Saver:
             folders.remove(self._disk, item)
 
     def _let_go(self, task: Task) -> None:
-        """Given up; after `_write`, on the same thread, so that nothing of it is at work any more."""
-        if task.rank == 0:
-            self._remove(task)
+        """Given up; after `_write`, on the same thread, so that nothing of it is at work here any more. Other
+        ranks may still write: the last to let go leaves nothing behind."""
+        self._remove(task)
         self._free(task)
 
     def _free(self, task: Task) -> None:

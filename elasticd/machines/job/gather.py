@@ -42,6 +42,10 @@ def _late(turn: Turn, node: str, up: Up, body: Join) -> None:
     """The job runs already: a node comes along, or a torchrun starts its workers again. It is answered once the
     first plan runs, and once a new leader knows which workers there are: `answer_late`."""
     job = turn.job
+    known = job.joiners.get(node)
+    if known is not None and known.pid != body.pid and _has_workers(turn, node):
+        turn.send(node, up.client, Rejected(reason=_full(turn)))  # a second one beside the one that runs
+        return
     if node not in job.joined:
         others = {*job.joined} or _nodes_of_members(turn)
         if len(others - {node}) >= body.max_nodes:
