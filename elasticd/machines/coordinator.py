@@ -121,16 +121,11 @@ def _taken(state: State, node: str, up: Up) -> str:
             held = [worker for worker in held if worker.device == up.device]
         if held:
             devices = ", ".join(worker.device for worker in held)
-            lost = any(worker.orphan for worker in held)
-            return f"{devices}: in use by job {name}; {_ORPHANED if lost else _ONE_JOB}"
+            return f"{devices}: in use by job {name}; {_ONE_JOB}"
     return ""
 
 
 _ONE_JOB = "a device belongs to one job at a time: wait for the end of that job or use other nodes"
-_ORPHANED = (
-    "the node's agent was started again while its workers trained, so that nobody here sees when they end: end "
-    "that job (its torchruns) and start the coordinator again, or use other nodes"
-)
 
 
 def _turned_away(state: State, node: str, up: Up, why: str, now: float) -> Result:

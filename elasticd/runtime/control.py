@@ -171,6 +171,8 @@ class Control:
             self._socket, self.welcome, self._renewing = opened, welcome, None
             again = [data for data in self._said.values() if data not in self._outbox]
             self._outbox.extendleft(reversed(again))
+        if welcome.pace is not None:  # what was said while nobody was here to hear it
+            self._handler(welcome.pace)
         if renewing is not None:
             renewing.set()
         return True

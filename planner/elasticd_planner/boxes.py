@@ -135,11 +135,6 @@ class TensorLayout(Value, frozen=True, kw_only=True):
     def of(self, device: str) -> tuple[Box, ...]:
         return tuple(holding.box for holding in self.holdings if holding.device == device)
 
-    @property
-    def covered(self) -> bool:
-        """Whether every element is held by some device."""
-        return not subtract(Box.whole(self.shape), (holding.box for holding in self.holdings))
-
 
 def lacking(old: TensorLayout | None, new: TensorLayout) -> dict[str, tuple[Box, ...]]:
     """For each device of `new`, the boxes that it is to hold and does not hold in `old`, disjoint."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -10,7 +9,6 @@ from functools import cached_property
 from elasticd_planner.value import Value, refuse
 
 NORMAL = 1.0
-DEAD = math.inf
 
 #: A smaller rate is most likely an error of units.
 LEAST_RATE = 0.1

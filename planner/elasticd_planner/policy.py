@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 from elasticd_planner.stability import Outlook
 from elasticd_planner.value import Value, refuse
@@ -56,22 +55,6 @@ class Price(Value, frozen=True, kw_only=True):
 
     def seconds(self, bytes_to_move: int) -> float:
         return self.pause_seconds + bytes_to_move / self.bandwidth
-
-
-class Policy(Protocol):
-    """Decides whether a new plan is worth its switch."""
-
-    def __call__(
-        self,
-        settings: PolicySettings,
-        current_seconds: float | None,
-        new_seconds: float,
-        bytes_to_move: int,
-        *,
-        steps_left: int | None = None,
-        price: Price | None = None,
-        outlook: Outlook | None = None,
-    ) -> Decision: ...
 
 
 def measured_price(settings: PolicySettings, switches: Sequence[Moved]) -> Price:

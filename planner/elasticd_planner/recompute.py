@@ -19,10 +19,7 @@ from elasticd_planner.cost import rate_of, reach, stage_times
 from elasticd_planner.division import GroupType
 from elasticd_planner.layers import best_layers
 from elasticd_planner.plan import Pipeline, Stage
-from elasticd_planner.task import Task
-
-#: So many micro-batches that nothing but the slowest stage counts.
-MANY = 10**6
+from elasticd_planner.task import MANY, Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

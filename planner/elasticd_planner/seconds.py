@@ -19,8 +19,9 @@ from elasticd_planner.plan import Plan, StatePolicy
 from elasticd_planner.problem import Freedom, Problem
 from elasticd_planner.search import plan as search
 from elasticd_planner.settings import Setting, task_of
+from elasticd_planner.table import MIB
 from elasticd_planner.task import Task
-from elasticd_planner.timed import MIB, profile_of
+from elasticd_planner.timed import profile_of
 from elasticd_planner.value import refuse
 
 #: Replicas that are tried where they are not pinned: one, and as many as survive the loss of a node.

@@ -15,13 +15,10 @@ from elasticd_planner.plan import Pipeline, Plan, Prediction, Stage
 from elasticd_planner.seconds import cluster_of, rates_of, solve_timed, timed_task, yardstick
 from elasticd_planner.shape import Combination
 from elasticd_planner.table import MIB, TableCost
-from elasticd_planner.task import EXACT_DEVICES, Task
+from elasticd_planner.task import EXACT_DEVICES, MANY, Task
 from elasticd_planner.tight import explain
 from elasticd_planner.walk import form
 from elasticd_planner.wide import Wide
-
-#: So many micro-batches that nothing but the slowest stage counts.
-MANY = 10**6
 
 
 def cost_of(problem: TableProblem) -> TableCost:

@@ -11,6 +11,10 @@ from elasticd_planner.cost import CostModel
 EXACT_DEVICES = 8
 
 
+#: So many micro-batches that nothing but the slowest stage counts.
+MANY = 10**6
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What is to be planned, in the terms of the search. tp: size of groups on nodes of normal devices (None:

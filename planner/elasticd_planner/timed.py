@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 
 from elasticd_planner.profiles import ADAMW_STATE, FORWARD, ModelProfile, SectionProfile
+from elasticd_planner.table import MIB
 from elasticd_planner.value import Value, refuse
-
-MIB = 1 << 20
 
 #: Whole units that shares are in where `model.units` is not given.
 UNITS = 64

@@ -75,8 +75,8 @@ class Cluster:
         self.server = MemoryServer()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._agents: list[Agent] = []
-        self._serving: list[asyncio.Task[None]] = []
+        self._agents: dict[str, Agent] = {}
+        self._serving: dict[str, asyncio.Task[None]] = {}
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
         self._torchruns: list[Any] = []
 
@@ -102,14 +102,26 @@ class Cluster:
             self.config, MemoryStore(self.server), settings=self._settings, planner=self._planner
         )
         await self.coordinator.start()
-        for node, devices in self.nodes.items():
-            config = with_overrides(
-                self.config,
-                {"agent.node": node, "agent.socket": self.socket(node), "agent.devices": devices},
-            )
-            agent = Agent(config, MemoryStore(self.server))
-            self._agents.append(agent)
-            self._serving.append(asyncio.create_task(agent.run()))
+        for node in self.nodes:
+            self._start_agent(node)
+
+    def _start_agent(self, node: str) -> None:
+        config = with_overrides(
+            self.config,
+            {"agent.node": node, "agent.socket": self.socket(node), "agent.devices": self.nodes[node]},
+        )
+        self._agents[node] = Agent(config, MemoryStore(self.server))
+        self._serving[node] = asyncio.create_task(self._agents[node].run())
+
+    def restart_agent(self, node: str) -> None:
+        """Ends a node's agent and starts another."""
+
+        async def restart() -> None:
+            self._agents[node].stop()
+            await self._serving[node]
+            self._start_agent(node)
+
+        self.call(restart())
 
     def call(self, work: Coroutine[Any, Any, T], seconds: float = 30.0) -> T:
         """Runs a coroutine on the cluster's loop."""
@@ -131,9 +143,9 @@ class Cluster:
         self._folder.cleanup()
 
     async def _stop(self) -> None:
-        for agent in self._agents:
+        for agent in self._agents.values():
             agent.stop()
-        await asyncio.gather(*self._serving, return_exceptions=True)
+        await asyncio.gather(*self._serving.values(), return_exceptions=True)
         if hasattr(self, "coordinator"):
             await self.coordinator.stop()
 

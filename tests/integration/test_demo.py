@@ -15,8 +15,9 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-#: Checks that need the machine for themselves: other tests run beside this one.
-SPEED = {"as predicted", "better than without", "replan pays", "emulation in time"}
+#: Checks that need the machine for themselves: other tests run beside this one. Whether the best plan has
+#: unequal shares is one of them, as it hangs on what an all-reduce was measured to cost.
+SPEED = {"as predicted", "better than without", "replan pays", "emulation in time", "unequal shares"}
 DEADLINE = 60.0
 
 

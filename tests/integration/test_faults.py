@@ -60,3 +60,24 @@ def test_a_worker_killed_at_any_moment_of_a_switch_costs_one_device(moment: str)
             lambda: str([event["text"] for event in cluster.events()]),
         )
         gone_on(cluster, steps)
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_started_again_gets_its_workers_back() -> None:
+    steps = 60
+    with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=steps)
+        cluster.runs(1, steps=12)
+        before = cluster.job()["members"]
+        cluster.restart_agent("a")
+        until(lambda: cluster.events("agent_restarted"), 30, lambda: str(cluster.events()))
+        cluster.pace("a/1", 3.0)
+        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        after = cluster.job()["members"]
+        assert [(m["device"], m["incarnation"]) for m in after] == [
+            (m["device"], m["incarnation"]) for m in before
+        ]
+        codes = cluster.wait(120)
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+        assert not cluster.events("fenced")
+        check_exactness(cluster, steps, plans=2)

@@ -143,7 +143,7 @@ def test_no_plan_is_proposed_for_workers_whose_agent_was_started_again_and_it_is
     world.settle()
     told = [note.text for note in world.notes if note.kind == "agent_restarted"]
     assert [text.split("'")[0] for text in told] == ["node alpha", "node beta"]
-    assert "cannot be replanned until the job is started again" in told[0]
+    assert "nothing is replanned until they have come back to it" in told[0]
     world.rates = {"beta/1": 3.0}
     world.train(10)
     assert "slow" in world.kinds()
@@ -170,8 +170,7 @@ def test_other_job_on_devices_of_workers_that_nobody_sees_gets_a_clear_answer() 
     )
     world.settle()
     (reason,) = refused(world, "t2")
-    assert "alpha/0, alpha/1: in use by job demo; the node's agent was started again" in reason
-    assert "start the coordinator again, or use other nodes" in reason
+    assert "alpha/0, alpha/1: in use by job demo; a device belongs to one job at a time" in reason
     assert list(world.state.jobs) == ["demo"]
 
 

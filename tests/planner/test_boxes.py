@@ -97,12 +97,6 @@ def test_everything_lacks_where_nothing_was_held() -> None:
     assert lacking(None, layout((2, 3), [("a", whole)])) == {"a": (whole,)}
 
 
-def test_covered_sees_one_missing_element() -> None:
-    parts = [("a", Box(start=(0,), stop=(2,))), ("b", Box(start=(2,), stop=(4,)))]
-    assert layout((4,), parts).covered
-    assert not layout((5,), parts).covered
-
-
 def test_a_scalar_is_one_box_without_dimensions() -> None:
     scalar = Box.whole(())
     assert scalar.size == 1

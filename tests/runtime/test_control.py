@@ -50,6 +50,16 @@ class Agent:
     def send(self, message: messages.Message) -> None:
         packets.send(self.socket, messages.encode(message))
 
+    def again(self, answer: messages.ToWorker) -> None:
+        """Accepts one more connection."""
+        self._answer = answer
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._listener.close()
+        self.socket.close()
+
     def ready(self) -> Agent:
         self._thread.join(10)
         return self
@@ -151,3 +161,43 @@ def test_an_agent_that_hangs_up_is_named(tmp_path: Path) -> None:
 def test_no_agent_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(packets.NoAgent, match="start one with elasticd-agent"):
         Control(str(tmp_path / "none"), hello(), connect_seconds=0.0)
+
+
+def test_a_worker_comes_back_to_another_agent_as_itself_and_says_what_it_had_said(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    first = Agent(path, WELCOME)
+    control = Control(path, hello())
+    first.ready()
+    control.start(lambda message: None)
+    control.send(Kept(number=4, step=5))
+    assert first.receive() == Kept(number=4, step=5)
+    first.close()
+    second = Agent(path, WELCOME).ready()
+    try:
+        assert isinstance(second.hello, Hello)
+        assert second.hello.incarnation == WELCOME.incarnation
+        assert second.receive() == Kept(number=4, step=5)
+        control.close(Goodbye())
+    finally:
+        second.close()
+
+
+def test_a_worker_that_was_fenced_off_comes_as_another(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    first = Agent(path, WELCOME)
+    control = Control(path, hello())
+    first.ready()
+    control.start(lambda message: None)
+    control.send(Kept(number=4, step=5))
+    renewed = threading.Thread(target=control.renew)
+    first.again(Welcome(device="a/0", incarnation="2e", address="127.0.0.1"))
+    renewed.start()
+    renewed.join(20)
+    assert not renewed.is_alive()
+    first.ready()
+    assert isinstance(first.hello, Hello)
+    assert first.hello.incarnation == "", "it asks for a new one"
+    assert control.welcome.incarnation == "2e"
+    control.close(Goodbye())
+    assert first.receive() == Goodbye(), "what the other incarnation said is not said again"
+    first.close()

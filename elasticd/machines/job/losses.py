@@ -109,8 +109,8 @@ def deserted(turn: Turn) -> None:
 
 
 def orphaned(turn: Turn, node: str) -> None:
-    """An agent was started again on `node`. The workers that spoke to the one before train on, if they train,
-    but have no line to anybody: no plan can be proposed while they are needed."""
+    """An agent was started again on `node`. The workers that spoke to the one before train on, and come back to
+    it: no plan can be proposed before they have."""
     workers = [worker for worker in turn.job.workers.values() if worker.node == node and not worker.left]
     if turn.job.phase not in LIVE or not workers or all(worker.orphan for worker in workers):
         return
@@ -120,7 +120,7 @@ def orphaned(turn: Turn, node: str) -> None:
         stop(turn, f"node {node}'s agent was started again before the first step")
         return
     text = (
-        f"node {node}'s agent was started again: its workers go on training but cannot be replanned until "
-        "the job is started again"
+        f"node {node}'s agent was started again: its workers go on training, and nothing is replanned until "
+        "they have come back to it"
     )
     turn.note("agent_restarted", text, node=node, devices=[worker.device for worker in workers])
