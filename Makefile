@@ -30,7 +30,7 @@ $(STAMP): FORCE
 endif
 endif
 
-.PHONY: help venv demo test lint bench clean FORCE
+.PHONY: help venv demo test lint bench soak clean FORCE
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -82,6 +82,9 @@ bench: $(STAMP) ## benchmarks/NAME.py, or all of them without NAME
 	  $(BIN)/python "benchmarks/$$name.py" $(ARGS) || failed="$$failed $$name"; \
 	done; \
 	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
+
+soak: $(STAMP) ## 200 random faults on a real job, and what must hold is checked (ARGS='--seed 7 --faults 50')
+	@$(BIN)/python -m elasticd.chaos.soak $(ARGS)
 
 clean: ## remove .venv, caches and reports: all that make made
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo-report

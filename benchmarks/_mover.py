@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,40 +27,16 @@ from elasticd_migration.transport import ProcessGroupTransport
 from elasticd_planner.boxes import Box
 from elasticd_planner.layouts import Item, Layouts
 from elasticd_planner.plan import Plan
-from torch._C._distributed_c10d import FileStore
 
 from elasticd.runtime.groups import Fabric, Group
 from elasticd.runtime.sockets import tcp_sockets
+from tests.migration.files import Files
 
 #: Bytes of one message of the plain exchange.
 LARGE = 64 << 20
 PLANES = {"value": ("value",), "state": ("exp_avg", "exp_avg_sq"), "buffer": ("value",)}
 #: Bytes of one element of all its planes.
 SIZES = {role: 4 * len(planes) for role, planes in PLANES.items()}
-
-
-class Files:
-    """The bootstrap store: a torch FileStore as the runtime's `KeyValue`."""
-
-    def __init__(self, path: Path) -> None:
-        self._store = FileStore(str(path))
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
-
-    def get(self, key: str, seconds: float) -> bytes:
-        deadline = time.monotonic() + seconds
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                raise TimeoutError(key)
-            time.sleep(0.005)
-        return bytes(self._store.get(key))
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._store.add(key, amount))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._store.check(list(keys)))
 
 
 def members_of(old: Plan, new: Plan) -> tuple[str, ...]:

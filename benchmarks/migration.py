@@ -1,4 +1,5 @@
-"""The figures of migration: speed over loopback and a slow link, against the way by disk, schedules, bytes.
+"""The figures of migration: speed over loopback and a slow link, against the way by disk, schedules, bytes,
+and what snapshots cost.
 
 make bench NAME=migration
 
@@ -26,6 +27,7 @@ from _link import ADDRESSES, NotPermitted, link  # noqa: E402
 from _movers import environment, gang  # noqa: E402
 from _planned import schedule_rows, straggler_rows  # noqa: E402
 from _results import Row, finish, row  # noqa: E402
+from _snapshots import snapshot_rows  # noqa: E402
 
 REPEATS = 7
 MEGABITS = 1000
@@ -152,6 +154,7 @@ def rows() -> Iterator[Row]:
     yield from link_rows()
     yield from schedule_rows()
     yield from straggler_rows()
+    yield from snapshot_rows()
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from elasticd.runtime.job import Job, Step
     from elasticd.runtime.model import Model, Region, Rule, UnitsOf
     from elasticd.runtime.switching import JobStopped
+    from elasticd.runtime.watching import watch
 
-__all__ = ["Job", "JobStopped", "Model", "Region", "Rule", "Step", "UnitsOf"]
+__all__ = ["Job", "JobStopped", "Model", "Region", "Rule", "Step", "UnitsOf", "watch"]
 
 _HOMES = {
     "Job": "elasticd.runtime.job",
@@ -23,6 +24,7 @@ _HOMES = {
     "Rule": "elasticd.runtime.model",
     "Step": "elasticd.runtime.job",
     "UnitsOf": "elasticd.runtime.model",
+    "watch": "elasticd.runtime.watching",
 }
 
 

@@ -89,7 +89,8 @@ class AgentSection(Value, frozen=True, kw_only=True):
     """One node: its name, its socket for the workers, the address at which they listen for each other.
 
     Without `devices` and `memory` (bytes of each device) the machine is asked; without `socket`
-    it is `$ELASTICD_SOCKET`, else a path of the user's own. `state` is as for the coordinator.
+    it is `$ELASTICD_SOCKET`, else a path of the user's own. `state` is as for the coordinator. The snapshots
+    that other nodes' agents send here may use `snapshot_mib` MiB of memory (default: a quarter of the node's).
     """
 
     node: str = msgspec.field(default_factory=_host_name)
@@ -98,6 +99,7 @@ class AgentSection(Value, frozen=True, kw_only=True):
     devices: int | None = None
     memory: int | None = None
     state: str | None = None
+    snapshot_mib: int | None = None
 
     def __post_init__(self) -> None:
         _check_name("node", self.node)
@@ -107,6 +109,8 @@ class AgentSection(Value, frozen=True, kw_only=True):
             refuse(f"devices = {self.devices} must be at least 1")
         if self.memory is not None and self.memory < 1:
             refuse(f"memory = {self.memory} must be a positive number of bytes, as 8 GiB")
+        if self.snapshot_mib is not None and self.snapshot_mib < 0:
+            refuse(f"snapshot_mib = {self.snapshot_mib} must be MiB, as 4096, or 0 to keep none for others")
 
 
 class LinkSection(Value, frozen=True, kw_only=True):

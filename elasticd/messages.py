@@ -11,16 +11,26 @@ from typing import Literal
 import msgspec
 from elasticd_planner.measurement import Measurement
 
+from elasticd.orders import Drain, Harm
+from elasticd.pulses import Frozen, Ping, Pong
 from elasticd.records import JobSpec, NodeRecord, Proposal, Vote
+from elasticd.rounds import (
+    Attend,
+    Attending,
+    Lap,
+    Lapped,
+    Present,
+    ReadRound,
+    RoundAnswer,
+    Watching,
+    WriteRound,
+)
+from elasticd.snapshots import Fetched, Freed, Keeps, OfSnapshots, Whole
+from elasticd.wire import WIRE_VERSION as WIRE_VERSION
+from elasticd.wire import Message as Message
 
-#: Version of all messages; a peer one older or one newer is accepted, others are refused at hello.
-WIRE_VERSION = 1
 #: Before a device's name: the address in `Down` of whoever drives that device, now or later.
 DEVICE_PREFIX = "device:"
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The base of every wire message."""
 
 
 # -- worker to agent ---------------------------------------------------------------------------------------
@@ -120,20 +130,6 @@ class Standing(Message, frozen=True, kw_only=True):
     vote: Vote | None = None
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot: the state of one member of plan `plan` after `step` updates, `size` bytes, copied on `node`.
-    `manifest` says what they are; agents do not read it."""
-
-    job: str
-    device: str
-    incarnation: str
-    plan: int
-    step: int
-    node: str
-    size: int
-    manifest: str
-
-
 class Saved(Message, frozen=True, kw_only=True):
     """A checkpoint is whole on disk but for its name, which it gets when the store says that it may: the state
     after `step` updates, written by all members of this plan."""
@@ -169,12 +165,14 @@ class StoreCall(Message, frozen=True, kw_only=True):
 
 
 class Join(Message, frozen=True, kw_only=True):
-    """A torchrun asks to take part in a job."""
+    """A torchrun asks to take part in a job. `slot`: the index of the one device that it is for; without, it
+    is for all of its node's."""
 
     job: str
     min_nodes: int
     max_nodes: int
     pid: int
+    slot: int | None = None
     version: int = WIRE_VERSION
 
 
@@ -290,18 +288,27 @@ FromWorker = (
     | Join
     | Leave
 )
+#: What a torchrun in restart mode says to its agent's rounds, and no leader hears.
+OfRounds = Attend | Present | ReadRound | WriteRound | Watching | Lap
+#: All that an agent's machine does not hear.
+ToAgentAlone = Pong | OfSnapshots | OfRounds
 ToWorker = (
     Welcome
+    | Ping
     | Rejected
     | Propose
     | Abort
     | Fenced
     | Recorded
     | Published
+    | Freed
+    | Fetched
     | StoreAnswer
     | Shutdown
     | Pace
     | Joined
+    | Attending
+    | RoundAnswer
     | Closed
 )
 
@@ -349,11 +356,11 @@ class AgentRejected(Message, frozen=True, kw_only=True):
     reason: str
 
 
-ToLeader = AgentHello | Up | WorkerLost
-ToAgent = Down | AgentRejected
+ToLeader = AgentHello | Up | WorkerLost | Frozen | Keeps | Lapped
+ToAgent = Down | Whole | AgentRejected | Harm | Drain
 
 _encoder = msgspec.json.Encoder()
-_from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
+_from_worker: msgspec.json.Decoder[FromWorker | ToAgentAlone] = msgspec.json.Decoder(FromWorker | ToAgentAlone)
 _to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
 _to_leader: msgspec.json.Decoder[ToLeader] = msgspec.json.Decoder(ToLeader)
 _to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
@@ -363,7 +370,7 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def from_worker(data: bytes) -> FromWorker:
+def from_worker(data: bytes) -> FromWorker | ToAgentAlone:
     return _from_worker.decode(data)
 
 

@@ -3,9 +3,12 @@
     listener = listen(path)                agent
     sock = connect(path)                   worker, torchrun
     send(sock, data); receive(sock)        both; None is the other's end
+    send(sock, data, fd); accept(sock)     with a descriptor, which the receiver gets one of its own of
 
 A packet keeps its borders, so there is nothing to reassemble. Above `LARGEST_PACKET` the kernel would refuse
 it sooner or later; then a sealed memory file travels in its place, which the receiver reads and closes.
+A packet with descriptors begins with eight bytes, the size of the message in the memory file. That is the
+first descriptor, and a second one is the sender's; where the size is 0, the message follows in the packet.
 All functions work on blocking and on non-blocking sockets; the latter raise BlockingIOError as usual.
 Standard library only: a trainer imports this.
 """
@@ -29,7 +32,14 @@ LARGEST_PACKET = 64 * 1024
 LARGEST_MESSAGE = 1 << 30
 #: Names the agent's socket for everything that runs on a node.
 SOCKET_VARIABLE = "ELASTICD_SOCKET"
+#: Names the one device of a torchrun that `elasticd run` started, by its index on the node.
+SLOT_VARIABLE = "ELASTICD_SLOT"
+#: Names the torchrun in restart mode that a process descends from.
+TORCHRUN_VARIABLE = "ELASTICD_TORCHRUN"
+#: And the round that it was started in: its number, torchruns in it, and the least that there may be.
+ROUND_VARIABLE = "ELASTICD_ROUND"
 
+_SIZE = struct.Struct("=Q")
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _LONGEST_PATH = 107
 _RETRY_SECONDS = 0.05
@@ -101,42 +111,72 @@ def connect(path: str, timeout: float = 0.0) -> socket.socket:
         time.sleep(_RETRY_SECONDS)
 
 
-def send(sock: socket.socket, data: bytes) -> None:
-    """Hand one message over. Raises BrokenPipeError when the other end is gone, ValueError for no bytes."""
+def send(sock: socket.socket, data: bytes, fd: int | None = None) -> None:
+    """Hand one message over, and a descriptor with it, which stays the caller's too.
+
+    Raises BrokenPipeError when the other end is gone, ValueError for no bytes.
+    """
     if not data:
         raise ValueError("an empty message cannot be told from the end of the connection")
-    if len(data) <= LARGEST_PACKET:
-        sock.send(data, socket.MSG_NOSIGNAL)
-        return
     if len(data) > LARGEST_MESSAGE:
         raise PacketError(f"a message of {len(data)} bytes is above the limit of {LARGEST_MESSAGE}")
-    fd = _filled_memfd(data)
+    if len(data) <= LARGEST_PACKET:
+        if fd is None:
+            sock.send(data, socket.MSG_NOSIGNAL)
+        else:
+            _send_with(sock, [_SIZE.pack(0), data], [fd])
+        return
+    body = _filled_memfd(data)
     try:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-        sock.sendmsg([struct.pack("=Q", len(data))], rights, socket.MSG_NOSIGNAL)
+        _send_with(sock, [_SIZE.pack(len(data))], [body] if fd is None else [body, fd])
     finally:
-        os.close(fd)
+        os.close(body)
 
 
 def receive(sock: socket.socket) -> bytes | None:
-    """The next message, or None at the end of the connection. Raises PacketError for what no `send` sent."""
+    """The next message, or None at the end of the connection. Raises PacketError for what no `send` sent, and
+    for a descriptor, which is closed."""
+    data, fd = accept(sock)
+    if fd is not None:
+        os.close(fd)
+        raise PacketError("a descriptor came with a message that has none")
+    return data
+
+
+def accept(sock: socket.socket) -> tuple[bytes | None, int | None]:
+    """The next message and the descriptor that came with it, which the caller closes. Both are None at the end
+    of the connection. Raises PacketError for what no `send` sent."""
     try:
         data, ancillary, flags, _ = sock.recvmsg(
-            LARGEST_PACKET, socket.CMSG_SPACE(struct.calcsize("i")), socket.MSG_CMSG_CLOEXEC
+            LARGEST_PACKET + _SIZE.size, socket.CMSG_SPACE(2 * struct.calcsize("i")), socket.MSG_CMSG_CLOEXEC
         )
     except ConnectionResetError:
         # The other end closed with messages of ours unread.
-        return None
+        return None, None
     fds = _descriptors(ancillary)
+    given: int | None = None
     try:
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 1:
+        too_long = len(data) > LARGEST_PACKET + (_SIZE.size if fds else 0)
+        if too_long or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 2:
             raise PacketError("a packet was cut short: its sender does not speak elasticd's framing")
         if not fds:
-            return data or None
-        return _read_memfd(fds[0], data)
+            return data or None, None
+        size = _SIZE.unpack(data[: _SIZE.size])[0] if len(data) >= _SIZE.size else -1
+        if size == 0 and len(data) > _SIZE.size and len(fds) == 1:
+            given = fds[0]
+            return data[_SIZE.size :], given
+        message = _read_memfd(fds[0], data)
+        given = fds[1] if len(fds) == 2 else None
+        return message, given
     finally:
         for fd in fds:
-            os.close(fd)
+            if fd != given:
+                os.close(fd)
+
+
+def _send_with(sock: socket.socket, parts: list[bytes], fds: list[int]) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+    sock.sendmsg(parts, rights, socket.MSG_NOSIGNAL)
 
 
 def _filled_memfd(data: bytes) -> int:
@@ -158,9 +198,9 @@ def _read_memfd(fd: int, header: bytes) -> bytes:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError:
         sealed = False
-    if not sealed or len(header) != 8:
+    if not sealed or len(header) != _SIZE.size:
         raise PacketError("a descriptor came that is no sealed memory file: not elasticd's framing")
-    (size,) = struct.unpack("=Q", header)
+    (size,) = _SIZE.unpack(header)
     if not 0 < size <= LARGEST_MESSAGE or os.fstat(fd).st_size != size:
         raise PacketError(f"a memory file of {os.fstat(fd).st_size} bytes came where {size} were announced")
     parts: list[bytes] = []

@@ -58,18 +58,27 @@ class Keys(Value, frozen=True, kw_only=True):
     def member(self, job: str, device: str) -> str:
         return self.job(job, "members/") + device.replace("/", ":")
 
+    def rendezvous(self, job: str) -> str:
+        """The prefix of what torchruns in restart mode, and nobody else, keep through their agents."""
+        return f"{self.jobs}{job}/rendezvous/"
+
     def history(self, job: str, number: int) -> str:
         return self.job(job, "history/") + f"{number:08d}"
 
 
 class NodeRecord(Value, frozen=True, kw_only=True):
-    """A node whose agent lives; `address` is what its workers listen on for each other."""
+    """A node whose agent lives; `address` is what its workers listen on for each other, `snapshots` where other
+    agents send it snapshots to keep ("host:port", empty: nowhere) and `certificate` (PEM) what it is known by
+    there. `draining`: its devices are to be left, and no plan takes them up again."""
 
     node: str
     devices: tuple[Device, ...]
     address: str
     agent: str
     emulated: bool = False
+    snapshots: str = ""
+    certificate: str = ""
+    draining: bool = False
     version: int = RECORD_VERSION
 
 
@@ -121,13 +130,18 @@ class Vote(Value, frozen=True, kw_only=True):
 class Recovery(Value, frozen=True, kw_only=True):
     """What a proposal goes on from after a fence. sources: of the plan `old`, the devices whose copies live,
     with their incarnations; after it all are at `step`. vote: of the last step, for those that had not heard
-    its outcome; None where all had. stale: sources whose parameters are true only where they keep the state."""
+    its outcome; None where all had. stale: sources whose parameters are true only where they keep the state.
+
+    Where no living copies are whole, `snapshots` says of every member of `old` which source reads the snapshot
+    of its share at `step` from its own agent; what anybody holds beside that is of no use.
+    """
 
     fence: int
     step: int
     sources: dict[str, str]
     vote: Vote | None = None
     stale: tuple[str, ...] = ()
+    snapshots: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Fence(Value, frozen=True, kw_only=True):
@@ -154,6 +168,7 @@ class Proposal(Value, frozen=True, kw_only=True):
     status: Literal["open", "aborted"] = "open"
     reason: str = ""
     checkpoints: tuple[str, ...] = ()
+    in_place: bool = False
     version: int = RECORD_VERSION
 
 
@@ -190,6 +205,15 @@ class CheckpointsRecord(Value, frozen=True, kw_only=True):
 
     published: tuple[PublishedCheckpoint, ...]
     epoch: int
+    version: int = RECORD_VERSION
+
+
+class OutRecord(Value, frozen=True, kw_only=True):
+    """A torchrun in restart mode that is to take no part in further rounds, and why."""
+
+    torchrun: str
+    epoch: int
+    reason: str
     version: int = RECORD_VERSION
 
 

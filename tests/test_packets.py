@@ -3,6 +3,7 @@
 import array
 import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +114,63 @@ def test_oversized_packet_is_refused(pair: tuple[socket.socket, socket.socket]) 
     pair[0].send(b"x" * (packets.LARGEST_PACKET + 1))
     with pytest.raises(packets.PacketError, match="cut short"):
         packets.receive(pair[1])
+
+
+@pytest.mark.parametrize("size", [1, packets.LARGEST_PACKET, packets.LARGEST_PACKET + 1, 5_000_000])
+def test_message_of_any_size_carries_a_descriptor(pair: tuple[socket.socket, socket.socket], size: int) -> None:
+    data, given = os.urandom(size), os.memfd_create("given")
+    os.write(given, b"content")
+    before = open_descriptors()
+    packets.send(pair[0], data, given)
+    packets.send(pair[0], b"next")
+    got, fd = packets.accept(pair[1])
+    assert got == data
+    assert fd is not None
+    assert fd != given
+    assert os.pread(fd, 100, 0) == b"content"
+    os.close(fd)
+    os.close(given)
+    assert packets.accept(pair[1]) == (b"next", None)
+    assert open_descriptors() == before - 1
+
+
+def test_eight_bytes_with_a_descriptor_are_a_message(pair: tuple[socket.socket, socket.socket]) -> None:
+    with os.fdopen(os.memfd_create("given")) as given:
+        packets.send(pair[0], struct.pack("=Q", 5), given.fileno())
+        got, fd = packets.accept(pair[1])
+    assert got == struct.pack("=Q", 5)
+    assert fd is not None
+    os.close(fd)
+
+
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_descriptor_for_one_that_takes_none_is_refused_and_closed(
+    pair: tuple[socket.socket, socket.socket], size: int
+) -> None:
+    before = open_descriptors()
+    with os.fdopen(os.memfd_create("given")) as given:
+        packets.send(pair[0], b"x" * size, given.fileno())
+        with pytest.raises(packets.PacketError, match="a message that has none"):
+            packets.receive(pair[1])
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_descriptors_beyond_what_a_message_has_are_closed(
+    pair: tuple[socket.socket, socket.socket], count: int
+) -> None:
+    before = open_descriptors()
+    with os.fdopen(os.memfd_create("given")) as given:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [given.fileno()] * count))]
+        pair[0].sendmsg([bytes(8) + b"message"], rights)
+        with pytest.raises(packets.PacketError):
+            packets.accept(pair[1])
+    assert open_descriptors() == before
+
+
+def test_end_of_the_connection_has_no_descriptor(pair: tuple[socket.socket, socket.socket]) -> None:
+    pair[0].close()
+    assert packets.accept(pair[1]) == (None, None)
 
 
 # -- finding each other --------------------------------------------------------------------------------------

@@ -11,6 +11,9 @@ import logging
 import secrets
 import time
 from collections import deque
+from dataclasses import replace
+
+from msgspec import structs
 
 from elasticd.config import Config
 from elasticd.machines import agent as machine
@@ -20,20 +23,29 @@ from elasticd.machines.agent_state import (
     Effect,
     Event,
     Note,
+    Pulse,
     Send,
     SetMember,
+    SetNode,
     State,
     Tell,
     Tick,
 )
-from elasticd.messages import Pace
+from elasticd.messages import Pace, ToLeader
 from elasticd.packets import default_path
+from elasticd.pulses import Ping
 from elasticd.records import Keys, NodeRecord
 from elasticd.remembered import NOTE_SECONDS, StateFile
+from elasticd.snapshots import OfSnapshots
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
 from elasticd_agent import probe
+from elasticd_agent.harm import Harms
+from elasticd_agent.keeper import Keeper
 from elasticd_agent.link import Link
+from elasticd_agent.pulses import BEAT, Pulses, look
 from elasticd_agent.registrar import Registrar
+from elasticd_agent.rounds import Rounds
+from elasticd_agent.severed import Severable
 from elasticd_agent.watch import Records
 from elasticd_agent.workers import Workers
 
@@ -62,11 +74,12 @@ class Agent:
     ) -> None:
         self._config = config
         self._memory = memory
-        self._store = store
+        self._store = Severable(store)
         self._keys = Keys(cluster=config.cluster.name)
         self._lease_seconds = lease_seconds
         self._path = config.agent.socket or default_path()
         self._events: deque[Event] = deque()
+        self._pulses = Pulses(look)
         epoch = memory.epoch if memory is not None else 0
         self._state = State(record=self._node_record(), pace=self._emulated_pace(), epoch=epoch)
         self._end: asyncio.Future[str | None] | None = None
@@ -91,14 +104,20 @@ class Agent:
         def failed(reason: str) -> None:
             loop.call_soon_threadsafe(self._finish, reason)
 
+        self._workers = Workers(self._path, self.record.node, self._emit, self._hear)
+        try:
+            self._keeper = self._make_keeper()
+        except BaseException:
+            self._workers.close()
+            raise
         self._registrar = Registrar(self._store, self._keys, self.record, self._lease_seconds, failed)
-        self._workers = Workers(self._path, self.record.node, self._emit)
         try:
             if await self._claim():
                 await self._serve(self._end)
         finally:
             self._workers.close()
             await asyncio.to_thread(self._registrar.close)
+            await asyncio.to_thread(self._keeper.close)
 
     async def _claim(self) -> bool:
         """Take the node's key, which may take a dead agent's lease to run out; False if told to stop."""
@@ -110,9 +129,25 @@ class Agent:
 
     async def _serve(self, end: asyncio.Future[str | None]) -> None:
         self._registrar.start()
-        self._link = Link(self._emit)
-        records = Records(self._store, self._keys, self._emit, self._link.follow)
-        beside = (asyncio.create_task(self._tick()), asyncio.create_task(self._remember()))
+        self._link = Link(self._emit, self._keeper.whole)
+        allowed = self._config.chaos.enabled
+        harms = Harms(self.record.node, allowed, self._store, self._pidfd, self._link.follow)
+        self._link.harm = harms.take
+        records = Records(self._store, self._keys, self._emit, harms.follow, self._keeper.read)
+        rounds = Rounds(
+            self._store,
+            self._keys,
+            self._registrar,
+            self.record,
+            live=lambda job: job in self._state.plans and job not in self._state.done,
+            tell=self._tell,
+            send=self._workers.send,
+            dismiss=self._workers.dismiss,
+        )
+        self._workers.beside = rounds.take
+        self._workers.answered = self._answered
+        parts = (self._tick(), self._beat(), self._remember())
+        beside = [asyncio.create_task(part) for part in parts]
         try:
             await records.start()
             self._workers.start()
@@ -126,6 +161,8 @@ class Agent:
         finally:
             for task in beside:
                 task.cancel()
+            rounds.close()
+            await harms.close()
             records.close()
             await self._link.close()
         if reason is not None:
@@ -142,6 +179,7 @@ class Agent:
                 self._state, effects = machine.step(self._state, self._events[0], time.monotonic())
                 if self._memory is not None and self._state.epoch > before:  # first remembered, then obeyed
                     self._memory.note(epoch=self._state.epoch)
+                self._keeper.observe(self._events[0])
                 for effect in effects:
                     self._perform(effect)
             except Exception as error:
@@ -160,6 +198,8 @@ class Agent:
         elif isinstance(effect, Dismiss):
             _log.warning("client refused: %s", effect.reason)
             self._workers.dismiss(effect.client, effect.reason)
+        elif isinstance(effect, SetNode):
+            self._registrar.set_node(effect.record)
         elif isinstance(effect, SetMember):
             self._registrar.set_member(effect.job, effect.record)
         elif isinstance(effect, ClearMember):
@@ -174,10 +214,51 @@ class Agent:
             await asyncio.sleep(_TICK_SECONDS)
             self._emit(Tick())
 
+    async def _beat(self) -> None:
+        """Asks the workers, again and again, whether they still run."""
+        while True:
+            await asyncio.sleep(BEAT)
+            ask, frozen = self._pulses.beat(self._workers.workers(), time.monotonic())
+            for client in ask:
+                self._workers.send(client, Ping())
+            for client, how in frozen.items():
+                _log.warning("%s is frozen: %s", client, how)
+                self._emit(Pulse(client=client, how=how))
+
+    def _answered(self, client: str) -> None:
+        if self._pulses.answered(client):
+            self._emit(Pulse(client=client, how=""))
+
     async def _remember(self) -> None:
         while self._memory is not None:
             await asyncio.to_thread(self._memory.note, identity=self._store.known())
             await asyncio.sleep(NOTE_SECONDS)
+
+    def _hear(self, client: str, body: OfSnapshots, fd: int | None) -> None:
+        self._keeper.hear(client, body, fd)
+
+    def _tell(self, message: ToLeader) -> None:
+        self._link.send(message)
+
+    def _make_keeper(self) -> Keeper:
+        """And publish where it takes other nodes' snapshots."""
+        agent = self._config.agent
+        try:
+            keeper = Keeper(
+                agent, self.record.agent, state=lambda: self._state, send=self._workers.send, tell=self._tell
+            )
+        except OSError as error:
+            raise AgentError(
+                f"cannot listen for other nodes' snapshots at {agent.address}: {error.strerror or error}; "
+                "give [agent] address one of this machine's addresses"
+            ) from error
+        record = structs.replace(self.record, snapshots=keeper.address, certificate=keeper.certificate)
+        self._state = replace(self._state, record=record)
+        return keeper
+
+    def _pidfd(self, device: str) -> int | None:
+        worker = self._state.worker_of(device)
+        return self._workers.pidfd(worker.id) if worker is not None else None
 
     def _finish(self, reason: str | None) -> None:
         if self._end is not None and not self._end.done():

@@ -16,8 +16,12 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidURI, WebSocketException
 
 from elasticd import messages
-from elasticd.machines.agent_state import Event, Heard, LinkDown, LinkUp
-from elasticd.messages import ToLeader
+from elasticd.machines.agent_state import Drained, Event, Heard, LinkDown, LinkUp
+from elasticd.messages import (
+    ToLeader,
+)
+from elasticd.orders import Drain, Harm
+from elasticd.snapshots import Whole
 
 #: Seconds between attempts: doubled from the first to the second, and jittered.
 _BACKOFF = (0.05, 2.0)
@@ -30,10 +34,12 @@ _log = logging.getLogger(__name__)
 
 
 class Link:
-    """Emits LinkUp, Heard and LinkDown on the running loop; `follow` says where the leader is."""
+    """Emits LinkUp, Heard and LinkDown on the running loop; `follow` says where the leader is. What the leader
+    says of snapshots goes to `whole`."""
 
-    def __init__(self, emit: Callable[[Event], None]) -> None:
-        self._emit = emit
+    def __init__(self, emit: Callable[[Event], None], whole: Callable[[Whole], None]) -> None:
+        self._emit, self._whole = emit, whole
+        self.harm: Callable[[Harm], None] = lambda harm: None
         self._url: str | None = None
         self._moved = asyncio.Event()
         self._outgoing: asyncio.Queue[ToLeader] | None = None
@@ -64,7 +70,9 @@ class Link:
                 continue
             if await self._visit(url):
                 pause = _BACKOFF[0]
-            if self._url == url:
+            if self._url != url:
+                pause = _BACKOFF[0]
+            else:
                 await self._wait_moved(pause * random.uniform(0.5, 1.0))
                 pause = min(2 * pause, _BACKOFF[1])
 
@@ -121,7 +129,14 @@ class Link:
             except msgspec.MsgspecError as error:
                 _log.warning("a message of the leader's is not understood, is it of another release? %s", error)
                 continue
-            self._emit(Heard(message=message))
+            if isinstance(message, Whole):
+                self._whole(message)
+            elif isinstance(message, Harm):
+                self.harm(message)
+            elif isinstance(message, Drain):
+                self._emit(Drained(on=message.on))
+            else:
+                self._emit(Heard(message=message))
 
     async def _write(self, connection: ClientConnection, outgoing: asyncio.Queue[ToLeader]) -> None:
         while True:

@@ -37,6 +37,7 @@ class Registrar:
         self._lock = threading.Lock()
         self._wanted: dict[str, bytes] = {}
         self._written: dict[str, bytes] = {}
+        self._told: dict[str, Callable[[], None]] = {}
         self._keeper: LeaseKeeper | None = None
         self._lease = 0
         self._wake = threading.Event()
@@ -65,6 +66,13 @@ class Registrar:
     def start(self) -> None:
         self._thread.start()
 
+    def set_node(self, record: NodeRecord) -> None:
+        """The node's key says this from now on."""
+        with self._lock:
+            self._record = record
+            self._wanted[self._node_key] = encode(record)
+        self._wake.set()
+
     def set_member(self, job: str, record: MemberRecord) -> None:
         with self._lock:
             self._wanted[self._keys.member(job, record.device)] = encode(record)
@@ -73,6 +81,19 @@ class Registrar:
     def clear_member(self, job: str, device: str) -> None:
         with self._lock:
             self._wanted.pop(self._keys.member(job, device), None)
+        self._wake.set()
+
+    def hold(self, key: str, value: bytes, written: Callable[[], None]) -> None:
+        """Keep this key as long as this agent lives; `written` is called from the thread once it is there."""
+        with self._lock:
+            self._wanted[key] = value
+            self._told[key] = written
+        self._wake.set()
+
+    def release(self, key: str) -> None:
+        with self._lock:
+            self._wanted.pop(key, None)
+            self._told.pop(key, None)
         self._wake.set()
 
     def give_up(self) -> None:
@@ -131,6 +152,7 @@ class Registrar:
                 if self._written.get(key) != value:
                     self._store.put(key, value, self._lease)
                     self._written[key] = value
+            self._tell()
         except NodeTaken as taken:
             self._failed(str(taken))
             self._stop.set()
@@ -142,6 +164,13 @@ class Registrar:
             _log.debug("the store did not take this node's keys, trying again: %s", error)
             return False
         return True
+
+    def _tell(self) -> None:
+        with self._lock:
+            there = [key for key in self._told if self._written.get(key) == self._wanted.get(key)]
+            calls = [self._told.pop(key) for key in there]
+        for call in calls:
+            call()
 
     def _reclaim(self) -> None:
         """The lease ran out (this process was frozen, or cut off while etcd ran on): begin anew."""

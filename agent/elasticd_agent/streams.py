@@ -1,34 +1,30 @@
-"""Snapshots from agent to agent: a TLS stream of their own, each end known by the certificate in the store.
+"""Snapshots from agent to agent: a TLS stream for each, both ends known by their certificates in the store.
 
-Every agent makes a key when it starts and publishes the certificate in its node's record; who is not in the
-store is not spoken to. A request is a frame of JSON (its length, four bytes, before it), and so is the answer;
-a put's bytes follow once it was answered, a get's follow the answer. The daemon starts no such stream yet.
+Who is not in the store is not spoken to, and nobody brings another node's snapshots. The sender says what it
+has (a frame of JSON, its length in four bytes before it), the receiver answers whether it has room; then come
+the bytes, and a second answer once all of them are kept. TLS sees to it that they arrive as they were sent;
+that they are what the worker copied is for their reader to check, by the sum that they hold.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
-import mmap
 import os
 import socket
 import ssl
 import struct
-import tempfile
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from elasticd_planner.plan import Plan
 
-from elasticd.messages import Held
-from elasticd_agent.vault import NoRoom, Snapshot, Vault, checksum
+from elasticd.snapshots import Held
+from elasticd_agent.identity import Identity
+from elasticd_agent.vault import NoRoom, Snapshot, Vault
 
+#: Bytes read and sent, or received and written, at once: they stay in the processor's cache meanwhile.
 _CHUNK = 1 << 20
 _LARGEST_FRAME = 64 << 20
 _LENGTH = struct.Struct("!I")
@@ -43,99 +39,51 @@ class StreamFailed(OSError):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """`put`: take this over, its bytes follow; else `held` names what is wanted."""
+    """Keep this, its bytes follow. The plan comes with the first rank's."""
 
-    put: bool
     held: Held
-    sum: int = 0
+    plan: Plan | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """`error` where it failed; a get's bytes follow, with their sum."""
+    """`error` where it is not taken."""
 
     error: str = ""
-    held: Held | None = None
-    sum: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """This agent's key and certificate, as long as it runs."""
-
-    certificate: str
-    key: bytes
-
-    @classmethod
-    def make(cls, node: str) -> Identity:
-        key = ec.generate_private_key(ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, node)])
-        now = datetime.datetime.now(datetime.UTC)
-        day = datetime.timedelta(days=1)
-        certificate = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(name)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - day)
-            .not_valid_after(now + 3650 * day)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .sign(key, hashes.SHA256())
-        )
-        private = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        public = certificate.public_bytes(serialization.Encoding.PEM).decode()
-        return cls(certificate=public, key=private)
-
-    def context(self, *, server: bool, peers: str) -> ssl.SSLContext:
-        """Trusts exactly the certificates in `peers` (PEM, one behind the other)."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
-        if peers:
-            context.load_verify_locations(cadata=peers)
-        with tempfile.TemporaryDirectory() as folder:  # ssl reads keys from files alone
-            path = os.path.join(folder, "identity.pem")
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-                file.write(self.key + self.certificate.encode())
-            context.load_cert_chain(path)
-        return context
 
 
 class Server:
-    """Serves `vault` at `address` on a port of the kernel's choice; `peers` gives the certificates that may
-    come now, `arrived` is called in a thread with each snapshot that was put here."""
+    """Takes other agents' snapshots into `vault`, on a port of the kernel's choice at `address`.
+
+    `peers` gives the certificates that may come now, by their nodes; `arrived` is called in a thread with each
+    snapshot that is kept here now, and with those that it outdated.
+    """
 
     def __init__(
         self,
         address: str,
         identity: Identity,
         vault: Vault,
-        peers: Callable[[], str],
-        arrived: Callable[[Held], None],
+        peers: Callable[[], Mapping[str, str]],
+        arrived: Callable[[Held, list[Snapshot]], None],
     ) -> None:
         self._identity, self._vault, self._peers, self._arrived = identity, vault, peers, arrived
-        self._listener = socket.create_server((address, 0))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
         self.port: int = self._listener.getsockname()[1]
-        self._streams: set[socket.socket] = set()
-        self._closed = False
+        self._streams = _OpenSockets()
         self._thread = threading.Thread(target=self._accept, name="snapshots", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._closed = True
+        """Streams under way break; what they brought is dropped."""
+        self._streams.close()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for stream in list(self._streams):
-            with contextlib.suppress(OSError):
-                stream.shutdown(socket.SHUT_RDWR)
-        self._thread.join(5.0)
+        self._thread.join()
 
     def _accept(self) -> None:
-        while not self._closed:
+        while not self._streams.closed:
             try:
                 stream, _ = self._listener.accept()
             except OSError:
@@ -143,124 +91,128 @@ class Server:
             threading.Thread(target=self._serve, args=(stream,), name="snapshot", daemon=True).start()
 
     def _serve(self, plain: socket.socket) -> None:
-        self._streams.add(plain)
         plain.settimeout(_SILENCE)
         try:
-            context = self._identity.context(server=True, peers=self._peers())
-            with context.wrap_socket(plain, server_side=True) as stream:
-                while not self._closed:
-                    frame = _read_frame(stream)
-                    if not frame:
-                        return
-                    self._answer(stream, msgspec.json.decode(frame, type=Request))
+            with self._streams.one(plain):
+                peers = self._peers()
+                context = self._identity.context(server=True, peers="".join(peers.values()))
+                with context.wrap_socket(plain, server_side=True) as stream:
+                    self._take(stream, _node_of(stream, peers))
         except (OSError, msgspec.MsgspecError) as error:
-            if not self._closed:
-                _log.warning("a snapshot's stream broke: %s", error)
-        finally:
-            self._streams.discard(plain)
-            plain.close()
+            if not self._streams.closed:
+                _log.warning("a snapshot of another node did not arrive: %s", error)
 
-    def _answer(self, stream: ssl.SSLSocket, request: Request) -> None:
-        if request.put:
-            self._take(stream, request)
-            return
-        wanted = request.held
-        found = self._vault.find(wanted.job, wanted.device, wanted.step)
-        if found is None:
-            _send_frame(stream, Answer(error=f"no snapshot of {wanted.device} at step {wanted.step} is here"))
-            return
-        try:
-            with found.map() as memory, memoryview(memory) as view:
-                _send_frame(stream, Answer(held=found.held, sum=checksum(view)))
-                stream.sendall(view)
-        finally:
-            os.close(found.fd)
-
-    def _take(self, stream: ssl.SSLSocket, request: Request) -> None:
+    def _take(self, stream: ssl.SSLSocket, node: str) -> None:
+        request = msgspec.json.decode(_read_frame(stream), type=Request)
         held = request.held
+        if held.node != node or not held.device.startswith(f"{node}/"):
+            _send_frame(stream, Answer(error=f"{held.device} of node {held.node} is none of node {node}'s"))
+            return
         try:
             fd = self._vault.reserve(held.size)
         except NoRoom as error:
             _send_frame(stream, Answer(error=str(error)))
             return
-        _send_frame(stream, Answer())  # its bytes may come
         try:
-            _receive_into(stream, fd, held.size, request.sum)
-        except OSError:
+            _send_frame(stream, Answer())  # its bytes may come
+            _receive_into(stream, fd, held.size)
+        except BaseException:
             os.close(fd)
             raise
-        self._vault.put(Snapshot(held=held, fd=fd))
+        else:
+            gone = self._vault.put(Snapshot(held=held, fd=fd, plan=request.plan))
+        finally:
+            self._vault.release(held.size)
+        self._arrived(held, gone)
         _send_frame(stream, Answer())
-        self._arrived(held)
 
 
-class Client:
-    """One stream to another agent, opened when it is first used and again after a break. Not thread-safe."""
+class Sender:
+    """Sends snapshots to other agents; thread-safe."""
 
-    def __init__(self, host: str, port: int, identity: Identity, certificate: str) -> None:
-        self._target, self._identity, self._certificate = (host, port), identity, certificate
-        self._stream: ssl.SSLSocket | None = None
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self._streams = _OpenSockets()
 
-    def put(self, snapshot: Snapshot) -> None:
-        """Sends a snapshot, and returns when the other agent holds it. Raises StreamFailed."""
-        with snapshot.map() as memory, memoryview(memory) as view:
-            request = Request(put=True, held=snapshot.held, sum=checksum(view))
-            answer = self._ask(request, view)
-        if answer.error:
-            raise StreamFailed(answer.error)
-
-    def get(self, wanted: Held) -> Snapshot:
-        """Fetches a snapshot into a memory file of the caller's. Raises StreamFailed."""
-        answer = self._ask(Request(put=False, held=wanted), None)
-        if answer.error or answer.held is None:
-            raise StreamFailed(answer.error or "an answer without a snapshot")
-        assert self._stream is not None
-        fd = os.memfd_create("elasticd-snapshot", os.MFD_CLOEXEC)
+    def send(self, snapshot: Snapshot, revoked: threading.Event, address: str, certificate: str) -> None:
+        """Returns when the agent at `address` ("host:port"), known by `certificate`, holds the snapshot. Raises
+        StreamFailed, also when the snapshot was revoked meanwhile."""
+        host, _, port = address.rpartition(":")
         try:
-            os.ftruncate(fd, answer.held.size)
-            _receive_into(self._stream, fd, answer.held.size, answer.sum)
-        except OSError as error:
-            os.close(fd)
-            self.close()
-            raise StreamFailed(str(error)) from error
-        return Snapshot(held=answer.held, fd=fd)
+            plain = socket.create_connection((host, int(port)), timeout=_SILENCE)
+            with self._streams.one(plain):
+                context = self._identity.context(server=False, peers=certificate)
+                with context.wrap_socket(plain) as stream:
+                    _send(stream, snapshot, revoked)
+        except (OSError, ValueError) as error:
+            raise StreamFailed(f"the agent at {address}: {error}") from error
 
     def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        """Breaks off what is under way."""
+        self._streams.close()
 
-    def _ask(self, request: Request, body: memoryview | None) -> Answer:
-        try:
-            if self._stream is None:
-                self._stream = self._open()
-            answer = self._exchange(self._stream, request)
-            if body is not None and not answer.error:
-                self._stream.sendall(body)
-                answer = self._exchange(self._stream, None)
-            return answer
-        except (OSError, msgspec.MsgspecError) as error:
-            why = str(error)
-        self.close()  # outside the handler: what it holds of the body must be free
-        raise StreamFailed(f"the agent at {self._target[0]}:{self._target[1]}: {why}")
 
-    @staticmethod
-    def _exchange(stream: ssl.SSLSocket, request: Request | None) -> Answer:
-        if request is not None:
-            _send_frame(stream, request)
-        frame = _read_frame(stream)
-        if not frame:
-            raise ConnectionResetError("the other agent closed the stream")
-        return msgspec.json.decode(frame, type=Answer)
+class _OpenSockets:
+    """The sockets that threads are at work on, to be broken off all at once."""
 
-    def _open(self) -> ssl.SSLSocket:
-        context = self._identity.context(server=False, peers=self._certificate)
-        plain = socket.create_connection(self._target, timeout=_SILENCE)
-        try:
-            return context.wrap_socket(plain)
-        except BaseException:
-            plain.close()
-            raise
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self.closed = False
+
+    @contextlib.contextmanager
+    def one(self, plain: socket.socket) -> Iterator[None]:
+        """Closes the socket at the end. Raises StreamFailed once all are closed."""
+        # wrap_socket takes the descriptor over: a duplicate still reaches the connection.
+        with plain, socket.socket(fileno=os.dup(plain.fileno())) as handle:
+            with self._lock:
+                if self.closed:
+                    raise StreamFailed("this agent ends")
+                self._sockets.add(handle)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._sockets.discard(handle)
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed = True
+            for handle in self._sockets:
+                with contextlib.suppress(OSError):
+                    handle.shutdown(socket.SHUT_RDWR)
+
+
+def _node_of(stream: ssl.SSLSocket, peers: Mapping[str, str]) -> str:
+    found = stream.getpeercert(binary_form=True)
+    for node, certificate in peers.items():
+        if ssl.PEM_cert_to_DER_cert(certificate) == found:
+            return node
+    raise StreamFailed("its certificate is no node's")
+
+
+def _send(stream: ssl.SSLSocket, snapshot: Snapshot, revoked: threading.Event) -> None:
+    held = snapshot.held
+    _send_frame(stream, Request(held=held, plan=snapshot.plan))
+    _check(_read_frame(stream))
+    buffer = memoryview(bytearray(_CHUNK))
+    done = 0
+    while done < held.size:
+        count = os.preadv(snapshot.fd, [buffer[: held.size - done]], done)
+        # Asked after the read: all that was read before is as the worker left it.
+        if revoked.is_set():
+            raise StreamFailed("the snapshot is not needed any more")
+        if not count:
+            raise StreamFailed(f"the memory file ends after {done} of {held.size} bytes")
+        stream.sendall(buffer[:count])
+        done += count
+    _check(_read_frame(stream))
+
+
+def _check(frame: bytes) -> None:
+    answer = msgspec.json.decode(frame, type=Answer)
+    if answer.error:
+        raise StreamFailed(answer.error)
 
 
 def _send_frame(stream: ssl.SSLSocket, body: msgspec.Struct) -> None:
@@ -269,11 +221,7 @@ def _send_frame(stream: ssl.SSLSocket, body: msgspec.Struct) -> None:
 
 
 def _read_frame(stream: ssl.SSLSocket) -> bytes:
-    """A frame's body; empty at the end of the stream."""
-    head = _read(stream, _LENGTH.size)
-    if not head:
-        return b""
-    (length,) = _LENGTH.unpack(head)
+    (length,) = _LENGTH.unpack(_read(stream, _LENGTH.size))
     if not 0 < length <= _LARGEST_FRAME:
         raise StreamFailed(f"a frame of {length} bytes: its sender does not speak elasticd's framing")
     return _read(stream, length)
@@ -284,21 +232,23 @@ def _read(stream: ssl.SSLSocket, size: int) -> bytes:
     while len(data) < size:
         part = stream.recv(size - len(data))
         if not part:
-            if data:
-                raise StreamFailed("the stream ended in the midst of a frame")
-            return b""
+            raise StreamFailed("the other agent closed the stream")
         data += part
     return bytes(data)
 
 
-def _receive_into(stream: ssl.SSLSocket, fd: int, size: int, expected: int) -> None:
-    with mmap.mmap(fd, max(size, 1)) as memory, memoryview(memory) as view:
-        done = 0
-        while done < size:
-            count = stream.recv_into(view[done : min(done + _CHUNK, size)])
-            if not count:
-                raise StreamFailed(f"the stream ended after {done} of {size} bytes")
-            done += count
-        found = checksum(view[:size])
-    if found != expected:
-        raise StreamFailed(f"{size} bytes arrived damaged")
+def _receive_into(stream: ssl.SSLSocket, fd: int, size: int) -> None:
+    buffer = memoryview(bytearray(_CHUNK))
+    done = 0
+    while done < size:
+        count = 0
+        most = min(_CHUNK, size - done)
+        while count < most:  # TLS gives a record at a time, 16 KiB at most
+            part = stream.recv_into(buffer[count:most])
+            if not part:
+                raise StreamFailed(f"the stream ended after {done + count} of {size} bytes")
+            count += part
+        at = 0
+        while at < count:
+            at += os.pwrite(fd, buffer[at:count], done + at)
+        done += count

@@ -1,24 +1,37 @@
 """Snapshots in an agent's memory: what its own workers copied, and what other agents sent it to keep.
 
-A snapshot is bytes in a memory file and a manifest that says what they are; the agent reads neither. Of each
-device the newest is kept, and the newest of which the leader said that it is whole (all members of the plan
-have theirs, on two nodes). Thread-safe. The daemon does not keep any yet: only tests put snapshots here.
+A snapshot is bytes in a memory file; the agent does not read them. They are ordered by plan, then step, for a
+recovery goes back in steps under a plan with a higher number. Of each device are kept
+
+- the newest;
+- the one of the set that the leader called whole: every member's is kept, and on two nodes where there are two;
+- those between the two, for as long as their set may still become whole.
+
+Nobody tells of a set that never will (an agent ended before it sent its worker's copy), so that is a matter of
+time: without an end, its snapshots would take up the workers' memory for new ones for good. Thread-safe. What
+the vault lets go of is the caller's to close, for closing a large memory file takes a while.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-import numpy as np
+from elasticd_planner.plan import Plan
 
-from elasticd.messages import Held
+from elasticd.snapshots import Held
 
-#: A memory file is summed in parts of so many bytes.
-_PART = 8 << 20
+#: Seconds that a set has to become whole, from when this agent has done its part; where that took longer than a
+#: tenth of it, ten times as long.
+PATIENCE = 30.0
+_SHARE = 10.0
+
+_Key = tuple[str, str, int, int]
+#: Plan and step.
+Version = tuple[int, int]
 
 
 class NoRoom(MemoryError):
@@ -27,93 +40,194 @@ class NoRoom(MemoryError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """`fd` is a memory file of `held.size` bytes or more, owned by the vault once it is put there."""
+    """`fd` is a memory file of `held.size` bytes or more. `plan` comes with the first rank's."""
 
     held: Held
     fd: int
+    plan: Plan | None = None
 
-    def map(self) -> mmap.mmap:
-        return mmap.mmap(self.fd, self.held.size, access=mmap.ACCESS_READ)
+
+@dataclass(kw_only=True, slots=True)
+class _Entry:
+    """peer: the agent that has a copy. lent: set while it is being sent. settled: when this agent had done its
+    part, monotonic seconds; took: seconds that this needed."""
+
+    snapshot: Snapshot
+    peer: str = ""
+    lent: threading.Event | None = None
+    settled: float | None = None
+    took: float = 0.0
+    born: float = field(default_factory=time.monotonic)
+
+    @property
+    def version(self) -> Version:
+        return self.snapshot.held.plan, self.snapshot.held.step
 
 
 class Vault:
     """Holds snapshots of at most `limit` bytes of other nodes; those of its own workers are their memory."""
 
-    def __init__(self, node: str, limit: int) -> None:
-        self._node, self._limit = node, limit
+    def __init__(self, node: str, limit: int, patience: float = PATIENCE) -> None:
+        self._node, self._limit, self._patience = node, limit, patience
         self._lock = threading.Lock()
-        self._snapshots: dict[tuple[str, str, int], Snapshot] = {}
-        self._whole: dict[str, int] = {}
+        self._entries: dict[_Key, _Entry] = {}
+        self._whole: dict[str, Version] = {}
+        self._reserved = 0
 
-    def put(self, snapshot: Snapshot) -> None:
-        """Takes a snapshot over. One of the same device and step is replaced; what it outdates goes."""
+    def mine(self, held: Held) -> bool:
+        """Whether a worker of this node copied it."""
+        return held.node == self._node
+
+    def put(self, snapshot: Snapshot) -> list[Snapshot]:
+        """Takes a snapshot over, and lets go of what it outdates or replaces."""
         held = snapshot.held
         with self._lock:
-            old = self._snapshots.pop((held.job, held.device, held.step), None)
-            self._snapshots[held.job, held.device, held.step] = snapshot
-            self._prune(held.job)
-        if old is not None and old.fd != snapshot.fd:
-            os.close(old.fd)
+            old = self._entries.pop(_key(held), None)
+            entry = self._entries[_key(held)] = _Entry(snapshot=snapshot)
+            if not self.mine(held):
+                entry.settled = entry.born
+            return ([] if old is None else [_revoked(old)]) + self._outdated(held.job)
 
     def reserve(self, size: int) -> int:
-        """A memory file for a snapshot of another node. Raises NoRoom beyond the limit."""
+        """A memory file for a snapshot of another node; `release` follows, once it is put or given up. Raises
+        NoRoom beyond the limit."""
         with self._lock:
-            used = sum(s.held.size for s in self._snapshots.values() if s.held.node != self._node)
-        if used + size > self._limit:
-            raise NoRoom(
-                f"snapshots of other nodes use {used >> 20} MiB of {self._limit >> 20}: "
-                f"{size >> 20} MiB more do not fit; raise [agent] snapshot_mib"
-            )
-        fd = os.memfd_create("elasticd-snapshot", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size)
+            others = (e.snapshot.held for e in self._entries.values() if not self.mine(e.snapshot.held))
+            used = sum(held.size for held in others) + self._reserved
+            if used + size > self._limit:
+                raise NoRoom(
+                    f"snapshots of other nodes use {used >> 20} MiB of {self._limit >> 20}: "
+                    f"{size / (1 << 20):.1f} MiB more do not fit; raise [agent] snapshot_mib"
+                )
+            fd = os.memfd_create("elasticd-snapshot", os.MFD_CLOEXEC)
+            self._reserved += size
         return fd
 
-    def find(self, job: str, device: str, step: int) -> Snapshot | None:
-        """A snapshot under a descriptor of the caller's, who closes it: the vault may drop its own."""
+    def release(self, size: int) -> None:
+        """The room that was reserved is used or given back."""
         with self._lock:
-            found = self._snapshots.get((job, device, step))
-            return None if found is None else Snapshot(held=found.held, fd=os.dup(found.fd))
+            self._reserved -= size
 
-    def whole(self, job: str, step: int) -> None:
-        """All of the snapshots of that step are kept: older ones go."""
+    def find(self, wanted: Held) -> Snapshot | None:
+        """The snapshot of that job, device, plan and step under a descriptor of the caller's."""
         with self._lock:
-            self._whole[job] = max(step, self._whole.get(job, -1))
-            self._prune(job)
+            entry = self._entries.get(_key(wanted))
+            if entry is None:
+                return None
+            return Snapshot(held=entry.snapshot.held, fd=os.dup(entry.snapshot.fd), plan=entry.snapshot.plan)
 
-    def held(self) -> tuple[Held, ...]:
-        """All that is here."""
+    def held(self, job: str) -> tuple[Held, ...]:
+        """All that is here of a job, in order."""
         with self._lock:
-            return tuple(snapshot.held for snapshot in self._snapshots.values())
+            return tuple(self._entries[key].snapshot.held for key in sorted(self._entries) if key[0] == job)
 
-    def forget(self, jobs: Iterable[str]) -> None:
-        """Of these jobs nothing is needed any more."""
+    def plans(self, job: str) -> tuple[Plan, ...]:
+        """The plans of these, as far as they are known, each once."""
         with self._lock:
-            gone = [key for key in self._snapshots if key[0] in set(jobs)]
-            for key in gone:
-                os.close(self._snapshots.pop(key).fd)
+            found = (e.snapshot.plan for key, e in self._entries.items() if key[0] == job)
+            plans = {plan.number: plan for plan in found if plan is not None}
+        return tuple(plans[number] for number in sorted(plans))
 
-    def close(self) -> None:
-        self.forget({job for job, _, _ in self._snapshots})
+    def jobs(self) -> set[str]:
+        with self._lock:
+            return {job for job, *_ in self._entries}
 
-    def _prune(self, job: str) -> None:
-        whole = self._whole.get(job, -1)
-        newest: dict[str, int] = {}
-        for other, device, step in self._snapshots:
-            if other == job:
-                newest[device] = max(step, newest.get(device, -1))
-        for key in [key for key in self._snapshots if key[0] == job]:
-            _, device, step = key
-            if step < whole or (step != whole and step < newest[device]):
-                os.close(self._snapshots.pop(key).fd)
+    # -- what is let go of ----------------------------------------------------------------------------------
+
+    def whole(self, job: str, version: Version) -> list[Snapshot]:
+        """All snapshots of that plan and step are kept: older ones go."""
+        with self._lock:
+            self._whole[job] = max(version, self._whole.get(job, version))
+            return self._outdated(job)
+
+    def expire(self, now: float, living: Callable[[str], bool]) -> list[Snapshot]:
+        """Lets go of what time has outdated: sets that did not become whole, the newest of a living worker
+        (`living` is asked with its device) only where a whole one is here: it has memory for two."""
+        with self._lock:
+            gone: list[_Key] = []
+            for entries in self._by_device().values():
+                newest = entries[-1]
+                whole = self._whole.get(newest.snapshot.held.job)
+                for entry in entries:
+                    held = entry.snapshot.held
+                    if entry.version == whole or entry.lent is not None or not self._stale(entry, now):
+                        continue
+                    saved = self.mine(held) and entries[0].version == whole and living(held.device)
+                    if entry is not newest or saved:
+                        gone.append(_key(held))
+            return [self._entries.pop(key).snapshot for key in gone]
+
+    def forget(self, job: str) -> list[Snapshot]:
+        """Of this job nothing is needed any more; what is being sent is cut off."""
+        with self._lock:
+            self._whole.pop(job, None)
+            return [_revoked(self._entries.pop(key)) for key in list(self._entries) if key[0] == job]
+
+    # -- what is sent to another node -----------------------------------------------------------------------
+
+    def unsent(self) -> list[Held]:
+        """Of this node's snapshots those that no other agent has a copy of, the oldest first."""
+        with self._lock:
+            waiting = [e for e in self._entries.values() if not e.peer and e.lent is None]
+            waiting.sort(key=lambda entry: entry.born)
+            return [entry.snapshot.held for entry in waiting if self.mine(entry.snapshot.held)]
+
+    def lend(self, held: Held) -> threading.Event | None:
+        """For sending: it is kept until `settle`, unless the event says that it is revoked: then its memory may
+        be written to again. None where it is gone or being sent already."""
+        with self._lock:
+            entry = self._entries.get(_key(held))
+            if entry is None or entry.lent is not None:
+                return None
+            entry.lent = threading.Event()
+            return entry.lent
+
+    def settle(self, held: Held, lent: threading.Event, peer: str, took: float) -> list[Snapshot]:
+        """What was lent was sent to the agent `peer` (empty: to nobody), which took so many seconds; what was
+        kept for that alone goes."""
+        with self._lock:
+            entry = self._entries.get(_key(held))
+            if entry is None or entry.lent is not lent:
+                return []
+            entry.lent, entry.peer = None, peer
+            if peer or entry.settled is None:
+                entry.settled, entry.took = time.monotonic(), took
+            return self._outdated(held.job)
+
+    def lost(self, agents: Iterable[str]) -> None:
+        """The copies that these agents had are gone."""
+        gone = set(agents)
+        with self._lock:
+            for entry in self._entries.values():
+                if entry.peer in gone:
+                    entry.peer = ""
+
+    # -- parts, under the lock ------------------------------------------------------------------------------
+
+    def _by_device(self) -> dict[tuple[str, str], list[_Entry]]:
+        found: dict[tuple[str, str], list[_Entry]] = {}
+        for key in sorted(self._entries):
+            found.setdefault(key[:2], []).append(self._entries[key])
+        return found
+
+    def _outdated(self, job: str) -> list[Snapshot]:
+        whole = self._whole.get(job)
+        if whole is None:
+            return []
+        keys = [key for key, entry in self._entries.items() if key[0] == job and key[2:] < whole]
+        return [self._entries.pop(key).snapshot for key in keys if self._entries[key].lent is None]
+
+    def _stale(self, entry: _Entry, now: float) -> bool:
+        if entry.settled is None:
+            return False
+        return now - entry.settled > max(self._patience, _SHARE * entry.took)
 
 
-def checksum(view: memoryview) -> int:
-    """The sum of all 64-bit words (the last one padded with zeros), modulo 2^64."""
-    total = 0
-    words = len(view) // 8 * 8
-    for start in range(0, words, _PART):
-        part = np.frombuffer(view[start : min(start + _PART, words)], dtype=np.uint64)
-        total += int(part.sum(dtype=np.uint64))
-    if words < len(view):
-        total += int.from_bytes(bytes(view[words:]).ljust(8, b"\0"), "little")
-    return total & (1 << 64) - 1
+def _key(held: Held) -> _Key:
+    return held.job, held.device, held.plan, held.step
+
+
+def _revoked(entry: _Entry) -> Snapshot:
+    if entry.lent is not None:
+        entry.lent.set()
+    return entry.snapshot

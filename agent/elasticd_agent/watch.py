@@ -1,4 +1,5 @@
-"""What the agent reads from the store: who leads, and each job's proposal, plan, fence, checkpoints and end."""
+"""What the agent reads from the store: who leads, the other nodes, and each job's proposal, plan, fence,
+checkpoints and end."""
 
 from __future__ import annotations
 
@@ -18,7 +19,16 @@ from elasticd.machines.agent_state import (
     PlanRead,
     ProposalRead,
 )
-from elasticd.records import CheckpointsRecord, DoneRecord, Fence, Keys, PlanRecord, Proposal, decode
+from elasticd.records import (
+    CheckpointsRecord,
+    DoneRecord,
+    Fence,
+    Keys,
+    NodeRecord,
+    PlanRecord,
+    Proposal,
+    decode,
+)
 from elasticd.store.leader import Leader
 from elasticd.store.protocol import KeyValue, Store, WatchEvent, WatchItem
 from elasticd.store.watch import Watch
@@ -32,16 +42,23 @@ _log = logging.getLogger(__name__)
 class Records:
     """Turns the store's keys into events, on the running loop, in the order of their revisions.
 
-    `follow` is called with the leader's url, or None when there is no leader.
+    `follow` is called with the leader's url, or None when there is no leader, `node_read` with each node's
+    record, or None when that is gone.
     """
 
     def __init__(
-        self, store: Store, keys: Keys, emit: Callable[[Event], None], follow: Callable[[str | None], None]
+        self,
+        store: Store,
+        keys: Keys,
+        emit: Callable[[Event], None],
+        follow: Callable[[str | None], None],
+        node_read: Callable[[str, NodeRecord | None], None],
     ) -> None:
         self._store = store
         self._keys = keys
         self._emit = emit
         self._follow = follow
+        self._node_read = node_read
         self._known: set[str] = set()
         self._watch: Watch | None = None
 
@@ -76,12 +93,16 @@ class Records:
 
     def _read(self, key: str, item: KeyValue | None) -> None:
         job, _, part = key.removeprefix(self._keys.jobs).rpartition("/")
-        if key != self._keys.leader and (not key.startswith(self._keys.jobs) or part not in _PARTS):
+        node = key.removeprefix(self._keys.nodes) if key.startswith(self._keys.nodes) else ""
+        of_job = key.startswith(self._keys.jobs) and part in _PARTS
+        if key != self._keys.leader and not node and not of_job:
             return
         (self._known.discard if item is None else self._known.add)(key)
         try:
             if key == self._keys.leader:
                 self._read_leader(item)
+            elif node:
+                self._node_read(node, _decoded(item, NodeRecord))
             elif part == "proposal":
                 self._emit(ProposalRead(job=job, proposal=_decoded(item, Proposal)))
             elif part == "plan":

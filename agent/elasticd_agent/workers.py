@@ -21,24 +21,51 @@ import msgspec
 
 from elasticd import messages, packets
 from elasticd.machines.agent_state import Ended, Event, Opened, Said
-from elasticd.messages import Hello, Join, Rejected, ToWorker
+from elasticd.messages import (
+    Hello,
+    Join,
+    Message,
+    OfRounds,
+    Rejected,
+    ToWorker,
+)
+from elasticd.pulses import Pong
+from elasticd.snapshots import Fetch, OfSnapshots, Snapped
 
 #: Seconds that a process has to end after it closed its connection, before it counts as gone without.
 _LINGER_SECONDS = 2.0
 #: Messages that may wait for a client that does not read; one that is further behind is cut off.
 _MOST_WAITING = 1024
 _PEER = struct.Struct("3i")
+#: Called with a client's name, its word of snapshots, and the descriptor that came with it.
+Hear = Callable[[str, OfSnapshots, int | None], None]
+
+#: Of a client (its name and process) a message, or None at its end; whether the machine is not to hear it.
+Beside = Callable[[str, int, Message | None], bool]
 
 _log = logging.getLogger(__name__)
 
 
-class Workers:
-    """Serves the socket at `path`; `emit` is called for each event, on the running loop."""
+def _nobody(client: str) -> None:
+    pass
 
-    def __init__(self, path: str, node: str, emit: Callable[[Event], None]) -> None:
+
+def _for_the_machine(client: str, pid: int, body: Message | None) -> bool:
+    return False
+
+
+class Workers:
+    """Serves the socket at `path`; `emit` is called for each event, on the running loop, but for what `beside`
+    takes, and for what is said of snapshots, which goes to `hear`. `answered` is called with the name of each
+    worker that answered a `Ping`."""
+
+    beside: Beside = staticmethod(_for_the_machine)
+    answered: Callable[[str], None] = staticmethod(_nobody)
+
+    def __init__(self, path: str, node: str, emit: Callable[[Event], None], hear: Hear) -> None:
         self._path = path
         self._node = node
-        self._emit = emit
+        self._emit, self._hear = emit, hear
         self._loop = asyncio.get_running_loop()
         self._connections: dict[str, _Connection] = {}
         self._listener = packets.listen(path)
@@ -48,16 +75,27 @@ class Workers:
         """Let in who connects; whoever came earlier has waited in the kernel's queue."""
         self._loop.add_reader(self._listener, self._accept)
 
-    def send(self, client: str, body: ToWorker) -> None:
-        """To a client; what is for one that is gone is dropped."""
+    def send(self, client: str, body: ToWorker, fd: int | None = None) -> None:
+        """To a client, with a descriptor, which is closed here; what is for one that is gone is dropped."""
         if connection := self._connections.get(client):
-            connection.send(messages.encode(body))
+            connection.send(messages.encode(body), fd)
+        else:
+            _close(fd)
 
     def dismiss(self, client: str, reason: str) -> None:
         """Say no, and let go once that is said."""
         if connection := self._connections.get(client):
             connection.send(messages.encode(Rejected(reason=reason)))
             connection.finish()
+
+    def workers(self) -> dict[str, int]:
+        """Of the workers that are connected, by name, the process ids."""
+        return {name: c.worker for name, c in self._connections.items() if c.worker is not None}
+
+    def pidfd(self, client: str) -> int | None:
+        """A copy, the caller's to close, of the descriptor of a client's process; None where that has ended."""
+        connection = self._connections.get(client)
+        return connection.pidfd() if connection is not None else None
 
     def close(self) -> None:
         """Stop serving and remove the socket file, if it still is ours. The processes are left alone."""
@@ -82,7 +120,11 @@ class Workers:
             sock.setblocking(False)
             pid, _, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
             name = f"{self._node}:{pid}:{secrets.token_hex(4)}"
-            self._connections[name] = _Connection(name, pid, sock, self._loop, self._emit, self._forget)
+            self._connections[name] = _Connection(
+                name, pid, sock, self._loop, self._emit, self._hear, self._forget
+            )
+            self._connections[name].beside = self.beside
+            self._connections[name].answered = self.answered
 
     def _forget(self, name: str) -> None:
         self._connections.pop(name, None)
@@ -98,12 +140,15 @@ class _Connection:
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
         emit: Callable[[Event], None],
+        hear: Hear,
         forget: Callable[[str], None],
     ) -> None:
         self._name, self._pid, self._sock = name, pid, sock
-        self._loop, self._emit, self._forget = loop, emit, forget
-        self._opening: Hello | Join | None = None
-        self._waiting: deque[bytes] = deque()
+        self._loop, self._emit, self._hear, self._forget = loop, emit, hear, forget
+        self.beside: Beside = _for_the_machine
+        self.answered: Callable[[str], None] = _nobody
+        self._opening: Message | None = None
+        self._waiting: deque[tuple[bytes, int | None]] = deque()
         self._finishing = False
         self._open = True
         self._linger: asyncio.TimerHandle | None = None
@@ -112,14 +157,16 @@ class _Connection:
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._exited)
 
-    def send(self, data: bytes) -> None:
+    def send(self, data: bytes, fd: int | None = None) -> None:
         if not self._open:
+            _close(fd)
             return
         if len(self._waiting) >= _MOST_WAITING:
             _log.warning("%s does not read its messages: its connection is closed", self._name)
+            _close(fd)
             self._end_of_stream()
             return
-        self._waiting.append(data)
+        self._waiting.append((data, fd))
         if len(self._waiting) == 1:
             self._flush()
 
@@ -128,6 +175,14 @@ class _Connection:
         self._finishing = True
         if not self._waiting:
             self.close()
+
+    @property
+    def worker(self) -> int | None:
+        """The process id of a worker that can be spoken to."""
+        return self._pid if self._open and isinstance(self._opening, Hello) else None
+
+    def pidfd(self) -> int | None:
+        return os.dup(self._pidfd) if self._pidfd is not None else None
 
     def close(self) -> None:
         self._close_socket()
@@ -142,14 +197,14 @@ class _Connection:
     def _flush(self) -> None:
         try:
             while self._waiting:
-                packets.send(self._sock, self._waiting[0])
-                self._waiting.popleft()
+                packets.send(self._sock, *self._waiting[0])
+                _close(self._waiting.popleft()[1])
         except BlockingIOError:
             self._loop.add_writer(self._sock, self._flush)
             return
         except OSError:
             # It is gone or going; its end is seen when we read.
-            self._waiting.clear()
+            self._drop_waiting()
         self._loop.remove_writer(self._sock)
         if self._finishing:
             self.close()
@@ -157,7 +212,7 @@ class _Connection:
     def _readable(self) -> None:
         """One message for each wakeup, so that one client's flood does not keep the others waiting."""
         try:
-            data = packets.receive(self._sock)
+            data, fd = packets.accept(self._sock)
         except BlockingIOError:
             return
         except OSError as error:
@@ -169,9 +224,22 @@ class _Connection:
         try:
             body = messages.from_worker(data)
         except msgspec.MsgspecError as error:
+            _close(fd)
             self._refuse(f"the agent does not understand this message ({error}): use one release everywhere")
             return
-        if self._opening is not None:
+        if isinstance(body, Snapped | Fetch) and self._opening is not None:
+            self._hear(self._name, body, fd)
+            return
+        _close(fd)
+        if isinstance(body, Snapped | Fetch):
+            self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
+        elif isinstance(body, Pong):
+            self.answered(self._name)
+        elif self.beside(self._name, self._pid, body):
+            self._opening = self._opening or body
+        elif isinstance(body, OfRounds):
+            self._refuse(f"this agent takes no {type(body).__name__}")
+        elif self._opening is not None:
             self._emit(Said(client=self._name, body=body))
         elif isinstance(body, Hello | Join):
             self._opening = body
@@ -211,7 +279,7 @@ class _Connection:
 
     def _gone(self, how: str) -> None:
         self.close()
-        if self._opening is not None:
+        if not self.beside(self._name, self._pid, None) and self._opening is not None:
             self._emit(Ended(client=self._name, how=how))
 
     def _close_socket(self) -> None:
@@ -220,6 +288,12 @@ class _Connection:
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)
             self._sock.close()
+            self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
+        for _, fd in self._waiting:
+            _close(fd)
+        self._waiting.clear()
 
 
 def _open_pidfd(pid: int) -> int | None:
@@ -236,3 +310,8 @@ def _has_data(sock: socket.socket) -> bool:
     except OSError:
         return False
     return True
+
+
+def _close(fd: int | None) -> None:
+    if fd is not None:
+        os.close(fd)

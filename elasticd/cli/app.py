@@ -12,9 +12,11 @@ from elasticd.cli.chaos import chaos
 from elasticd.cli.checkpoint import checkpoint
 from elasticd.cli.coordinator import coordinator
 from elasticd.cli.demo import demo
+from elasticd.cli.drain import drain
 from elasticd.cli.plan import plan
 from elasticd.cli.profile import profile
 from elasticd.cli.reach import CannotReach
+from elasticd.cli.run import run
 from elasticd.cli.simulate import simulate
 from elasticd.cli.status import status
 from elasticd.config import ConfigError
@@ -44,5 +46,5 @@ def elasticd() -> None:
     """
 
 
-for _command in (coordinator, status, chaos, demo, simulate, plan, profile, checkpoint):
+for _command in (run, coordinator, status, drain, chaos, demo, simulate, plan, profile, checkpoint):
     elasticd.add_command(_command)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 import click
 
+from elasticd.chaos.verbs import chaos as at
+from elasticd.chaos.verbs import slowdown
 from elasticd.cli.options import config_option, coordinator_option
-from elasticd.cli.reach import reach
 
 
 @click.group()
 def chaos() -> None:
-    """Harm the cluster on purpose. Off unless section [chaos] says enabled = true."""
+    """Harm the cluster on purpose. Off unless section [chaos] says enabled = true.
+
+    Coordinator and agents read that section, each its own.
+    """
 
 
 @chaos.command()
@@ -22,10 +24,9 @@ def chaos() -> None:
 @click.argument("factor", type=float)
 def slow(config: str | None, coordinator: str | None, device: str, factor: float) -> None:
     """Slow DEVICE (as alpha/1) down: FACTOR times the time for the same work."""
-    if not math.isfinite(factor) or factor < 1:
-        raise click.BadParameter(f"FACTOR {factor:g} must be a number of at least 1 (1 is normal speed), as 3")
-    with reach(config, coordinator) as api:
-        api.chaos("slow", device, factor)
+    slowdown(factor)
+    with at(config, coordinator) as cluster:
+        cluster.slow(device, factor)
     click.echo(f"{device} now takes {factor:g} times as long for the same work")
 
 
@@ -35,6 +36,73 @@ def slow(config: str | None, coordinator: str | None, device: str, factor: float
 @click.argument("device")
 def recover(config: str | None, coordinator: str | None, device: str) -> None:
     """Let DEVICE (as alpha/1) run at its normal speed again."""
-    with reach(config, coordinator) as api:
-        api.chaos("recover", device)
+    with at(config, coordinator) as cluster:
+        cluster.recover(device)
     click.echo(f"{device} runs at its normal speed again")
+
+
+@chaos.command()
+@config_option
+@coordinator_option
+@click.argument("device")
+def kill(config: str | None, coordinator: str | None, device: str) -> None:
+    """Kill the worker of DEVICE (as alpha/1), by SIGKILL."""
+    with at(config, coordinator) as cluster:
+        cluster.kill(device)
+    click.echo(f"the worker of {device} is to be killed by its agent")
+
+
+@chaos.command()
+@config_option
+@coordinator_option
+@click.argument("device")
+def freeze(config: str | None, coordinator: str | None, device: str) -> None:
+    """Let the worker of DEVICE (as alpha/1) stand still, by SIGSTOP."""
+    with at(config, coordinator) as cluster:
+        cluster.freeze(device)
+    click.echo(f"the worker of {device} is to be frozen by its agent; elasticd chaos thaw {device} ends that")
+
+
+@chaos.command()
+@config_option
+@coordinator_option
+@click.argument("device")
+def thaw(config: str | None, coordinator: str | None, device: str) -> None:
+    """Let the frozen worker of DEVICE (as alpha/1) go on."""
+    with at(config, coordinator) as cluster:
+        cluster.thaw(device)
+    click.echo(f"the worker of {device} is to go on")
+
+
+@chaos.command()
+@config_option
+@coordinator_option
+@click.option(
+    "--for",
+    "seconds",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    metavar="SECONDS",
+    help="Heal it after so long (default: when told).",
+)
+@click.argument("node")
+def cut(config: str | None, coordinator: str | None, seconds: float, node: str) -> None:
+    """Cut the agent of NODE (as alpha) off from leader and etcd; its workers train on.
+
+    The cut ends by `elasticd chaos heal`, after --for SECONDS, or with the leader that ordered it.
+    """
+    with at(config, coordinator) as cluster:
+        cluster.cut(node, seconds)
+    ending = f"for {seconds:g} s" if seconds else f"until elasticd chaos heal {node}"
+    click.echo(f"node {node} is to be cut off from leader and store, {ending}")
+
+
+@chaos.command()
+@config_option
+@coordinator_option
+@click.argument("node")
+def heal(config: str | None, coordinator: str | None, node: str) -> None:
+    """Let the agent of NODE (as alpha) reach leader and etcd again."""
+    with at(config, coordinator) as cluster:
+        cluster.heal(node)
+    click.echo(f"node {node} is to reach leader and store again")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
-from elasticd_planner.placement import strategy
+from elasticd_planner.placement import Held, bytes_by_member, holders, strategy
 from elasticd_planner.plan import Pipeline, Plan, Stage, StatePolicy
 from elasticd_planner.value import Invalid, refuse
+from elasticd_planner.weights import PARTS, StateBytes
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-
-#: Shares are read back as parts of this many.
-PARTS = 1 << 20
 
 
 class _StageView(msgspec.Struct):
@@ -40,15 +37,7 @@ class _PlanView(msgspec.Struct):
     global_batch: int
     micro_batch: int
     state: StatePolicy = StatePolicy()
-
-
-class StateBytes(msgspec.Struct, frozen=True):
-    """Bytes that move with one whole layer, the embedding and the head. `holds` says of what."""
-
-    layer: float
-    embedding: float = 0.0
-    head: float = 0.0
-    holds: str = "parameters and optimizer state"
+    carriers: list[str] = []
 
 
 class _AnswerView(msgspec.Struct):
@@ -104,103 +93,91 @@ def _plan(view: _PlanView) -> Plan:
         micro_batch=view.micro_batch,
         global_batch=view.global_batch,
         state=view.state,
+        carriers=tuple(view.carriers),
         idle=tuple(view.idle),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """What a device holds: the part [low, high) of each of the layers [start, stop), and of embedding and head
-    where it has them."""
-
-    start: int
-    stop: int
-    low: float
-    high: float
-    embed: bool = False
-    head: bool = False
-
-
-def held(plan: Plan) -> dict[str, Held]:
-    """By device."""
-    found = {}
-    layers = plan.modules[0].pipelines[0].layers
-    for device, place in plan.places.items():
-        stage = plan.stage(place)
-        low = sum(stage.shares[: place.position]) / sum(stage.shares)
-        found[device] = Held(
-            start=stage.start,
-            stop=stage.stop,
-            low=low,
-            high=low + stage.fraction(place.position),
-            embed=stage.start == 0,
-            head=stage.stop == layers,
-        )
-    return found
-
-
-def lacking(old: Held | None, new: Held) -> float:
+def lacking(old: Held | None, new: Held, units: int) -> float:
     """Layers' worth of state that a holder of `new` lacks when it holds `old`."""
     size = (new.stop - new.start) * (new.high - new.low)
-    if old is None:
-        return size
-    return size - max(0, min(old.stop, new.stop) - max(old.start, new.start)) * _common(old, new)
+    if old is not None:
+        layers = max(0, min(old.stop, new.stop) - max(old.start, new.start))
+        size -= layers * max(0, min(old.high, new.high) - max(old.low, new.low))
+    return size / units
 
 
-def lacking_bytes(old: Held | None, new: Held, weighs: StateBytes) -> float:
-    """The same in bytes, embedding and head included."""
-    total = lacking(old, new) * weighs.layer
-    for had, has, size in (
-        (old is not None and old.embed, new.embed, weighs.embedding),
-        (old is not None and old.head, new.head, weighs.head),
-    ):
-        if has:
-            kept = _common(old, new) if had and old is not None else 0.0
-            total += (new.high - new.low - kept) * size
-    return total
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What moves between two plans: what devices hold before and after, in parts of `units`; and where it is
+    known what layers weigh, the bytes that each member lacks, and would lack if it held nothing."""
+
+    before: dict[str, Held]
+    after: dict[str, Held]
+    units: int
+    holds: str = ""
+    lacks: dict[str, float] | None = None
+    whole: dict[str, float] | None = None
+
+    @property
+    def moved(self) -> int | None:
+        """Bytes in all."""
+        return round(sum(self.lacks.values())) if self.lacks is not None else None
 
 
-def _common(old: Held, new: Held) -> float:
-    return max(0.0, min(old.high, new.high) - max(old.low, new.low))
-
-
-def difference(old: Answered, new: Answered) -> Group:
-    """A row for each device whose layers or part of them change, and what it has to fetch."""
-    if old.plan.modules[0].pipelines[0].layers != new.plan.modules[0].pipelines[0].layers:
+def difference(old: Answered, new: Answered) -> Difference:
+    """Raises Invalid where the plans are of different models."""
+    layers = new.plan.modules[0].pipelines[0].layers
+    if old.plan.modules[0].pipelines[0].layers != layers:
         refuse("--diff: the two plans are of models with different numbers of layers")
-    before, after = held(old.plan), held(new.plan)
     weighs = new.state_bytes or old.state_bytes
+    units = weighs.units if weighs is not None else PARTS
+    before, after = holders(old.plan, units), holders(new.plan, units)
+    if weighs is None:
+        return Difference(before=before, after=after, units=units)
+    profile = weighs.profile(layers)
+    return Difference(
+        before=before,
+        after=after,
+        units=units,
+        holds=weighs.holds,
+        lacks=bytes_by_member(profile, old.plan, new.plan),
+        whole=bytes_by_member(profile, None, new.plan),
+    )
+
+
+def shown(old: Answered, new: Answered) -> Group:
+    """A row for each device whose layers or part of them change, and what it has to fetch."""
+    found = difference(old, new)
     table = Table(box=None, header_style="dim", pad_edge=False)
     for column in ("device", "before", "after"):
         table.add_column(column)
     table.add_column("fetches\nlayers", justify="right")
-    if weighs is not None:
+    if found.lacks is not None:
         table.add_column("\nGiB", justify="right")
-    for device in sorted({*before, *after}, key=_by_name):
-        was, now = before.get(device), after.get(device)
-        if was != now:
-            table.add_row(device, _words(was), _words(now), *_fetched(was, now, weighs))
-    whole = sum(lacking(None, h) for h in after.values())
-    moved = sum(lacking(before.get(name), h) for name, h in after.items())
-    parts: list[Any] = [table]
+    for device in sorted({*found.before, *new.plan.members}, key=_by_name):
+        was, now = found.before.get(device), found.after.get(device)
+        size = (found.lacks or {}).get(device, 0.0)
+        if was != now or round(size):
+            layers = lacking(was, now, found.units) if now is not None else 0.0
+            words = [_words(each, found.units) for each in (was, now)]
+            if device in new.plan.carriers:
+                words[1] = "state alone"
+            cells = [f"{size / 2**30:,.2f}"] if found.lacks is not None else []
+            table.add_row(device, *words, f"{layers:.2f}", *cells)
+    return Group(table, _total(found))
+
+
+def _total(found: Difference) -> Text:
+    every = sum(lacking(None, held, found.units) for held in found.after.values())
+    moved = sum(lacking(found.before.get(name), held, found.units) for name, held in found.after.items())
     text = Text.assemble(
-        ("in all ", "dim"), f"{moved:.2f} of {whole:.0f} layers that {len(after)} devices hold"
+        ("in all ", "dim"), f"{moved:.2f} of {every:.0f} layers that {len(found.after)} devices hold"
     )
-    if weighs is not None:
-        size = sum(lacking_bytes(before.get(name), h, weighs) for name, h in after.items())
-        every = sum(lacking_bytes(None, h, weighs) for h in after.values())
-        text.append(f", {size / 2**30:,.2f} of {every / 2**30:,.2f} GiB ({weighs.holds})")
-    parts.append(text)
-    return Group(*parts)
-
-
-def _fetched(was: Held | None, now: Held | None, weighs: StateBytes | None) -> list[str]:
-    layers = lacking(was, now) if now is not None else 0.0
-    cells = [f"{layers:.2f}"]
-    if weighs is not None:
-        size = lacking_bytes(was, now, weighs) if now is not None else 0.0
-        cells.append(f"{size / 2**30:,.2f}")
-    return cells
+    if found.moved is not None and found.whole is not None:
+        whole = sum(found.whole.values())
+        text.append(f", {found.moved / 2**30:,.2f} of {whole / 2**30:,.2f} GiB ({found.holds})")
+    return text
 
 
 def _by_name(device: str) -> tuple[str, int]:
@@ -208,9 +185,10 @@ def _by_name(device: str) -> tuple[str, int]:
     return node, int(index)
 
 
-def _words(held: Held | None) -> str:
+def _words(held: Held | None, units: int) -> str:
     if held is None:
         return "idle"
-    part = "" if held.high - held.low > 0.9999 else f", {100 * held.low:.4g}-{100 * held.high:.4g} %"
+    low, high = 100 * held.low / units, 100 * held.high / units
+    part = "" if high - low > 99.99 else f", {low:.4g}-{high:.4g} %"
     span = f"layer {held.start}" if held.stop - held.start == 1 else f"layers {held.start}-{held.stop - 1}"
     return f"{span}{part}"

@@ -14,7 +14,7 @@ from elasticd_planner.plan import Pipeline
 from rich.console import Console
 from rich.text import Text
 
-from elasticd.cli.moves import answered, difference
+from elasticd.cli.moves import answered, shown
 from elasticd.cli.options import config_option, coordinator_option
 from elasticd.cli.picture import named, picture
 from elasticd.cli.reach import reach
@@ -54,7 +54,7 @@ def plan(
     console = Console(highlight=False)
     if diff is not None:
         old, new = (answered(_text(path), path) for path in diff)
-        console.print(difference(old, new))
+        console.print(shown(old, new))
     elif problem is not None:
         _solve(_text(problem), objective, as_json, current, console)
     elif current is not None:
@@ -85,7 +85,7 @@ def _solve(text: bytes, objective: Any, as_json: bool, current: str | None, cons
         raise click.ClickException(planned.refusal)
     if as_json:
         found = formats.answer(planned, seconds)
-        found["state_bytes"] = msgspec.to_builtins(staying.state_bytes(given, planned.plan))
+        found["state_bytes"] = msgspec.to_builtins(staying.state_bytes(given))
         if near is not None:
             found["current"] = {"value": near.current, "moved_bytes": near.moved}
         sys.stdout.write(msgspec.json.encode(found).decode() + "\n")

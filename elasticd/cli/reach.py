@@ -40,12 +40,15 @@ class DeviceStatus(Value, frozen=True, kw_only=True):
 
 
 class NodeStatus(Value, frozen=True, kw_only=True):
-    """A node whose agent has said hello to this leader."""
+    """A node whose agent has said hello to this leader. draining: its devices are to be left; members: those
+    that plans use."""
 
     node: str
     connected: bool
     address: str
     emulated: bool
+    draining: bool = False
+    members: int = 0
     devices: tuple[DeviceStatus, ...]
 
 
@@ -58,7 +61,8 @@ class MemberStatus(Value, frozen=True, kw_only=True):
 
 
 class JobStatus(Value, frozen=True, kw_only=True):
-    """One job: `step` is the newest that was reported; loss and speed are of that step."""
+    """One job: `step` is the newest that was reported; loss and speed are of that step. `snapshot`: the newest
+    step whose state is kept in the agents' memory, on two nodes where there are two."""
 
     job: str
     phase: str
@@ -68,7 +72,27 @@ class JobStatus(Value, frozen=True, kw_only=True):
     step: int
     loss: float | None
     tokens_per_second: float | None
+    snapshot: int | None = None
     members: tuple[MemberStatus, ...]
+
+
+class Pace(Value, frozen=True, kw_only=True):
+    """Seconds of a device's own computation in the last step, and how many times the others' they are."""
+
+    seconds: float
+    ratio: float
+
+
+class RestartStatus(Value, frozen=True, kw_only=True):
+    """A job in restart mode whose script has `elasticd.watch()`: out tells why torchruns take no part."""
+
+    job: str
+    round: int
+    step: int
+    step_seconds: float
+    silent_seconds: float
+    devices: dict[str, Pace]
+    out: dict[str, str]
 
 
 class LeaderStatus(Value, frozen=True, kw_only=True):
@@ -86,6 +110,7 @@ class ClusterStatus(Value, frozen=True, kw_only=True):
     leader: LeaderStatus
     nodes: tuple[NodeStatus, ...]
     jobs: tuple[JobStatus, ...]
+    restarts: tuple[RestartStatus, ...] = ()
 
     def job(self, name: str) -> JobStatus | None:
         return next((job for job in self.jobs if job.job == name), None)
@@ -144,10 +169,15 @@ class Api:
         """Every plan of the job with the problem it answers, oldest first."""
         return self._read(f"/v1/jobs/{job}/history", _History).history
 
-    def chaos(self, action: str, device: str, factor: float = 1.0) -> None:
-        """Sets a device's pace; `action` is "slow" or "recover"."""
-        body = msgspec.json.encode({"action": action, "device": device, "factor": factor})
-        self._ask("POST", "/v1/chaos", body)
+    def drain(self, node: str, *, on: bool) -> None:
+        """Lets a node's devices be left, or used again."""
+        self._ask("POST", f"/v1/nodes/{node}/drain", msgspec.json.encode({"on": on}))
+
+    def chaos(self, action: str, place: str, factor: float = 1.0, seconds: float = 0.0) -> None:
+        """Does what `elasticd chaos` does, by its verbs; `place` is a device, or a node's name."""
+        where = "device" if "/" in place else "node"
+        body = {"action": action, where: place, "factor": factor, "seconds": seconds}
+        self._ask("POST", "/v1/chaos", msgspec.json.encode(body))
 
     def _read(self, path: str, kind: type[T]) -> T:
         try:

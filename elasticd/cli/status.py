@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elasticd.cli.options import config_option, coordinator_option
-from elasticd.cli.reach import Api, ClusterStatus, JobStatus, NodeStatus, reach
+from elasticd.cli.reach import Api, ClusterStatus, JobStatus, NodeStatus, RestartStatus, reach
 
 
 @click.command()
@@ -54,7 +54,9 @@ def screen(found: ClusterStatus, reasons: dict[str, str]) -> RenderableType:
     parts: list[RenderableType] = [head, nodes(found.nodes)]
     for job in found.jobs:
         parts += ["", *_job(job, reasons.get(job.job, ""))]
-    if not found.jobs:
+    for restarting in found.restarts:
+        parts += ["", *_restarting(restarting)]
+    if not found.jobs and not found.restarts:
         parts.append(Text("no job: start one with torchrun --rdzv-backend=elasticd --rdzv-id=NAME ..."))
     return Group(*parts)
 
@@ -86,8 +88,10 @@ def _job(job: JobStatus, reason: str) -> Iterator[RenderableType]:
     )
     loss = "-" if job.loss is None else f"{job.loss:.4f}"
     speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
+    kept = "" if job.snapshot is None else str(job.snapshot)
     yield Text.assemble(
-        ("  step ", "dim"), str(job.step), ("   loss ", "dim"), loss, ("   tokens/s ", "dim"), speed
+        *(("  step ", "dim"), str(job.step), ("   loss ", "dim"), loss, ("   tokens/s ", "dim"), speed),
+        *((("   snapshot in memory of step ", "dim"), kept) if kept else ()),
     )
     if job.plan is not None:
         predicted = job.plan.prediction
@@ -100,6 +104,24 @@ def _job(job: JobStatus, reason: str) -> Iterator[RenderableType]:
     if job.members:
         pids = ", ".join(f"{member.device} pid {member.pid}" for member in job.members)
         yield Text.assemble(("  workers ", "dim"), pids)
+
+
+def _restarting(job: RestartStatus) -> Iterator[RenderableType]:
+    """A job in restart mode: whose computation takes longest, and who is out."""
+    silent = f"  silent for {job.silent_seconds:.0f} s" if job.silent_seconds > 5 + 3 * job.step_seconds else ""
+    yield Text.assemble(("job ", "dim"), (job.job, "bold"), f"  restart mode, round {job.round}{silent}")
+    yield Text.assemble(
+        ("  step ", "dim"), str(job.step), ("   seconds a step ", "dim"), f"{job.step_seconds:.3f}"
+    )
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 2))
+    for column in ("device", "own seconds", "to the others"):
+        table.add_column(column)
+    for device, pace in sorted(job.devices.items(), key=lambda item: -item[1].ratio):
+        style = "red" if pace.ratio >= 1.25 else "green"
+        table.add_row(device, f"{pace.seconds:.3f}", Text(f"{pace.ratio:.2f}x", style=style))
+    yield table
+    for torchrun, reason in sorted(job.out.items()):
+        yield Text(f"  out: {torchrun}: {reason}")
 
 
 def plan_table(plan: Plan) -> Table:

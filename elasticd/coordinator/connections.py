@@ -5,8 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from elasticd.messages import WIRE_VERSION, AgentHello, AgentRejected, Down, encode
+from elasticd.messages import (
+    WIRE_VERSION,
+    AgentHello,
+    Down,
+    ToAgent,
+    encode,
+)
+from elasticd.orders import Drain, Harm
 from elasticd.records import NodeRecord
+from elasticd.snapshots import Whole
 
 #: Messages that may wait for a slow agent before its connection is given up; it then starts afresh.
 MOST_WAITING = 10_000
@@ -24,7 +32,7 @@ class Connection:
     def node(self) -> str:
         return self.record.node
 
-    def send(self, message: Down | AgentRejected) -> None:
+    def send(self, message: ToAgent) -> None:
         try:
             self._waiting.put_nowait(encode(message))
         except asyncio.QueueFull:
@@ -73,7 +81,7 @@ class Connections:
         del self._live[connection.node]
         return True
 
-    def send(self, node: str, message: Down) -> None:
+    def send(self, node: str, message: Down | Harm | Drain | Whole) -> None:
         """To the node's agent; nothing where none is connected: what matters is said again."""
         connection = self._live.get(node)
         if connection is not None:

@@ -8,8 +8,9 @@ import logging
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,25 +19,29 @@ import uvicorn
 
 from elasticd.config import Config
 from elasticd.coordinator import election
-from elasticd.coordinator.election import CannotLead, Term
+from elasticd.coordinator.election import CannotLead, Deposed, Term
 from elasticd.coordinator.leading import Leading
 from elasticd.coordinator.planning import COMMAND
 from elasticd.coordinator.server import application
-from elasticd.coordinator.views import status
-from elasticd.coordinator.writer import WriteConflict, Writer, stored
+from elasticd.coordinator.views import restarting, status
+from elasticd.coordinator.writer import WriteConflict, Writer, ranks, stored
 from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.state import Settings
 from elasticd.records import HistoryRecord, Keys, decode
 from elasticd.remembered import NOTE_SECONDS, StateError, StateFile
-from elasticd.store.protocol import Store, StoreError
+from elasticd.store.leader import Leader, LeadershipLost
+from elasticd.store.protocol import Store, StoreError, StoreRefused
+
+#: Seconds between pings to an agent, and until one that did not answer is away: no packet may say so.
+PING, SILENCE = 0.4, 0.8
 
 _log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """One coordinator, from its election on. `start` leads and serves, `ended` waits for a reason to end,
-    `stop` gives everything back. The store is the caller's, to close afterwards; `memory` keeps what is known
-    of it."""
+    """One coordinator for one time of leading. `start` stands by until it leads and serves, `ended` waits for a
+    reason to end, `stop` gives everything back. The store is the caller's, to close afterwards; `memory` keeps
+    what is known of it. `standing_by` hears who leads meanwhile, on a thread of the store's."""
 
     def __init__(
         self,
@@ -46,6 +51,7 @@ class Coordinator:
         settings: Settings | None = None,
         planner: tuple[str, ...] = COMMAND,
         memory: StateFile | None = None,
+        standing_by: Callable[[Leader], None] | None = None,
     ) -> None:
         self.config = config
         self.keys = Keys(cluster=config.cluster.name)
@@ -55,6 +61,7 @@ class Coordinator:
         self._settings = settings or settings_of(config)
         self._planner = planner
         self._memory = memory
+        self._standing_by = standing_by or self._log_leader
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exits = contextlib.AsyncExitStack()
@@ -63,11 +70,10 @@ class Coordinator:
     async def start(self) -> None:
         """Leads when it returns. Raises `CannotLead`."""
         try:
-            listener = _listen(self.config.coordinator.host, self.config.coordinator.port)
+            listener = _bind(self.config.coordinator.host, self.config.coordinator.port)
             self._exits.callback(listener.close)
             self.url = _url(self.config.coordinator.host, listener.getsockname()[1])
-            term = await self._elect()
-            self._lead(term)
+            self._lead(await self._elect(listener))
             await self._serve(listener)
         except BaseException:
             await self.stop()
@@ -92,20 +98,39 @@ class Coordinator:
         await self._exits.aclose()
         self._executor.shutdown(wait=False)
 
-    async def _elect(self) -> Term:
-        """The campaign, in the store's thread. One that is given up is waited for: what it won goes back."""
+    async def _elect(self, listener: socket.socket) -> Term:
+        """The campaign, in the store's thread. One that is given up is waited for: what it won goes back. Who
+        stands by refuses connections: nobody is to wait for an answer."""
         loop = asyncio.get_running_loop()
         name = self.config.coordinator.name
-        campaign = loop.run_in_executor(self._executor, election.elect, self._store, self.keys, name, self.url)
+        stopped = threading.Event()
+
+        def elect() -> Term | None:
+            return election.elect(
+                *(self._store, self.keys, name, self.url),
+                told=self._standing_by,
+                ready=lambda: listener.listen(512),
+                stopped=stopped,
+            )
+
+        campaign = loop.run_in_executor(self._executor, elect)
         try:
             term = await asyncio.shield(campaign)
         except asyncio.CancelledError:
-            with contextlib.suppress(CannotLead):
-                (await campaign).leadership.resign(self._store)
+            stopped.set()
+            with contextlib.suppress(CannotLead, StoreError):
+                if (won := await campaign) is not None:
+                    await asyncio.to_thread(won.leadership.resign, self._store)
             raise
-        keeper = election.keep(self._store, term, self.fail)
+        except StoreRefused as error:
+            raise election.refused(error, self._memory) from error
+        assert term is not None, "only a cancelled campaign wins nothing"
+        keeper = election.keep(self._store, term, self.fail, self._memory)
         self._exits.push_async_callback(election.resign, self._executor, keeper)
         return term
+
+    def _log_leader(self, leader: Leader) -> None:
+        _log.info("standing by: %s leads %s at %s", leader.name, self.config.cluster.name, leader.value)
 
     def _lead(self, term: Term) -> None:
         try:
@@ -123,6 +148,7 @@ class Coordinator:
             told=leading.tell,
             failed=self.fail,
         )
+        leading.remember(ranks(self.keys, term.jobs.items))
         self.leading = leading
         self._exits.push_async_callback(leading.planning.close)
         self._start(leading.writer.run(), "writer")
@@ -144,8 +170,8 @@ class Coordinator:
                 access_log=False,
                 lifespan="off",
                 ws_per_message_deflate=False,  # reports are small and many
-                ws_ping_interval=5.0,
-                ws_ping_timeout=5.0,
+                ws_ping_interval=PING,
+                ws_ping_timeout=SILENCE,
                 timeout_graceful_shutdown=2,
             )
         )
@@ -166,8 +192,10 @@ class Coordinator:
 
     async def _flush(self, writer: Writer) -> None:
         """What was decided is written, if the store takes it soon; else the next leader decides again."""
+        if writer.away or (self._end.done() and self._end.exception() is not None):
+            return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(writer.drained(), 0.0 if writer.away else 2.0)
+            await asyncio.wait_for(writer.drained(), 2.0)
 
     def _start(self, work: Any, name: str) -> None:
         """Runs beside the rest until `stop`; an error in it ends this coordinator."""
@@ -188,7 +216,8 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         name = self.config.coordinator.name
-        return status(self.leading.state, self.config.cluster.name, name, self.url)
+        shown = status(self.leading.state, self.config.cluster.name, name, self.url)
+        return shown | {"restarts": restarting(self.leading.restarts.values(), time.monotonic())}
 
     async def history(self, job: str) -> list[HistoryRecord]:
         """From the store, through its own thread."""
@@ -220,13 +249,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that has its port, and does not listen yet."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(512)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
@@ -244,35 +273,60 @@ def _url(host: str, port: int) -> str:
 
 
 async def run(config: Config, store: Store | None = None) -> None:
-    """Leads until SIGINT or SIGTERM. Raises `CannotLead` where it cannot, or not any longer; StateError where
-    it cannot remember its etcd. A store that is given is not remembered."""
+    """Leads, or stands by, until SIGINT or SIGTERM. A leader that was replaced stands by again. Raises
+    `CannotLead` where it cannot lead at all; StateError where it cannot remember its etcd. A store that is
+    given is not remembered."""
     loop = asyncio.get_running_loop()
     memory, opened = None, store
     if opened is None:
         section = config.coordinator
         memory = StateFile(section.state, config.cluster.name, "coordinator", section.name)
         opened = await asyncio.to_thread(election.connect, config, memory)
-    coordinator = Coordinator(config, opened, memory=memory)
+    ending = asyncio.Event()
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
-        loop.add_signal_handler(number, coordinator.end)
+        loop.add_signal_handler(number, ending.set)
     try:
-        starting = asyncio.create_task(coordinator.start())
-        ending = asyncio.create_task(coordinator.ended())
-        await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            await asyncio.gather(starting, ending, return_exceptions=True)
-            return
-        await starting
-        print(f"leading {config.cluster.name} as {config.coordinator.name} at {coordinator.url}", flush=True)
-        await ending
+        while not ending.is_set():
+            try:
+                await _term(Coordinator(config, opened, memory=memory, standing_by=_teller(config)), ending)
+            except (Deposed, LeadershipLost) as error:
+                print(f"{config.coordinator.name}: {error}; standing by again", file=sys.stderr, flush=True)
     finally:
-        await coordinator.stop()
         for number in signals:
             loop.remove_signal_handler(number)
         if store is None:
             await asyncio.to_thread(opened.close)
+
+
+async def _term(coordinator: Coordinator, ending: asyncio.Event) -> None:
+    """Stands by, leads once, and gives everything back; returns when `ending` is set."""
+    config = coordinator.config
+    asked = asyncio.create_task(ending.wait())
+    starting, ended = asyncio.create_task(coordinator.start()), asyncio.create_task(coordinator.ended())
+    try:
+        await asyncio.wait({starting, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            return
+        await starting
+        print(f"leading {config.cluster.name} as {config.coordinator.name} at {coordinator.url}", flush=True)
+        await asyncio.wait({ended, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            await ended
+    finally:
+        for task in (starting, asked):
+            task.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await coordinator.stop()
+        await asyncio.gather(asked, ended, return_exceptions=True)
+
+
+def _teller(config: Config) -> Callable[[Leader], None]:
+    def tell(leader: Leader) -> None:
+        text = f"standing by as {config.coordinator.name}: {leader.name} leads {config.cluster.name}"
+        print(f"{text} at {leader.value}", flush=True)
+
+    return tell
 
 
 def serve(config: Config) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
 
@@ -13,16 +15,31 @@ from elasticd.records import Keys
 from elasticd.remembered import StateFile
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.keeper import LeaseKeeper
-from elasticd.store.leader import AlreadyLed, Leadership, campaign
-from elasticd.store.protocol import Snapshot, Store, StoreRefused, StoreReplaced, StoreUnavailable
+from elasticd.store.leader import AlreadyLed, Leader, Leadership, await_vacancy, campaign
+from elasticd.store.protocol import (
+    Snapshot,
+    Store,
+    StoreError,
+    StoreRefused,
+    StoreReplaced,
+    StoreUnavailable,
+)
 from elasticd.store.session import EtcdOptions
 
-#: Seconds that the leader's key outlives its last refresh.
-LEASE_SECONDS = 5
+#: Seconds that the leader's key outlives its last refresh: the least that etcd grants with its default timing.
+LEASE_SECONDS = 2
+#: Seconds between attempts of an election that the store broke off.
+PAUSE = 0.2
+
+_log = logging.getLogger(__name__)
 
 
 class CannotLead(Exception):
     """This coordinator cannot lead, or not any longer; the message says why and what to do."""
+
+
+class Deposed(CannotLead):
+    """This coordinator led, and does not any longer: it may stand by again."""
 
 
 class Term(Value, frozen=True, kw_only=True):
@@ -55,27 +72,74 @@ def connect(config: Config, memory: StateFile | None = None) -> Store:
     return store
 
 
-def elect(store: Store, keys: Keys, name: str, url: str) -> Term:
-    """Wins the key, waiting for a former self's to expire. Raises `CannotLead`. Blocks: for a thread."""
+def refused(error: StoreRefused, memory: StateFile | None) -> CannotLead:
+    """Why nobody can lead by this store, and what to do where it is not the one remembered."""
+    if memory is not None and isinstance(error, StoreReplaced):
+        return CannotLead(memory.refusal(error))
+    return CannotLead(str(error))
+
+
+def elect(
+    store: Store,
+    keys: Keys,
+    name: str,
+    url: str,
+    *,
+    told: Callable[[Leader], None],
+    ready: Callable[[], None],
+    stopped: threading.Event,
+) -> Term | None:
+    """Wins the key, standing by while another leads (`told` hears who) and over every outage; None once
+    `stopped` is set. `ready` is called before each try: whoever reads the key comes at once. Raises
+    StoreRefused, and `CannotLead` where the key is not a leader's. Blocks: for a thread."""
     try:
-        leadership = campaign(store, keys.leader, name, url, LEASE_SECONDS)
+        while await_vacancy(store, keys.leader, told, stopped):
+            ready()
+            try:
+                return _win(store, keys, name, url)
+            except AlreadyLed:
+                continue  # another that stood by was quicker
+            except StoreUnavailable as error:
+                _log.warning("the store went away during the election, trying again: %s", error)
+                stopped.wait(PAUSE)
+    except ValueError as error:
+        raise CannotLead(f"{error}: another program's key? choose another [cluster] name") from error
+    return None
+
+
+def _win(store: Store, keys: Keys, name: str, url: str) -> Term:
+    leadership = campaign(store, keys.leader, name, url, LEASE_SECONDS, patience=0.0)
+    try:
         return Term(leadership=leadership, jobs=store.snapshot(keys.jobs))
-    except AlreadyLed as error:
-        raise CannotLead(str(error)) from error
-    except StoreUnavailable as error:
-        raise CannotLead(f"the store went away during the election ({error}): try again") from error
+    except StoreError:
+        try:
+            leadership.resign(store)
+        except StoreError:
+            _log.debug("the key just won is left to expire")
+        raise
 
 
-def keep(store: Store, term: Term, lost: Callable[[CannotLead], None]) -> LeaseKeeper:
-    """Keeps the leader's lease from a thread of its own; `lost` is called on the running loop."""
+def keep(
+    store: Store, term: Term, lost: Callable[[CannotLead], None], memory: StateFile | None = None
+) -> LeaseKeeper:
+    """Keeps the leader's lease from a thread of its own; `lost` is called on the running loop, with `Deposed`
+    or with why the store refuses us."""
     loop = asyncio.get_running_loop()
     leadership = term.leadership
 
-    def on_lost(reason: str) -> None:
-        error = CannotLead(f"this coordinator does not lead any longer ({reason}): start it again")
-        loop.call_soon_threadsafe(lost, error)
+    def tell(error: CannotLead) -> None:
+        try:
+            loop.call_soon_threadsafe(lost, error)
+        except RuntimeError:
+            _log.debug("nobody is left to hear it: %s", error)
 
-    return LeaseKeeper(store, leadership.lease, leadership.ttl, on_lost).start()
+    def on_lost(reason: str) -> None:
+        tell(Deposed(f"this coordinator does not lead any longer: {reason}"))
+
+    def on_refused(error: StoreRefused) -> None:
+        tell(refused(error, memory))
+
+    return LeaseKeeper(store, leadership.lease, leadership.ttl, on_lost, on_refused=on_refused).start()
 
 
 async def resign(executor: Executor, keeper: LeaseKeeper) -> None:

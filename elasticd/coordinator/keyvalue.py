@@ -1,7 +1,8 @@
 """The bootstrap store of one job: small keys that process groups find each other by, kept by the leader.
 
-It lives in the leader's memory alone: nothing new is formed without a leader anyway, and groups that stand
-do not need it any more. Callers prefix their keys by `plan/{number}/`, which is how old ones are dropped.
+It lives in the leader's memory: nothing new is formed without a leader anyway, and groups that stand do not
+need it any more. Only what torchruns tell of their ranks is written down, for the next leader. Callers prefix
+their keys by `plan/{number}/`, which is how old ones are dropped.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ class KeyValue:
 
     def __len__(self) -> int:
         return len(self._values)
+
+    def put(self, key: str, value: bytes) -> None:
+        """Sets a key, as if a call had."""
+        self._set(key, value)
 
     async def call(self, call: StoreCall) -> StoreAnswer:
         """The answer to a call; an `error` inside it where there is none. `number` is the sum after `add`,

@@ -6,19 +6,20 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.journal import Journal
 from elasticd.coordinator.keyvalue import KeyValue
 from elasticd.coordinator.planning import COMMAND, Planning
-from elasticd.coordinator.writer import Writer
-from elasticd.machines import coordinator
+from elasticd.coordinator.writer import Rank, Writer
+from elasticd.machines import coordinator, restarts
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import (
     AgentDown,
     AgentUp,
     CancelPlan,
+    Drained,
     Effect,
     Event,
     Note,
@@ -29,11 +30,24 @@ from elasticd.machines.job.effects import (
     Tick,
     Write,
 )
-from elasticd.messages import Down, Report, StoreCall, ToLeader, Up, WorkerLost
+from elasticd.messages import (
+    AgentHello,
+    Down,
+    Report,
+    StoreCall,
+    ToLeader,
+    Up,
+    WorkerLost,
+)
+from elasticd.pulses import Frozen
 from elasticd.records import DoneRecord, NodeRecord, Proposal
+from elasticd.rounds import Lapped
+from elasticd.snapshots import Keeps
 
 #: Seconds between the looks at what has become due.
 TICK = 0.1
+#: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live).
+RANKS = "rdzv/"
 
 _log = logging.getLogger(__name__)
 
@@ -65,17 +79,31 @@ class Leading:
         self._chaos = chaos
         self._failed = failed
         self._stores: dict[str, KeyValue] = {}
+        self._away_since = self._away_seconds = 0.0
+        self.restarts: dict[str, restarts.RestartJob] = {}
 
     def apply(self, event: Event) -> None:
         """One step of the machine, and its effects. An error in it ends this leader rather than go on with a
         state that nobody decided."""
         try:
-            self.state, effects = coordinator.step(self.state, event, time.monotonic())
+            self.state, effects = coordinator.step(self.state, event, self._now())
             for effect in effects:
                 self._execute(effect)
         except Exception as error:
             _log.exception("the machine failed on %r", event)
             self._failed(error)
+
+    def _now(self) -> float:
+        """The machine's clock, which stands still while the store is away: what was decided meanwhile is not
+        written, nobody can answer it, and nobody is late."""
+        now = time.monotonic()
+        if self.writer is not None and self.writer.away:
+            self._away_since = self._away_since or now
+            return self._away_since - self._away_seconds
+        if self._away_since:
+            self._away_seconds += now - self._away_since
+            self._away_since = 0.0
+        return now - self._away_seconds
 
     async def ticks(self) -> None:
         while True:
@@ -106,8 +134,15 @@ class Leading:
         for record in write.records:
             if isinstance(record, DoneRecord):
                 self._stores.pop(write.job, None)
+                if self.writer is not None:
+                    self.writer.put(Rank(job=write.job))
             elif isinstance(record, Proposal) and record.old is not None and write.job in self._stores:
                 self._stores[write.job].drop_before(record.old.number)
+
+    def remember(self, ranks: Iterable[Rank]) -> None:
+        """What torchruns told the leaders before."""
+        for rank in ranks:
+            self._stores.setdefault(rank.job, KeyValue()).put(rank.key, rank.value)
 
     # -- agents --------------------------------------------------------------------------------------------
 
@@ -123,32 +158,67 @@ class Leading:
     async def heard(self, connection: Connection, message: ToLeader) -> None:
         """One message of an agent; returns when it is dealt with, which may be long for a waiting `get`."""
         if isinstance(message, Up) and isinstance(message.body, StoreCall):
-            store = self._stores.setdefault(message.job, KeyValue())
-            answer = await store.call(message.body)
+            call = message.body
+            if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None:
+                self.writer.put(Rank(job=message.job, key=call.key, value=call.value))
+            answer = await self._stores.setdefault(message.job, KeyValue()).call(call)
             connection.send(Down(client=message.client, body=answer))
             return
-        if isinstance(message, Up | WorkerLost):
+        if isinstance(message, Up | WorkerLost | Frozen | Keeps):
             if isinstance(message, Up) and isinstance(message.body, Report):
                 self.journal.report(message.job, message.body, time.time())
             self.apply(Received(node=connection.node, message=message))
+        elif isinstance(message, Lapped):
+            self._lap(message)
+        elif isinstance(message, AgentHello):  # its record has changed
+            self.apply(AgentUp(record=message.record))
+
+    def _lap(self, heard: Lapped) -> None:
+        """Of a job in restart mode, whose rounds no leader makes."""
+        job = self.restarts.get(heard.by.job) or restarts.RestartJob(job=heard.by.job)
+        settings = self.state.settings
+        job, effects = restarts.lap(
+            job, heard, settings.detect, settings.policy, self.state.epoch, time.monotonic()
+        )
+        self.restarts[job.job] = job
+        for effect in effects:
+            self._execute(effect)
 
     # -- users ---------------------------------------------------------------------------------------------
 
-    def pace(self, action: str, device: str, factor: float) -> None:
-        """Chaos on a device; raises `Refused`."""
+    def allow_chaos(self) -> None:
+        """Raises `Refused` where the configuration has it off."""
         if not self._chaos:
             raise Refused(
                 403, "chaos is off: set enabled = true in section [chaos] of the coordinator's configuration"
             )
+
+    def drain(self, node: str, on: bool) -> None:
+        """Lets the devices of a node be left, or used again. Raises `Refused`."""
+        known = self.state.nodes.get(node)
+        if known is None:
+            names = ", ".join(sorted(self.state.nodes)) or "none"
+            raise Refused(404, f"there is no node {node!r}; there are: {names}")
+        if not known.connected:
+            raise Refused(409, f"the agent of node {node} cannot be reached: start it, or wait for it")
+        self.apply(Drained(node=node, on=on))
+
+    def know_device(self, device: str) -> None:
+        """Raises `Refused` where no node has it."""
+        known = [known.name for node in self.state.nodes.values() for known in node.record.devices]
+        if device not in known:
+            raise Refused(
+                404, f"there is no device {device!r}; there are: {', '.join(sorted(known)) or 'none'}"
+            )
+
+    def pace(self, action: str, device: str, factor: float) -> None:
+        """Chaos on a device's speed; raises `Refused`."""
+        self.allow_chaos()
         if action not in ("slow", "recover"):
             raise Refused(400, f"action {action!r} must be 'slow' or 'recover'")
         if action == "recover":
             factor = 1.0
         if not math.isfinite(factor) or factor < 1:
             raise Refused(400, f"factor {factor} must be a finite number of at least 1 (1 is normal speed)")
-        known = [known.name for node in self.state.nodes.values() for known in node.record.devices]
-        if device not in known:
-            raise Refused(
-                404, f"there is no device {device!r}; there are: {', '.join(sorted(known)) or 'none'}"
-            )
+        self.know_device(device)
         self.apply(Paced(device=device, factor=factor))

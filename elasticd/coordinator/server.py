@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from elasticd.coordinator import chaos
 from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.leading import Leading, Refused
 from elasticd.messages import AgentHello, AgentRejected, StoreCall, ToLeader, Up, encode, to_leader
@@ -25,6 +26,12 @@ from elasticd.records import HistoryRecord
 HELLO_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
+
+
+class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/nodes/NODE/drain`."""
+
+    on: bool
 
 
 class Served(Protocol):
@@ -39,14 +46,6 @@ class Served(Protocol):
     def ready(self) -> str:
         """Why it is not ready, or nothing."""
         ...
-
-
-class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/chaos`."""
-
-    action: str
-    device: str
-    factor: float = 1.0
 
 
 def application(served: Served) -> Starlette:
@@ -66,13 +65,13 @@ def application(served: Served) -> Starlette:
     async def history(request: Request) -> Response:
         return _json({"history": await served.history(_known(served, request))})
 
-    async def chaos(request: Request) -> Response:
+    async def drain(request: Request) -> Response:
         try:
-            body = msgspec.json.decode(await request.body(), type=ChaosRequest, strict=False)
+            body = msgspec.json.decode(await request.body(), type=DrainRequest)
         except msgspec.DecodeError as error:
-            raise Refused(400, f'the body must be {{"action", "device", "factor"}}: {error}') from error
-        served.leading.pace(body.action, body.device, body.factor)
-        return _json({"device": body.device, "factor": 1.0 if body.action == "recover" else body.factor})
+            raise Refused(400, f'the body must be {{"on": true}} or {{"on": false}}: {error}') from error
+        served.leading.drain(str(request.path_params["node"]), body.on)
+        return _json({"on": body.on})
 
     async def livez(request: Request) -> Response:
         return _json({"live": True})
@@ -89,7 +88,8 @@ def application(served: Served) -> Starlette:
         Route("/v1/events", events),
         Route("/v1/jobs/{job}/steps", steps),
         Route("/v1/jobs/{job}/history", history),
-        Route("/v1/chaos", chaos, methods=["POST"]),
+        Route("/v1/nodes/{node}/drain", drain, methods=["POST"]),
+        *chaos.routes(served),
         Route("/livez", livez),
         Route("/readyz", readyz),
         WebSocketRoute("/v1/agent", agent),

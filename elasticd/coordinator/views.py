@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from elasticd.machines.coordinator import State
-from elasticd.machines.job.state import JobState, NodeState
+from elasticd.machines.job.state import LIVE, JobState, NodeState
+from elasticd.machines.restarts import RestartJob
 
 
 def status(state: State, cluster: str, name: str, url: str) -> dict[str, Any]:
@@ -20,6 +22,25 @@ def status(state: State, cluster: str, name: str, url: str) -> dict[str, Any]:
     }
 
 
+def restarting(jobs: Iterable[RestartJob], now: float) -> list[dict[str, Any]]:
+    """The jobs in restart mode that report laps, as its key `restarts`."""
+    return [
+        {
+            "job": job.job,
+            "round": job.round,
+            "step": job.step,
+            "step_seconds": job.wall,
+            "silent_seconds": max(0.0, now - job.heard),
+            "devices": {
+                device: {"seconds": known.lap.seconds, "ratio": job.rates.ratio(device)}
+                for device, known in sorted(job.laps.items())
+            },
+            "out": job.out,
+        }
+        for job in jobs
+    ]
+
+
 def _node(state: State, node: NodeState) -> dict[str, Any]:
     rates = {device: rate for job in state.jobs.values() for device, rate in job.rates.rates.items()}
     record = node.record
@@ -28,6 +49,8 @@ def _node(state: State, node: NodeState) -> dict[str, Any]:
         "connected": node.connected,
         "address": record.address,
         "emulated": record.emulated,
+        "draining": record.draining,
+        "members": _members_on(state, record.node),
         "devices": [
             {
                 "name": device.name,
@@ -40,6 +63,13 @@ def _node(state: State, node: NodeState) -> dict[str, Any]:
     }
 
 
+def _members_on(state: State, node: str) -> int:
+    """The devices of a node that plans use, in force or proposed."""
+    jobs = [job for job in state.jobs.values() if job.phase in LIVE]
+    used = {device for job in jobs for plan in job.candidates for device in plan.members}
+    return sum(device.rpartition("/")[0] == node for device in used)
+
+
 def _job(job: JobState) -> dict[str, Any]:
     return {
         "job": job.job,
@@ -48,6 +78,7 @@ def _job(job: JobState) -> dict[str, Any]:
         "plan": msgspec.to_builtins(job.plan) if job.plan is not None else None,
         "proposal": job.proposal.number if job.proposal is not None else None,
         "step": job.progress.step,
+        "snapshot": job.snapshots.whole.step if job.snapshots.whole is not None else None,
         "loss": job.progress.loss,
         "tokens_per_second": job.progress.tokens_per_second,
         "members": [

@@ -11,6 +11,9 @@ import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 
+import msgspec
+from elasticd_planner.value import Value
+
 from elasticd.machines.job.effects import Note, Record, Stored, Write
 from elasticd.records import (
     CheckpointsRecord,
@@ -19,6 +22,7 @@ from elasticd.records import (
     HistoryRecord,
     JobSpec,
     Keys,
+    OutRecord,
     PlanRecord,
     Proposal,
     decode,
@@ -33,6 +37,15 @@ MOST_HISTORY = 256
 PAUSE = 0.2
 
 _log = logging.getLogger(__name__)
+
+
+class Rank(Value, frozen=True, kw_only=True):
+    """What a torchrun told of its ranks: the others ask for it whenever they start a worker again, under a
+    later leader, maybe. Without a key: the job is over, and all of it goes."""
+
+    job: str
+    key: str = ""
+    value: bytes = b""
 
 
 class WriteConflict(Exception):
@@ -59,10 +72,10 @@ class Writer:
         self._store, self._executor, self._leadership, self._keys = store, executor, leadership, keys
         self._revisions = {item.key: item.mod_revision for item in known.items}
         self._told, self._failed = told, failed
-        self._queue: asyncio.Queue[Write] = asyncio.Queue()
+        self._queue: asyncio.Queue[Write | Rank] = asyncio.Queue()
         self.away = False
 
-    def put(self, write: Write) -> None:
+    def put(self, write: Write | Rank) -> None:
         self._queue.put_nowait(write)
 
     async def drained(self) -> None:
@@ -80,13 +93,15 @@ class Writer:
             except (LeadershipLost, WriteConflict) as error:
                 self._failed(error)
                 return
-            for note in write.notes:
+            for note in write.notes if isinstance(write, Write) else ():
                 self._told(note)
             self._queue.task_done()
 
-    def _attempt(self, write: Write) -> bool:
+    def _attempt(self, write: Write | Rank) -> bool:
         """One try, on the store's thread, where encoding holds nobody up; False while the store is away."""
-        ops = operations(self._keys, write)
+        ops = operations(self._keys, write) if isinstance(write, Write) else self._of_rank(write)
+        if not ops:
+            return True
         compares = [Compare.modified(op.key, self._revisions.get(op.key, 0)) for op in ops]
         try:
             result = self._leadership.transact(self._store, compares, ops)
@@ -103,6 +118,12 @@ class Writer:
             _log.warning("the store is back")
         self.away = False
         return True
+
+    def _of_rank(self, rank: Rank) -> tuple[Op, ...]:
+        folder = _ranks(self._keys, rank.job)
+        if rank.key:
+            return (Put(folder + rank.key.replace("/", ":"), encode(rank)),)
+        return tuple(Delete(key) for key, seen in self._revisions.items() if seen and key.startswith(folder))
 
     def _read_back(self, ops: tuple[Op, ...]) -> None:
         """A comparison failed under our own key: an earlier try must have landed after all."""
@@ -153,7 +174,20 @@ def _key(keys: Keys, job: str, record: Record) -> str:
         return keys.job(job, "fence")
     if isinstance(record, CheckpointsRecord):
         return keys.job(job, "checkpoints")
+    if isinstance(record, OutRecord):
+        return f"{keys.rendezvous(job)}out/{record.torchrun}"
     return keys.job(job, "done")
+
+
+def _ranks(keys: Keys, job: str) -> str:
+    return f"{keys.jobs}{job}/ranks/"
+
+
+def ranks(keys: Keys, items: Iterable[KeyValue]) -> list[Rank]:
+    """Those in a snapshot of the jobs' prefix."""
+    jobs = {item.key.removeprefix(keys.jobs).partition("/")[0] for item in items}
+    folders = tuple(_ranks(keys, job) for job in jobs)
+    return [msgspec.json.decode(item.value, type=Rank) for item in items if item.key.startswith(folders)]
 
 
 def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:
@@ -167,8 +201,8 @@ def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:
 
 
 def _decided(parts: dict[str, KeyValue]) -> bool:
-    """Whether a leader wrote any of it; agents write `members/`."""
-    return any(not part.startswith("members/") for part in parts)
+    """Whether a leader decided any of it: agents write `members/`, `rendezvous/`, torchruns tell `ranks/`."""
+    return any(not part.startswith(("members/", "rendezvous/", "ranks/")) for part in parts)
 
 
 def _stored(job: str, parts: dict[str, KeyValue]) -> Stored:

@@ -13,7 +13,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -25,23 +24,13 @@ from typing import TypeVar
 import psutil
 
 from elasticd.demo.scenario import DemoError
+from elasticd.offspring import ending_with_us
 
 _SET_CHILD_SUBREAPER = 36
 #: Seconds from SIGTERM to SIGKILL.
 GRACE = 5.0
 _POLL = 0.05
 T = TypeVar("T")
-
-# In the child, before the program: set the death signal, and end if we are gone already. 1 is
-# PR_SET_PDEATHSIG, 15 SIGTERM. Our signal mask and ignored signals are not the program's.
-_LAUNCHER = """
-import ctypes, os, sys
-if ctypes.CDLL(None, use_errno=True).prctl(1, 15, 0, 0, 0) != 0:
-    sys.exit("prctl: " + os.strerror(ctypes.get_errno()))
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the demo is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class Interrupted(Exception):
@@ -98,7 +87,7 @@ class Processes:
         log = self._logs / f"{name}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command],
+                ending_with_us([*command]),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

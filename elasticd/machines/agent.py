@@ -24,6 +24,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from elasticd.machines import agent_orders
 from elasticd.machines.agent_admission import refusal
 from elasticd.machines.agent_orders import (
@@ -41,6 +43,7 @@ from elasticd.machines.agent_state import (
     Client,
     Dismiss,
     DoneRead,
+    Drained,
     Effect,
     Ended,
     Event,
@@ -54,10 +57,12 @@ from elasticd.machines.agent_state import (
     Phase,
     PlanRead,
     ProposalRead,
+    Pulse,
     Result,
     Said,
     Send,
     SetMember,
+    SetNode,
     State,
     Stop,
     Tell,
@@ -90,6 +95,7 @@ from elasticd.messages import (
     Welcome,
     WorkerLost,
 )
+from elasticd.pulses import Frozen
 from elasticd.records import MemberRecord
 
 #: Reports kept while the link is away; the oldest go first.
@@ -168,6 +174,15 @@ def _said(state: State, event: Said, now: float) -> Result:
     return _with_client(state, client), _up(state, client, body)
 
 
+def _pulse(state: State, event: Pulse, now: float) -> Result:
+    client = state.clients.get(event.client)
+    if client is None or not client.device:
+        return state, ()
+    client = replace(client, frozen=event.how)
+    told = (Tell(message=_frozen(client)),) if state.phase is Phase.LINKED else ()
+    return _with_client(state, client), told
+
+
 def _ended(state: State, event: Ended, now: float) -> Result:
     client = state.clients.get(event.client)
     if client is None:
@@ -193,14 +208,19 @@ def _ended(state: State, event: Ended, now: float) -> Result:
 def _link_up(state: State, event: LinkUp, now: float) -> Result:
     words: list[ToLeader] = [AgentHello(record=state.record)]
     for client in state.departed:
-        # With its hello, for a leader that took over meanwhile has not met it.
-        words += [_wrap(client, body) for body in (client.opening, *client.said)]
+        # With its hello, for a leader that took over meanwhile has not met it; but for one whose device has
+        # another worker by now: that hello would be taken for the newer.
+        follower = state.worker_of(client.device)
+        hello = (client.opening,) if follower is None else ()
+        words += [_wrap(client, body) for body in (*hello, *client.said)]
         words.append(_lost(client))
     for client in state.clients.values():
         if client.goodbye and not client.device:
             continue
         words.append(_wrap(client, client.opening))
         words += [_wrap(client, body) for body in client.said]
+        if client.frozen:
+            words.append(_frozen(client))
         if client.goodbye:
             words.append(_wrap(client, Goodbye(reason=client.farewell)))
     words += [_wrap(state.clients[name], call.call) for (name, _), call in state.calls.items()]
@@ -238,6 +258,14 @@ def _heard(state: State, event: Heard, now: float) -> Result:
     return state, (Send(client=message.client, body=body),)
 
 
+def _drained(state: State, event: Drained, now: float) -> Result:
+    record = msgspec.structs.replace(state.record, draining=event.on)
+    if record == state.record:
+        return state, ()
+    told = (Tell(message=AgentHello(record=record)),) if state.phase is Phase.LINKED else ()
+    return replace(state, record=record), (SetNode(record=record), *told)
+
+
 def _to_device(state: State, device: str, body: ToWorker) -> Result:
     if isinstance(body, Pace):
         # Kept, for it is the device that is slow: its next worker is slow too.
@@ -272,6 +300,10 @@ def _up(state: State, client: Client, body: FromWorker) -> tuple[Effect, ...]:
     return (Tell(message=_wrap(client, body)),) if state.phase is Phase.LINKED else ()
 
 
+def _frozen(client: Client) -> Frozen:
+    return Frozen(job=client.job, device=client.device, incarnation=client.incarnation, how=client.frozen)
+
+
 def _lost(client: Client) -> WorkerLost:
     return WorkerLost(
         job=client.job,
@@ -302,6 +334,8 @@ _ALWAYS: dict[type, Handler] = {
     Opened: _opened,
     Said: _said,
     Ended: _ended,
+    Drained: _drained,
+    Pulse: _pulse,
     LeaderRead: leader_read,
     ProposalRead: proposal_read,
     PlanRead: plan_read,

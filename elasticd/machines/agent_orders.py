@@ -41,7 +41,7 @@ from elasticd.messages import (
     Standing,
     ToWorker,
 )
-from elasticd.records import DoneRecord, Fence
+from elasticd.records import DoneRecord, Fence, PlanRecord, Proposal
 
 
 def leader_read(state: State, event: LeaderRead, now: float) -> Result:
@@ -56,10 +56,7 @@ def proposal_read(state: State, event: ProposalRead, now: float) -> Result:
         return state, (_stale(f"proposal {proposal.number}", job, proposal.epoch, state.epoch),)
     if state.proposals.get(job) == proposal:
         return state, ()
-    order: Propose | Abort = Propose(proposal=proposal)
-    if proposal.status == "aborted":
-        order = Abort(number=proposal.number, reason=proposal.reason)
-    effects = _orders(_workers(state, job), (proposal.old, proposal.plan), order)
+    effects = _orders(_workers(state, job), _bindings(proposal), _order(proposal))
     state = replace(state, epoch=proposal.epoch, proposals={**state.proposals, job: proposal})
     # A proposal opens only once all is settled of those before it.
     return _forget_before(state, job, proposal.number), effects
@@ -74,30 +71,51 @@ def plan_read(state: State, event: PlanRead, now: float) -> Result:
     before, proposal = state.plans.get(job), state.proposals.get(job)
     if before == record:
         return state, ()
-    plans = [record.plan, before.plan if before is not None else None]
-    if proposal is not None and proposal.number == record.plan.number:
-        plans.append(proposal.old)
-    effects = _orders(_workers(state, job), plans, Recorded(number=record.plan.number))
+    recorded = Recorded(number=record.plan.number)
+    fence = state.fences.get(job)
+    if fence is not None and (before is None or before.plan.number < fence.number) and _settles(record, fence):
+        # All stood still, and the recovery may have gone on without some: they stand by.
+        effects: tuple[Effect, ...] = tuple(
+            Send(client=worker.id, body=recorded) for worker in _workers(state, job)
+        )
+    else:
+        plans = [record.plan, before.plan if before is not None else None]
+        if proposal is not None and proposal.number == record.plan.number:
+            plans.append(proposal.old)
+        effects = _orders(
+            _workers(state, job), [_binding(plan) for plan in plans if plan is not None], recorded
+        )
     state = replace(state, epoch=record.epoch, plans={**state.plans, job: record})
     return _forget_before(state, job, record.plan.number), effects
 
 
 def fence_read(state: State, event: FenceRead, now: float) -> Result:
-    """To all workers of the job: who is fenced off learns that it is."""
+    """To all workers of the job: who is fenced off learns that it is. That stays true whoever leads now; to
+    stand still is an order, and none for a leader to give that was replaced."""
     job, fence = event.job, event.record
     if fence is None:
         return replace(state, fences=_without(state.fences, job)), ()
-    if fence.epoch < state.epoch:
-        return state, (_stale(f"fence {fence.number}", job, fence.epoch, state.epoch),)
-    if state.fences.get(job) == fence:
+    known = state.fences.get(job)
+    if known == fence:
         return state, ()
-    effects = tuple(_fenced(worker, fence) for worker in _workers(state, job))
+    workers = _workers(state, job)
+    if fence.epoch < state.epoch:
+        note = _stale(f"fence {fence.number}", job, fence.epoch, state.epoch)
+        evictions = tuple(_fenced(worker, fence) for worker in workers if _evicts(fence, worker))
+        if known is None or known.number < fence.number:
+            state = replace(state, fences={**state.fences, job: fence})
+        return state, (note, *evictions)
+    effects = tuple(_fenced(worker, fence) for worker in workers)
     return replace(state, epoch=fence.epoch, fences={**state.fences, job: fence}), effects
 
 
 def _fenced(worker: Client, fence: Fence) -> Send:
-    evicted = fence.gone.get(worker.device) == worker.incarnation
-    return Send(client=worker.id, body=Fenced(number=fence.number, reason=fence.reason, evicted=evicted))
+    body = Fenced(number=fence.number, reason=fence.reason, evicted=_evicts(fence, worker))
+    return Send(client=worker.id, body=body)
+
+
+def _evicts(fence: Fence, worker: Client) -> bool:
+    return fence.gone.get(worker.device) == worker.incarnation
 
 
 def done_read(state: State, event: DoneRead, now: float) -> Result:
@@ -111,7 +129,7 @@ def done_read(state: State, event: DoneRead, now: float) -> Result:
     state = replace(state, epoch=record.epoch, done={**state.done, job: record}, departed=departed)
     if before is not None and (before.step, before.reason) == (record.step, record.reason):
         return state, ()  # a new leader said it again, for those that had refused the old one's word
-    return state, _end(state, record, _workers(state, job))
+    return state, _end(record, _workers(state, job))
 
 
 def checkpoints_read(state: State, event: CheckpointsRead, now: float) -> Result:
@@ -134,52 +152,70 @@ def checkpoints_read(state: State, event: CheckpointsRead, now: float) -> Result
 
 
 def standing(state: State, worker: Client) -> tuple[Effect, ...]:
-    """The orders that hold already for a worker that comes now."""
+    """The orders that hold already for a worker that comes now, for the first time or again: to an agent that
+    was started anew, and may have missed what the one before it did not read."""
     done, proposal = state.done.get(worker.job), state.proposals.get(worker.job)
     if done is not None:
-        return _end(state, done, [worker])
+        return _end(done, [worker])
     fence, plan = state.fences.get(worker.job), state.plans.get(worker.job)
     fenced: tuple[Effect, ...] = ()
-    if fence is not None and fence.epoch >= state.epoch and (plan is None or plan.plan.number < fence.number):
-        fenced = (_fenced(worker, fence),)
-    if proposal is None or proposal.status != "open" or proposal.epoch < state.epoch:
+    if fence is not None:
+        holds = fence.epoch >= state.epoch and (plan is None or plan.plan.number < fence.number)
+        if holds or _evicts(fence, worker):
+            fenced = (_fenced(worker, fence),)
+    if proposal is None or proposal.epoch < state.epoch:
         return fenced
     if fence is not None and fence.number > proposal.number:
         return fenced
-    return fenced + _orders([worker], (proposal.old, proposal.plan), Propose(proposal=proposal))
+    return fenced + _orders([worker], _bindings(proposal), _order(proposal))
 
 
-def _end(state: State, record: DoneRecord, workers: Iterable[Client]) -> tuple[Effect, ...]:
-    """A job that cannot go on ends for all. One that finished ends by itself for the members of its plan, who
-    made the last step; whoever stood by learns of it from here."""
+def _settles(record: PlanRecord, fence: Fence) -> bool:
+    return record.plan.number > fence.number
+
+
+def _order(proposal: Proposal) -> Propose | Abort:
+    if proposal.status == "aborted":
+        return Abort(number=proposal.number, reason=proposal.reason)
+    return Propose(proposal=proposal)
+
+
+def _end(record: DoneRecord, workers: Iterable[Client]) -> tuple[Effect, ...]:
+    """To all: a job that cannot go on ends for them. One that finished ends by itself for those who made the
+    last step; whoever stood by, or lost the others before it heard the last vote, learns of it from here."""
+    body: ToWorker = Closed(reason=f"the job finished at step {record.step}")
     if record.reason:
-        return tuple(Send(client=worker.id, body=Shutdown(reason=record.reason)) for worker in workers)
-    closed = Closed(reason=f"the job finished at step {record.step}")
-    return tuple(Send(client=worker.id, body=closed) for worker in workers if not _member(state, worker))
-
-
-def _member(state: State, worker: Client) -> bool:
-    record = state.plans.get(worker.job)
-    return record is not None and _bound(record.plan, worker)
+        body = Shutdown(reason=record.reason)
+    return tuple(Send(client=worker.id, body=body) for worker in workers)
 
 
 def _workers(state: State, job: str) -> list[Client]:
     return [client for client in state.clients.values() if client.device and client.job == job]
 
 
-def _orders(workers: Iterable[Client], plans: Sequence[Plan | None], body: ToWorker) -> tuple[Effect, ...]:
-    """`body` for those workers that one of the plans binds, this incarnation of theirs."""
+def _orders(workers: Iterable[Client], bound: Sequence[_Binding], body: ToWorker) -> tuple[Effect, ...]:
+    """`body` for those workers that one of these names, this incarnation of theirs."""
     return tuple(
         Send(client=worker.id, body=body)
         for worker in workers
-        if any(plan is not None and _bound(plan, worker) for plan in plans)
+        if any(binding.get(worker.device) in ("", worker.incarnation) for binding in bound)
     )
 
 
-def _bound(plan: Plan, worker: Client) -> bool:
-    if worker.device not in plan.members:
-        return False
-    return plan.binding.get(worker.device, worker.incarnation) == worker.incarnation
+#: Device to incarnation; an empty one is any.
+_Binding = Mapping[str, str]
+
+
+def _binding(plan: Plan) -> _Binding:
+    return {device: plan.binding.get(device, "") for device in plan.members}
+
+
+def _bindings(proposal: Proposal) -> list[_Binding]:
+    """Whom a proposal concerns: the members of both plans. A recovery concerns those of the new one, and of the
+    others those alone whose copies or snapshots it goes on from."""
+    if proposal.recovery is not None:
+        return [_binding(proposal.plan), proposal.recovery.sources]
+    return [_binding(plan) for plan in (proposal.plan, proposal.old) if plan is not None]
 
 
 def _stale(what: str, job: str, epoch: int, highest: int) -> Note:

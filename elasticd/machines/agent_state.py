@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from elasticd.messages import (
+    AgentRejected,
     Bereft,
     Doubt,
+    Down,
     Finished,
     FromWorker,
     Hello,
@@ -21,7 +23,6 @@ from elasticd.messages import (
     Standing,
     StoreCall,
     Swapped,
-    ToAgent,
     ToLeader,
     ToWorker,
     Up,
@@ -50,7 +51,7 @@ class Phase(Enum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Client:
     """A worker (with device and incarnation) or a torchrun; `said` is what a new leader must hear again,
-    `farewell` why it said goodbye."""
+    `farewell` why it said goodbye, `frozen` how it was found not to answer."""
 
     id: str
     opening: Hello | Join
@@ -60,6 +61,7 @@ class Client:
     goodbye: bool = False
     farewell: str = ""
     ended: str = ""
+    frozen: str = ""
 
     @property
     def job(self) -> str:
@@ -138,10 +140,25 @@ class LinkDown:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Heard:
-    """A message from the leader."""
+class Pulse:
+    """A worker is found frozen, `how` says by what, or it answers again (empty)."""
 
-    message: ToAgent
+    client: str
+    how: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drained:
+    """Whether this node's devices are to be left from now on."""
+
+    on: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Heard:
+    """A message from the leader, for a client or for the agent's end."""
+
+    message: Down | AgentRejected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,9 +217,11 @@ Event = (
     Opened
     | Said
     | Ended
+    | Pulse
     | LinkUp
     | LinkDown
     | Heard
+    | Drained
     | LeaderRead
     | ProposalRead
     | PlanRead
@@ -240,6 +259,13 @@ class Tell:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SetNode:
+    """Write this node's key anew."""
+
+    record: NodeRecord
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SetMember:
     """Write a worker's member key."""
 
@@ -269,7 +295,7 @@ class Stop:
     reason: str
 
 
-Effect = Send | Dismiss | Tell | SetMember | ClearMember | Note | Stop
+Effect = Send | Dismiss | Tell | SetNode | SetMember | ClearMember | Note | Stop
 Result = tuple[State, tuple[Effect, ...]]
 
 

@@ -16,8 +16,10 @@ from elasticd.machines.job import machine
 from elasticd.machines.job.effects import (
     AgentDown,
     AgentUp,
+    Drained,
     Effect,
     Event,
+    Harmed,
     Note,
     Paced,
     Planned,
@@ -25,8 +27,19 @@ from elasticd.machines.job.effects import (
     Send,
     Stored,
 )
-from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, fresh, restored
-from elasticd.messages import DEVICE_PREFIX, Down, Hello, Join, Pace, Rejected, Up
+from elasticd.machines.job.restored import restored
+from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, fresh
+from elasticd.messages import (
+    DEVICE_PREFIX,
+    Down,
+    Hello,
+    Join,
+    Pace,
+    Rejected,
+    Up,
+)
+from elasticd.orders import Drain
+from elasticd.records import NodeRecord
 
 
 class State(Value, frozen=True, kw_only=True):
@@ -57,6 +70,10 @@ def step(state: State, event: Event, now: float) -> Result:
         return _received(state, event, now)
     if isinstance(event, Paced):
         return _paced(state, event)
+    if isinstance(event, Harmed):
+        return _harmed(state, event)
+    if isinstance(event, Drained):
+        return _drained(state, event)
     if isinstance(event, Planned):
         return _jobs(state, event, now, (event.job,))
     return _jobs(state, event, now, tuple(state.jobs))
@@ -68,10 +85,19 @@ def _agent_up(state: State, event: AgentUp, now: float) -> Result:
     event = AgentUp(record=record, anew=known is not None and known.record.agent != record.agent)
     node = NodeState(record=record, connected=True, since=now, paces=known.paces if known is not None else {})
     state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node})
-    text = f"node {record.node} is there with {len(record.devices)} devices"
-    note = Note(kind="node_up", text=text, data={"node": record.node})
+    note = _arrived(known, record)
     state, effects = _jobs(state, event, now, tuple(state.jobs))
     return state, (note, *effects)
+
+
+def _arrived(known: NodeState | None, record: NodeRecord) -> Note:
+    if known is not None and known.record.draining != record.draining:
+        text = f"node {record.node} is used again"
+        if record.draining:
+            text = f"node {record.node} is being drained: the next plans leave its devices"
+        return Note(kind="drained", text=text, data={"node": record.node, "draining": record.draining})
+    text = f"node {record.node} is there with {len(record.devices)} devices"
+    return Note(kind="node_up", text=text, data={"node": record.node})
 
 
 def _agent_down(state: State, event: AgentDown, now: float) -> Result:
@@ -119,6 +145,8 @@ def _taken(state: State, node: str, up: Up) -> str:
         held = [worker for worker in job.workers.values() if worker.node == node and not worker.left]
         if isinstance(up.body, Hello):
             held = [worker for worker in held if worker.device == up.device]
+        elif up.body.slot is not None:
+            held = [worker for worker in held if worker.device == f"{node}/{up.body.slot}"]
         if held:
             devices = ", ".join(worker.device for worker in held)
             return f"{devices}: in use by job {name}; {_ONE_JOB}"
@@ -152,6 +180,28 @@ def _paced(state: State, event: Paced) -> Result:
     data = {"device": event.device, "factor": event.factor}
     effects = (Note(kind="chaos", text=text, data=data), Send(node=name, message=down))
     return msgspec.structs.replace(state, nodes={**state.nodes, name: node}), effects
+
+
+def _drained(state: State, event: Drained) -> Result:
+    """The agent puts it into its node's record, which outlasts this leader, and comes with that."""
+    node = state.nodes.get(event.node)
+    if node is None or not node.connected or node.record.draining == event.on:
+        return state, ()
+    return state, (Send(node=event.node, message=Drain(on=event.on)),)
+
+
+def _harmed(state: State, event: Harmed) -> Result:
+    """Chaos: what the agent is to do to its node; what follows comes as any fault does."""
+    node = state.nodes.get(event.node)
+    if node is None or not node.connected:
+        return state, ()
+    harm = event.harm
+    lasts = f" for {harm.seconds:g} s" if harm.seconds else ""
+    text = f"chaos: {harm.how} the worker of {harm.device}"
+    if harm.how == "cut":
+        text = f"chaos: cut node {event.node}'s agent off from leader and store{lasts}"
+    data = {"node": event.node, "device": harm.device, "how": harm.how, "seconds": harm.seconds}
+    return state, (Note(kind="chaos", text=text, data=data), Send(node=event.node, message=harm))
 
 
 def _jobs(state: State, event: Event, now: float, names: tuple[str, ...]) -> Result:

@@ -176,7 +176,8 @@ TABLE: dict[tuple[Phase, type[Event]], Handler] = {
     **{(phase, Rested): ignore for phase in P if phase is not P.INTERRUPTED},
     **{(phase, kind): ignore for phase in (P.STOPPED, P.DOUBT, P.BEREFT) for kind in (Proposed, Aborted)},
     **{(P.INTERRUPTED, kind): ignore for kind in (Proposed, Aborted)},
-    **{(P.STOPPED, kind): ignore for kind in (Ordered, Fenced, Lost)},
+    # The main thread hears of the end only between two steps.
+    **{(P.STOPPED, kind): ignore for kind in (Ordered, Fenced, Lost, Voting, Voted)},
 }
 
 __all__ = [

@@ -53,6 +53,8 @@ EXIT_BARRIER = "torchelastic/agent/terminal_state/last_member"
 #: In the leader's store; every round of a job says the same there.
 PREFIX = "rdzv/"
 _STORE_SECONDS = 60.0
+#: Seconds for another torchrun to say what it is: all say it as soon as the job's nodes are complete.
+_INFO_SECONDS = 10.0
 
 
 class Refusal(RendezvousError, SystemExit):
@@ -73,13 +75,11 @@ class JobOver(RendezvousClosedError, SystemExit):
         super().__init__(reason)
 
 
-def create_handler(parameters: RendezvousParameters) -> Handler:
+def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     """The handler for torchrun's options. Raises Refusal for options that cannot work."""
     mode = str(parameters.get("mode", "live"))
-    if mode == "restart":
-        raise Refusal("--rdzv-conf mode=restart is not supported yet: leave it out for the live mode")
-    if mode != "live":
-        raise Refusal(f"--rdzv-conf mode={mode} is unknown: leave it out, or say mode=live")
+    if mode not in ("live", "restart"):
+        raise Refusal(f"--rdzv-conf mode={mode} is unknown: leave it out (live), or say mode=restart")
     if parameters.run_id in ("", "none"):
         raise Refusal("name the job: torchrun --rdzv-id=NAME; torch's default 'none' would be shared by all")
     if "/" in parameters.run_id:
@@ -90,6 +90,10 @@ def create_handler(parameters: RendezvousParameters) -> Handler:
     except ValueError:
         raise Refusal(f"--rdzv-conf agent_timeout={wait} must be a number of seconds, as 5") from None
     failure.install()
+    if mode == "restart":
+        from elasticd.rendezvous import restart
+
+        return restart.create_handler(parameters, seconds)
     return Handler(parameters, seconds)
 
 
@@ -140,7 +144,14 @@ class Handler(RendezvousHandler):
         return True
 
     def _join(self) -> Joined:
-        join = Join(job=self._job, min_nodes=self._nodes[0], max_nodes=self._nodes[1], pid=os.getpid())
+        slot = os.environ.get(packets.SLOT_VARIABLE)
+        join = Join(
+            job=self._job,
+            min_nodes=self._nodes[0],
+            max_nodes=self._nodes[1],
+            pid=os.getpid(),
+            slot=int(slot) if slot else None,
+        )
         while True:
             if self._agent is None:
                 self._agent = AgentCalls(self._path, self._agent_seconds)
@@ -233,13 +244,16 @@ class RankStore(Store):
         self._agent = agent
         self._joined = joined
         self._values: dict[str, bytes] = {EXIT_BARRIER: b"1"}
+        self._own = b""
         self._timeout = timedelta(seconds=_STORE_SECONDS)
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._values[key] = data
         if key.startswith(ROLE_INFO):
-            self._agent.call("set", PREFIX + key, data)
+            self._own = data
+            with contextlib.suppress(RuntimeError, OSError):  # who starts alone needs nobody to know
+                self._agent.call("set", PREFIX + key, data)
 
     def get(self, key: str) -> bytes:
         if key.startswith(ASSIGNED_RANKS):
@@ -247,9 +261,16 @@ class RankStore(Store):
         if key not in self._values:
             if not key.startswith(ROLE_INFO):
                 raise RuntimeError(f"{key} is not in this torchrun's private store, and nobody else sets it")
-            seconds = self._timeout.total_seconds()
-            self._values[key] = self._agent.call("get", PREFIX + key, seconds=seconds).value
+            self._values[key] = self._other(key)
         return self._values[key]
+
+    def _other(self, key: str) -> bytes:
+        """What another torchrun said of itself. A leader that took over since has not heard it, and an agent
+        may just be ending: then the other is taken to be like this one, for ranks are stale after a change."""
+        try:
+            return self._agent.call("get", PREFIX + key, seconds=_INFO_SECONDS).value
+        except (RuntimeError, OSError):
+            return self._own
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]

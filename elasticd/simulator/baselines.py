@@ -17,8 +17,8 @@ from elasticd_planner.plan import Plan
 from elasticd_planner.policy import decide
 from elasticd_planner.problem import Problem
 
+from elasticd.chaos.fault import Fault
 from elasticd.simulator.bound import Bounds
-from elasticd.simulator.faults import Fault
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.record import Totals, rounded
 from elasticd.simulator.scenario import Scenario

@@ -1,4 +1,4 @@
-"""What happens to a cluster: faults by step or by time, written down or drawn from a seed."""
+"""Faults by the day, drawn from a seed: how often devices become slow or die, and for how long."""
 
 from __future__ import annotations
 
@@ -8,96 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from elasticd_planner.value import Value, refuse
 
+from elasticd.chaos.fault import Fault
+
 DAY = 86_400.0
-
-#: What each kind needs, beside when: "place" (a device or a node), "node", or nothing; and a key of its own.
-KINDS: dict[str, tuple[str, str]] = {
-    "slow": ("place", "factor"),
-    "recover": ("place", ""),
-    "kill": ("place", ""),
-    "join": ("place", ""),
-    "partition": ("node", "lasts"),
-    "shift": ("", "tokens"),
-    "takeover": ("", ""),
-    "unlink": ("node", ""),
-    "relink": ("node", ""),
-}
-
-
-class Fault(Value, frozen=True, kw_only=True):
-    """What happens at a step (once so many are done) or at a time in seconds.
-
-    slow: the device (or every one of the node) runs `factor` times slower than normal; recover: at normal
-    speed again. kill: the device's process dies and the device with it, or the whole machine; join: it is
-    there again, at normal speed (one that was killed at step 0 is new). partition: for `lasts` seconds nobody
-    reaches the node. shift: a sample has `tokens` from now on, in the mean. takeover: the leader is gone,
-    another takes over once its lease has run out. unlink, relink: a node's agent loses the leader and finds
-    it again, while its workers train on.
-    """
-
-    kind: str
-    device: str = ""
-    node: str = ""
-    factor: float = 1.0
-    lasts: float = 0.0
-    tokens: int = 0
-    step: int | None = None
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            refuse(f"kind = {self.kind!r} must be one of {', '.join(KINDS)}")
-        if (self.step is None) == (self.seconds is None):
-            refuse("give either step or seconds: when does it happen?")
-        if (self.step or 0) < 0 or (self.seconds or 0.0) < 0:
-            refuse("step and seconds must not be negative")
-        place, own = KINDS[self.kind]
-        if place == "node" and (self.device or not self.node):
-            refuse(f"kind = {self.kind!r} is about a node (as 'n0'), not about device = {self.device!r}")
-        if place == "place" and bool(self.device) == bool(self.node):
-            refuse(f"kind = {self.kind!r} needs either device (as 'n0/3') or node (as 'n0')")
-        if not place and (self.device or self.node):
-            refuse(f"kind = {self.kind!r} is about no place: leave out {self.device or self.node!r}")
-        self._check_own(own)
-
-    def _check_own(self, own: str) -> None:
-        for name, default in (("factor", 1.0), ("lasts", 0.0), ("tokens", 0)):
-            if name != own and getattr(self, name) != default:
-                refuse(f"kind = {self.kind!r} has no {name} (= {getattr(self, name)}): leave it out")
-        if own == "factor" and not 1 < self.factor < 1000:
-            refuse(f"factor = {self.factor} must be above 1 (how many times slower than normal) and finite")
-        if own == "lasts" and not 0 < self.lasts < math.inf:
-            refuse(f"lasts = {self.lasts} must be the seconds until the node can be reached again, as 30.0")
-        if own == "tokens" and self.tokens < 1:
-            refuse(f"tokens = {self.tokens} must be how many a sample has from then on, as 8192")
-
-    @property
-    def speed(self) -> bool:
-        """Whether it is about how fast devices run."""
-        return self.kind in ("slow", "recover")
-
-    @property
-    def where(self) -> str:
-        return self.device or (f"node {self.node}" if self.node else "")
-
-    @property
-    def text(self) -> str:
-        where = self.where
-        return {
-            "slow": f"{where} runs {self.factor:g}x slower",
-            "recover": f"{where} recovers",
-            "kill": f"{where} dies",
-            "join": f"{where} is there again",
-            "partition": f"{where} is cut off for {self.lasts:g} s",
-            "shift": f"samples of {self.tokens} tokens",
-            "takeover": "the leader dies",
-            "unlink": f"{where} loses the leader; its workers train on",
-            "relink": f"{where} finds the leader again",
-        }[self.kind]
-
-    def devices(self, names: Sequence[str]) -> list[str]:
-        """Those of the cluster's devices that it is about."""
-        return [name for name in names if name == self.device or name.rpartition("/")[0] == self.node]
 
 
 class RandomFaults(Value, frozen=True, kw_only=True):

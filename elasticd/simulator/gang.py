@@ -87,7 +87,7 @@ class Gang:
             same = all(member.era == era for member, era in zip(members, eras, strict=True))
             if self.life != life or not same:
                 return
-            if self.cut and any(member.node in self.cut for member in members):
+            if any(member.frozen or member.node in self.cut for member in members):
                 self._waiting.append(due)
             else:
                 done()
@@ -95,7 +95,7 @@ class Gang:
         self._engine.after(seconds, due)
 
     def reached(self) -> None:
-        """A node can be reached again: what waited for it goes on."""
+        """A node can be reached again, or a worker was thawed: what waited for it goes on."""
         waiting, self._waiting = self._waiting, []
         for due in waiting:
             self._engine.after(self._times.message, due)
@@ -186,6 +186,7 @@ class Gang:
         if self.workers.get(worker.device) is not worker:
             return
         del self.workers[worker.device]
+        self._transitions.gone(worker)
         self.lose(worker.device, self._times.message if told else self._times.patience, "is gone")
 
     def lose(self, device: str, seconds: float, why: str) -> None:
@@ -201,6 +202,10 @@ class Gang:
 
     def _bereave(self, worker: Worker, device: str, why: str) -> None:
         """A collective with `device` fails here."""
+        if worker.frozen:
+            era = worker.era
+            worker.later(lambda: self._bereave(worker, device, why) if worker.era == era else None)
+            return
         if worker.state.phase in (sw.Phase.MOVING, sw.Phase.SAYING) and self._transitions.shares(
             worker, device
         ):
@@ -294,7 +299,8 @@ class Gang:
             return
         numbers = tuple(worker.state.voting for worker in members)
         for worker in members:
-            worker.feed(sw.Voted(prepared=numbers))
+            if worker.state.phase is not sw.Phase.STOPPED:  # by an order that the script let it hear just now
+                worker.feed(sw.Voted(prepared=numbers))
         if numbers[0] == 0 or len(set(numbers)) > 1:
             self.train()
 

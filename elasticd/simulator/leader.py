@@ -26,10 +26,18 @@ from elasticd.machines.job.effects import (
     Tick,
 )
 from elasticd.machines.job.state import OVER, JobState, Phase, Settings
-from elasticd.messages import AgentHello, Down, ToLeader, Up, WorkerLost
+from elasticd.messages import (
+    AgentHello,
+    Down,
+    ToLeader,
+    Up,
+    WorkerLost,
+)
+from elasticd.pulses import Frozen
 from elasticd.records import Keys
 from elasticd.simulator.engine import LATE, Due, Engine
 from elasticd.simulator.planning import Planner
+from elasticd.snapshots import Keeps
 from elasticd.store.leader import campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
 
@@ -89,7 +97,7 @@ class Leader:
     def heard(self, node: str, message: ToLeader) -> None:
         if isinstance(message, AgentHello):
             self.apply(AgentUp(record=message.record))
-        elif isinstance(message, Up | WorkerLost):
+        elif isinstance(message, Up | WorkerLost | Frozen | Keeps):
             self.apply(Received(node=node, message=message))
 
     def waits(self, name: str) -> str:
@@ -125,7 +133,8 @@ class Leader:
         if isinstance(effect, Note):
             self._tell(effect)
         elif isinstance(effect, Send):
-            self._send(effect.node, effect.message)
+            if isinstance(effect.message, Down):  # no snapshots here, and the script does the harm
+                self._send(effect.node, effect.message)
         elif isinstance(effect, RequestPlan):
             self._request(effect.job, effect.token, effect.problem)
         elif isinstance(effect, CancelPlan):

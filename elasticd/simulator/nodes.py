@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
 from elasticd_planner.cluster import Node as NodeShape
 
 from elasticd.machines import agent
@@ -142,6 +143,30 @@ class Node:
             fences=was.fences,
             done=was.done,
         )
+
+    def restart(self) -> None:
+        """Its agent dies and another is started: the workers live, come back to it, and say again what holds.
+        torchrun asks again where it waits for an answer."""
+        was = self.state
+        self._missed.clear()
+        self.state = replace(
+            self._booted(),
+            epoch=was.epoch,
+            proposals=was.proposals,
+            plans=was.plans,
+            fences=was.fences,
+            done=was.done,
+            factors=was.factors,
+        )
+        for client in was.clients.values():
+            body = client.opening
+            if isinstance(body, Hello):
+                body = msgspec.structs.replace(body, incarnation=client.incarnation)
+            elif not self.asks:
+                continue
+            self.emit(Opened(client=client.id, body=body, pid=body.pid, incarnation=client.incarnation))
+            for said in client.said:
+                self.emit(Said(client=client.id, body=said))
 
     def read(self, event: Event) -> None:
         """A record of the store."""

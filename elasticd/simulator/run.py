@@ -61,7 +61,8 @@ Progress = Callable[[float], None]
 
 
 class Simulation:
-    """Everything of one run. `play` may be called once. `planner` is asked by elasticd and the baselines."""
+    """Everything of one run. `play`, or `run`, may be called once. `planner` is asked by elasticd and the
+    baselines; `server` holds what the leaders wrote."""
 
     def __init__(
         self, scenario: Scenario, progress: Progress | None = None, planner: Planner | None = None
@@ -77,7 +78,7 @@ class Simulation:
         self.timeline: list[Happening] = []
         self.stretches: list[Stretch] = []
         self.trained = Trained()
-        self._server = MemoryServer(self.engine)
+        self.server = MemoryServer(self.engine)
         self._quiet, self._told_at = 0, 0.0
         self._planning_seconds, self._plans = 0.0, 0
         self._down_seconds = 0.0
@@ -121,17 +122,8 @@ class Simulation:
 
     def play(self) -> Outcome:
         """The scenario from beginning to end, and the baselines on it."""
-        scenario = self.scenario
-        read_for_all(MemoryStore(self._server), KEYS, self.nodes, self._later)
-        if scenario.seconds is not None:
-            self.engine.call_at(scenario.seconds, self._end)
-        self.script.before()
-        for node in self.nodes:
-            node.link(self.script.linked(node))
-        self.operator.start()
-        self.script.begin()
-        self.engine.run(self._ended)
-        model = scenario.model
+        self.run()
+        scenario, model = self.scenario, self.scenario.model
         return Outcome(
             scenario=scenario.name,
             seed=scenario.seed,
@@ -140,8 +132,21 @@ class Simulation:
             timeline=tuple(self.timeline),
             stretches=tuple(self.stretches),
             totals=(self._totals(), *baselines(scenario, self.bounds, self.planner)),
-            stopped=self._stopped(),
+            stopped=self.stopped,
         )
+
+    def run(self) -> None:
+        """elasticd's part alone."""
+        scenario = self.scenario
+        read_for_all(MemoryStore(self.server), KEYS, self.nodes, self._later)
+        if scenario.seconds is not None:
+            self.engine.call_at(scenario.seconds, self._end)
+        self.script.before()
+        for node in self.nodes:
+            node.link(self.script.linked(node))
+        self.operator.start()
+        self.script.begin()
+        self.engine.run(self._ended)
 
     # -- beginning and end ---------------------------------------------------------------------------------
 
@@ -168,7 +173,8 @@ class Simulation:
     def _waits(self) -> str:
         return self.leader.waits(self.operator.job)
 
-    def _stopped(self) -> str:
+    @property
+    def stopped(self) -> str:
         """Why the job does not go on; nothing where it has ended well, or would have been started again."""
         if not self._out_of_time and (why := self._waits()):
             return f"it waits for capacity, its state is safe: {why}"
@@ -178,8 +184,8 @@ class Simulation:
 
     def _totals(self) -> Totals:
         gang, trained = self.gang, self.trained
-        seconds = gang.over_at if gang.over_at is not None and not self._stopped() else self.engine.now()
-        if self._stopped() and self.stretches:
+        seconds = gang.over_at if gang.over_at is not None and not self.stopped else self.engine.now()
+        if self.stopped and self.stretches:
             self._down_seconds += seconds - self.stretches[-1].stop
         return Totals(
             name="elasticd",
@@ -241,7 +247,7 @@ class Simulation:
         self._leaders += 1
         return Leader(
             self.engine,
-            self._server,
+            self.server,
             KEYS,
             self.settings,
             self.planner,

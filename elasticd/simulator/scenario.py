@@ -25,8 +25,9 @@ from elasticd_planner.rates import DetectSettings
 from elasticd_planner.rules import ModelSpec
 from elasticd_planner.value import Value, refuse
 
+from elasticd.chaos.fault import KINDS, Fault
 from elasticd.config import ConfigError, section, size
-from elasticd.simulator.faults import KINDS, Fault, RandomFaults, draw
+from elasticd.simulator.faults import RandomFaults, draw
 from elasticd.simulator.models import PRESETS, Shapes, model_spec
 
 T = TypeVar("T", bound=msgspec.Struct)

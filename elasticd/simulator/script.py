@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from elasticd.chaos.fault import Fault
 from elasticd.simulator.engine import FAULT, Engine
-from elasticd.simulator.faults import Fault
 from elasticd.simulator.gang import Gang
 from elasticd.simulator.leader import Leader
 from elasticd.simulator.nodes import Node
 from elasticd.simulator.operator import Operator
 from elasticd.simulator.truth import Truth
+from elasticd.simulator.worker import Worker
 
 
 class Leading(Protocol):
@@ -48,6 +49,7 @@ class Script:
         self._nodes, self._operator, self._leading, self._tell = nodes, operator, leading, tell
         self._unlinked: set[str] = set()
         self._healing: list[float] = []
+        self._joining: list[float] = []
 
     def before(self) -> None:
         """What is dead from the beginning never was there."""
@@ -73,11 +75,13 @@ class Script:
 
     def times(self, now: float) -> list[float]:
         """When something will happen by itself."""
-        return [f.seconds for f in self._by_time if f.seconds is not None and f.seconds > now] + self._healing
+        listed = [f.seconds for f in self._by_time if f.seconds is not None and f.seconds > now]
+        return listed + self._healing + self._joining
 
     def brings_nodes(self, now: float) -> bool:
         """Whether time alone brings nodes (back)."""
-        return bool(self._healing) or any(f.kind == "join" and (f.seconds or 0.0) > now for f in self._by_time)
+        joins = any(f.kind == "join" and (f.seconds or 0.0) > now for f in self._by_time)
+        return joins or bool(self._healing or self._joining)
 
     def linked(self, node: Node) -> bool:
         """Whether a node finds a leader, if there is one."""
@@ -101,6 +105,9 @@ class Script:
 
     def _strike(self, fault: Fault) -> None:
         self._told(fault)
+        ending = fault.ending(self._engine.now())
+        if ending is not None:
+            self._end_later(ending)
         match fault.kind:
             case "slow" | "recover":
                 factor = fault.factor if fault.kind == "slow" else 1.0
@@ -115,12 +122,54 @@ class Script:
                 self._truth.shift(fault.tokens)
             case "takeover":
                 self._leading.take_over()
-            case "unlink":
+            case "freeze":
+                for worker in self._workers(fault):
+                    worker.freeze()
+                    self._gang.lose(worker.device, self._patience, f"gave no word for {self._patience:g} s")
+            case "thaw":
+                for worker in self._workers(fault):
+                    worker.thaw()
+                self._gang.reached()
+            case "cut":
                 self._unlinked.add(fault.node)
+                self._nodes[fault.node].apart = True
                 self._unlink(self._nodes[fault.node])
+            case "heal":
+                self._heal(self._nodes[fault.node])
             case _:
-                self._unlinked.discard(fault.node)
-                self._relink(self._nodes[fault.node])
+                self._restart(self._nodes[fault.node])
+
+    def _end_later(self, ending: Fault) -> None:
+        at = ending.seconds or 0.0
+        self._joining.append(at)
+
+        def end() -> None:
+            self._joining.remove(at)
+            self._strike(ending)
+
+        self._engine.call_at(at, end, FAULT)
+
+    def _workers(self, fault: Fault) -> list[Worker]:
+        """Of the device; nobody where nothing runs there."""
+        node = self._nodes[fault.device.rpartition("/")[0]]
+        return [worker for worker in node.workers.values() if worker.device == fault.device]
+
+    def _heal(self, node: Node) -> None:
+        self._unlinked.discard(node.name)
+        if node.name not in self._gang.cut:
+            node.back()
+            self._relink(node)
+
+    def _restart(self, node: Node) -> None:
+        """The next agent is cut off from nothing but what the network is."""
+        if node.name in self._crashed():
+            return
+        self._unlink(node)
+        self._unlinked.discard(node.name)
+        if node.name not in self._gang.cut:
+            node.back()
+        node.restart()
+        self._relink(node)
 
     def _unlink(self, node: Node) -> None:
         node.link(False)
@@ -169,8 +218,9 @@ class Script:
             self._healing.remove(until)
             self._gang.cut.discard(node.name)
             self._tell("healed", f"node {node.name} can be reached again", {"node": node.name})
-            self._relink(node)
-            node.back()
+            if node.name not in self._unlinked:
+                self._relink(node)
+                node.back()
             self._gang.reached()
             if node in self._operator.whole():
                 self._operator.join(node)

@@ -96,6 +96,11 @@ class Transitions:
             transition.moving.discard(worker.device)
             transition.said.pop(worker.device, None)
 
+    def gone(self, worker: Worker) -> None:
+        """Its process ended: without it no group stands."""
+        for number in self._open:
+            self.leave(worker, number)
+
     def enter(self, worker: Worker, number: int) -> None:
         """State moves once all are there."""
         transition = self.of(number)

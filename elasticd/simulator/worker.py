@@ -38,7 +38,8 @@ class Worker:
     """One training process. `plan` is in force here (0: it stands by) after `step` updates; `kept` are its
     other copies, by plan, with their steps, and `side` the plan that it moved to last, with the step.
     `proposal` is what it was told of last. `era` counts how often it was torn out of what it did with others:
-    what began before does not end any more. `renew` lets its agent know it as another incarnation."""
+    what began before does not end any more. `renew` lets its agent know it as another incarnation. While it is
+    frozen, what it would do waits in order until it is thawed."""
 
     def __init__(
         self,
@@ -57,6 +58,8 @@ class Worker:
         self.kept: dict[int, int] = {}
         self.side = (0, 0)
         self.alive = True
+        self.frozen = False
+        self._waiting: list[Callable[[], None]] = []
         self.era = 0
         self.incarnations = 1
 
@@ -71,7 +74,23 @@ class Worker:
         beside = (sw.Phase.TRAINING, sw.Phase.PREPARING, sw.Phase.READY, sw.Phase.WITHDRAWN)
         return self.alive and state.trains and not state.fenced and state.phase in beside
 
+    def freeze(self) -> None:
+        self.frozen = True
+
+    def thaw(self) -> None:
+        self.frozen = False
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            call()
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Once it is thawed."""
+        self._waiting.append(call)
+
     def receive(self, message: ToWorker) -> None:
+        if self.frozen:
+            self.later(lambda: self.receive(message))
+            return
         match message:
             case Propose(proposal=proposal):
                 self.proposal = proposal
@@ -89,6 +108,9 @@ class Worker:
 
     def feed(self, event: sw.Event) -> None:
         if not self.alive:
+            return
+        if self.frozen:
+            self.later(lambda: self.feed(event))
             return
         self.state, effects = sw.step(self.state, event)
         for effect in effects:

@@ -2,7 +2,8 @@
 
 An outage is no loss: an etcd that returns gives its leases their full time again.  So `on_lost` is
 called only when the store answers that the lease is gone; until then `silent_for` says for how long
-nobody has confirmed it.
+nobody has confirmed it.  A store that refuses us (it was restored from an old copy, say) is no loss
+either, but nothing that passes: `on_refused` is called, or the log says so, once for each time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Callable
 
 from elasticd.clock import Clock, WallClock
-from elasticd.store.protocol import LeaseLost, Store, StoreError
+from elasticd.store.protocol import LeaseLost, Store, StoreError, StoreRefused
 
 _log = logging.getLogger(__name__)
 
@@ -27,8 +28,11 @@ class LeaseKeeper:
         ttl: int,
         on_lost: Callable[[str], None],
         *,
+        on_refused: Callable[[StoreRefused], None] | None = None,
         clock: Clock | None = None,
     ) -> None:
+        self._on_refused = on_refused or _say
+        self._refused = False
         self._store = store
         self._lease = lease
         self._ttl = ttl
@@ -59,10 +63,15 @@ class LeaseKeeper:
         try:
             self._store.keep_alive(self._lease)
             self._confirmed = self._clock.now()
+            self._refused = False
         except LeaseLost as error:
             self._lost.set()
             self._on_lost(str(error))
             return False
+        except StoreRefused as error:
+            if not self._refused:
+                self._on_refused(error)
+            self._refused = True
         except StoreError as error:
             _log.debug("lease %x was not refreshed: %s", self._lease, error)
         return True
@@ -81,3 +90,7 @@ class LeaseKeeper:
     def _run(self) -> None:
         while not self._stop.wait(self._ttl / 3) and self.refresh():
             pass
+
+
+def _say(error: StoreRefused) -> None:
+    _log.error("the store refuses us, nothing is read or written until that ends: %s", error)

@@ -8,7 +8,8 @@ agents refuse those of an older one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -22,11 +23,14 @@ from elasticd.store.protocol import (
     Put,
     Store,
     StoreError,
+    StoreUnavailable,
     TransactResult,
     WatchEvent,
 )
 
 RECORD_VERSION = 1
+#: Seconds between looks at the leader's key by who stands by: a watch tells sooner, unless its etcd is frozen.
+LOOK_SECONDS = 0.5
 
 
 class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +110,37 @@ def read_leader(store: Store, key: str) -> Leader | None:
     """Who leads now, or None."""
     item = store.get(key)
     return Leader.of(item) if item is not None else None
+
+
+def await_vacancy(store: Store, key: str, told: Callable[[Leader], None], stopped: threading.Event) -> bool:
+    """Stands by while somebody leads, over every outage; `told` hears who, once for each. True when nobody
+    leads, False once `stopped` is set. Raises StoreRefused."""
+    seen: Leader | None = None
+    while not stopped.is_set():
+        try:
+            item = store.get(key)
+            if item is None:
+                return True
+            if (leader := Leader.of(item)) != seen:
+                seen = leader
+                told(leader)
+            _outwait(store, item, stopped)
+        except StoreUnavailable:
+            stopped.wait(LOOK_SECONDS)
+    return False
+
+
+def _outwait(store: Store, item: KeyValue, stopped: threading.Event) -> None:
+    """Returns when the key may not be as it is here any more, or once `stopped` is set."""
+    watch = store.watch(item.key, item.mod_revision + 1)
+    try:
+        while not stopped.is_set() and watch.get(timeout=LOOK_SECONDS) is None:
+            # Asked as well: an etcd that froze keeps its watches open, and says nothing.
+            found = store.get(item.key)
+            if found is None or found.mod_revision != item.mod_revision:
+                return
+    finally:
+        watch.cancel()
 
 
 def campaign(

@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -24,19 +23,9 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
-_NAME = "elasticd"
+from elasticd.offspring import ending_with_us
 
-# Run as `python -c` in between, since the wish to die with a parent must be stated by the child
-# itself, and Python code between fork and exec is not safe in a process with threads. Asking for the
-# parent afterwards closes the gap in which it may have died already. 1 is PR_SET_PDEATHSIG.
-_LAUNCHER = """
-import ctypes, os, signal, sys
-if ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0) != 0:
-    sys.exit("prctl: " + os.strerror(ctypes.get_errno()))
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
+_NAME = "elasticd"
 
 
 class EtcdServerError(Exception):
@@ -182,9 +171,8 @@ class EtcdServer:
         def run() -> None:
             try:
                 with self.log.open("wb") as log:
-                    launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
                     self._process = subprocess.Popen(
-                        [*launcher, *self._command()],
+                        ending_with_us(self._command(), signal.SIGKILL),
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,

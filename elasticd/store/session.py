@@ -33,6 +33,8 @@ from elasticd.store.protocol import (
 
 T = TypeVar("T")
 
+#: Seconds that the refresh of a lease may take: a leader's lives for 2 s, and must outlast a frozen member.
+KEEP_ALIVE_SECONDS = 0.7
 _CHANNEL_OPTIONS = [
     # A thrown-away session must not share its successor's connection or back-off.
     ("grpc.use_local_subchannel_pool", 1),
@@ -107,6 +109,12 @@ class Guard:
             highest = max(revision, known.revision if known is not None else 0)
             self._known = Identity(cluster_id=cluster_id, revision=highest)
 
+    def seen(self, revision: int) -> None:
+        """Take note of a watch's event: who only watches learns by nothing else how far the store has come."""
+        with self._lock:
+            if self._known is not None and revision > self._known.revision:
+                self._known = Identity(cluster_id=self._known.cluster_id, revision=revision)
+
     def known(self) -> Identity | None:
         with self._lock:
             return self._known
@@ -143,11 +151,11 @@ class EtcdSession:
     def keep_alive(self, lease: int) -> int:
         """The lease's seconds after a refresh; 0 when it is gone."""
         request = iter([self.rpc.LeaseKeepAliveRequest(ID=lease)])
+        floor = self._guard.floor()
 
         def first_answer() -> Any:
-            answers = self._client.leasestub.LeaseKeepAlive(
-                request, self._options.call_timeout, metadata=self._metadata
-            )
+            patience = min(self._options.call_timeout, KEEP_ALIVE_SECONDS)
+            answers = self._client.leasestub.LeaseKeepAlive(request, patience, metadata=self._metadata)
             try:
                 return next(answers)
             except StopIteration:
@@ -155,7 +163,11 @@ class EtcdSession:
             finally:
                 answers.cancel()
 
-        return int(self.run(first_answer).TTL)
+        answer = self.run(first_answer)
+        if answer.header.revision < floor:
+            # A member that lags says so too: only a linearizable read tells it from one that was restored.
+            self.identify()
+        return int(answer.TTL)
 
     def watch(self, prefix: str, revision: int) -> WatchStream:
         """A stream of the prefix's changes from `revision` on."""
@@ -164,6 +176,9 @@ class EtcdSession:
         )
         request = self.rpc.WatchRequest(create_request=create)
         return WatchStream(self, request, self.rpc.WatchStub(self._client.channel), self._metadata)
+
+    def seen(self, revision: int) -> None:
+        self._guard.seen(revision)
 
     def close(self) -> None:
         """End the connection; streams on it end with StoreUnavailable. May be repeated."""
@@ -243,7 +258,9 @@ class WatchStream:
                 why = answer.cancel_reason or "no reason given"
                 raise StoreUnavailable(f"etcd at {self._session.endpoint} cancelled a watch: {why}")
             if answer.events:
-                yield [_event(event) for event in answer.events]
+                events = [_event(event) for event in answer.events]
+                self._session.seen(events[-1].mod_revision)
+                yield events
 
     def cancel(self) -> None:
         """End the stream; whoever iterates gets StoreUnavailable."""

@@ -2,7 +2,7 @@
 
 The order of a move, on every rank alike:
 
-1. `agree`: all-gather what each rank holds, so that joiners know it too;
+1. `agree`: all tell what they hold, each thing once, so that joiners know it too;
 2. `reshard` and `schedule`: who sends what to whom, derived by each rank for itself;
 3. `execute`: side buffers, what is held here copied, rounds of messages, each piece's sum compared;
 4. the caller all-gathers whether all went well, drains the transport, and installs the moved state or drops
@@ -14,9 +14,12 @@ during 3: such a move has no way back, and whoever asks for it must know where t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import hashlib
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from elasticd_planner.boxes import Box
 from elasticd_planner.layouts import Item, Layouts
@@ -29,9 +32,19 @@ from elasticd_migration.side import Incomplete, Side
 from elasticd_migration.state import LocalState
 from elasticd_migration.transport import Transport
 
+#: zlib's fastest: the names of tensors repeat each other, anything packs them.
+_LEVEL = 1
+
 
 class Corrupt(RuntimeError):
     """A piece that arrived is not the one that was sent, or not of this move."""
+
+
+class _Section(msgspec.Struct, frozen=True, array_like=True):
+    """A part of a rank's schema by its digest, and its bytes."""
+
+    digest: bytes
+    size: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +67,41 @@ class Moved:
 def agree(transport: Transport, state: LocalState, *, refused: str = "") -> Schema:
     """One schema for all ranks. A rank that cannot take part says why in `refused`, and all raise it.
 
+    Few bytes are gathered. A schema falls into sections; all gather the digests of theirs, then each section
+    goes over the wire once, in as many parts as ranks have it, each part from one of them. A part is packed
+    after it was cut, since two machines may pack the same bytes differently.
     Raises `Disagreement`, on every rank or on none.
     """
     mine = Schema(refused=refused) if refused else state.schema()
-    texts = transport.all_gather(mine.to_json())
-    return merge([Schema.from_json(text) for text in texts], transport.members)
+    texts = {_digest(text): text for text in (section.to_json() for section in _sections(mine))}
+    told = [_Section(digest, len(text)) for digest, text in texts.items()]
+    heard = [
+        msgspec.msgpack.decode(row, type=list[_Section])
+        for row in transport.all_gather(msgspec.msgpack.encode(told))
+    ]
+    having: dict[bytes, list[int]] = {}
+    sizes: dict[bytes, int] = {}
+    for rank, row in enumerate(heard):
+        for section in row:
+            having.setdefault(section.digest, []).append(rank)
+            sizes[section.digest] = section.size
+    parts = {
+        digest: zlib.compress(texts[digest][slice(*_span(sizes[digest], ranks, transport.rank))], _LEVEL)
+        for digest, ranks in having.items()
+        if digest in texts
+    }
+    rows = [
+        msgspec.msgpack.decode(row, type=dict[bytes, bytes])
+        for row in transport.all_gather(msgspec.msgpack.encode(parts))
+    ]
+    schemas, members = [], []
+    for digest, ranks in having.items():
+        text = b"".join(zlib.decompress(rows[rank][digest]) for rank in ranks)
+        if _digest(text) != digest:
+            raise Disagreement(f"what {transport.members[ranks[0]]} says that it holds arrived damaged")
+        schemas.append(Schema.from_json(text))
+        members.append(transport.members[ranks[0]])
+    return merge(schemas, members)
 
 
 def migrate(
@@ -136,6 +179,23 @@ def execute(
         bytes_sealed=exchange.sealed,
         bytes_staged=exchange.staged,
     )
+
+
+def _sections(schema: Schema) -> Iterator[Schema]:
+    """What a rank may well hold alike with others, by itself; together they are the schema."""
+    for role, named in schema.tensors.items():
+        yield Schema(tensors={role: named})
+    yield Schema(groups=schema.groups, extras=schema.extras, refused=schema.refused)
+
+
+def _span(size: int, ranks: Sequence[int], rank: int) -> tuple[int, int]:
+    """Which bytes of a section that these ranks have are said by `rank`."""
+    at, count = ranks.index(rank), len(ranks)
+    return size * at // count, size * (at + 1) // count
+
+
+def _digest(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 __all__ = ["Corrupt", "Disagreement", "Incomplete", "Moved", "agree", "checksum", "execute", "migrate"]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup, Work
@@ -112,24 +112,27 @@ def _wait_plainly(work: Work) -> None:
 class ProcessGroupTransport(_Endpoint):
     """Over a torch process group, which need not be the default one nor known to torch's world.
 
-    group: made by its members, in the order of `members`. wait: how the owner waits for a collective
-    (polling, so that a fault can end it); it returns when the work is done and raises when it is not.
+    group: made by its members, in the order of `members`; None for one that is alone. wait: how the owner waits
+    for a collective (polling, so that a fault can end it); it returns when the work is done and raises when it
+    is not.
     """
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: ProcessGroup | None,
         members: Sequence[str],
         me: str,
         wait: Callable[[Work], None] = _wait_plainly,
     ) -> None:
         super().__init__(members, me)
-        if (group.size(), group.rank()) != (self.size, self.rank):
+        if group is None and self.size > 1:
+            raise ValueError(f"{me} is one of {self.size}: they need a group")
+        if group is not None and (group.size(), group.rank()) != (self.size, self.rank):
             raise ValueError(
                 f"{me} is rank {group.rank()} of {group.size()} in the group, "
                 f"but {self.rank} of {self.size} by name"
             )
-        self._group = group
+        self._group: Any = group
         self._wait = wait
 
     def send(self, destination: int, tensor: torch.Tensor, *, channel: int = 0) -> int:

@@ -354,6 +354,7 @@ def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
         "figures": msgspec.to_builtins(planned.figures),
         "plan": {
             "modules": modules,
+            **({"carriers": list(plan.carriers)} if plan.carriers else {}),
             "idle": list(plan.idle),
             "micro_batch": plan.micro_batch,
             "global_batch": plan.global_batch,

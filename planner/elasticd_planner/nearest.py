@@ -1,7 +1,7 @@
 """Devices exchanged for devices that are alike, so that the fewest bytes move from the running plan.
 
 Exact for a few devices (`placement.place`); here for any number: whole nodes of one kind change places first,
-then devices of one class inside each node, then members inside each group.
+then devices of one class inside each node. (The members of a group are lined up after that: `lineup`.)
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticd_planner.division import NodeKind
-from elasticd_planner.placement import Held, Holders, assign, by_units, estimate, held_by, holders
+from elasticd_planner.placement import Held, Holders, assign, estimate, held_by, holders
 from elasticd_planner.plan import Pipeline, Plan, Stage
 from elasticd_planner.profiles import ModelProfile
 
@@ -33,7 +33,7 @@ def nearest(
         for virtual, real in zip(kind.nodes, _matched(kind, wanted, before, profile), strict=True):
             for old, new in zip(virtual, real, strict=True):
                 names.update(_devices(old, new, wanted, before, profile))
-    return tuple(_renamed(pipeline, names, before) for pipeline in pipelines)
+    return tuple(_renamed(pipeline, names) for pipeline in pipelines)
 
 
 def _matched(
@@ -91,17 +91,14 @@ def _devices(
     return {slot: real[row] for slot, row in zip(slots, assign(costs), strict=True)}
 
 
-def _renamed(pipeline: Pipeline, names: dict[str, str], before: Holders) -> Pipeline:
-    stages = []
-    for stage in pipeline.stages:
-        members = [(names[device], share) for device, share in zip(stage.devices, stage.shares, strict=True)]
-        members = by_units(members, before, stage.start, stage.stop)
-        stages.append(
-            Stage(
-                start=stage.start,
-                stop=stage.stop,
-                devices=tuple(name for name, _ in members),
-                shares=tuple(share for _, share in members),
-            )
+def _renamed(pipeline: Pipeline, names: dict[str, str]) -> Pipeline:
+    stages = tuple(
+        Stage(
+            start=stage.start,
+            stop=stage.stop,
+            devices=tuple(names[device] for device in stage.devices),
+            shares=stage.shares,
         )
-    return Pipeline(stages=tuple(stages), micro_batches=pipeline.micro_batches)
+        for stage in pipeline.stages
+    )
+    return Pipeline(stages=stages, micro_batches=pipeline.micro_batches)

@@ -36,9 +36,6 @@ Holders = dict[str, Held]
 #: So many devices are assigned exactly and with a preference among equal ones.
 FEW = 8
 
-#: Sorts a device that brings no units along behind those that do.
-NOWHERE = 1 << 30
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outline:
@@ -74,27 +71,33 @@ def held_by(pipelines: Sequence[Pipeline], units: int) -> Holders:
 
 
 def bytes_to_move(profile: ModelProfile, old: Plan | None, new: Plan) -> int:
-    """Bytes of parameters and optimizer state that the members of `new` lack under `old`. With ZeRO about:
-    a member has its part of the state of what it computes with, and keeps what it had of it."""
+    """Bytes of parameters and optimizer state that the members of `new` lack under `old`."""
+    return round(sum(bytes_by_member(profile, old, new).values()))
+
+
+def bytes_by_member(profile: ModelProfile, old: Plan | None, new: Plan) -> dict[str, float]:
+    """The same by member. With ZeRO about: a member has its part of the state of what it computes with, and
+    keeps what it had of it; copies that exceed the holders are spread evenly."""
     before = holders(old, profile.share_units)
     after = holders(new, profile.share_units)
     was, now = (_zero(plan) if plan is not None else None for plan in (old, new))
     assert now is not None
     grown = max(0.0, now.part - was.part) if was is not None else now.part
     copies = max(0, now.extra - was.extra) if was is not None else now.extra
-    total = float(copies * profile.parameter_bytes * profile.optimizer_factor)
+    spread = copies * profile.parameter_bytes * profile.optimizer_factor / now.members
+    found = dict.fromkeys(new.members, spread)
     for device, held in after.items():
-        lack = _lacking(profile, before.get(device), held)
-        kept = _lacking(profile, None, held) - lack
-        total += lack + profile.optimizer_factor * (lack * now.part + kept * grown)
-    return round(total)
+        lack = lacking(profile, before.get(device), held)
+        kept = lacking(profile, None, held) - lack
+        found[device] += lack + profile.optimizer_factor * (lack * now.part + kept * grown)
+    return found
 
 
 def _zero(plan: Plan) -> Zero:
     return Zero(policy=plan.state, pipelines=len(plan.modules[0].pipelines), members=max(1, len(plan.members)))
 
 
-def _lacking(profile: ModelProfile, old: Held | None, new: Held) -> float:
+def lacking(profile: ModelProfile, old: Held | None, new: Held) -> float:
     """Bytes of parameters that one device lacks; gradients are made anew and never move."""
     kept = max(0, min(old.high, new.high) - max(old.low, new.low)) if old else 0
     wanted = new.high - new.low
@@ -117,8 +120,8 @@ def _lacking(profile: ModelProfile, old: Held | None, new: Held) -> float:
 def place(
     outlines: Sequence[Outline], alike: Sequence[Alike], profile: ModelProfile, current: Plan | None
 ) -> tuple[Pipeline, ...]:
-    """Pipelines with devices: each class's devices go where they lack least, in a group in the order of the
-    units that they had. Deterministic: what is equal goes by name."""
+    """Pipelines with devices: each class's devices go where they lack least if the members of each group are
+    lined up so. Deterministic: what is equal goes by name."""
     before = holders(current, profile.share_units)
     slots: dict[int, list[tuple[int, int, Held]]] = {}
     for p, outline in enumerate(outlines):
@@ -140,7 +143,7 @@ def place(
         for (p, s, held), row in zip(wanted, assign(costs), strict=True):
             chosen.setdefault((p, s), []).append((names[row], held.high - held.low))
     pipelines = [
-        _pipeline(outline, [chosen[p, s] for s in range(len(outline.layers))], before)
+        _pipeline(outline, [chosen[p, s] for s in range(len(outline.layers))])
         for p, outline in enumerate(outlines)
     ]
     return tuple(sorted(pipelines, key=lambda p: by_name(p.stages[0].devices[0])))
@@ -149,11 +152,11 @@ def place(
 def estimate(profile: ModelProfile, old: Held | None, new: Held) -> float:
     """Bytes lacking if the order in the group can be chosen so that old units are kept."""
     if old is None:
-        return _lacking(profile, None, new)
+        return lacking(profile, None, new)
     size = new.high - new.low
     high = min(old.low + size, profile.share_units)
     moved = Held(start=new.start, stop=new.stop, low=high - size, high=high, embed=new.embed, head=new.head)
-    return _lacking(profile, old, moved)
+    return lacking(profile, old, moved)
 
 
 def assign(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
@@ -212,29 +215,16 @@ def _matching(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def by_units(
-    members: Sequence[tuple[str, int]], before: Holders, start: int, stop: int
-) -> list[tuple[str, int]]:
-    """Members of a group of layers [start, stop) in the order of the units that they had."""
-
-    def had(name: str) -> int:
-        old = before.get(name)
-        return old.low if old is not None and old.start < stop and start < old.stop else NOWHERE
-
-    return sorted(members, key=lambda member: (had(member[0]), by_name(member[0])))
-
-
-def _pipeline(outline: Outline, members: Sequence[Sequence[tuple[str, int]]], before: Holders) -> Pipeline:
+def _pipeline(outline: Outline, members: Sequence[Sequence[tuple[str, int]]]) -> Pipeline:
     stages = []
     start = 0
     for layers, group in zip(outline.layers, members, strict=True):
-        ordered = by_units(group, before, start, start + layers)
         stages.append(
             Stage(
                 start=start,
                 stop=start + layers,
-                devices=tuple(name for name, _ in ordered),
-                shares=tuple(units for _, units in ordered),
+                devices=tuple(name for name, _ in group),
+                shares=tuple(units for _, units in group),
             )
         )
         start += layers

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from elasticd_planner.bound import Paces, by_slowest, by_speed
 from elasticd_planner.cluster import Link
-from elasticd_planner.cost import CostModel, GroupCost, memory_by_device, rate_of, step_seconds
-from elasticd_planner.plan import Plan, Prediction, StatePolicy
-from elasticd_planner.problem import Problem
+from elasticd_planner.cost import GroupCost
+from elasticd_planner.plan import Plan, StatePolicy
 from elasticd_planner.profiles import ModelProfile, SectionProfile
 from elasticd_planner.rules import apportion
 from elasticd_planner.timing import Schedule, Timing
@@ -231,15 +229,3 @@ def share_options(rates: Sequence[float], units: int) -> tuple[tuple[int, ...], 
 def to_units(shares: Sequence[int], units: int) -> tuple[int, ...]:
     """Shares as whole units that sum to `units`; the planner's own are already."""
     return tuple(shares) if sum(shares) == units else apportion(units, tuple(shares))
-
-
-def predict(plan: Plan, problem: Problem, cost: CostModel | None = None) -> Prediction:
-    """What the planner expects of a plan of this problem: step time, the bound, memory by device."""
-    cost = cost or ProfileCost(problem.profile)
-    usable = [rate_of(problem.rates, device.name) for device in problem.cluster.devices]
-    micro_batches = problem.global_batch // problem.micro_batch
-    return Prediction(
-        step_seconds=step_seconds(plan, problem.cluster, problem.rates, cost),
-        bound_seconds=cost.bound([rate for rate in usable if math.isfinite(rate)], micro_batches),
-        memory=memory_by_device(plan, cost),
-    )

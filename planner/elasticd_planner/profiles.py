@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from elasticd_planner.rules import ModelSpec, Parameter
+from elasticd_planner.timing import FORWARD
 from elasticd_planner.value import Value, refuse
 
 #: Floating point operations per second of a normal device, where nothing is known.
@@ -21,10 +22,6 @@ GUESSED_FLOPS = 5e10
 
 #: Bytes of optimizer state per byte of parameter: AdamW's two moments.
 ADAMW_STATE = 2.0
-
-#: Forward's part of forward and backward (two operations per element of six), so that a block that runs
-#: forward once more in the backward pass takes a third longer.
-FORWARD = 1 / 3
 
 
 class SectionProfile(Value, frozen=True, kw_only=True):
@@ -152,11 +149,6 @@ class ModelProfile(Value, frozen=True, kw_only=True):
     def gradient_bytes(self) -> int:
         """Bytes of the gradients of the whole model, tied parameters once."""
         return round(self.parameter_bytes * self.gradient_factor)
-
-    @property
-    def replica_bytes(self) -> int:
-        """Bytes of one whole replica's state: parameters, gradients and optimizer, without activations."""
-        return round(self.parameter_bytes * self.state_factor)
 
     def sized(self, tokens: float) -> ModelProfile:
         """The same model with micro-batches of so many tokens. A measured collective of which nothing is known

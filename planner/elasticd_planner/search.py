@@ -12,7 +12,7 @@ from typing import cast
 import msgspec
 
 from elasticd_planner import tight
-from elasticd_planner.assign import EQUAL, split_micro_batches
+from elasticd_planner.assign import EQUAL, Floats, split_micro_batches
 from elasticd_planner.cluster import Node
 from elasticd_planner.cost import (
     CostModel,
@@ -25,9 +25,11 @@ from elasticd_planner.cost import (
 from elasticd_planner.describe import describe
 from elasticd_planner.exact import Exact, Pins
 from elasticd_planner.finish import Finisher
+from elasticd_planner.kept import BETWEEN, WHOLE, shared_again
+from elasticd_planner.lineup import lined_up, loosened
 from elasticd_planner.nearest import nearest
 from elasticd_planner.placement import Outline, bytes_to_move, place, strategy
-from elasticd_planner.plan import Pipeline, Plan, Prediction, Stage
+from elasticd_planner.plan import Pipeline, Plan, Prediction
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.recompute import Selective, flagged
 from elasticd_planner.settings import Setting, Settings, alive, current_setting, task_of
@@ -213,29 +215,25 @@ class _Planning:
         return Answer(plan=self.finished(chosen), current_seconds=now, candidates=search.candidates)
 
     def _kept(self, current: Plan, finisher: Finisher) -> Iterator[Plan]:
-        """The current plan's groups in their places: as they are, or with the shares that their rates ask for;
-        with other micro-batches, and with other layers."""
-        bases = [current]
-        for pick in (-1, 0):
-            other = self._shared_again(current, pick)
-            if other not in bases:
-                bases.append(other)
-        for base in bases:
-            layered = finisher.pipelines(self._chains(base), keep=True)
+        """The current plan's groups in their places: as they are, or with shares by their rates; with other
+        micro-batches, and with other layers."""
+
+        def plans(base: Plan, *, layers: bool = True) -> Iterator[Plan]:
+            layered = finisher.pipelines(self._chains(base), keep=True) if layers else None
             made = [base, self.split_again(base), self.made(layered) if layered is not None else None]
             yield from (plan for plan in made if plan is not None and self.fits(plan))
 
-    def _shared_again(self, plan: Plan, pick: int) -> Plan:
-        """The same groups and layers, each group with one of the shares that are worth trying at its rates."""
-
-        def stage(given: Stage) -> Stage:
-            options = self.cost.shares([rate_of(self.problem.rates, device) for device in given.devices])
-            return msgspec.structs.replace(given, shares=options[pick])
-
-        pipelines = plan.modules[0].pipelines
-        return self.made(
-            [msgspec.structs.replace(p, stages=tuple(stage(given) for given in p.stages)) for p in pipelines]
-        )
+        yield from plans(current)
+        job, seen = self.problem, [current]
+        for part in (*WHOLE, *BETWEEN):
+            other = self.made(shared_again(current.modules[0].pipelines, job.rates, job.profile, part))
+            if other not in seen:
+                seen.append(other)
+                yield from plans(other, layers=part in WHOLE)
+                groups = other.modules[0].pipelines
+                loose = self.made(loosened(groups, job.cluster, job.rates, job.profile, current))
+                if job.profile.uneven and loose != other:
+                    yield from plans(loose, layers=False)
 
     def _chains(self, plan: Plan) -> list[Chained]:
         room = {device.name: device.memory for device in self.problem.cluster.devices}
@@ -298,10 +296,13 @@ class _Planning:
 
     def split_again(self, plan: Plan) -> Plan | None:
         """The same stages with the micro-batches divided anew: nothing moves."""
-        curves = []
+        curves, known = [], dict[tuple[bytes, ...], Floats]()
         for pipeline in plan.modules[0].pipelines:
             times = stage_times(pipeline, self.problem.cluster, self.problem.rates, self.cost)
-            curves.append(self.cost.timing.curve(times, self.micro_batches))
+            key = tuple(part.tobytes() for part in (times.forward, times.backward, times.boundary))
+            if key not in known:  # most pipelines of a large job are alike
+                known[key] = self.cost.timing.curve(times, self.micro_batches)
+            curves.append(known[key])
         given = split_micro_batches(curves, self.micro_batches)
         if given is None:
             return None
@@ -315,6 +316,8 @@ class _Planning:
     def made(self, pipelines: Sequence[Pipeline], *, chosen: bool = False) -> Plan:
         """A plan of these pipelines. Where the setting is to recompute, all their stages do if none does,
         unless that was `chosen`."""
+        job = self.problem
+        pipelines = lined_up(pipelines, job.cluster, job.rates, job.profile, job.current)
         used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
         if (
             self.problem.freedom.recompute

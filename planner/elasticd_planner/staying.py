@@ -10,28 +10,17 @@ from elasticd_planner.cost import memory_by_device, rate_of
 from elasticd_planner.describe import describe
 from elasticd_planner.division import kinds
 from elasticd_planner.formats import Objective, Planned, TableProblem
+from elasticd_planner.lineup import lined_up
 from elasticd_planner.nearest import nearest
 from elasticd_planner.placement import bytes_to_move, strategy
 from elasticd_planner.plan import Pipeline, Plan, Prediction
-from elasticd_planner.profiles import ModelProfile, SectionProfile
 from elasticd_planner.search import TOLERANCE
 from elasticd_planner.seconds import problem_of, solve_timed
 from elasticd_planner.solve import figures, solve, task_of
 from elasticd_planner.table import MIB
 from elasticd_planner.task import Task
 from elasticd_planner.value import Value, refuse
-
-#: Parts that shares are counted in where a problem has no units: every group of up to ten divides it.
-PARTS = 2520 * 64
-
-
-class StateBytes(Value, frozen=True, kw_only=True):
-    """Bytes that move with one whole layer, with the embedding, with the head; `holds` says what they are."""
-
-    layer: float
-    embedding: float = 0.0
-    head: float = 0.0
-    holds: str = "parameters and optimizer state"
+from elasticd_planner.weights import SectionBytes, StateBytes, weights_of
 
 
 class Near(Value, frozen=True, kw_only=True):
@@ -43,40 +32,18 @@ class Near(Value, frozen=True, kw_only=True):
     moved: int | None
 
 
-def state_bytes(given: TableProblem, plan: Plan | None = None) -> StateBytes | None:
+def state_bytes(given: TableProblem) -> StateBytes | None:
     """What a problem says that its layers weigh: from `model.state`, else about, from the memory of a last
-    stage (activations of one micro-batch are in it). With ZeRO optimizer state lies by a rule of its own, and
-    is left out."""
+    stage (activations of one micro-batch are in it)."""
     if given.model.state is not None:
-        profile = problem_of(given).profile
-        zero = plan is not None and plan.state.zero > 0
-        factor = 1.0 if zero else 1.0 + profile.optimizer_factor
-        sections = (profile.block, profile.embed, profile.head)
-        layer, embedding, head = (section.parameter_bytes * factor for section in sections)
-        holds = "parameters" if zero else "parameters and optimizer state"
-        return StateBytes(layer=layer, embedding=embedding, head=head, holds=holds)
+        return weights_of(problem_of(given).profile)
     memory = given.model.memory
     if memory is None:
         return None
-    full = (given.model.tp_full or 1) * MIB
-    edge = memory.embedding_mib * full
-    layer = memory.layer_mib_by_stage[-1] * full
+    full = given.model.tp_full * MIB
+    edge = SectionBytes(cut=round(memory.embedding_mib * full))
+    layer = SectionBytes(cut=round(memory.layer_mib_by_stage[-1] * full))
     return StateBytes(layer=layer, embedding=edge, head=edge, holds="memory of a last stage")
-
-
-def weights(given: TableProblem) -> ModelProfile:
-    """A profile of bytes alone, for comparing plans by what moves; 1 MiB a layer where none are known."""
-    known = state_bytes(given) or StateBytes(layer=float(MIB))
-    return ModelProfile(
-        name=given.model.name,
-        layers=given.model.layers,
-        share_units=PARTS,
-        tokens=1.0,
-        block=SectionProfile(seconds=1.0, cut_bytes=round(known.layer)),
-        embed=SectionProfile(cut_bytes=round(known.embedding)),
-        head=SectionProfile(cut_bytes=round(known.head)),
-        optimizer_factor=0.0,
-    )
 
 
 def solve_near(given: TableProblem, objective: Objective, current: Plan) -> Near:
@@ -87,12 +54,11 @@ def solve_near(given: TableProblem, objective: Objective, current: Plan) -> Near
     known = _value(current, task, objective) if usable else None
     if given.model.times is not None:
         planned = solve_timed(given, objective, current=current if usable else None)
-        profile = problem_of(given).profile
     else:
         planned = _near_units(given, objective, current, task, usable)
-        profile = weights(given)
-    counted = state_bytes(given) is not None and planned.plan is not None
-    moved = bytes_to_move(profile, current, planned.plan) if counted and planned.plan is not None else None
+    weighs, moved = state_bytes(given), None
+    if weighs is not None and planned.plan is not None:
+        moved = bytes_to_move(weighs.profile(given.model.layers), current, planned.plan)
     return Near(planned=planned, current=known, moved=moved)
 
 
@@ -141,11 +107,13 @@ def _near_units(given: TableProblem, objective: Objective, current: Plan, task: 
     if best.plan is None or best.figures is None:
         return best
     alike = solve(given, objective, ideal=False, like=current)
-    profile, forms = weights(given), kinds(task.cluster, task.rates, task.cost)
+    weighs = state_bytes(given) or StateBytes(layer=SectionBytes(cut=MIB))  # unknown: layers count alike
+    profile, forms = weighs.profile(given.model.layers), kinds(task.cluster, task.rates, task.cost)
     options = [current] if usable else []
     for plan in (best.plan, alike.plan):
         if plan is not None:
             pipelines = nearest(plan.modules[0].pipelines, forms, profile, current)
+            pipelines = lined_up(pipelines, task.cluster, task.rates, profile, current)
             options.append(_with(plan, pipelines, task))
     limit = min(_value(option, task, objective) for option in options) * (1 + TOLERANCE)
     close = [option for option in options if _value(option, task, objective) <= limit]

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from elasticd_planner.profiles import ADAMW_STATE, FORWARD, ModelProfile, SectionProfile
+from elasticd_planner.profiles import ADAMW_STATE, ModelProfile, SectionProfile
 from elasticd_planner.table import MIB
+from elasticd_planner.timing import FORWARD
 from elasticd_planner.value import Value, refuse
 
 #: Whole units that shares are in where `model.units` is not given.

@@ -49,34 +49,12 @@ class StageTimeline(Value, frozen=True, kw_only=True):
     work: tuple[Work, ...]
     end: float
 
-    @property
-    def busy(self) -> float:
-        return sum(work.stop - work.start for work in self.work)
-
-    def idle(self, until: float) -> tuple[tuple[float, float], ...]:
-        """The gaps between passes, and the one from `end` to `until`: (start, stop) each."""
-        gaps = []
-        last = 0.0
-        for work in self.work:
-            if work.start > last:
-                gaps.append((last, work.start))
-            last = work.stop
-        if until > self.end:
-            gaps.append((self.end, until))
-        return tuple(gaps)
-
 
 class Timeline(Value, frozen=True, kw_only=True):
     """One pipeline's step."""
 
     seconds: float
     stages: tuple[StageTimeline, ...]
-
-    @property
-    def bubble(self) -> float:
-        """The part of the stages' time that they were not busy."""
-        total = self.seconds * len(self.stages)
-        return 1 - sum(stage.busy for stage in self.stages) / total if total else 0.0
 
 
 def passes(stages: int, stage: int, micro_batches: int) -> Iterator[tuple[Kind, int]]:

@@ -32,6 +32,7 @@ import numpy as np
 from elasticd_planner.timeline import Floats, one_f_one_b_curve, one_f_one_b_seconds
 
 #: The part of a stage's work that is its forward pass: two operations of six per element (Kaplan et al. 2020).
+#: So a block that runs forward once more in the backward pass takes a third longer.
 FORWARD = 1 / 3
 
 

@@ -51,15 +51,12 @@ class Zero:
         if self.policy.zero == 2 and self.part < 1:
             gradients = gradients * self.part + block * model.gradient_factor
         spread = self.extra * model.parameter_bytes / self.members
-        kept = (
-            1 + model.gradient_factor + model.optimizer_factor
-        )  # whoever keeps state for others has all of it
-        return held + gradients + held * self.part * model.optimizer_factor + spread * kept
+        # Whoever keeps state for others has all of it.
+        return held + gradients + held * self.part * model.optimizer_factor + spread * model.state_factor
 
     def carried(self, model: ModelProfile, copies: int, devices: int) -> float:
         """Bytes of each of `devices` that only carry `copies` of the model's state between them."""
-        each = copies * model.parameter_bytes / devices
-        return each * (1 + model.gradient_factor + model.optimizer_factor)
+        return copies * model.parameter_bytes / devices * model.state_factor
 
     def owned(self, model: ModelProfile, fraction: float) -> float:
         """Bytes of optimizer state that a device updates which holds this fraction of the model."""

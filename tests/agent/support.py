@@ -29,6 +29,7 @@ from elasticd.messages import (
     Leave,
     StoreAnswer,
     StoreCall,
+    ToAgent,
     ToLeader,
     ToWorker,
     Up,
@@ -36,6 +37,7 @@ from elasticd.messages import (
 )
 from elasticd.records import JobSpec, Keys
 from elasticd.remembered import StateFile
+from elasticd.snapshots import Keeps
 from elasticd.store.leader import Leadership, campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Store
@@ -65,6 +67,7 @@ class Leader:
 
     def __init__(self, store: Store, nodes: int = 1, ttl: int = 60) -> None:
         self.heard: list[ToLeader] = []
+        self.keeps: list[tuple[str, Keeps]] = []
         self.connections: list[ServerConnection] = []
         self.over = ""
         self._store, self._nodes, self._ttl = store, nodes, ttl
@@ -100,7 +103,7 @@ class Leader:
             with contextlib.suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_RDWR)
 
-    def send(self, message: Down) -> None:
+    def send(self, message: ToAgent) -> None:
         """To every agent that is connected; each drops what is not for it."""
         for connection in self.connections:
             with contextlib.suppress(ConnectionClosed):
@@ -124,6 +127,8 @@ class Leader:
                 self.heard.append(message)
                 if isinstance(message, AgentHello):
                     node = message.record.node
+                elif isinstance(message, Keeps):
+                    self.keeps.append((node, message))
                 elif isinstance(message, Up):
                     self._answer(connection, node, message)
         self.connections.remove(connection)
@@ -196,12 +201,17 @@ class Trainer:
         self.sock = packets.connect(path, DEADLINE)
         self.sock.settimeout(DEADLINE)
 
-    def say(self, body: messages.Message) -> None:
-        packets.send(self.sock, messages.encode(body))
+    def say(self, body: messages.Message, fd: int | None = None) -> None:
+        packets.send(self.sock, messages.encode(body), fd)
 
     def hear(self) -> ToWorker | None:
         data = packets.receive(self.sock)
         return None if data is None else messages.to_worker(data)
+
+    def take(self) -> tuple[ToWorker | None, int | None]:
+        """A message, and the descriptor that came with it."""
+        data, fd = packets.accept(self.sock)
+        return None if data is None else messages.to_worker(data), fd
 
     def hello(self, rank: int, job: str = "job") -> ToWorker | None:
         self.say(Hello(job=job, local_rank=rank, world_size=2, pid=os.getpid(), spec=spec(job)))

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from elasticd_planner.placement import Held
 
 from elasticd.cli.app import elasticd
-from elasticd.cli.moves import Held, StateBytes, lacking, lacking_bytes
+from elasticd.cli.moves import answered, difference, lacking
 
 GIB = 2**30
 MEMORY = {"layer_mib_by_stage": [1500.0, 1024.0], "embedding_mib": 256.0}
@@ -43,35 +44,24 @@ def answer(path: Path, *options: str, **changes: Any) -> str:
     return str(path)
 
 
-def held(start: int, stop: int, low: float, high: float, **ends: bool) -> Held:
-    return Held(start=start, stop=stop, low=low, high=high, **ends)
+def held(start: int, stop: int, low: int, high: int) -> Held:
+    return Held(start=start, stop=stop, low=low, high=high, embed=False, head=False)
 
 
 def test_what_a_device_lacks_is_counted_in_layers() -> None:
-    assert lacking(None, held(0, 10, 0.0, 0.5)) == 5.0
-    assert lacking(held(0, 10, 0.0, 0.5), held(0, 10, 0.0, 0.5)) == 0.0
-    assert lacking(held(0, 10, 0.0, 0.5), held(5, 15, 0.0, 0.5)) == 2.5
-    assert lacking(held(0, 10, 0.0, 0.5), held(0, 10, 0.25, 0.75)) == 2.5
-
-
-def test_bytes_count_embedding_and_head_where_they_are_new() -> None:
-    weighs = StateBytes(layer=100.0, embedding=10.0, head=20.0)
-    first = held(0, 10, 0.0, 0.5, embed=True)
-    assert lacking_bytes(None, first, weighs) == 505.0
-    assert lacking_bytes(first, first, weighs) == 0.0
-    assert lacking_bytes(held(10, 20, 0.0, 1.0, head=True), first, weighs) == 505.0
-    assert lacking_bytes(held(0, 10, 0.0, 0.25, embed=True), first, weighs) == 252.5
+    assert lacking(None, held(0, 10, 0, 4), 8) == 5.0
+    assert lacking(held(0, 10, 0, 4), held(0, 10, 0, 4), 8) == 0.0
+    assert lacking(held(0, 10, 0, 4), held(5, 15, 0, 4), 8) == 2.5
+    assert lacking(held(0, 10, 0, 4), held(0, 10, 2, 6), 8) == 2.5
+    assert lacking(held(0, 5, 0, 4), held(5, 10, 0, 4), 8) == 2.5
 
 
 def test_the_answer_says_what_layers_weigh_and_the_difference_counts_it(tmp_path: Path) -> None:
     old = answer(tmp_path / "old")
     new = answer(tmp_path / "new", rates={"n0/1": 3.0})
-    assert json.loads(Path(old).read_text())["state_bytes"] == {
-        "layer": 4 * 1024 * 2**20,
-        "embedding": GIB,
-        "head": GIB,
-        "holds": "memory of a last stage",
-    }
+    weighs = json.loads(Path(old).read_text())["state_bytes"]
+    assert weighs["layer"]["cut"] == 4 * 1024 * 2**20
+    assert (weighs["embedding"]["cut"], weighs["head"]["cut"]) == (GIB, GIB)
     text = " ".join(run("--diff", old, new).output.split())
     assert "device before after layers GiB" in text
     assert "GiB (memory of a last stage)" in text
@@ -105,6 +95,65 @@ def test_a_plan_near_the_current_one_moves_less_and_is_hardly_slower(tmp_path: P
     moved = near["current"]["moved_bytes"]
     shown = run("--diff", old, str(tmp_path / "near")).output
     assert f"{moved / GIB:,.2f} of" in shown, "counted alike"
+
+
+def lengthened(**state: Any) -> dict[str, Any]:
+    """The same model in seconds, with parameters that every member of a group holds, and a tied head."""
+    return {
+        "name": "m",
+        "layers": 24,
+        "units": 32,
+        "uneven_shares": True,
+        "times": {"block": {"seconds_per_token": 1e-5, "collectives": 4}, "boundary_bytes": 8192},
+        "state": {
+            "block": {"cut_bytes": 6 * GIB // 10, "grouped_bytes": GIB // 20, "whole_bytes": GIB // 10},
+            "embed": {"cut_bytes": GIB},
+            "head": {"cut_bytes": GIB, "whole_bytes": 4096},
+            "tied_bytes": GIB,
+            "optimizer": 6.0,
+            **state,
+        },
+    }
+
+
+IN_SECONDS = {"model": lengthened(), "batch": {"global_batch": 32, "micro_batch": 1, "sequence": 4096}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model": {**PROBLEM["model"], "uneven_shares": True}},
+        {**IN_SECONDS, "pins": {"zero": 0}},
+        {**IN_SECONDS, "pins": {"zero": 1, "replicas": 1}},
+        {**IN_SECONDS, "pins": {"zero": 2, "replicas": 2}},
+        {**IN_SECONDS, "pins": {"dp": 1, "zero": 1, "replicas": 2}},
+    ],
+)
+def test_the_difference_and_the_plan_near_the_current_one_say_the_same_bytes(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    old = answer(tmp_path / "old", **changes, rates={"n0/1": 3.0})
+    near = answer(tmp_path / "near", "--current", old, **changes, rates={"n2/3": 3.0})
+    moved = json.loads(Path(near).read_text())["current"]["moved_bytes"]
+    assert moved > 0
+    found = difference(*(answered(Path(path).read_bytes(), path) for path in (old, near)))
+    assert found.moved == moved
+    assert f"{moved / GIB:,.2f} of" in run("--diff", old, near).output
+
+
+def test_devices_that_only_carry_state_are_in_the_answer_and_in_the_difference(tmp_path: Path) -> None:
+    fast = {"name": "n0", "devices": 4, "memory_mib": 300000}
+    nodes = [fast, {**fast, "name": "n1", "speed": 0.01}]
+    changes = {**IN_SECONDS, "cluster": {"nodes": nodes}}
+    old = answer(tmp_path / "old", **changes, pins={"dp": 1, "zero": 0})
+    new = answer(tmp_path / "new", **changes, pins={"dp": 1, "zero": 1, "replicas": 2})
+    carriers = json.loads(Path(new).read_text())["plan"]["carriers"]
+    assert carriers
+    assert answered(Path(new).read_bytes(), new).plan.carriers == tuple(carriers)
+    rows = [line.split() for line in run("--diff", old, new).output.splitlines()]
+    fetched = {row[0]: row[1:-2] for row in rows if row and row[0] in carriers}
+    assert fetched == {name: ["idle", "state", "alone"] for name in carriers}
 
 
 def test_a_current_plan_that_lost_a_device_cannot_run(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ import pytest
 from elasticd_planner.measurement import Measurement
 
 from elasticd.config import with_overrides
-from elasticd.coordinator import election
-from elasticd.coordinator.daemon import Coordinator, serve
+from elasticd.coordinator.daemon import Coordinator, run, serve
 from elasticd.coordinator.election import CannotLead
 from elasticd.messages import (
     Finished,
@@ -28,7 +27,7 @@ from elasticd.messages import (
     Up,
 )
 from elasticd.records import Keys, PlanRecord, Proposal, decode
-from elasticd.store.leader import read_leader
+from elasticd.store.leader import Leader, read_leader
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import WatchEvent
 from tests.coordinator.agents import Agent, agent, config, coordinating, get, until
@@ -191,18 +190,65 @@ def test_leader_whose_key_is_gone_ends_loudly() -> None:
     asyncio.run(body())
 
 
-def test_second_coordinator_says_who_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(election, "LEASE_SECONDS", 1)  # it waits that long for a former self to expire
-
+def test_second_coordinator_stands_by_and_leads_when_the_first_ends() -> None:
     async def body() -> None:
         server = MemoryServer()
+        store, told = MemoryStore(server), list[Leader]()
+        second = Coordinator(config(), store, standing_by=told.append)
         async with coordinating(server) as first:
-            store = MemoryStore(server)
-            with pytest.raises(CannotLead, match="leads already") as caught:
-                await Coordinator(config(), store).start()
-            assert first.url in str(caught.value)
+            starting = asyncio.create_task(second.start())
+            await until(lambda: [leader.value for leader in told] == [first.url])
+        try:
+            await asyncio.wait_for(starting, 30)
+            leader = await asyncio.to_thread(read_leader, store, KEYS.leader)
+            assert leader is not None
+            assert (leader.value, leader.term > told[0].term) == (second.url, True)
+            assert (await get(second, "/readyz"))[0] == 200
+        finally:
+            await second.stop()
 
     asyncio.run(body())
+
+
+def test_who_stands_by_ends_when_told_also_while_the_store_is_away() -> None:
+    async def body() -> None:
+        server, told = MemoryServer(), list[Leader]()
+        async with coordinating(server):
+            second = Coordinator(config(), MemoryStore(server), standing_by=told.append)
+            starting = asyncio.create_task(second.start())
+            await until(lambda: bool(told))
+            server.outage(True)
+            starting.cancel()
+            await asyncio.wait({starting}, timeout=30)
+            assert starting.cancelled()
+            server.outage(False)
+
+    asyncio.run(body())
+
+
+def test_replaced_leader_stands_by_again(capsys: pytest.CaptureFixture[str]) -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        store = MemoryStore(server)
+        running = asyncio.create_task(run(config(), MemoryStore(server)))
+
+        def leader() -> Leader | None:
+            return read_leader(store, KEYS.leader)
+
+        await until(lambda: leader() is not None)
+        first = leader()
+        assert first is not None
+        item = store.get(KEYS.leader)
+        assert item is not None
+        store.revoke(item.lease)
+        await until(lambda: (now := leader()) is not None and now.term > first.term, 30)
+        assert not running.done()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(running, 30)
+        assert leader() is None
+
+    asyncio.run(body())
+    assert "does not lead any longer" in capsys.readouterr().err
 
 
 def test_port_that_is_taken_is_named_with_the_remedy() -> None:

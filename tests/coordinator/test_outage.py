@@ -26,6 +26,7 @@ from elasticd.messages import (
     Swapped,
     Welcome,
 )
+from elasticd.pulses import Ping
 from elasticd.records import Fence, Keys, decode
 from elasticd.store.memory import MemoryServer, MemoryStore
 from tests.agent.support import RunningAgent, Trainer
@@ -52,7 +53,7 @@ trainer.hear()
 def switch(trainer: Trainer) -> None:
     """A worker's part until the first plan is recorded."""
     while not isinstance(message := trainer.hear(), Recorded):
-        assert isinstance(message, Welcome | Propose), message
+        assert isinstance(message, Welcome | Propose | Ping), message
         if isinstance(message, Propose):
             number = message.proposal.number
             trainer.say(Prepared(number=number))

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elasticd.coordinator.writer import WriteConflict, Writer, operations, stored
+from elasticd.coordinator.writer import Rank, WriteConflict, Writer, operations, ranks, stored
 from elasticd.machines.job.effects import Note, Write
 from elasticd.records import DoneRecord, Keys, decode
 from elasticd.store.leader import LeadershipLost, campaign
@@ -151,3 +151,27 @@ def test_job_with_members_alone_is_no_job_yet() -> None:
     (found,) = stored(KEYS, store.snapshot(KEYS.jobs).items)
     assert found.done is not None
     assert found.done.step == 7
+
+
+def test_what_torchruns_tell_of_their_ranks_is_kept_until_the_job_is_over() -> None:
+    desk = Desk()
+    told = [Rank(job="demo", key=f"rdzv/role_info/{node}", value=b"%d" % node) for node in range(2)]
+
+    async def tells(writer: Writer) -> None:
+        for rank in (*told, told[1], Rank(job="other", key="rdzv/x", value=b"y")):
+            writer.put(rank)
+        await writer.drained()
+
+    desk.run(tells)
+    found = desk.store.snapshot(KEYS.jobs)
+    assert ranks(KEYS, found.items) == [*told, Rank(job="other", key="rdzv/x", value=b"y")]
+    assert stored(KEYS, found.items) == [], "nobody decided anything yet"
+
+    async def ends(writer: Writer) -> None:
+        writer.put(Rank(job="demo"))
+        writer.put(Rank(job="demo"))
+        await writer.drained()
+
+    desk.run(ends)
+    assert [rank.job for rank in ranks(KEYS, desk.store.snapshot(KEYS.jobs).items)] == ["other"]
+    assert not desk.failures

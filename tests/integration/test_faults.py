@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.cli.reach import Api
 from elasticd.machines.job.state import Settings
 from tests.integration import train
 from tests.integration.cluster import Cluster, until
@@ -20,6 +21,11 @@ PLANS = {
     "": plan_of((3, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (3, [stage(0, 5, ("b/0", 1))])),
     "a/1": plan_of((4, [stage(0, 5, ("a/0", 6), ("a/1", 2))]), (2, [stage(0, 5, ("b/0", 1))])),
     "without b/0": plan_of((6, [stage(0, 3, ("a/0", 1)), stage(3, 5, ("a/1", 1))])),
+}
+#: Two whole replicas; the one that is left has nobody to make a group with.
+PAIR = {
+    "": plan_of((3, [stage(0, 5, ("a/0", 1))]), (3, [stage(0, 5, ("b/0", 1))])),
+    "without b/0": plan_of((6, [stage(0, 5, ("a/0", 1))])),
 }
 
 
@@ -43,6 +49,17 @@ def test_a_worker_killed_in_the_midst_of_training_costs_one_device() -> None:
         cluster.workers["b/0"].kill()
         until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
         assert {member["pid"] for member in cluster.job()["members"]} == {pids["a/0"], pids["a/1"]}
+        gone_on(cluster, steps)
+
+
+@pytest.mark.slow
+def test_the_last_survivor_goes_on_alone() -> None:
+    steps = 40
+    with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=steps)
+        cluster.runs(1, steps=5)
+        cluster.workers["b/0"].kill()
+        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
         gone_on(cluster, steps)
 
 
@@ -80,4 +97,42 @@ def test_an_agent_that_is_started_again_gets_its_workers_back() -> None:
         codes = cluster.wait(120)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
         assert not cluster.events("fenced")
+        check_exactness(cluster, steps, plans=2)
+
+
+@pytest.mark.slow
+def test_a_frozen_worker_is_left_behind_and_joins_again_when_it_thaws() -> None:
+    with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=100_000)
+        cluster.runs(1, steps=5)
+        frozen = cluster.workers["b/0"]
+        frozen.send_signal(signal.SIGSTOP)
+        try:
+            until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+            fence = cluster.events("fenced")[-1]
+            assert fence["data"]["gone"] == ["b/0"]
+            assert "worker b/0 is frozen: it is stopped" in fence["text"]
+        finally:
+            frozen.send_signal(signal.SIGCONT)
+        until(
+            lambda: any(event["data"].get("device") == "b/0" for event in cluster.events("joined")),
+            60,
+            lambda: str(cluster.events()),
+        )
+        assert frozen.poll() is None, "it stands by, in the same process"
+
+
+@pytest.mark.slow
+def test_a_drained_node_is_left_in_the_midst_of_training() -> None:
+    steps = 60
+    with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=steps)
+        cluster.runs(1, steps=5)
+        with Api(cluster.coordinator.url) as api:
+            api.drain("b", on=True)
+            until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+            node = next(node for node in api.status().nodes if node.node == "b")
+            assert (node.draining, node.members) == (True, 0)
+        assert not cluster.events("fenced")
+        assert set(cluster.wait(120).values()) == {0}
         check_exactness(cluster, steps, plans=2)

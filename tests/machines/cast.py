@@ -87,13 +87,16 @@ def spec(**changes: object) -> JobSpec:
     return JobSpec(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def node_record(name: str, devices: int = 2, memory: int = MEMORY, agent: str = "") -> NodeRecord:
+def node_record(
+    name: str, devices: int = 2, memory: int = MEMORY, agent: str = "", snapshots: str = ""
+) -> NodeRecord:
     return NodeRecord(
         node=name,
         devices=tuple(Device(name=f"{name}/{i}", memory=memory) for i in range(devices)),
         address="127.0.0.1",
         agent=agent or f"agent-{name}",
         emulated=True,
+        snapshots=snapshots,
     )
 
 

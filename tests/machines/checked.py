@@ -8,6 +8,7 @@ from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import Write
 from elasticd.messages import Kept
 from elasticd.records import DoneRecord, Fence, Keys, PlanRecord, Proposal, decode
+from elasticd.snapshots import Held
 from elasticd.store.memory import MemoryStore
 from tests.machines.cast import JOB, FakeWorker
 
@@ -22,6 +23,7 @@ class Checked:
     workers: dict[str, FakeWorker]
     numbers: list[int]
     recorded: dict[int, Plan]
+    vaults: dict[str, dict[Held, None]]
 
     def _check(self, effect: Write) -> None:
         """Invariants 1 to 3 and 5 of the job's machine."""
@@ -64,15 +66,33 @@ class Checked:
         assert record.recovery is not None, "after a fence every proposal is a recovery"
         fence = decode(self.fence_record, Fence)
         assert record.recovery.fence == fence.number < record.number
-        assert record.old is not None
+        assert not {*record.plan.members} & {
+            d for d, i in fence.gone.items() if self.workers[d].incarnation == i
+        }
+        if record.recovery.snapshots or record.old is None:
+            self._check_older(record)
+            return
         for device, incarnation in record.recovery.sources.items():
             worker = self.workers[device]
             assert worker.incarnation == incarnation
             assert worker.fence == fence.number, "a source that has not stood"
             assert any(copy.number == record.old.number for copy in worker.copies)
-        assert not {*record.plan.members} & {
-            d for d, i in fence.gone.items() if self.workers[d].incarnation == i
-        }
+
+    def _check_older(self, record: Proposal) -> None:
+        """What it goes back to is there: of each member's share a snapshot on the node of who is to read it."""
+        recovery = record.recovery
+        assert recovery is not None
+        if record.old is None:
+            assert record.checkpoints, "nothing is made anew"
+            assert not recovery.sources
+            return
+        assert {*recovery.snapshots} == {*record.old.members}
+        assert {*recovery.snapshots.values()} == {*recovery.sources} <= {*record.plan.members}
+        for device, reader in recovery.snapshots.items():
+            assert recovery.sources[reader] == record.plan.binding[reader] == self.workers[reader].incarnation
+            found = (device, record.old.binding[device], record.old.number, recovery.step)
+            held = {(h.device, h.incarnation, h.plan, h.step) for h in self.vaults[self.workers[reader].node]}
+            assert found in held, "its own agent holds it"
 
     @property
     def fence_record(self) -> bytes:

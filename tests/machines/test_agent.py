@@ -135,10 +135,9 @@ def test_worker_that_connects_gets_the_open_proposal_after_its_welcome() -> None
     mine = proposal(2, {"n0/0": "i0"})
     _, effects = run(ProposalRead(job=JOB, proposal=mine), hello(0))
     assert [type(body) for _, body in sent(effects)] == [Welcome, Propose]
-    _, effects = run(
-        ProposalRead(job=JOB, proposal=mine), ProposalRead(job=JOB, proposal=aborted(mine)), hello(0)
-    )
-    assert [type(body) for _, body in sent(effects)] == [Welcome]
+    for stranger in (hello(0, job="other"), hello(1)):
+        _, effects = run(ProposalRead(job=JOB, proposal=mine), stranger)
+        assert [type(body) for _, body in sent(effects)] == [Welcome]
 
 
 def test_abort_and_record_are_forwarded_and_the_leaver_hears_of_the_record() -> None:
@@ -207,10 +206,10 @@ def test_end_of_a_job_that_cannot_go_on_reaches_all_its_workers_once_and_nobody_
     assert run(over("n1/0 died"), again, state=state)[1] == []
 
 
-def test_end_of_a_finished_job_is_told_to_those_that_had_no_part_in_its_plan() -> None:
+def test_end_of_a_finished_job_is_told_to_all_its_workers_for_a_member_may_have_missed_the_last_vote() -> None:
     running = PlanRead(job=JOB, record=PlanRecord(plan=plan(1, {"n0/0": "i0"}), epoch=5, step=0))
     _, effects = run(hello(0), hello(1), running, over())
-    assert sent(effects) == [("w1", Closed(reason="the job finished at step 9"))]
+    assert sent(effects) == [(client, Closed(reason="the job finished at step 9")) for client in ("w0", "w1")]
 
 
 def test_worker_that_comes_after_the_end_hears_of_it_after_its_welcome() -> None:

@@ -7,7 +7,7 @@ import pytest
 from elasticd.machines.job.effects import AgentDown
 from elasticd.machines.job.state import Phase
 from elasticd.messages import Bereft, Copy, Doubt, Finished, Joined, Standing
-from elasticd.records import Vote
+from elasticd.records import Fence, Vote, decode
 from tests.machines.world import World
 
 #: Enough for a whole replica on each device.
@@ -95,10 +95,75 @@ def test_a_fault_closes_the_proposal_that_is_open() -> None:
             break
         world.train(1)
     assert world.phase is Phase.PROPOSED
+    closed = world.proposal()
+    assert closed is not None
+    assert closed.status == "open"
     world.deaf = set()
     world.kill("beta/0")
     world.settle()
     assert recovered(world), world.job.reason
+    fence = decode(world.fence_record, Fence)
+    assert fence.number > closed.number, "it closes every number so far"
+    assert fence.gone == {"beta/0": "i0-beta/0"}
+    last, recovery = world.proposals[-2:]
+    assert (last.number, last.status) == (closed.number, "aborted")
+    assert recovery.recovery is not None
+    assert recovery.recovery.fence == fence.number
+    plan = world.plan()
+    assert plan is not None
+    assert plan.number == recovery.number > fence.number
+    assert "beta/0" not in plan.members
+    assert all(worker.plan != closed.number for worker in world.workers.values()), "nobody swapped to it"
+
+
+@pytest.mark.parametrize("first", ["the plan", "the words"])
+def test_a_death_before_the_first_swap_starts_the_job_anew_whichever_comes_first(first: str) -> None:
+    world = World(("alpha", "beta"), memory=ROOM)
+    world.deaf = {"beta/0"}  # it prepares nothing
+    for node in world.records:
+        world.join(node)
+    world.settle()
+    assert world.phase is Phase.PROPOSED
+    world.deaf = set()
+    world.planner_waits = first == "the words"
+    if first == "the plan":
+        world.deaf = {"alpha/0", "alpha/1", "beta/0"}
+    world.kill("beta/1")
+    world.settle()
+    assert world.phase is Phase.RECOVERING or first == "the words"
+    assert (world.job.remedy is not None) == (first == "the plan")
+    world.deaf, world.planner_waits = set(), False
+    world.thaw("alpha/0")
+    for _ in range(5):
+        world.train(1)
+    assert recovered(world), f"{world.phase} {world.job.reason}"
+    plan = world.plan()
+    assert plan is not None
+    assert "beta/1" not in plan.members
+
+
+def test_a_new_leader_says_the_fence_again_for_those_who_refuse_the_old_ones_word() -> None:
+    """An agent that has seen the new leader's epoch takes no order of the old one: its workers never heard of
+    the fence, and are not lost for that."""
+    world = running(("alpha", "beta", "gamma"))
+    world.deaf = set(world.workers)
+    world.kill("beta/1")
+    world.settle()
+    old = decode(world.fence_record, Fence)
+    world.deaf = set()
+    world.new_leader()
+    world.settle()
+    for _ in range(8):
+        world.tick(0.5)
+    fence = decode(world.fence_record, Fence)
+    assert (old.epoch, fence.epoch) == (1, 2)
+    assert fence.number > old.number
+    assert (fence.gone, fence.reason) == (old.gone, old.reason)
+    assert recovered(world), f"{world.phase} {world.job.reason}"
+    plan = world.plan()
+    assert plan is not None
+    assert "beta/1" not in plan.members
+    assert plan.binding == {device: f"i0-{device}" for device in plan.members}, "nobody else is lost"
 
 
 def test_lost_state_is_named_and_never_filled_in() -> None:
@@ -233,13 +298,28 @@ def test_who_was_fenced_off_and_lives_comes_again_as_another() -> None:
         world.tick(1.0)
         world.settle()
     assert recovered(world)
+    world.reconnect("beta")  # its agent says its hello again, and knows no better
+    world.settle()
+    assert "beta/1" not in world.job.workers
     world.deaf = set()
     world.thaw("beta/1")
     world.settle()
-    assert world.workers["beta/1"].incarnation != incarnation
+    again = world.workers["beta/1"].incarnation
+    assert again != incarnation
+    fence = decode(world.fence_record, Fence)
+    assert fence.gone == {"beta/1": incarnation}
+    without = world.plan()
+    assert without is not None
+    assert "beta/1" not in without.members
+    assert world.workers["beta/1"].plan == 0, "it owns nothing"
     for _ in range(40):
         world.train(1)
+    plan = world.plan()
+    assert plan is not None
+    assert plan.binding.get("beta/1") == again, "it is used, as the one that it is now"
+    assert plan.number > without.number
     world.finish()
     world.settle()
     assert world.phase is Phase.DONE
+    assert world.done().step == world.steps  # type: ignore[union-attr]
     assert any(isinstance(body, Finished) for body in world.workers["alpha/0"].said)

@@ -145,6 +145,8 @@ def test_worker_that_died_while_nobody_led_stops_the_job() -> None:
     world.workers["beta/1"].alive = False
     world.new_leader()
     world.settle()
+    assert world.phase is Phase.RECOVERING, "agents may still come that keep its state"
+    world.tick(3.0)
     assert world.phase is Phase.STOPPED
     assert "beta/1" in world.job.reason
 

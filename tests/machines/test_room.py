@@ -1,4 +1,4 @@
-"""Under ZeRO a plan is checked by its layouts: one device may have to keep replicas for many."""
+"""A plan is checked by its layouts: replicas that one device keeps for many, two copies during a switch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy
 from elasticd_planner.profiles import derive
 from elasticd_planner.sharding import with_carriers
 
-from elasticd.machines.job.room import lacks_room
-from elasticd.machines.job.state import NodeState
+from elasticd.machines.job.room import Room, room
+from elasticd.machines.job.state import NodeState, Phase
+from elasticd.messages import Bereft, Standing
 from tests.machines.cast import model, node_record
+from tests.machines.vaulted import Vaulted
 
 SPEC = model()
 PROFILE = derive(SPEC, 64.0, 1)
@@ -33,11 +35,104 @@ def nodes(memory: int) -> dict[str, NodeState]:
 def test_a_carrier_without_room_for_its_replicas_is_named() -> None:
     carried = plan(StatePolicy(zero=1, replicas=2))
     assert carried.carriers == ("beta/0",)
-    said = lacks_room(carried, SPEC, PROFILE, nodes(1 << 20))
+    said = room(carried, None, SPEC, PROFILE, nodes(1 << 20)).lacks
     assert said.startswith("beta/0 would have to keep")
     assert "2 replicas" in said
-    assert lacks_room(carried, SPEC, PROFILE, nodes(1 << 30)) == ""
+    assert room(carried, None, SPEC, PROFILE, nodes(1 << 30)) == Room()
 
 
 def test_without_zero_the_planner_alone_counts() -> None:
-    assert lacks_room(plan(StatePolicy()), SPEC, PROFILE, nodes(1 << 20)) == ""
+    assert room(plan(StatePolicy()), None, SPEC, PROFILE, nodes(1 << 20)) == Room()
+
+
+def two(cut: int) -> Plan:
+    """One pipeline of two stages on alpha."""
+    stages = (
+        Stage(start=0, stop=cut, devices=("alpha/0",), shares=(1,)),
+        Stage(start=cut, stop=8, devices=("alpha/1",), shares=(1,)),
+    )
+    strategy = Strategy(
+        modules=(ModulePlan(module="model", pipelines=(Pipeline(stages=stages, micro_batches=2),)),)
+    )
+    return Plan(number=1, strategies=(strategy,), micro_batch=1, global_batch=2)
+
+
+def alone(memory: int) -> dict[str, NodeState]:
+    record = node_record("alpha", 2, memory=memory)
+    return {"alpha": NodeState(record=record, connected=True, since=0.0)}
+
+
+def test_only_what_changes_is_needed_twice() -> None:
+    """A block has 36,928 parameters, embedding and head 16,384 each, of 4 bytes; with gradient and AdamW's two
+    moments four times that while it trains, and three times that as it moves."""
+    block, end = 4 * 36_928, 4 * 16_384
+    both = 4 * (4 * block + end) + 3 * block  # alpha/1 gets one more
+    for memory, cramped in ((both, False), (both - 1, True)):
+        found = room(two(3), two(4), SPEC, PROFILE, alone(memory), holders=("alpha/0", "alpha/1"))
+        assert bool(found.cramped) == cramped
+        assert not cramped or found.cramped.startswith("alpha/1 has 2.9 MiB and would need 2.9 MiB")
+    assert room(two(4), two(4), SPEC, PROFILE, alone(both - 3 * block)) == Room()
+    anew = 3 * (4 * block + end)
+    for memory, cramped in ((anew, False), (anew - 1, True)):
+        assert bool(room(two(4), two(4), SPEC, PROFILE, alone(memory), anew=True).cramped) == cramped
+
+
+#: Room for one copy of what the planner asks of a device, not for two.
+CRAMPED = 2_800_000
+
+
+def straggling(every: int) -> Vaulted:
+    world = Vaulted(memory=CRAMPED, every=every)
+    world.start()
+    world.settle()
+    world.train(12)
+    world.rates = {"alpha/0": 3.0}
+    world.train(20)
+    return world
+
+
+def test_where_two_copies_do_not_fit_state_moves_in_place_if_it_is_safe_elsewhere() -> None:
+    world = straggling(every=1)
+    moved = next(p for p in world.proposals if p.in_place)
+    told = next(n.text for n in world.notes if n.kind == "proposed" and n.data["number"] == moved.number)
+    assert "for the old copy and the new: state moves in place, and that cannot be given up" in told
+    assert world.job.number >= moved.number
+
+
+def test_where_it_is_safe_nowhere_else_the_plan_stays_and_it_is_said_why() -> None:
+    world = straggling(every=10**6)
+    assert [p.in_place for p in world.proposals] == [False]
+    assert world.phase is Phase.RUNNING
+    told = [n.text for n in world.notes if n.kind == "refused"]
+    assert len(told) >= 1
+    assert "plan 1 stays, the new one does not fit" in told[0]
+    assert "it could move in place if replicas on other nodes, or snapshots" in told[0]
+
+
+def test_a_move_in_place_that_fails_is_recovered_from_by_the_snapshots() -> None:
+    """Nobody holds a whole copy of either plan, and says so."""
+    world = Vaulted(memory=CRAMPED)
+    world.start()
+    world.settle()
+    world.train(12)
+    world.deaf = {"beta/1"}
+    world.rates = {"alpha/0": 3.0}
+    while not any(p.in_place for p in world.proposals):
+        world.train(1)
+    step = world.steps
+    world.deaf = {*world.workers}
+    world.outcome(world.workers["beta/1"], Bereft(step=step, reason="reset while it moved in place"))
+    world.settle()
+    world.tick(0.6)
+    fence = world.job.fence
+    assert fence is not None
+    world.deaf = set()
+    for device in world.workers:
+        world.stand(device, Standing(fence=fence.number, copies=()))
+    for _ in range(8):
+        world.tick(0.5)
+    assert world.phase is Phase.RUNNING, world.job.reason
+    assert world.gone_back == [0]
+    assert world.steps == step
+    assert world.proposals[-1].recovery is not None
+    assert world.proposals[-1].recovery.snapshots

@@ -11,9 +11,9 @@ from elasticd.machines import saving
 from elasticd.machines.saving import Begin, Close, GiveUp, Skip, State, Status
 
 
-@dataclass
+@dataclass(eq=False)
 class Rank:
-    """A rank with its thread: what the effects asked of it, and what it is at."""
+    """A rank with its thread: what the effects asked of it, and what it is at. Two that stand alike are two."""
 
     state: State
     thread: tuple[str, int] | None = None

@@ -32,6 +32,7 @@ from elasticd.machines.job.state import JobState, Phase, Settings
 from elasticd.messages import (
     Closed,
     Copy,
+    Down,
     Finished,
     FromWorker,
     Hello,
@@ -180,6 +181,8 @@ class World(Checked):
             self.notes.append(effect)
         elif isinstance(effect, Send):
             self.sent.append(effect)
+            if not isinstance(effect.message, Down):
+                return
             if effect.message.client.startswith("w"):
                 assert not isinstance(effect.message.body, Closed | Shutdown), "they hear it from the store"
             self.told.setdefault(effect.message.client, []).append(effect.message.body)

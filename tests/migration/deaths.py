@@ -27,10 +27,10 @@ from elasticd_migration.execute import Moved, migrate
 from elasticd_migration.state import LocalState
 from elasticd_migration.transport import Handle, ProcessGroupTransport
 from elasticd_planner.layouts import Layouts
-from torch._C._distributed_c10d import FileStore
 
 from elasticd.machines import switch as sw
 from elasticd.runtime.groups import Fabric, Group
+from tests.migration.files import Files
 from tests.migration.plans import SPEC, plan
 from tests.migration.ranks import assert_same_bits, local, members, trained
 
@@ -43,30 +43,6 @@ LIMIT = 20_000
 PATIENCE = 60.0
 #: The steps behind the last one of the transport.
 LAST = ("ok", "during ok", "after ok")
-
-
-class Files:
-    """Bootstrap over one file."""
-
-    def __init__(self, path: Path) -> None:
-        self._store = FileStore(str(path))
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
-
-    def get(self, key: str, seconds: float) -> bytes:
-        deadline = time.monotonic() + seconds
-        while not self._store.check([key]):
-            if time.monotonic() > deadline:
-                raise TimeoutError(key)
-            time.sleep(0.002)
-        return bytes(self._store.get(key))
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._store.add(key, amount))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._store.check(list(keys)))
 
 
 class Steps:

@@ -9,7 +9,7 @@ from elasticd_planner.cluster import Cluster, Device, Link, Node
 from elasticd_planner.problem import Problem
 from elasticd_planner.profiles import SectionProfile
 
-from tests.planner.models import profile
+from tests.planner.models import profile, replica_bytes
 
 SIZES = ((1,), (2,), (3,), (4,), (5,), (6,), (1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (3, 3), (4, 2))
 
@@ -38,7 +38,7 @@ def small(rng: random.Random, sizes: tuple[tuple[int, ...], ...] = SIZES) -> Pro
         pipeline_scale=rng.choice([1.0, 0.9]),
     )
     room = [0.25, 0.35, 0.5, 0.7, 1.0, 2.0] if rng.random() < 0.6 else [50.0]
-    memories = [math.ceil(model.replica_bytes * rng.choice(room)) for _ in range(2)]
+    memories = [math.ceil(replica_bytes(model) * rng.choice(room)) for _ in range(2)]
     slow = [rng.choice([1.0, 1.2, 1.5, 2.0, 3.0, 5.0]) for _ in range(2)]
     nodes = []
     for n, count in enumerate(rng.choice(sizes)):

@@ -1,7 +1,12 @@
-"""A small model that needs every rule, and random plans and problems for the planner's tests."""
+"""A small model that needs every rule, random plans of it, and what the cost model says of a plan."""
+
+import math
 
 from elasticd_planner.cluster import Cluster, Device, Link, Node
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.cost import memory_by_device, rate_of, step_seconds
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Prediction, Stage, Strategy
+from elasticd_planner.problem import Problem
+from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile, SectionProfile
 from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units
 from hypothesis import strategies as st
@@ -111,3 +116,21 @@ def profile(**changes: object) -> ModelProfile:
         "boundary_bytes": 512.0,
     }
     return ModelProfile(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def replica_bytes(model: ModelProfile) -> int:
+    """Bytes of one whole replica's state: parameters, gradients and optimizer, without activations."""
+    return round(model.parameter_bytes * model.state_factor)
+
+
+def predict(made: Plan, problem: Problem) -> Prediction:
+    """Step time, the harmonic bound and memory by device of a plan that was not searched."""
+    cost = ProfileCost(problem.profile)
+    rates = [rate_of(problem.rates, device.name) for device in problem.cluster.devices]
+    return Prediction(
+        step_seconds=step_seconds(made, problem.cluster, problem.rates, cost),
+        bound_seconds=cost.bound(
+            [rate for rate in rates if math.isfinite(rate)], problem.global_batch // problem.micro_batch
+        ),
+        memory=memory_by_device(made, cost),
+    )

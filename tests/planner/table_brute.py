@@ -20,60 +20,25 @@ PARTS = 64
 
 def best(problem: TableProblem, objective: str) -> float:
     """The least objective of all plans; inf where nothing fits. Pins are kept."""
-    model, total = problem.model, problem.batch.micro_batches
     rates = {
         f"{node.name}/{i}": (problem.rates.get(f"{node.name}/{i}", 1.0), node)
         for node in problem.cluster.nodes
         for i in range(node.devices)
     }
     alive = {name: (rate / node.speed, node) for name, (rate, node) in rates.items() if rate is not None}
-    sizes = sorted(model.tp_slowdown)
 
     @cache
     def costs(group: Names) -> list[Entry]:
-        """Units of a layer, the largest part that a member has (memory of members is equal in a node), MiB."""
+        """All divisions of a layer. (Memory of members is equal in a node.)"""
         width = len(group)
-        found = shares(tuple(sorted(alive[name][0] for name in group)), model.uneven_shares)
+        found = shares(tuple(sorted(alive[name][0] for name in group)), problem.model.uneven_shares)
         mib = alive[group[0]][1].memory_mib
-        return [(model.tp_slowdown[width] * width * worst, part, mib) for worst, part in found]
+        return [(problem.model.tp_slowdown[width] * width * worst, part, mib) for worst, part in found]
 
-    @cache
-    def pipeline(key: tuple[Entry, ...]) -> tuple[float, ...]:
-        """By micro-batches: the least of a pipeline of these groups (cost, part, MiB) in the best order."""
-        found = [math.inf] * (total + 1)
-        if len(key) > model.layers:
-            return tuple(found)
-        least = min(room(problem, entry, position, len(key)) for entry in key for position in range(len(key)))
-        free = least > model.layers - len(key)  # memory holds whatever the order
-        for order in {key} if free else set(permutations(key)):
-            depth = len(order)
-            most = [room(problem, entry, position, depth) for position, entry in enumerate(order)]
-            for layers in compositions(model.layers, depth):
-                if any(n > m for n, m in zip(layers, most, strict=True)):
-                    continue
-                times = [n * c for n, (c, _, _) in zip(layers, order, strict=True)]
-                for m in range(depth, total + 1):
-                    value = m * max(times) if objective == "steady" else (m - 1) * max(times) + sum(times)
-                    found[m] = min(found[m], value)
-        return tuple(found)
-
-    @cache
-    def value(pipelines: tuple[tuple[Entry, ...], ...]) -> float:
-        curves = [pipeline(key) for key in pipelines]
-        reach = [math.inf] * (total + 1)
-        reach[0] = 0.0
-        for curve in curves:
-            after = [math.inf] * (total + 1)
-            for have, so_far in enumerate(reach):
-                if so_far < math.inf:
-                    for m in range(1, total - have + 1):
-                        after[have + m] = min(after[have + m], max(so_far, curve[m]))
-            reach = after
-        return reach[total]
-
+    curves = Curves(problem, objective)
     found = math.inf
     seen = set()
-    for grouping in groupings(tuple(alive), alive, sizes, problem):
+    for grouping in groupings(tuple(alive), alive, sorted(problem.model.tp_slowdown), problem):
         # Groups that cost and hold the same are the same to every formula.
         for entries in product(*(costs(group) for group in grouping)):
             key = tuple(sorted(entries))
@@ -82,8 +47,60 @@ def best(problem: TableProblem, objective: str) -> float:
             seen.add(key)
             for parts in {tuple(sorted(tuple(sorted(part)) for part in parts)) for parts in partitions(key)}:
                 if problem.pins.dp is None or len(parts) == problem.pins.dp:
-                    found = min(found, value(parts))
+                    found = min(found, curves.together(parts))
     return found
+
+
+class Curves:
+    """The least objective of pipelines by their groups; what was asked once is kept."""
+
+    def __init__(self, problem: TableProblem, objective: str) -> None:
+        self.problem, self.steady, self.total = problem, objective == "steady", problem.batch.micro_batches
+        self._alone: dict[tuple[Entry, ...], tuple[float, ...]] = {}
+        self._together: dict[tuple[tuple[Entry, ...], ...], float] = {}
+
+    def together(self, pipelines: tuple[tuple[Entry, ...], ...]) -> float:
+        """Of pipelines that share all micro-batches as is best."""
+        if pipelines not in self._together:
+            reach = [0.0] + [math.inf] * self.total
+            for curve in map(self.alone, pipelines):
+                after = [math.inf] * (self.total + 1)
+                for have, so_far in enumerate(reach):
+                    if so_far < math.inf:
+                        for m in range(1, self.total - have + 1):
+                            after[have + m] = min(after[have + m], max(so_far, curve[m]))
+                reach = after
+            self._together[pipelines] = reach[self.total]
+        return self._together[pipelines]
+
+    def alone(self, key: tuple[Entry, ...]) -> tuple[float, ...]:
+        """By micro-batches: of a pipeline of these groups in the best order."""
+        if key not in self._alone:
+            found = [math.inf] * (self.total + 1)
+            if len(key) <= self.problem.model.layers:
+                for order in self._orders(key):
+                    for m, value in self._ordered(order):
+                        found[m] = min(found[m], value)
+            self._alone[key] = tuple(found)
+        return self._alone[key]
+
+    def _orders(self, key: tuple[Entry, ...]) -> set[tuple[Entry, ...]]:
+        """All; where memory holds whatever the order, one is enough."""
+        depth, layers = len(key), self.problem.model.layers
+        least = min(room(self.problem, entry, position, depth) for entry in key for position in range(depth))
+        return {key} if least > layers - depth else set(permutations(key))
+
+    def _ordered(self, order: tuple[Entry, ...]) -> Iterator[tuple[int, float]]:
+        """(micro-batches, objective) of all ways to divide the layers."""
+        depth = len(order)
+        most = [room(self.problem, entry, position, depth) for position, entry in enumerate(order)]
+        for layers in compositions(self.problem.model.layers, depth):
+            if any(n > m for n, m in zip(layers, most, strict=True)):
+                continue
+            times = [n * cost for n, (cost, _, _) in zip(layers, order, strict=True)]
+            slowest, through = max(times), sum(times)
+            for m in range(depth, self.total + 1):
+                yield m, m * slowest if self.steady else (m - 1) * slowest + through
 
 
 @cache

@@ -103,7 +103,8 @@ def test_a_scalar_is_one_box_without_dimensions() -> None:
     assert not scalar.empty
     assert scalar.minus(scalar) == ()
     assert list(cut([scalar])) == [scalar]
-    assert layout((), [("a", scalar)]).covered
+    held = layout((), [("a", scalar)])
+    assert (lacking(None, held), lacking(held, held)) == ({"a": (scalar,)}, {})
 
 
 def test_slices_find_a_box_inside_another() -> None:

@@ -4,10 +4,10 @@ import pytest
 from elasticd_planner.cluster import Link
 from elasticd_planner.cost import memory_by_device, stage_seconds, step_seconds
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiled import ProfileCost, predict
+from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile, SectionProfile
 
-from tests.planner.models import cluster, plan
+from tests.planner.models import cluster, plan, predict
 
 #: A block takes 1 s on a normal device, embed 0.1 s, head 0.2 s; communication costs nothing.
 FREE = ModelProfile(

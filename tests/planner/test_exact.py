@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner import brute, jobs, schedule_brute
-from tests.planner.models import cluster, profile
+from tests.planner.models import cluster, profile, replica_bytes
 
 SIZES = [(1,), (3,), (4,), (2, 2), (1, 2), (1, 3), (1, 1, 2)]
 
@@ -43,7 +43,7 @@ def problems(draw: st.DrawFn) -> Problem:
         overhead_seconds=0.05,
         pipeline_scale=draw(st.sampled_from([1.0, 0.9])),
     )
-    whole = model.replica_bytes
+    whole = replica_bytes(model)
     memories = [math.ceil(whole * draw(st.sampled_from([0.3, 0.45, 0.6, 1.0, 2.0]))) for _ in range(2)]
     nodes = []
     for n, size in enumerate(draw(st.sampled_from(SIZES))):

@@ -5,12 +5,11 @@ from elasticd_planner.fit import STEPS, fit
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiled import predict
 from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.value import Invalid
 
 from tests.planner import workers
-from tests.planner.models import cluster, plan, profile
+from tests.planner.models import cluster, plan, predict, profile
 
 TWO_BY_TWO = plan((5, [(5, ["n0/0", "n0/1"], [4, 4])]), (5, [(5, ["n1/0", "n1/1"], [4, 4])]))
 CLUSTER = cluster(2, 2)

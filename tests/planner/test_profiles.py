@@ -7,7 +7,7 @@ from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile, SectionProfile, derive, item_size
 from elasticd_planner.value import Invalid
 
-from tests.planner.models import LAYERS, SPEC, plan, profile
+from tests.planner.models import LAYERS, SPEC, plan, profile, replica_bytes
 
 DERIVED = derive(SPEC, sample_tokens=16, micro_batch=2, flops=1e6)
 
@@ -29,7 +29,7 @@ def test_state_bytes_are_those_of_the_layouts_up_to_rounding_of_units(shares: li
         slack = 4 * (10 * 8 / 5 + LAYERS * 2 * 12 * 8 / 6) if len(shares) > 1 else 0
         assert abs(said / DERIVED.state_factor - size) <= slack
     assert DERIVED.gradient_bytes == bytes_in_layouts([4])[0]
-    assert DERIVED.replica_bytes == 4 * DERIVED.gradient_bytes
+    assert replica_bytes(DERIVED) == 4 * DERIVED.gradient_bytes
 
 
 def test_share_units_are_the_coarsest_units_that_cut_blocks() -> None:

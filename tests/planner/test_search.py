@@ -8,12 +8,11 @@ import pytest
 from elasticd_planner.placement import bytes_to_move
 from elasticd_planner.plan import Plan
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.profiled import predict
 from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.search import ideal_ratio, plan, without
 from elasticd_planner.value import Invalid
 
-from tests.planner.models import cluster, profile
+from tests.planner.models import cluster, predict, profile, replica_bytes
 
 SMALL = profile()
 
@@ -22,7 +21,7 @@ def problem(
     *sizes: int, part: float = 0.6, model: ModelProfile = SMALL, batch: int = 10, **rest: object
 ) -> Problem:
     """Devices that hold `part` of a whole replica's state."""
-    memory = int(model.replica_bytes * part)
+    memory = int(replica_bytes(model) * part)
     return Problem(
         cluster=cluster(*sizes, memory=memory),
         profile=model,
@@ -119,7 +118,7 @@ def test_of_equal_plans_the_one_that_moves_least_is_taken() -> None:
 
 def test_everything_moves_where_nothing_was_held() -> None:
     made = planned(problem(2, 2))
-    whole = SMALL.replica_bytes * (SMALL.state_factor - 1) / SMALL.state_factor
+    whole = replica_bytes(SMALL) * (SMALL.state_factor - 1) / SMALL.state_factor
     lacking = bytes_to_move(SMALL, None, made)
     copies = len(made.modules[0].pipelines)
     uncut = copies * 5 * SMALL.block.whole_bytes * (SMALL.state_factor - 1)
@@ -207,7 +206,7 @@ def test_of_many_devices_a_straggler_is_answered_in_its_own_group_where_that_is_
     near = planned(msgspec.structs.replace(slowed, current=old), tolerance=0.02)
     assert seconds(near) <= seconds(fresh) * 1.02 * (1 + 1e-9)
     moved = bytes_to_move(healthy.profile, old, near)
-    assert moved < 0.25 * healthy.profile.replica_bytes
+    assert moved < 0.25 * replica_bytes(healthy.profile)
     assert moved < bytes_to_move(healthy.profile, old, fresh)
 
 

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner import setting_brute
+from tests.planner.models import replica_bytes
 
 STATES = (
     StatePolicy(),
@@ -54,7 +55,7 @@ def small(rng: random.Random, *, recompute: bool = False) -> Problem:
         boundary_bytes=100.0,
         optimizer_seconds=rng.choice([0.0, 1e-6]),
     )
-    whole = model.replica_bytes / sum(sizes) * rng.choice([1.1, 1.4, 2.0, 4.0]) + rng.choice([0, 2000, 8000])
+    whole = replica_bytes(model) / sum(sizes) * rng.choice([1.1, 1.4, 2.0, 4.0]) + rng.choice([0, 2000, 8000])
     nodes = tuple(
         Node(
             name=f"n{n}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,18 @@ import pytest
 from elasticd_planner.measurement import Measurement
 
 from elasticd import messages, packets
-from elasticd.messages import Goodbye, Hello, Kept, Recorded, Rejected, Report, StoreAnswer, Welcome
+from elasticd.messages import (
+    Bereft,
+    Goodbye,
+    Hello,
+    Kept,
+    Recorded,
+    Rejected,
+    Report,
+    Standing,
+    StoreAnswer,
+    Welcome,
+)
 from elasticd.records import JobSpec
 from elasticd.runtime.control import AgentKeyValue, Control, RejectedByAgent
 from tests.runtime.test_model import decoder
@@ -27,7 +39,9 @@ def hello() -> Hello:
 class Agent:
     """Accepts one worker and answers its hello."""
 
-    def __init__(self, path: str, answer: messages.ToWorker | None) -> None:
+    def __init__(self, path: str, answer: messages.ToWorker | None, *, hold: bool = False) -> None:
+        """Without an `answer` it hangs up, or `hold`s the connection."""
+        self.came, self._hold = threading.Event(), hold
         self._listener = packets.listen(path)
         self._listener.setblocking(True)
         self._answer = answer
@@ -36,11 +50,12 @@ class Agent:
 
     def _accept(self) -> None:
         self.socket, _ = self._listener.accept()
-        self.socket.settimeout(10)
+        self.socket.settimeout(60)
         self.hello = self.receive()
+        self.came.set()
         if self._answer is not None:
             self.send(self._answer)
-        else:
+        elif not self._hold:
             self.socket.close()
 
     def receive(self) -> messages.FromWorker | None:
@@ -61,7 +76,7 @@ class Agent:
         self.socket.close()
 
     def ready(self) -> Agent:
-        self._thread.join(10)
+        self._thread.join(60)
         return self
 
 
@@ -201,3 +216,60 @@ def test_a_worker_that_was_fenced_off_comes_as_another(tmp_path: Path) -> None:
     control.close(Goodbye())
     assert first.receive() == Goodbye(), "what the other incarnation said is not said again"
     first.close()
+
+
+def test_a_loss_that_is_over_is_not_said_again(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    first = Agent(path, WELCOME)
+    control = Control(path, hello())
+    first.ready()
+    control.start(lambda message: None)
+    said = [Standing(fence=2, copies=()), Bereft(step=5, reason="reset"), Standing(fence=4, copies=())]
+    for word in said:
+        control.send(word)
+        assert first.receive() == word
+    first.close()
+    second = Agent(path, WELCOME).ready()
+    try:
+        assert second.receive() == said[-1]
+        control.close(Goodbye())
+        assert second.receive() == Goodbye()
+    finally:
+        second.close()
+
+
+def test_a_renewal_that_comes_while_the_agent_is_away_is_a_renewal(tmp_path: Path) -> None:
+    """The control thread is on its way back as the incarnation that it was: that connection is not taken."""
+    path = str(tmp_path / "s")
+    first = Agent(path, WELCOME)
+    control = Control(path, hello())
+    first.ready()
+    control.start(lambda message: None)
+    control.send(Kept(number=4, step=5))
+    assert first.receive() == Kept(number=4, step=5)
+    first.close()
+    second = Agent(path, None, hold=True)
+    assert second.came.wait(60)
+    assert isinstance(second.hello, Hello)
+    assert second.hello.incarnation == WELCOME.incarnation
+    renewed = threading.Thread(target=control.renew)
+    renewed.start()
+    deadline = time.monotonic() + 60
+    while control._renewing is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    second.send(WELCOME)
+    try:
+        old = second.socket
+        second.again(Welcome(device="a/0", incarnation="2e", address="127.0.0.1"))
+        second.ready()
+        renewed.join(60)
+        assert not renewed.is_alive()
+        assert isinstance(second.hello, Hello)
+        assert second.hello.incarnation == "", "it asks for a new one"
+        assert control.welcome.incarnation == "2e"
+        assert packets.receive(old) is None, "nothing was said on the other"
+        control.close(Goodbye())
+        assert second.receive() == Goodbye()
+    finally:
+        second.close()

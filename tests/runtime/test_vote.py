@@ -16,6 +16,7 @@ def record(**changes: object) -> Record:
         "step": 3,
         "prepared": 0,
         "saving": 0,
+        "snapshot": False,
         "finite": True,
         "tokens": 8,
         "squares": 4.0,
@@ -30,6 +31,7 @@ def record(**changes: object) -> Record:
     step=st.integers(0, 2**40),
     prepared=st.integers(0, 2**40),
     saving=st.integers(0, 2**40),
+    snapshot=st.booleans(),
     squares=st.floats(0, 1e300),
     loss=st.floats(-1e300, 1e300),
     samples=st.integers(0, 2**64 - 1),
@@ -65,6 +67,10 @@ def test_ranks_at_different_steps_are_an_error() -> None:
 def test_a_batch_without_a_single_target_is_an_error() -> None:
     with pytest.raises(LedgerError, match="no targets"):
         fold([record(count=0.0)], [7])
+
+
+def test_every_rank_learns_whether_all_can_make_a_snapshot() -> None:
+    assert fold([record(snapshot=True), record()], [7, 7]).snapshot == (True, False)
 
 
 def test_the_hash_depends_on_the_order_of_samples() -> None:

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from elasticd_planner.problem import Answer, Problem
 
+from elasticd.chaos.fault import Fault
 from elasticd.machines.job.state import Settings
-from elasticd.simulator.faults import Fault
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.record import Happening, Outcome
 from elasticd.simulator.run import Simulation, simulate

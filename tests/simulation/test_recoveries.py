@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.simulator.faults import Fault
+from elasticd.chaos.fault import Fault
 from elasticd.simulator.record import Outcome
 from elasticd.simulator.run import simulate
 from tests.simulation.checks import check_history, kinds, total

@@ -13,7 +13,7 @@ import pytest
 from elasticd_planner.policy import PolicySettings
 from elasticd_planner.stability import FREE, first_wait
 
-from elasticd.simulator.faults import Fault
+from elasticd.chaos.fault import Fault
 from elasticd.simulator.record import Outcome
 from elasticd.simulator.run import simulate
 from elasticd.simulator.scenario import parse
@@ -126,7 +126,7 @@ def test_a_leader_that_dies_at_any_moment_is_followed_and_the_story_goes_on(step
 
 def test_a_node_without_its_leader_trains_on_and_is_not_replanned_before_it_is_back() -> None:
     given = scenario()
-    cut = (Fault(kind="unlink", node="n1", step=25), Fault(kind="relink", node="n1", step=45))
+    cut = (Fault(kind="cut", node="n1", step=25), Fault(kind="heal", node="n1", step=45))
     outcome = simulate(msgspec.structs.replace(given, faults=(*given.faults, *cut)))
     check_history(outcome)
     assert kinds(outcome)[-1] == "finished"
@@ -139,7 +139,7 @@ def test_a_node_without_its_leader_trains_on_and_is_not_replanned_before_it_is_b
 def test_a_proposal_is_given_up_when_a_node_loses_the_leader_before_it_is_prepared() -> None:
     given = scenario()
     times = msgspec.structs.replace(given.times, prepare=20.0)
-    cut = (Fault(kind="unlink", node="n1", step=35), Fault(kind="relink", node="n1", step=42))
+    cut = (Fault(kind="cut", node="n1", step=35), Fault(kind="heal", node="n1", step=42))
     outcome = simulate(msgspec.structs.replace(given, times=times, faults=(*given.faults, *cut)))
     check_history(outcome)
     assert "aborted" in kinds(outcome)

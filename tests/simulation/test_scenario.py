@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.simulator.faults import DAY, Fault, RandomFaults, draw
+from elasticd.chaos.fault import Fault
+from elasticd.simulator.faults import DAY, RandomFaults, draw
 from elasticd.simulator.models import PRESETS, model_spec
 from elasticd.simulator.scenario import ScenarioError, load, parse
 from tests.simulation.scenes import SLOW, SMALL
@@ -46,8 +47,8 @@ BAD = [
     ('"n0/1"\nfactor', '"n7/1"\nfactor', "fault 1: device = 'n7/1' is not in the cluster: it has n0/0 to"),
     ('"n0/1"\nfactor', '"n0/9"\nfactor', "device = 'n0/9' is not in the cluster"),
     ('device = "n0/1"\nfactor', "factor", "needs either device"),
-    ('kind = "slow"', 'kind = "slwo"', "kind = 'slwo' must be one of slow, recover, kill, join, partition"),
-    ('kind = "slow"', 'kind = "unlink"', "is about a node \\(as 'n0'\\), not about device = 'n0/1'"),
+    ('kind = "slow"', 'kind = "slwo"', "kind = 'slwo' must be one of "),
+    ('kind = "slow"', 'kind = "cut"', "is about a node \\(as 'n0'\\), not about device = 'n0/1'"),
     ('kind = "slow"', 'kind = "partition"', "is about a node \\(as 'n0'\\), not about device = 'n0/1'"),
     ('kind = "slow"', 'kind = "kill"', "kind = 'kill' has no factor \\(= 3.0\\)"),
     ('kind = "slow"', 'kind = "shift"', "kind = 'shift' is about no place: leave out 'n0/1'"),

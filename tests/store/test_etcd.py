@@ -238,3 +238,19 @@ def test_a_prefix_ends_right_after_its_last_key(prefix):
 def test_importing_the_protocol_and_the_store_in_memory_brings_no_grpc():
     script = "import sys, elasticd.store.memory, elasticd.store.leader; sys.exit('grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_a_client_that_only_watches_knows_how_far_the_store_has_come(etcd_server):
+    watcher, writer = EtcdStore(EtcdOptions(endpoints=(etcd_server.endpoint,))), None
+    try:
+        begin = watcher.identity().revision
+        watch = watcher.watch("/seen/", begin + 1)
+        writer = EtcdStore(EtcdOptions(endpoints=(etcd_server.endpoint,)))
+        last = [writer.put("/seen/key", b"%d" % i) for i in range(3)][-1]
+        events = [watch.get(timeout=30) for _ in range(3)]
+        assert events[-1].mod_revision == last
+        assert watcher.known().revision >= last
+    finally:
+        watcher.close()
+        if writer is not None:
+            writer.close()

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
 from elasticd.store.keeper import LeaseKeeper
-from elasticd.store.leader import AlreadyLed, Leader, LeadershipLost, campaign, read_leader
+from elasticd.store.leader import (
+    AlreadyLed,
+    Leader,
+    LeadershipLost,
+    await_vacancy,
+    campaign,
+    read_leader,
+)
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import Compare, Put
+from elasticd.store.protocol import Compare, Put, StoreReplaced
 
 PATIENCE = 15.0
 
@@ -123,3 +131,64 @@ def test_the_keeper_takes_an_outage_for_no_loss(store, world):
     assert keeper.refresh()
     assert not keeper.lost
     keeper.stop(revoke=True)
+
+
+def test_who_stands_by_hears_who_leads_and_goes_on_when_nobody_does(store, world):
+    key = world.prefix + "leader"
+    told: list[Leader] = []
+    stopped = threading.Event()
+    first = campaign(store, key, "alpha", "a", 60)
+    free: list[bool] = []
+    standby = threading.Thread(
+        target=lambda: free.append(await_vacancy(world.client(), key, told.append, stopped))
+    )
+    standby.start()
+    deadline = time.monotonic() + PATIENCE
+    while not told and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.resign(store)
+    standby.join(PATIENCE)
+    assert free == [True]
+    assert [leader.name for leader in told] == ["alpha"]
+
+
+def test_who_stands_by_waits_for_a_store_that_is_away_and_ends_when_told(store, world):
+    key = world.prefix + "leader"
+    stopped = threading.Event()
+    campaign(store, key, "alpha", "a", 60)
+    client, told = world.client(), threading.Event()
+    free: list[bool] = []
+    standby = threading.Thread(
+        target=lambda: free.append(await_vacancy(client, key, lambda leader: told.set(), stopped))
+    )
+    standby.start()
+    assert told.wait(PATIENCE)
+    world.stop()
+    standby.join(0.7)  # longer than between two looks
+    assert standby.is_alive()
+    stopped.set()
+    standby.join(PATIENCE)
+    world.start()
+    assert free == [False]
+
+
+def test_keeper_says_once_that_the_store_refuses_us_and_goes_on():
+    class Replaced(MemoryStore):
+        refuses = True
+
+        def keep_alive(self, lease: int) -> int:
+            if self.refuses:
+                raise StoreReplaced("another cluster")
+            return super().keep_alive(lease)
+
+    store, refused, lost = Replaced(MemoryServer()), [], []
+    keeper = LeaseKeeper(store, store.grant(60), 60, lost.append, on_refused=refused.append)
+    assert keeper.refresh()
+    assert keeper.refresh()
+    assert [str(error) for error in refused] == ["another cluster"]
+    store.refuses = False
+    assert keeper.refresh()
+    store.refuses = True
+    assert keeper.refresh()
+    assert len(refused) == 2
+    assert not lost

@@ -8,7 +8,13 @@ import msgspec
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.value import Value
 
-from elasticd.messages import Down, Up, WorkerLost
+from elasticd.messages import (
+    Down,
+    Up,
+    WorkerLost,
+)
+from elasticd.orders import Drain, Harm
+from elasticd.pulses import Frozen
 from elasticd.records import (
     CheckpointsRecord,
     DoneRecord,
@@ -16,9 +22,11 @@ from elasticd.records import (
     HistoryRecord,
     JobSpec,
     NodeRecord,
+    OutRecord,
     PlanRecord,
     Proposal,
 )
+from elasticd.snapshots import Keeps, Whole
 
 EventKind = Literal[
     "node_up",
@@ -42,13 +50,16 @@ EventKind = Literal[
     "refused",
     "fitted",
     "chaos",
+    "drained",
+    "excluded",
     "checkpoint",
+    "snapshot",
     "finished",
     "stopped",
 ]
 
 #: What a leader writes of a job.
-Record = JobSpec | PlanRecord | Proposal | Fence | HistoryRecord | CheckpointsRecord | DoneRecord
+Record = JobSpec | PlanRecord | Proposal | Fence | HistoryRecord | CheckpointsRecord | DoneRecord | OutRecord
 
 # -- events --------------------------------------------------------------------------------------------------
 
@@ -71,7 +82,7 @@ class Received(Value, frozen=True, kw_only=True):
     """A message from a connected agent."""
 
     node: str
-    message: Up | WorkerLost
+    message: Up | WorkerLost | Frozen | Keeps
 
 
 class Planned(Value, frozen=True, kw_only=True):
@@ -90,11 +101,25 @@ class Paced(Value, frozen=True, kw_only=True):
     factor: float
 
 
+class Harmed(Value, frozen=True, kw_only=True):
+    """Chaos: the agent of `node` is to do this."""
+
+    node: str
+    harm: Harm
+
+
+class Drained(Value, frozen=True, kw_only=True):
+    """A user wants this node's devices left, or used again."""
+
+    node: str
+    on: bool
+
+
 class Tick(Value, frozen=True, kw_only=True):
     """Time has passed."""
 
 
-Event = AgentUp | AgentDown | Received | Planned | Paced | Tick
+Event = AgentUp | AgentDown | Received | Planned | Paced | Harmed | Drained | Tick
 
 # -- effects -------------------------------------------------------------------------------------------------
 
@@ -127,7 +152,7 @@ class Send(Value, frozen=True, kw_only=True):
     """To the agent of `node`, if it is connected."""
 
     node: str
-    message: Down
+    message: Down | Harm | Drain | Whole
 
 
 class Write(Value, frozen=True, kw_only=True):

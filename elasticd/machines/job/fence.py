@@ -19,9 +19,8 @@ FALLIBLE = frozenset({Phase.PROPOSED, Phase.ABORTING, Phase.RUNNING, Phase.RECOV
 def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
     """Fences `gone` (device to incarnation) off, and every number that is under way."""
     job = turn.job
-    before = job.fence.gone if job.fence is not None else {}
     number = job.highest + 1
-    fence = Fence(number=number, epoch=turn.epoch, gone={**before, **gone}, reason=why)
+    fence = Fence(number=number, epoch=turn.epoch, gone={**job.gone, **gone}, reason=why)
     proposal = job.proposal
     records: list[Fence | Proposal] = [fence]
     if proposal is not None and proposal.status == "open":
@@ -38,6 +37,7 @@ def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
     turn.set(
         since=turn.now,
         fence=fence,
+        gone=fence.gone,
         highest=number,
         proposal=proposal,
         give_up="",

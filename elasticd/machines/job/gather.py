@@ -1,4 +1,7 @@
-"""How a job comes together: torchruns join, their workers say hello."""
+"""How a job comes together: torchruns join, their workers say hello.
+
+A torchrun has a place: its node's name, or, where each device has a torchrun of its own, the device's.
+"""
 
 from __future__ import annotations
 
@@ -23,36 +26,42 @@ def join(turn: Turn, node: str, up: Up, body: Join) -> None:
         text = f"job {job.job} is over: it finished at step {job.progress.step}; {AGAIN}"
         turn.send(node, up.client, Closed(reason=text))
         return
-    known = job.joiners.get(node)
-    if job.phase is Phase.ASSEMBLING and node in job.joined and (known is None or known.answered):
-        if not _has_workers(turn, node):  # the answer was lost on the way, or torchrun was started again
-            _answer(turn, node, up.client)
+    place = _place(node, body)
+    known = job.joiners.get(place)
+    if job.phase is Phase.ASSEMBLING and place in job.joined and (known is None or known.answered):
+        if not _has_workers(turn, place):  # the answer was lost on the way, or torchrun was started again
+            _remember(turn, node, up, body)
+            _answered(turn, place)
         return
     if not _gathering(turn):
         _late(turn, node, up, body)
         return
-    wrong = _disagreement(turn, node, body)
+    wrong = _disagreement(turn, place, body)
     if wrong:
         turn.send(node, up.client, Rejected(reason=wrong))
         return
     _remember(turn, node, up, body)
 
 
+def _place(node: str, body: Join) -> str:
+    return node if body.slot is None else f"{node}/{body.slot}"
+
+
 def _late(turn: Turn, node: str, up: Up, body: Join) -> None:
     """The job runs already: a node comes along, or a torchrun starts its workers again. It is answered once the
     first plan runs, and once a new leader knows which workers there are: `answer_late`."""
-    job = turn.job
-    known = job.joiners.get(node)
-    if known is not None and known.pid != body.pid and _has_workers(turn, node):
+    job, place = turn.job, _place(node, body)
+    known = job.joiners.get(place)
+    if known is not None and known.pid != body.pid and _has_workers(turn, place):
         turn.send(node, up.client, Rejected(reason=_full(turn)))  # a second one beside the one that runs
         return
-    if node not in job.joined:
-        others = {*job.joined} or _nodes_of_members(turn)
-        if len(others - {node}) >= body.max_nodes:
+    if place not in job.joined:
+        others = {*job.joined} or _places_of_members(turn, by_device=body.slot is not None)
+        if len({other for other in others if _there(turn, other)} - {place}) >= body.max_nodes:
             turn.send(node, up.client, Rejected(reason=_full(turn)))
             return
         joined = job.joined or tuple(sorted(others))
-        turn.set(joined=joined if node in joined else (*joined, node))
+        turn.set(joined=joined if place in joined else (*joined, place))
     _remember(turn, node, up, body)
 
 
@@ -62,28 +71,34 @@ def answer_late(turn: Turn) -> None:
     job = turn.job
     if job.phase not in FALLIBLE or job.settle_until is not None:
         return
-    for node, joiner in job.joiners.items():
+    for place, joiner in job.joiners.items():
         # One that has workers may only have been heard of again; if it has not, its workers are about to end.
-        if not joiner.answered and not _has_workers(turn, node):
-            _answered(turn, node)
-            turn.note("joined", f"node {node} joins", node=node)
-            _answer(turn, node, joiner.client)
+        if not joiner.answered and not _has_workers(turn, place):
+            turn.note("joined", f"{_called(place)} joins", node=joiner.node)
+            _answered(turn, place)
 
 
-def _answered(turn: Turn, node: str) -> None:
-    joiner = msgspec.structs.replace(turn.job.joiners[node], answered=True)
-    turn.set(joiners={**turn.job.joiners, node: joiner})
+def _answered(turn: Turn, place: str) -> None:
+    """Tells a torchrun to start its workers."""
+    joiner, joined = turn.job.joiners[place], turn.job.joined
+    turn.set(joiners={**turn.job.joiners, place: msgspec.structs.replace(joiner, answered=True)})
+    if not _has_workers(turn, place):  # one that has them was answered by a leader before
+        turn.send(joiner.node, joiner.client, Joined(node_rank=joined.index(place), nodes=len(joined)))
 
 
 def _remember(turn: Turn, node: str, up: Up, body: Join) -> None:
     joiner = Joiner(
         node=node, client=up.client, pid=body.pid, min_nodes=body.min_nodes, max_nodes=body.max_nodes
     )
-    turn.set(joiners={**turn.job.joiners, node: joiner})
+    turn.set(joiners={**turn.job.joiners, _place(node, body): joiner})
+
+
+def _called(place: str) -> str:
+    return f"device {place}" if "/" in place else f"node {place}"
 
 
 def _full(turn: Turn) -> str:
-    others = ", ".join(sorted(_nodes_of_members(turn)))
+    others = ", ".join(sorted({*turn.job.joined} or _places_of_members(turn, by_device=False)))
     return (
         f"job {turn.job.job} already has all the nodes that --nnodes lets it have ({others}): start all with "
         "a larger most, or use another --rdzv-id"
@@ -97,25 +112,53 @@ def _gathering(turn: Turn) -> bool:
     return job.phase is Phase.GATHERING or (job.phase is Phase.ASSEMBLING and not job.joined)
 
 
-def _has_workers(turn: Turn, node: str) -> bool:
-    return any(worker.node == node for worker in turn.job.workers.values())
+def _has_workers(turn: Turn, place: str) -> bool:
+    return any(place in (worker.node, worker.device) for worker in turn.job.workers.values())
 
 
-def _nodes_of_members(turn: Turn) -> set[str]:
+def _places_of_members(turn: Turn, *, by_device: bool) -> set[str]:
+    return {device if by_device else device.rpartition("/")[0] for device in _bound(turn)}
+
+
+def _bound(turn: Turn) -> dict[str, str]:
+    """The devices of the plan in force and of the proposed one, with the incarnation where one is bound."""
     plans = (turn.job.plan, turn.job.proposal.plan if turn.job.proposal is not None else None)
-    devices = [device for plan in plans if plan is not None for device in (*plan.members, *plan.idle)]
-    return {device.rpartition("/")[0] for device in devices} | {*turn.job.joined}
+    return {
+        device: plan.binding.get(device, "")
+        for plan in plans
+        if plan is not None
+        for device in (*plan.members, *plan.idle)
+    }
 
 
-def _disagreement(turn: Turn, node: str, body: Join) -> str:
+def _there(turn: Turn, place: str) -> bool:
+    """Whether a torchrun has its place still: not if it went with its node, or left with its workers."""
+    if _has_workers(turn, place):
+        return True
+    if place in turn.job.joiners:
+        node = turn.nodes.get(turn.job.joiners[place].node)
+        return node is None or node.connected
+    bound = {
+        device: one for device, one in _bound(turn).items() if place in (device, device.rpartition("/")[0])
+    }
+    return any(not one or turn.job.gone.get(device) != one for device, one in bound.items()) or not bound
+
+
+def _disagreement(turn: Turn, place: str, body: Join) -> str:
     if not 1 <= body.min_nodes <= body.max_nodes:
         return f"--nnodes={body.min_nodes}:{body.max_nodes}: the least must be between 1 and the most"
-    for other in turn.job.joiners.values():
-        theirs = (other.min_nodes, other.max_nodes)
-        if other.node != node and theirs != (body.min_nodes, body.max_nodes):
+    for other, joiner in turn.job.joiners.items():
+        if other == place:
+            continue
+        if ("/" in other) != ("/" in place):
             return (
-                f"job {turn.job.job}: node {node} has --nnodes={body.min_nodes}:{body.max_nodes}, "
-                f"node {other.node} --nnodes={theirs[0]}:{theirs[1]}: start all with the same"
+                f"job {turn.job.job}: {_called(other)} and {_called(place)} cannot join both: start all with "
+                "`elasticd run`, or all with one torchrun a node"
+            )
+        if (joiner.min_nodes, joiner.max_nodes) != (body.min_nodes, body.max_nodes):
+            return (
+                f"job {turn.job.job}: {_called(place)} has --nnodes={body.min_nodes}:{body.max_nodes}, "
+                f"{_called(other)} --nnodes={joiner.min_nodes}:{joiner.max_nodes}: start all with the same"
             )
     return ""
 
@@ -124,35 +167,41 @@ def leave(turn: Turn, node: str, up: Up) -> None:
     """A torchrun ends. What that means for its workers, their own ends tell; before they are there it
     means that they never come."""
     job = turn.job
+    place = next((place for place, joiner in job.joiners.items() if joiner.client == up.client), node)
     if _gathering(turn):
         forget(turn, node, up.client)
-    elif node in job.joined:
-        _gone(turn, node)
+    elif place in job.joined:
+        _gone(turn, place)
 
 
-def _gone(turn: Turn, node: str) -> None:
+def _gone(turn: Turn, place: str) -> None:
     """A torchrun ended while the job lives: its place is free for another. Before the first plan the job waits
     for those that are left, if they are enough."""
     job = turn.job
-    joiner = job.joiners.get(node)
-    joined = tuple(other for other in job.joined if other != node)
+    joiner = job.joiners.get(place)
+    joined = tuple(other for other in job.joined if other != place)
+    joiners = {other: known for other, known in job.joiners.items() if other != place}
     if job.phase not in (Phase.ASSEMBLING, Phase.PLANNING):
-        turn.set(joined=joined, joiners={name: j for name, j in job.joiners.items() if name != node})
+        turn.set(joined=joined, joiners=joiners)
         return
     least = joiner.min_nodes if joiner is not None else len(job.joined)
     if len(joined) < least:
-        stop(turn, f"torchrun on node {node} ended before all workers were there")
+        stop(turn, f"torchrun on {_called(place)} ended before all workers were there")
         return
     each = job.world_size // len(job.joined) if job.world_size else None
-    turn.set(joined=joined, joiners={name: j for name, j in job.joiners.items() if name != node})
-    turn.set(world_size=each * len(joined) if each else None)
+    turn.set(joined=joined, joiners=joiners, world_size=each * len(joined) if each else None)
 
 
 def forget(turn: Turn, node: str, client: str | None = None) -> None:
-    """A joiner is gone, with its agent or by itself."""
-    joiner = turn.job.joiners.get(node)
-    if _gathering(turn) and joiner is not None and client in (None, joiner.client):
-        turn.set(joiners={name: other for name, other in turn.job.joiners.items() if name != node})
+    """The joiners of a node are gone, with its agent; or one of them, by itself."""
+    if not _gathering(turn):
+        return
+    joiners = {
+        place: joiner
+        for place, joiner in turn.job.joiners.items()
+        if joiner.node != node or client not in (None, joiner.client)
+    }
+    turn.set(joiners=joiners)
 
 
 def complete(turn: Turn) -> None:
@@ -172,27 +221,23 @@ def complete(turn: Turn) -> None:
     if job.phase is Phase.GATHERING:
         turn.enter(Phase.ASSEMBLING)
     turn.set(joined=names)
-    turn.note("job_gathered", f"{len(names)} nodes take part: {', '.join(names)}", nodes=list(names))
+    what = "devices" if "/" in names[0] else "nodes"
+    turn.note("job_gathered", f"{len(names)} {what} take part: {', '.join(names)}", nodes=list(names))
     for name in sorted(job.joiners)[first.max_nodes :]:
-        turn.send(name, job.joiners[name].client, Rejected(reason=_full(turn)))
+        turn.send(job.joiners[name].node, job.joiners[name].client, Rejected(reason=_full(turn)))
     for name in names:
         _answered(turn, name)
-        if not _has_workers(turn, name):  # one that has them was answered by a leader before
-            _answer(turn, name, job.joiners[name].client)
-
-
-def _answer(turn: Turn, node: str, client: str) -> None:
-    joined = turn.job.joined
-    turn.send(node, client, Joined(node_rank=joined.index(node), nodes=len(joined)))
 
 
 def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
     """A worker is there: a new one, or one whose agent says again what it said (to a new leader, too)."""
     job = turn.job
     affirm(turn)
+    if job.gone.get(up.device) == up.incarnation:
+        return  # fenced off: it comes again as another once it hears of that
     known = job.workers.get(up.device)
     if known is not None and known.incarnation == up.incarnation:
-        turn.worker(known, node=node, client=up.client, pid=body.pid, orphan=False)
+        turn.worker(known, node=node, client=up.client, pid=body.pid, orphan=False, frozen="")
         return
     if known is not None and not turn.over:  # one process a device: its agent lets in no second
         before = known.incarnation
@@ -211,7 +256,7 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
         return
     if job.spec is None:
         turn.write(body.spec)
-    turn.set(spec=body.spec, world_size=job.world_size or body.world_size)
+    turn.set(spec=body.spec, world_size=job.world_size or body.world_size, arrived=turn.now)
     turn.worker(
         Worker(
             device=up.device,

@@ -1,4 +1,4 @@
-"""Workers that are lost: a process died, left before the last step, or its agent was started again."""
+"""Workers that died or left before the last step, and those whose agent was started again: they live."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ def lost(turn: Turn, gone: WorkerLost) -> None:
         return
     if known and worker is not None and worker.left:
         return  # its agent says so again
-    if turn.job.fence is not None and turn.job.fence.gone.get(gone.device) == gone.incarnation:
-        return  # it is fenced off already
     who = called(worker) if known and worker is not None else f"worker {gone.device}"
     how = f"{who} {'left' if gone.clean else 'died'}: {gone.how}"
     turn.note("worker_lost", how, device=gone.device, clean=gone.clean)
@@ -78,7 +76,10 @@ def called(worker: Worker) -> str:
 
 
 def bound(turn: Turn, device: str, incarnation: str) -> bool:
-    """Whether a plan, in force or proposed, is bound to that worker, which this leader may not have met."""
+    """Whether a plan, in force or proposed, is bound to that worker, which this leader may not have met. Who
+    was fenced off is bound by nothing any more."""
+    if turn.job.gone.get(device) == incarnation:
+        return False
     plans = (turn.job.plan, turn.job.proposal.plan if turn.job.proposal is not None else None)
     return any(plan is not None and plan.binding.get(device) == incarnation for plan in plans)
 

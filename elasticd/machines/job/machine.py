@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elasticd.machines.job import checkpoints, ending, gather, losses, recovery, replan, switch
+from elasticd.machines.job import checkpoints, ending, gather, losses, recovery, replan, snapshots, switch
 from elasticd.machines.job.effects import AgentDown, AgentUp, Effect, Event, Planned, Received
 from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, Worker
 from elasticd.machines.job.turn import Turn
@@ -25,6 +25,8 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
+from elasticd.pulses import Frozen
+from elasticd.snapshots import Keeps
 
 
 def step(
@@ -38,13 +40,14 @@ def step(
     turn = Turn(job, nodes, epoch, settings, now)
     if isinstance(event, Received):
         _message(turn, event.node, event.message)
-        if _adds(event) and _alike(job, turn.job) and not replan.ripe(turn.job):
+        if _adds(job, event) and _alike(job, turn.job) and not replan.ripe(turn.job):
             return turn.job, tuple(turn.effects)
     elif isinstance(event, Planned):
         replan.answered(turn, event)
     elif isinstance(event, AgentDown):
         gather.forget(turn, event.node)
     elif isinstance(event, AgentUp) and event.anew:
+        turn.set(snapshots=turn.job.snapshots.forgotten(event.record.node))
         losses.orphaned(turn, event.record.node)
     # What else an agent's arrival means for a job, its workers' messages tell.
     _due(turn)
@@ -61,8 +64,11 @@ def turned_away(
     return turn.job, tuple(turn.effects)
 
 
-def _adds(event: Received) -> bool:
-    """Whether it is one of what all members say alike."""
+def _adds(job: JobState, event: Received) -> bool:
+    """Whether it is one of what all members, or their agents, say alike. After a loss snapshots may be what was
+    waited for."""
+    if isinstance(event.message, Keeps):
+        return job.phase is not Phase.RECOVERING
     return isinstance(event.message, Up) and isinstance(event.message.body, Report | Prepared | Swapped)
 
 
@@ -72,9 +78,15 @@ def _alike(before: JobState, after: JobState) -> bool:
     return same and before.phase is after.phase and len(before.workers) == len(after.workers)
 
 
-def _message(turn: Turn, node: str, message: Up | WorkerLost) -> None:
+def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Keeps) -> None:
+    if isinstance(message, Keeps):
+        snapshots.keeps(turn, node, message)
+        return
     if isinstance(message, WorkerLost):
         losses.lost(turn, message)
+        return
+    if isinstance(message, Frozen):
+        recovery.froze(turn, message)
         return
     body = message.body
     if isinstance(body, Join):

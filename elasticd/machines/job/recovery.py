@@ -12,16 +12,16 @@ Another loss at any of these begins anew at 1, under a higher number.
 
 from __future__ import annotations
 
-from elasticd_planner.plan import Plan
-from elasticd_planner.value import Value
-
 from elasticd.machines.job.ending import stop
 from elasticd.machines.job.fence import FALLIBLE, fault
 from elasticd.machines.job.holdings import lost_boxes
+from elasticd.machines.job.older import Wait, older, older_state, waits
+from elasticd.machines.job.source import Source
 from elasticd.machines.job.state import Phase, Worker
 from elasticd.machines.job.switch import propose
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Bereft, Copy, Standing
+from elasticd.pulses import Frozen
 from elasticd.records import Recovery, Vote
 
 
@@ -29,6 +29,13 @@ def bereft(turn: Turn, worker: Worker, body: Bereft) -> None:
     """A member lost the others: most likely one of them died, and the word of it is on its way."""
     if turn.job.phase in FALLIBLE and worker.bereft_at is None:
         turn.worker(worker, bereft_at=turn.now)
+
+
+def froze(turn: Turn, message: Frozen) -> None:
+    """A worker does not answer its agent, or does again. That alone costs nothing: see `suspect`."""
+    worker = turn.job.workers.get(message.device)
+    if worker is not None and worker.incarnation == message.incarnation and not turn.over:
+        turn.worker(worker, frozen=message.how)
 
 
 def stands(turn: Turn, worker: Worker, body: Standing) -> None:
@@ -48,15 +55,22 @@ def suspect(turn: Turn) -> None:
             nodes = sorted({device.rpartition("/")[0] for device in away})
             fault(turn, away, f"node {', '.join(nodes)} cannot be reached, and the job's steps have stopped")
             return
+    halted = turn.now - job.progress.at > turn.settings.hang_seconds + 2 * job.progress.seconds
+    frozen = [worker for worker in _owners(turn) if worker.frozen]
+    if frozen and (since is not None or halted):
+        gone = {worker.device: worker.incarnation for worker in frozen}
+        fault(turn, gone, f"worker {', '.join(gone)} is frozen: {frozen[0].frozen}")
+        return
     if since is not None and turn.now - since >= turn.settings.bereft_seconds:
         who = ", ".join(device for device, w in job.workers.items() if w.bereft_at is not None)
         fault(turn, {}, f"{who} lost the other members, of whom none is known to have died")
 
 
 def _unreachable(turn: Turn) -> dict[str, str]:
-    """Members on nodes that have been away for too long; nobody, where no node at all can be reached: then it
-    is this leader who is cut off."""
-    if not any(node.connected for node in turn.nodes.values()):
+    """Members on nodes that have been away for too long; nobody, where no member's node can be reached: then
+    nobody is left to say that the steps have stopped, and it may be this leader who is cut off."""
+    nodes = [turn.nodes.get(worker.node) for worker in _owners(turn)]
+    if not any(node is not None and node.connected for node in nodes):
         return {}
     away = {}
     for worker in _owners(turn):
@@ -74,45 +88,74 @@ def recover(turn: Turn) -> None:
         return
     owners = _owners(turn)
     silent = [w for w in owners if w.standing is None or w.standing.fence != job.fence.number]
+    if silent and job.fence.epoch < turn.epoch:
+        fault(turn, {}, job.fence.reason)  # agents that have seen this leader refuse the word of the one before
+        return
     if silent:
         _silent(turn, silent)
         return
-    if not owners:
-        stop(turn, f"{job.fence.reason}: nobody is left who holds any state")
-        return
     source = survey(turn)
     if isinstance(source, str):
-        _nothing(turn, source)
-    elif job.remedy is not None:
-        propose(turn, job.remedy.plan, job.remedy.problem, job.fence.reason, source.plan, source.recovery)
+        _go_back(turn, source, survivors=bool(owners))
+    else:
+        _go_on(turn, source)
+
+
+def _go_on(turn: Turn, source: Source) -> None:
+    job = turn.job
+    assert job.fence is not None
+    if job.remedy is not None:
+        propose(turn, job.remedy.plan, job.remedy.problem, job.fence.reason, source)
 
 
 def _silent(turn: Turn, silent: list[Worker]) -> None:
-    """Who does not answer a fence is gone, too: frozen, or with a node that is away."""
-    away = _unreachable(turn)
-    gone = {worker.device: worker.incarnation for worker in silent if worker.device in away}
-    if turn.now - turn.job.since >= turn.settings.stand_seconds:
-        gone = {worker.device: worker.incarnation for worker in silent}
-    if gone:
-        fault(turn, gone, f"no answer to fence {turn.job.highest} from {', '.join(sorted(gone))}")
+    """Who does not answer a fence is gone, too: frozen, or with a node that is away. An agent that is being
+    started again has the time for that; and who may hold what nobody else does is waited for."""
+    late = [worker for worker in silent if turn.now - _silent_since(turn, worker) >= _patience(turn, worker)]
+    if not late:
+        return
+    names = ", ".join(sorted(worker.device for worker in late))
+    lacking = survey(turn)
+    if isinstance(lacking, str) and turn.job.plan is not None and not older_state(turn):
+        waits(turn, f"{names} may live, and hold what nobody else does ({lacking}): no answer since the fence")
+        return
+    gone = {worker.device: worker.incarnation for worker in late}
+    fault(turn, gone, f"no answer to fence {turn.job.highest} from {names}")
 
 
-def _nothing(turn: Turn, lost: str) -> None:
-    """No plan's copies are whole. Before anything was trained, the job starts anew."""
+def _silent_since(turn: Turn, worker: Worker) -> float:
+    node = turn.nodes.get(worker.node)
+    return turn.job.since if node is None or node.connected else max(turn.job.since, node.since)
+
+
+def _patience(turn: Turn, worker: Worker) -> float:
+    node = turn.nodes.get(worker.node)
+    here = node is not None and node.connected
+    return turn.settings.stand_seconds if here else turn.settings.reconnect_seconds
+
+
+def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
+    """No plan's copies are whole: the newest older state is taken, or waited for. Before anything was trained,
+    the job starts anew; else it ends, and says what is lost."""
     job = turn.job
-    held = [copy for worker in _owners(turn) for copy in _copies(worker)]
-    if job.plan is None and not held:
-        turn.enter(Phase.PLANNING, proposal=None, fence=None)
+    if turn.now < job.patient_until:
+        return  # agents are still on their way to this leader, and with them what they keep
+    source = older(turn, survivors=survivors)
+    if isinstance(source, Source):
+        _go_on(turn, source)
+        return
+    if isinstance(source, Wait):
+        if source.why:
+            waits(turn, source.why)
+        return
+    if job.plan is None and not any(_copies(worker) for worker in _owners(turn)):
+        # The plan that was made meanwhile was to go on from a fence that is no more: another is asked for.
+        turn.enter(Phase.PLANNING, proposal=None, fence=None, remedy=None, decided=None)
         return
     assert job.fence is not None
-    stop(turn, f"{job.fence.reason}; state is lost: {lost}")
-
-
-class Source(Value, frozen=True, kw_only=True):
-    """What a recovery goes on from."""
-
-    plan: Plan
-    recovery: Recovery
+    stop(
+        turn, f"{job.fence.reason}; state is lost: {lost}, and there is no snapshot or checkpoint to go back to"
+    )
 
 
 def survey(turn: Turn) -> Source | str:
@@ -163,10 +206,3 @@ def _owners(turn: Turn) -> list[Worker]:
     job = turn.job
     found = {worker.device: worker for plan in job.candidates for worker in job.bound(plan)}
     return [worker for worker in found.values() if not worker.left]
-
-
-def waits(turn: Turn, refusal: str) -> None:
-    """There is no plan for those that are left: the job waits, its state safe, for more to come."""
-    if turn.job.reason != refusal:
-        turn.set(reason=refusal)
-        turn.note("waiting", f"waiting for capacity: {refusal}", number=turn.job.number)

@@ -19,7 +19,7 @@ from elasticd_planner.value import Invalid
 
 from elasticd.machines.job.effects import CancelPlan, Planned, RequestPlan
 from elasticd.machines.job.ending import stop
-from elasticd.machines.job.recovery import waits
+from elasticd.machines.job.older import waits
 from elasticd.machines.job.state import Asked, Basis, Deferred, JobState, Phase, Progress, Remedy
 from elasticd.machines.job.switch import propose
 from elasticd.machines.job.turn import Turn
@@ -133,7 +133,8 @@ def _request(turn: Turn) -> None:
         tokens, flops = job.spec.sample_tokens, turn.settings.flops
         profile = derive(job.spec.model, tokens, job.spec.micro_batch, flops=flops)
     turn.set(profile=profile)
-    if job.plan is not None and not profile.fitted and job.phase is not Phase.RECOVERING:
+    guessed = job.plan is not None and not profile.fitted
+    if guessed and job.phase is not Phase.RECOVERING and not _to_leave(turn):
         return
     devices = _devices(turn)
     if not devices:
@@ -229,6 +230,8 @@ def _weigh(turn: Turn, plan: Plan | None, found: Deferred) -> None:
 
 def _worth_it(turn: Turn, plan: Plan, new: Plan, found: Deferred) -> Decision:
     job, policy = turn.job, turn.settings.policy
+    if leave := _to_leave(turn):
+        return Decision(replan=True, reason=f"node {', '.join(leave)} is to be left")
     if new.strategies == plan.strategies:
         return Decision(replan=False, reason="it is the best plan still")
     seconds = new.prediction.step_seconds if new.prediction is not None else math.inf
@@ -254,11 +257,19 @@ def _all_there(turn: Turn) -> bool:
 
 
 def _devices(turn: Turn) -> tuple[Device, ...]:
-    """The devices that have a worker of this job, by name."""
+    """The devices that have a worker of this job, by name, on nodes that are not to be left."""
     there = {worker.device for worker in turn.job.workers.values() if not worker.left}
     nodes = {worker.node for worker in turn.job.workers.values()} & turn.nodes.keys()
+    nodes = {node for node in nodes if not turn.nodes[node].record.draining}
     found = [device for node in sorted(nodes) for device in turn.nodes[node].record.devices]
     return tuple(device for device in found if device.name in there)
+
+
+def _to_leave(turn: Turn) -> list[str]:
+    """The nodes that are drained, and that the plan in force still uses."""
+    members = turn.job.plan.members if turn.job.plan is not None else ()
+    used = {device.rpartition("/")[0] for device in members} & turn.nodes.keys()
+    return sorted(node for node in used if turn.nodes[node].record.draining)
 
 
 def _rates(turn: Turn, devices: tuple[Device, ...]) -> dict[str, float]:

@@ -31,6 +31,7 @@ Invariants, which the tests check after every prefix of whole lives:
 from __future__ import annotations
 
 import enum
+import math
 
 import msgspec
 from elasticd_planner.cluster import Device, Link
@@ -40,11 +41,11 @@ from elasticd_planner.plan import Plan
 from elasticd_planner.policy import Moved, PolicySettings
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiles import GUESSED_FLOPS, ModelProfile
-from elasticd_planner.rates import DetectSettings, DeviceRate, RateState
+from elasticd_planner.rates import DetectSettings, RateState
 from elasticd_planner.stability import Stability
 from elasticd_planner.value import Value, refuse
 
-from elasticd.machines.job.effects import Stored
+from elasticd.machines.job.vaults import Snapshots
 from elasticd.messages import Standing
 from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint
 
@@ -63,26 +64,26 @@ class Phase(enum.Enum):
     STOPPED = "stopped"
 
 
-_ENDS = frozenset({Phase.DONE, Phase.STOPPED})
+#: The final phases: nothing follows.
+OVER = frozenset({Phase.DONE, Phase.STOPPED})
 
 #: From each phase, those that may follow; `documentation` draws the diagram from it.
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.GATHERING: frozenset({Phase.ASSEMBLING}) | _ENDS,
-    Phase.ASSEMBLING: frozenset({Phase.PLANNING}) | _ENDS,
-    Phase.PLANNING: frozenset({Phase.ASSEMBLING, Phase.PROPOSED}) | _ENDS,
-    Phase.PROPOSED: frozenset({Phase.RUNNING, Phase.ABORTING, Phase.RECOVERING}) | _ENDS,
-    Phase.ABORTING: frozenset({Phase.RUNNING, Phase.RECOVERING}) | _ENDS,
-    Phase.RUNNING: frozenset({Phase.PROPOSED, Phase.RECOVERING}) | _ENDS,
-    Phase.RECOVERING: frozenset({Phase.PLANNING, Phase.PROPOSED}) | _ENDS,
+    Phase.GATHERING: frozenset({Phase.ASSEMBLING}) | OVER,
+    Phase.ASSEMBLING: frozenset({Phase.PLANNING}) | OVER,
+    Phase.PLANNING: frozenset({Phase.ASSEMBLING, Phase.PROPOSED}) | OVER,
+    Phase.PROPOSED: frozenset({Phase.RUNNING, Phase.ABORTING, Phase.RECOVERING}) | OVER,
+    Phase.ABORTING: frozenset({Phase.RUNNING, Phase.RECOVERING}) | OVER,
+    Phase.RUNNING: frozenset({Phase.PROPOSED, Phase.RECOVERING}) | OVER,
+    Phase.RECOVERING: frozenset({Phase.PLANNING, Phase.PROPOSED}) | OVER,
     Phase.DONE: frozenset(),
     Phase.STOPPED: frozenset(),
 }
 
-#: The phases in which a plan is in force or about to be, so that a lost worker costs the job.
+#: The phases in which a job has workers and is not over: its devices are taken, and who is lost matters to it.
 LIVE = frozenset(
     {Phase.ASSEMBLING, Phase.PLANNING, Phase.PROPOSED, Phase.ABORTING, Phase.RUNNING, Phase.RECOVERING}
 )
-OVER = _ENDS
 
 
 class Settings(Value, frozen=True, kw_only=True):
@@ -92,7 +93,8 @@ class Settings(Value, frozen=True, kw_only=True):
     up as well, up to most_retry; leave: for all members to take their leave after the first did, before the
     last step; stand: for members to say what they hold after a fence; bereft: from a member that lost the
     others to the fence, if nobody is known to have died; node: for a node that cannot be reached to be back,
-    if the job's steps have stopped too; fit: measured steps that a profile is fitted from. flops (of a
+    if the job's steps have stopped too; hang: beyond twice a step without one, until a worker that does not
+    answer counts as lost; fit: measured steps that a profile is fitted from. flops (of a
     normal device, per second) and the links inside a node and between nodes are what plans count with until
     something was measured."""
 
@@ -104,7 +106,8 @@ class Settings(Value, frozen=True, kw_only=True):
     leave_seconds: float = 2.0
     stand_seconds: float = 10.0
     bereft_seconds: float = 0.5
-    node_seconds: float = 1.0
+    node_seconds: float = 0.4
+    hang_seconds: float = 0.4
     fit_steps: int = STEPS
     detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
     policy: PolicySettings = msgspec.field(default_factory=PolicySettings)
@@ -116,7 +119,7 @@ class Settings(Value, frozen=True, kw_only=True):
         times = (
             *(self.gather_seconds, self.prepare_seconds, self.reconnect_seconds),
             *(self.retry_seconds, self.most_retry_seconds, self.leave_seconds),
-            *(self.stand_seconds, self.bereft_seconds, self.node_seconds),
+            *(self.stand_seconds, self.bereft_seconds, self.node_seconds, self.hang_seconds),
         )
         if min(times) < 0 or self.fit_steps < STEPS:
             refuse(f"coordinator: times must not be negative and fit_steps at least {STEPS}, not {self}")
@@ -145,9 +148,9 @@ class Joiner(Value, frozen=True, kw_only=True):
 
 class Worker(Value, frozen=True, kw_only=True):
     """A worker process that said hello, and the last that it said about a proposal (0: nothing yet). Once it
-    took its leave: since when, and why. `orphan`: its node's agent was started again, and has no line to it.
-    `bereft_at`: since when it stands still, having lost the others; `standing` what it said after a fence.
-    `checkpoints` are the names of those that it sees, the newest first.
+    took its leave: since when, and why. `orphan`: its node's agent was started again, and it has not come back
+    to that one yet. `bereft_at`: since when it stands still, having lost the others; `standing` what it said
+    after a fence. `checkpoints` are the names of those that it sees, the newest first.
     """
 
     device: str
@@ -162,6 +165,7 @@ class Worker(Value, frozen=True, kw_only=True):
     farewell: str = ""
     orphan: bool = False
     bereft_at: float | None = None
+    frozen: str = ""
     standing: Standing | None = None
     checkpoints: tuple[str, ...] = ()
 
@@ -225,7 +229,7 @@ class Progress(Value, frozen=True, kw_only=True):
 class JobState(Value, frozen=True, kw_only=True):
     """One job. Its values by what they are for:
 
-    gathering: `joiners` by node, `enough_since` there are enough of them, `joined` in rank order.
+    gathering: `joiners` by place (a node or a device), `enough_since` there are enough, `joined` in rank order.
     workers: by device; `world_size` is how many torchrun started, `spec` what all of them train.
     switch: `plan` is in force, `proposal` open or aborting, `highest` the highest number ever used, `give_up`
         why the proposal is to be aborted; `settle_until` a new leader's patience (invariant 4), then None.
@@ -233,11 +237,13 @@ class JobState(Value, frozen=True, kw_only=True):
         `not_before`, and from the basis of a `setback` not before its own time; `asked` is under way; `token`
         counts requests; `deferred` waits for more steps; `stability` knows how long conditions last, and
         `moved` what the last switches cost. A new leader learns the latter two anew.
-    fault: `fence` is the one that no recorded plan has followed yet, `remedy` the plan that is to.
+    fault: `fence` is the one that no recorded plan has followed yet, `remedy` the plan that is to; `gone` are
+        all that were ever fenced off, by device the last of them: their words count no more.
     measuring: `partial` steps that some members have not reported yet; `samples` for the fit, from the step
         after `first_step` on; `taught_by` the plan that the profile was last fitted to.
     end: `done_epoch` is that of the record in the store.
-    checkpoints: `published`, the newest last.
+    older state: `snapshots` in the agents' memory, checkpoints `published`, the newest last; when a worker last
+        `arrived`. Until `patient_until` a new leader takes nothing for lost that it has not heard of.
     """
 
     job: str
@@ -256,6 +262,7 @@ class JobState(Value, frozen=True, kw_only=True):
     settle_until: float | None = None
     give_up: str = ""
     fence: Fence | None = None
+    gone: dict[str, str] = msgspec.field(default_factory=dict)
     remedy: Remedy | None = None
     profile: ModelProfile | None = None
     rates: RateState = msgspec.field(default_factory=RateState)
@@ -273,7 +280,10 @@ class JobState(Value, frozen=True, kw_only=True):
     samples: tuple[tuple[Measurement, ...], ...] = ()
     progress: Progress = Progress()
     done_epoch: int = 0
+    snapshots: Snapshots = msgspec.field(default_factory=Snapshots)
     published: tuple[PublishedCheckpoint, ...] = ()
+    arrived: float = -math.inf
+    patient_until: float = 0.0
 
     @property
     def number(self) -> int:
@@ -298,7 +308,6 @@ class JobState(Value, frozen=True, kw_only=True):
     def unreported(self) -> tuple[str, ...]:
         """Devices of members, of the running or the proposed plan, whose worker has not said hello, or not
         to the agent that its node has now. Who is fenced off is not waited for."""
-        gone = self.fence.gone if self.fence is not None else {}
         plans = (self.plan, self.proposal.plan if self.proposal is not None else None)
         return tuple(
             dict.fromkeys(
@@ -306,7 +315,7 @@ class JobState(Value, frozen=True, kw_only=True):
                 for plan in plans
                 if plan is not None
                 for device, incarnation in plan.binding.items()
-                if gone.get(device) != incarnation
+                if self.gone.get(device) != incarnation
                 and (
                     (worker := self.workers.get(device)) is None
                     or worker.incarnation != incarnation
@@ -319,71 +328,3 @@ class JobState(Value, frozen=True, kw_only=True):
 def fresh(job: str, phase: Phase, now: float) -> JobState:
     """A job that nobody has heard of before."""
     return JobState(job=job, phase=phase, since=now)
-
-
-def restored(stored: Stored, now: float, settings: Settings) -> JobState:
-    """The job as a new leader finds it in the store. What only agents know comes as they reconnect."""
-    plan = stored.plan.plan if stored.plan is not None else None
-    proposal = stored.proposal
-    if proposal is not None and plan is not None and proposal.number <= plan.number:
-        proposal = None
-    phase, reason = _restored_phase(stored, proposal)
-    last = stored.done or stored.plan
-    fence = _unresolved(stored)
-    problem = stored.history.problem if stored.history is not None else None
-    return JobState(
-        job=stored.job,
-        phase=phase,
-        since=now,
-        reason=reason,
-        spec=stored.spec,
-        plan=plan,
-        proposal=None if phase in OVER else proposal,
-        highest=max(
-            stored.highest,
-            stored.fence.number if stored.fence is not None else 0,
-            plan.number if plan is not None else 0,
-            stored.proposal.number if stored.proposal is not None else 0,
-        ),
-        fence=None if phase in OVER else fence,
-        settle_until=None if phase in OVER else now + settings.reconnect_seconds,
-        profile=problem.profile if problem is not None else None,
-        rates=_restored_rates(problem),
-        stability=Stability(planned=dict(problem.rates) if problem is not None else {}),
-        decided=_restored_basis(problem) if phase in (Phase.RUNNING, Phase.PROPOSED, Phase.ABORTING) else None,
-        progress=Progress(step=last.step if last is not None else 0),
-        done_epoch=stored.done.epoch if stored.done is not None else 0,
-        published=stored.checkpoints.published if stored.checkpoints is not None else (),
-    )
-
-
-def _unresolved(stored: Stored) -> Fence | None:
-    """The fence that no plan was recorded after."""
-    fence, plan = stored.fence, stored.plan
-    settled = fence is None or (plan is not None and plan.plan.number > fence.number)
-    return None if settled else fence
-
-
-def _restored_phase(stored: Stored, proposal: Proposal | None) -> tuple[Phase, str]:
-    if stored.done is not None:
-        return (Phase.STOPPED if stored.done.reason else Phase.DONE), stored.done.reason
-    fence = _unresolved(stored)
-    if proposal is not None and proposal.status == "open" and (fence is None or proposal.number > fence.number):
-        return Phase.PROPOSED, ""
-    if fence is not None:
-        return Phase.RECOVERING, fence.reason
-    if proposal is not None:
-        return Phase.ABORTING, proposal.reason
-    return (Phase.RUNNING if stored.plan is not None else Phase.ASSEMBLING), ""
-
-
-def _restored_rates(problem: Problem | None) -> RateState:
-    """The rates that the last plan was made for: until they are measured anew, nothing says otherwise."""
-    rates = problem.rates if problem is not None else {}
-    return RateState(devices={name: DeviceRate(rate=rate) for name, rate in rates.items()})
-
-
-def _restored_basis(problem: Problem | None) -> Basis | None:
-    if problem is None:
-        return None
-    return Basis(devices=problem.cluster.devices, rates=dict(problem.rates), profile=problem.profile)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 from elasticd_planner.plan import Plan
 from elasticd_planner.policy import Moved
 from elasticd_planner.problem import Problem
@@ -13,11 +14,13 @@ from elasticd_planner.stability import switched as answered_by
 from elasticd.machines.job.checkpoints import NotShared, offered
 from elasticd.machines.job.ending import aborted, stop
 from elasticd.machines.job.fence import FALLIBLE, fault, resolved
-from elasticd.machines.job.room import lacks_room
-from elasticd.machines.job.state import Phase, Setback, Worker
+from elasticd.machines.job.fitting import fit
+from elasticd.machines.job.older import waits
+from elasticd.machines.job.source import Source, called
+from elasticd.machines.job.state import Phase, Progress, Setback, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Doubt, Kept, Prepared, Refused, Swapped
-from elasticd.records import HistoryRecord, PlanRecord, Proposal, Recovery
+from elasticd.records import HistoryRecord, PlanRecord, Proposal
 
 #: Seconds from a recovery that was given up to the next.
 AGAIN_SECONDS = 1.0
@@ -26,33 +29,30 @@ AGAIN_SECONDS = 1.0
 MOST_MOVED = 4
 
 
-def propose(
-    turn: Turn,
-    plan: Plan,
-    problem: Problem,
-    reason: str,
-    old: Plan | None = None,
-    recovery: Recovery | None = None,
-) -> None:
+def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Source | None = None) -> None:
     """Opens a proposal of `plan` under a number of its own, bound to the workers that are there. It goes on
-    from the plan in force, or after a fence from `old`, as the recovery says."""
+    from the plan in force; after a fence, from its `source`."""
+    job = turn.job
+    plan = with_carriers(plan)
     try:
-        checkpoints = offered(turn.job)
+        checkpoints = source.checkpoints if source is not None else offered(job)
     except NotShared as error:
         stop(turn, str(error))
         return
-    job = turn.job
-    number = job.highest + 1
-    plan = with_carriers(plan)
-    wrong = _no_room(turn, plan)
-    if wrong:
-        if job.plan is None:
-            stop(turn, f"the plan does not fit: {wrong}")
-        else:
-            turn.note(
-                "refused", f"plan {job.number} stays, the new one does not fit: {wrong}", number=job.number
-            )
+    fits = fit(turn, plan, source)
+    if fits.wrong:
+        _does_not_fit(turn, fits.wrong)
         return
+    if source is not None and source.words:
+        reason = f"{reason}; {source.words}"
+    if fits.in_place:
+        reason = (
+            f"{reason}; {fits.in_place}: state moves in place, and that cannot be given up once it has begun"
+        )
+    if any(device not in job.workers for device in plan.members):  # one was lost since it was asked for
+        turn.set(decided=None, remedy=None)
+        return
+    number = job.highest + 1
     plan = plan.replace(
         number=number, binding={device: job.workers[device].incarnation for device in plan.members}
     )
@@ -60,9 +60,10 @@ def propose(
         number=number,
         epoch=turn.epoch,
         plan=plan,
-        old=old or job.plan,
-        recovery=recovery,
+        old=source.plan if source is not None else job.plan,
+        recovery=source.recovery if source is not None else None,
         checkpoints=checkpoints,
+        in_place=bool(fits.in_place),
     )
     turn.enter(Phase.PROPOSED, proposal=proposal, highest=number, give_up="")
     seconds = plan.prediction.step_seconds if plan.prediction is not None else None
@@ -73,11 +74,15 @@ def propose(
     )
 
 
-def _no_room(turn: Turn, plan: Plan) -> str:
+def _does_not_fit(turn: Turn, wrong: str) -> None:
     job = turn.job
-    if job.spec is None or job.profile is None:
-        return ""
-    return lacks_room(plan, job.spec.model, job.profile, dict(turn.nodes))
+    if job.phase is Phase.RECOVERING:
+        turn.set(remedy=None)  # another is made once more devices are there
+        waits(turn, wrong)
+    elif job.plan is None:
+        stop(turn, f"the plan does not fit: {wrong}")
+    else:
+        turn.note("refused", f"plan {job.number} stays, the new one does not fit: {wrong}", number=job.number)
 
 
 def prepared(turn: Turn, worker: Worker, body: Prepared) -> None:
@@ -159,6 +164,11 @@ def _record(turn: Turn, proposal: Proposal, step: int) -> None:
     kept_it = [other.device for other in turn.job.workers.values() if other.kept == proposal.number]
     job = turn.job
     rates = job.decided.rates if job.decided is not None else job.rates.rates
+    again = job.progress.step - step if called(proposal) else 0
+    if again > 0:  # what was measured of steps that are made again counts
+        _go_back(turn, step)
+        job = turn.job
+    turn.set(snapshots=job.snapshots.recorded(proposal.number, step))
     turn.enter(
         Phase.RUNNING,
         plan=proposal.plan,
@@ -169,17 +179,24 @@ def _record(turn: Turn, proposal: Proposal, step: int) -> None:
         deferred=None,
         stability=answered_by(job.stability, rates, step, turn.settings.policy.horizon_steps),
     )
-    turn.write(
-        PlanRecord(plan=proposal.plan, epoch=turn.epoch, step=step),
-        notes=(
-            turn.told("recorded", f"plan {proposal.number} is recorded", number=proposal.number, step=step),
-        ),
-        close=True,
-    )
+    text = f"plan {proposal.number} is recorded"
+    if called(proposal):
+        text = f"{text}: the job goes on from step {step}" + (f", {again} before the last" if again > 0 else "")
+    told = turn.told("recorded", text, number=proposal.number, step=step)
+    turn.write(PlanRecord(plan=proposal.plan, epoch=turn.epoch, step=step), notes=(told,), close=True)
     resolved(turn)
     if kept_it:  # they hold the copy that they verified no more: what the others hold must do
         who = ", ".join(kept_it)
         fault(turn, {}, f"{who} kept the plan before {proposal.number} while others swapped to it")
+
+
+def _go_back(turn: Turn, step: int) -> None:
+    """The steps from `step` on are made again: they count once, as they will be."""
+    job = turn.job
+    turn.set(
+        progress=Progress(step=step, at=turn.now, seconds=job.progress.seconds),
+        rates=msgspec.structs.replace(job.rates, step=step - 1),
+    )
 
 
 def doubt(turn: Turn, worker: Worker, body: Doubt) -> None:
@@ -219,7 +236,9 @@ def unrecovered(turn: Turn) -> None:
     if job.phase is not Phase.PROPOSED or not job.give_up or job.proposal is None:
         return
     if job.proposal.recovery is not None and job.settle_until is None:
-        why = job.give_up
+        why, older_state = job.give_up, called(job.proposal)
+        if older_state:
+            turn.set(snapshots=job.snapshots.failing(older_state))
         fault(turn, {}, f"the recovery {job.proposal.number} failed: {why}")
         turn.set(not_before=turn.now + AGAIN_SECONDS)
 

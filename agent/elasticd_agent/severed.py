@@ -1,0 +1,102 @@
+"""A store that can be cut off, as by a broken network: for chaos, around the one that the agent uses."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from elasticd.store.protocol import (
+    Compare,
+    Identity,
+    KeyValue,
+    Op,
+    Snapshot,
+    Store,
+    StoreUnavailable,
+    TransactResult,
+    WatchItem,
+)
+from elasticd.store.watch import Sink, Watch
+
+T = TypeVar("T")
+
+
+class Severable(Store):
+    """`store`, until it is `cut`: then calls raise `StoreUnavailable` and watches are silent. Once it is healed
+    watches go on with the item after the last one, as a new session's do."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._is_cut = False
+        self._held: deque[tuple[Sink, WatchItem]] = deque()
+
+    def cut(self) -> None:
+        with self._lock:
+            self._is_cut = True
+
+    def heal(self) -> None:
+        with self._lock:
+            self._is_cut = False
+            self._release()
+
+    def get(self, key: str) -> KeyValue | None:
+        return self._reach(lambda: self._store.get(key))
+
+    def snapshot(self, prefix: str) -> Snapshot:
+        return self._reach(lambda: self._store.snapshot(prefix))
+
+    def transact(
+        self, compares: Iterable[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()
+    ) -> TransactResult:
+        return self._reach(lambda: self._store.transact(compares, then, otherwise))
+
+    def put(self, key: str, value: bytes, lease: int = 0) -> int:
+        return self._reach(lambda: self._store.put(key, value, lease))
+
+    def delete(self, key: str) -> int:
+        return self._reach(lambda: self._store.delete(key))
+
+    def grant(self, ttl_seconds: int) -> int:
+        return self._reach(lambda: self._store.grant(ttl_seconds))
+
+    def keep_alive(self, lease: int) -> int:
+        return self._reach(lambda: self._store.keep_alive(lease))
+
+    def revoke(self, lease: int) -> None:
+        self._reach(lambda: self._store.revoke(lease))
+
+    def watch(self, prefix: str, revision: int, sink: Sink | None = None) -> Watch:
+        """With a sink alone: what reads a watch itself cannot be held back."""
+        if sink is None:
+            return self._store.watch(prefix, revision)
+
+        def held(item: WatchItem) -> None:
+            with self._lock:
+                self._held.append((sink, item))
+                if not self._is_cut:
+                    self._release()
+
+        return self._store.watch(prefix, revision, held)
+
+    def identity(self) -> Identity:
+        return self._reach(self._store.identity)
+
+    def known(self) -> Identity | None:
+        return self._store.known()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _reach(self, call: Callable[[], T]) -> T:
+        if self._is_cut:
+            raise StoreUnavailable("chaos cut this agent off from the store")
+        return call()
+
+    def _release(self) -> None:
+        """In order, under the lock: sinks do not block."""
+        while self._held:
+            sink, item = self._held.popleft()
+            sink(item)

@@ -1,0 +1,330 @@
+"""One job on real processes that lives through many faults, and what its workers' ledgers and the coordinator's
+journal say of each: when it was known, how long the survivors stood still, what was lost.
+
+Times of the ledgers are of CLOCK_MONOTONIC, those of the journal unix seconds; there is one machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+from _namespaces import HOST, Namespaces, namespaces
+from elasticd_planner.batch import Sampler
+
+from elasticd.cli.reach import Api
+from elasticd.coordinator.journal import EventRecord
+from tests.integration import train
+from tests.integration.fleet import Fleet, Step, until
+from tests.integration.trio import NAMES, Trio
+
+FOREVER = 10_000_000
+#: Steps that run between two faults.
+CALM = 10
+
+
+@dataclass
+class Seen:
+    """Of every injection, in seconds: until the coordinator knew; the stall of each survivor, the gap between
+    its steps less one normal step; the same at the rejoin, with the bytes that moved then; the normal step."""
+
+    known: list[float] = field(default_factory=list)
+    stalls: list[float] = field(default_factory=list)
+    joins: list[float] = field(default_factory=list)
+    join_bytes: list[int] = field(default_factory=list)
+    moved_bytes: list[int] = field(default_factory=list)
+    normal: list[float] = field(default_factory=list)
+    injected: int = 0
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Of a whole job: steps that any worker was given twice or not at all, and samples."""
+
+    injections: int
+    steps: int
+    samples: int
+
+
+class Trained:
+    """A job on `nodes` nodes of one device each, started by `elasticd run`; two coordinators."""
+
+    def __init__(self, fleet: Fleet, nodes: Sequence[str], options: Mapping[str, Any]) -> None:
+        self.fleet, self.nodes, self._options = fleet, tuple(nodes), dict(options)
+        self.injections = 0
+        self._frozen: dict[str, psutil.Process] = {}
+
+    def start(self, coordinators: int = 2) -> None:
+        for index in range(coordinators):
+            self.fleet.coordinator(f"c{index}")
+        for node in self.nodes:
+            self.fleet.agent(node, 1)
+        for node in self.nodes:
+            self.launch(node)
+        self.whole()
+        self.fleet.advanced(3 * CALM)
+
+    def launch(self, node: str) -> None:
+        self.fleet.run(node, 1, str(len(self.nodes)), FOREVER, **self._options)
+
+    def binding(self) -> dict[str, str]:
+        job = self.fleet.job()
+        plan = job.get("plan")
+        return dict(plan["binding"]) if plan and job["phase"] == "running" and not job["proposal"] else {}
+
+    def whole(self, before: Mapping[str, str] | None = None, came: Iterable[str] = ()) -> None:
+        """Waits until every device is in the plan, those that `came` as other incarnations than before."""
+
+        others = {device: (before or {}).get(device) for device in came}
+
+        def there() -> bool:
+            now = self.binding()
+            return len(now) == len(self.nodes) and all(now[device] != others[device] for device in others)
+
+        until(there, self.fleet.said, 240)
+
+    def pid(self, device: str) -> int:
+        members = self.fleet.job()["members"]
+        return int(next(member["pid"] for member in members if member["device"] == device))
+
+    def kill_worker(self, node: str) -> float:
+        """The unix time of its death."""
+        victim = psutil.Process(self.pid(f"{node}/0"))
+        now = time.time()
+        victim.kill()
+        return now
+
+    def freeze_worker(self, node: str) -> float:
+        """The unix time at which it stopped."""
+        self._frozen[node] = psutil.Process(self.pid(f"{node}/0"))
+        now = time.time()
+        self._frozen[node].send_signal(signal.SIGSTOP)
+        return now
+
+    def thaw_worker(self, node: str) -> None:
+        self._frozen.pop(node).send_signal(signal.SIGCONT)
+
+    def kill_node(self, node: str) -> float:
+        """All processes of a node at once; the unix time."""
+        doomed = [process for name in (f"run-{node}", node) for process in self.fleet.tree(name)]
+        now = time.time()
+        for process in doomed:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        for name in (f"run-{node}", node):
+            self.fleet.processes.pop(name).wait()
+        return now
+
+    def revive(self, node: str) -> None:
+        self.fleet.agent(node, 1)
+        self.launch(node)
+
+    def lost(self) -> Lost:
+        """Of the whole job so far, all workers' ledgers together."""
+        return lost(self.fleet.ledgers(), self.injections)
+
+    # -- one fault after the other ---------------------------------------------------------------------------
+
+    def endure(
+        self,
+        count: int,
+        kill: Callable[[str], float],
+        knows: Callable[[EventRecord, str], bool],
+        *,
+        revive: Callable[[str], None] | None = None,
+        each: int = 1,
+    ) -> Seen:
+        """`count` faults, `each` of them one after the other before those that are gone come back."""
+        seen = Seen()
+        turn = itertools.cycle(self.nodes)
+        with self.fleet.api() as api:
+            while seen.injected < count:
+                gone, before = [], self.binding()
+                for _ in range(min(each, count - seen.injected)):
+                    gone.append(node := next(turn))
+                    self._one(api, node, kill, knows, seen)
+                for node in gone if revive is not None else ():
+                    assert revive is not None
+                    revive(node)
+                mark, since = last_id(api), time.monotonic()
+                self.whole(before, (f"{node}/0" for node in gone))
+                self.fleet.advanced(CALM)
+                self._rejoined(api, mark, since, seen)
+        return seen
+
+    def _one(
+        self,
+        api: Api,
+        node: str,
+        kill: Callable[[str], float],
+        knows: Callable[[EventRecord, str], bool],
+        seen: Seen,
+    ) -> None:
+        mark, since = last_id(api), time.monotonic()
+        killed = kill(node)
+        known = wait_event(api, mark, lambda event: knows(event, f"{node}/0"), self.fleet)
+        recorded = wait_event(api, known.id, lambda event: event.kind == "recorded", self.fleet)
+        self.fleet.advanced(CALM)
+        self.injections += 1
+        seen.injected += 1
+        seen.known.append(known.time - killed)
+        number = recorded.data["number"]
+        for gap, normal in gaps(self.fleet.ledgers(), number, since):
+            seen.stalls.append(gap - normal)
+            seen.normal.append(normal)
+        seen.moved_bytes.append(bytes_moved(api.events(mark), number))
+
+    def _rejoined(self, api: Api, mark: int, since: float, seen: Seen) -> None:
+        """The last plan recorded since: some may have come before it, where two came back one by one."""
+        events = api.events(mark)
+        for event in events:
+            if event.kind == "recorded":
+                number = event.data["number"]
+                seen.joins += [gap - normal for gap, normal in gaps(self.fleet.ledgers(), number, since)]
+                seen.join_bytes.append(bytes_moved(events, number))
+
+
+def gaps(ledgers: Mapping[str, list[Step]], number: int, since: float) -> Iterator[tuple[float, float]]:
+    """Of each worker that ran before plan `number` and under it: the seconds between its last step before and
+    its first under it, and those of a normal step under it."""
+    for ledger in ledgers.values():
+        first = next((i for i, step in enumerate(ledger) if step.plan == number), None)
+        if first is None or first == 0 or ledger[0].time > since:
+            continue
+        after = [step.time for step in ledger[first:] if step.plan == number]
+        if len(after) > 2:
+            yield (
+                after[0] - ledger[first - 1].time,
+                statistics.median(b - a for a, b in itertools.pairwise(after)),
+            )
+
+
+def bytes_moved(events: Iterable[EventRecord], number: int) -> int:
+    """What the members of a plan lacked, and got."""
+    swaps = [event.data for event in events if event.kind == "swapped" and event.data.get("number") == number]
+    return sum(int(data.get("bytes_lacking", 0)) for data in swaps)
+
+
+def lost(ledgers: Mapping[str, list[Step]], injections: int) -> Lost:
+    """Every worker must have been given a run of steps without a hole, and all together each step from 0 on,
+    with the samples that are due and with one outcome."""
+    wrong, samples = 0, 0
+    steps: dict[int, Step] = {}
+    for ledger in ledgers.values():
+        wrong += sum(after.step != before.step + 1 for before, after in itertools.pairwise(ledger))
+        for step in ledger:
+            other = steps.setdefault(step.step, step)
+            # Not bit by bit: who died may have been given a step whose outcome no survivor heard, and that they
+            # made again under another plan.
+            wrong += other.samples != step.samples or not math.isclose(other.loss, step.loss, rel_tol=1e-9)
+    wrong += max(steps, default=-1) + 1 - len(steps)
+    sampler = Sampler(size=len(train.Text()), global_batch=train.BATCH, seed=train.SEED)
+    for number, step in steps.items():
+        samples += (
+            len(set(step.samples) ^ set(sampler.samples(number))) + len(step.samples) - len(set(step.samples))
+        )
+    return Lost(injections=injections, steps=wrong, samples=samples)
+
+
+def last_id(api: Api) -> int:
+    events = api.events()
+    return events[-1].id if events else 0
+
+
+def wait_event(api: Api, after: int, wanted: Callable[[EventRecord], bool], fleet: Fleet) -> EventRecord:
+    """The first such event behind one."""
+    return until(lambda: next((e for e in api.events(after) if wanted(e)), None), fleet.said)  # type: ignore[return-value]
+
+
+def died(event: EventRecord, device: str) -> bool:
+    """The coordinator knows of a worker's death."""
+    return event.kind == "worker_lost" and event.data.get("device") == device
+
+
+def fenced(event: EventRecord, device: str) -> bool:
+    """The coordinator takes a device for gone."""
+    return event.kind == "fenced" and device in event.data.get("gone", ())
+
+
+@contextmanager
+def separated(nodes: Sequence[str]) -> Iterator[tuple[Trained, Namespaces]]:
+    """The same with every node in a network namespace of its own."""
+    with namespaces(nodes) as spaces, TemporaryDirectory(prefix="eb-") as name:
+        places = {node: (spaces.within(node), spaces.address(node)) for node in nodes}
+        with (
+            Trio(Path(name), HOST) as trio,
+            Fleet(trio, Path(name), host=HOST, places=places) as fleet,
+        ):
+            trained = Trained(fleet, nodes, {})
+            trained.start()
+            yield trained, spaces
+
+
+@contextmanager
+def training(nodes: Sequence[str], *, memory: int = 1 << 30, **options: Any) -> Iterator[Trained]:
+    """A cluster with a job that runs."""
+    with (
+        TemporaryDirectory(prefix="eb-") as name,
+        Trio(Path(name)) as trio,
+        Fleet(trio, Path(name), memory=memory) as fleet,
+    ):
+        trained = Trained(fleet, nodes, options)
+        trained.start()
+        yield trained
+
+
+# -- outages, which cost the job nothing ---------------------------------------------------------------------
+
+
+def coordinator_outages(trained: Trained, count: int) -> tuple[list[float], list[float]]:
+    """Kills the leader, again and again: seconds to the next one's key, and the longest gap between steps."""
+    fleet, takeovers, longest = trained.fleet, [], []
+    for _ in range(count):
+        old, since = fleet.leads(), time.monotonic()
+        with fleet.trio.store() as store:
+            watch = store.watch("/elasticd/test/leader", store.identity().revision + 1)
+            fleet.kill(old.name)
+            since = time.monotonic()
+            while (item := watch.get(timeout=60)) is not None:
+                if getattr(item, "kind", "") == "put":
+                    break
+            assert item is not None, fleet.said()
+            takeovers.append(time.monotonic() - since)
+        fleet.coordinator(old.name)
+        longest.append(fleet.largest_gap(since))
+    return takeovers, longest
+
+
+def etcd_outages(trained: Trained, count: int, seconds: float) -> list[float]:
+    """Kills all of etcd, for a while, again and again: the longest gap between steps each time."""
+    fleet, longest = trained.fleet, []
+    for _ in range(count):
+        since = time.monotonic()
+        fleet.trio.kill(*NAMES)
+        until(lambda: time.monotonic() > since + seconds, fleet.said)  # noqa: B023
+        fleet.trio.start(*NAMES)
+        fleet.leads()
+        longest.append(fleet.largest_gap(since))
+    return longest
+
+
+def calm_gaps(trained: Trained, count: int) -> list[float]:
+    """The longest gap in each of `count` windows of about as long, in which nothing happens."""
+    fleet, longest = trained.fleet, []
+    for _ in range(count):
+        since = time.monotonic()
+        until(lambda: time.monotonic() > since + 2, fleet.said)  # noqa: B023
+        longest.append(fleet.largest_gap(since))
+    return longest

@@ -1,0 +1,114 @@
+"""The worker of the benchmark's snapshots: a real job, whose snapshots are off in every other block of steps.
+
+    torchrun --rdzv-backend=elasticd ... benchmarks/_snapping.py FOLDER STEPS
+
+Each worker writes into FOLDER what each of its steps took, what it was held up by the copy of its snapshot, and
+between the steps what one plain copy of as many bytes takes, while the other workers make theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from elasticd_migration.state import LocalState
+from elasticd_planner.layouts import Layouts
+
+import elasticd
+from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.runtime.snapper import Snapper
+
+CONFIG = DecoderConfig(vocabulary=256, width=512, layers=16, heads=8, kv_heads=4, hidden=1344)
+#: Steps of a block; its first is not counted: what the block before has under way may reach into it.
+BLOCK = 5
+TOKENS = 8
+
+
+class Text:
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 256, (TOKENS + 1,), generator=torch.Generator().manual_seed(index))
+        return {"inputs": ids[:-1], "targets": ids[1:]}
+
+
+def wanted(step: int) -> bool:
+    """Whether the state after so many steps is to be kept."""
+    return (step - 1) // BLOCK % 2 == 1
+
+
+class Watched(Snapper):
+    """Snapshots as they are, in their blocks alone; tells which were made."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.made: set[int] = set()
+
+    def ready(self, plan: int, step: int) -> bool:
+        return wanted(step) and super().ready(plan, step)
+
+    def voted(
+        self, step: int, bits: tuple[bool, ...], layouts: Layouts, state: Callable[[], LocalState]
+    ) -> None:
+        super().voted(step, bits, layouts, state)
+        if all(bits):
+            self.made.add(step)
+
+
+class Plainly:
+    """One copy of as many bytes as a snapshot has, into memory that is in use."""
+
+    def __init__(self) -> None:
+        self._from = self._to = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, size: int) -> float:
+        if self._from.numel() != size:
+            self._from, self._to = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+        start = time.perf_counter()
+        self._to.copy_(self._from)
+        return time.perf_counter() - start
+
+
+def main(folder: str, steps: int) -> None:
+    import elasticd.runtime.job as runtime
+
+    runtime.Snapper = Watched  # type: ignore[misc]
+    with torch.device("meta"):
+        model = Decoder(CONFIG).describe()
+    job = elasticd.Job(
+        model=model,
+        loss=next_token_loss,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
+        dataset=Text(),
+        global_batch=4,
+        micro_batch=1,
+        snapshot_every=1,
+    )
+    snapper, plainly = job._snapper, Plainly()
+    assert isinstance(snapper, Watched)
+    found, since = [], time.perf_counter()
+    for step in job.steps(steps):
+        number = step.index + 1
+        found.append(
+            {
+                "step": number,
+                "seconds": time.perf_counter() - since,
+                "on": wanted(number),
+                "made": number in snapper.made,
+                "copy": snapper.copy_seconds if number in snapper.made else 0.0,
+                "plain": plainly(snapper.bytes),
+            }
+        )
+        since = time.perf_counter()
+    body = {"bytes": snapper.bytes, "steps": found}
+    (Path(folder) / f"{job.device.replace('/', ':')}.json").write_text(json.dumps(body))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

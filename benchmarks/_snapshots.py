@@ -1,0 +1,132 @@
+"""What a step feels of a snapshot of 256 MiB a worker at every step, with the copy to the other node's agent.
+
+etcd, a coordinator, two agents and two torchruns with a worker each are real processes on this machine; the
+devices are emulated, so that a step takes about a second. Blocks of steps with and without snapshots take turns
+in one job.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from _results import Row, row
+
+from elasticd.demo.cluster import Cluster
+from elasticd.demo.processes import Processes
+from elasticd.demo.scenario import DemoError
+
+HERE = Path(__file__).resolve().parent
+#: Of which the first ten are not counted.
+STEPS, WARM = 70, 10
+NAME = "snapshot at every step of 1 s, peer copy included"
+
+
+class Scene:
+    """What the demo's cluster asks of its scenario. One device has no memory for the whole state."""
+
+    nodes, devices = ("n0", "n1"), 1
+
+    def __init__(self, folder: Path) -> None:
+        self.training = (str(folder), str(STEPS))
+
+    def configuration(self, etcd: str, state: str) -> str:
+        return "\n".join(
+            [
+                '[cluster]\nname = "bench"',
+                f'[etcd]\nendpoints = ["{etcd}"]',
+                f'[coordinator]\nname = "bench"\nport = 0\nstate = "{state}"',
+                f'[agent]\ndevices = 1\nstate = "{state}"\nsnapshot_mib = 2048',
+                "[emulate]\nenabled = true\nforward = 9e-4\nbackward = 1.8e-3\nmemory = 600_000_000",
+                "[policy]\nminimum_saving = 0.9",
+                "",
+            ]
+        )
+
+
+class Snapping(Cluster):
+    """The demo's cluster with our worker."""
+
+    def __init__(self, processes: Processes, folder: Path) -> None:
+        super().__init__(Scene(folder), processes, folder, folder)  # type: ignore[arg-type]
+        self._script = str(HERE / "_snapping.py")
+
+    def start_job(self) -> None:
+        for node in ("n0", "n1"):
+            self.torchruns.append(
+                self._python(
+                    f"torchrun-{node}",
+                    *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+                    *("--rdzv-backend=elasticd", f"--rdzv-endpoint={self.socket(node)}", "--rdzv-id=bench"),
+                    *(self._script, *self._scenario.training),
+                )
+            )
+
+
+def measured() -> tuple[list[dict[str, Any]], list[str]]:
+    """What the workers wrote, and what the coordinator told of whole sets of snapshots."""
+    with (
+        tempfile.TemporaryDirectory(prefix="elasticd-bench-") as name,
+        Processes(Path(name)) as processes,
+        Snapping(processes, Path(name)) as cluster,
+    ):
+        cluster.start_job()
+        ended = processes.until(
+            lambda: all(child.code is not None for child in cluster.torchruns),
+            "the job's end",
+            600.0,
+            needs=cluster.daemons,
+        )
+        assert ended
+        if failed := [child for child in cluster.torchruns if child.code]:
+            raise DemoError(f"{failed[0].name} ended with {failed[0].code}:\n{failed[0].said(30)}")
+        told = [event.text for event in cluster.api.events(0) if event.kind == "snapshot"]
+        return [json.loads(path.read_text()) for path in sorted(Path(name).glob("n*.json"))], told
+
+
+def snapshot_rows() -> Iterator[Row]:
+    found, told = measured()
+    counted = [
+        (one, two)
+        for one, two in zip(*(each["steps"] for each in found), strict=True)
+        if one["step"] > WARM and (one["step"] - 1) % 5
+    ]
+    on = [max(one["seconds"], two["seconds"]) for one, two in counted if one["made"]]
+    off = [max(one["seconds"], two["seconds"]) for one, two in counted if not one["on"]]
+    wanted = sum(one["on"] for one, _ in counted)
+    share = statistics.median(on) / statistics.median(off) - 1
+    ratios = [
+        statistics.median(
+            one["copy"] / one["plain"] for one in each["steps"] if one["made"] and one["step"] > WARM
+        )
+        for each in found
+    ]
+    noise = (max(off) - min(off)) / statistics.median(off)
+    worst = max(ratios)
+    goal = "<= 0.05, or a copy <= 1.2 memcpy"
+    size = statistics.mean(each["bytes"] for each in found) / (1 << 20)
+    yield row(
+        f"{NAME}: step time added",
+        share,
+        "",
+        kind="emulated",
+        goal=goal,
+        met=len(on) == wanted and bool(told) and (share <= 0.05 or worst <= 1.2),
+        noise=noise,
+    )
+    yield row(f"{NAME}: what a step waits for over one memcpy beside it", worst, "", kind="emulated")
+    yield row(f"{NAME}: size of a worker's", size, "MiB", kind="emulated")
+    yield row(f"{NAME}: a step without", statistics.median(off), "s", kind="emulated", noise=noise)
+    yield row(f"{NAME}: steps that made one, of those that were to", f"{len(on)}/{wanted}", "", kind="emulated")
+    yield row(f"{NAME}: whole sets that the leader told of", len(told), "", kind="emulated")
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(HERE.parent), str(HERE)]
+    for each in snapshot_rows():
+        print(each.name, each.value, each.unit, each.met)

@@ -1,0 +1,267 @@
+"""Plays a script of faults on a real cluster: each when its step is done, as soon as the job can survive it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+from elasticd_planner.value import refuse
+
+from elasticd.chaos.cluster import JOB, PATIENCE, Cluster
+from elasticd.chaos.fault import Fault
+from elasticd.cli.reach import CannotReach, JobStatus
+from elasticd.demo.scenario import DemoError
+from elasticd.machines.job.holdings import lost_boxes
+from elasticd.records import JobSpec, decode
+
+#: What a real cluster can be done; a partition needs its network, a shift its data.
+KINDS = ("slow", "recover", "kill", "freeze", "thaw", "cut", "heal", "restart", "takeover")
+#: What may cost the job the copies of state that its devices hold.
+_COSTLY = ("kill", "freeze", "cut")
+#: Seconds that a fault is held back while the job could not survive it.
+_HOLD_SECONDS = 40.0
+#: Seconds in which a signal that was ordered shows.
+_SIGNAL_SECONDS = 20.0
+
+
+class StandsStill(Exception):
+    """The job makes no step for longer than any fault explains."""
+
+
+class Steps:
+    """How many steps the workers' scripts were given, by their ledgers in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, int] = {}
+        self.done = 0
+        self.moved = time.monotonic()
+
+    def look(self) -> int:
+        for path in self._folder.glob("ledger-*.jsonl"):
+            size = path.stat().st_size
+            if size == self._read.get(path):
+                continue
+            with path.open("rb") as file:
+                file.seek(max(0, size - 4096))
+                lines = file.read().splitlines(keepends=True)
+            self._read[path] = size
+            for line in reversed(lines):
+                if line.startswith(b'{"step": ') and line.endswith(b"\n"):
+                    done = int(line[9 : line.index(b",")]) + 1
+                    if done > self.done:
+                        self.done, self.moved = done, time.monotonic()
+                    break
+        return self.done
+
+
+@dataclass(kw_only=True)
+class Played:
+    """What became of the script: the faults that happened, and those that were held back, and why."""
+
+    happened: list[Fault] = field(default_factory=list)
+    held_back: list[str] = field(default_factory=list)
+
+
+class Live:
+    """`still`: seconds without a step after which the job counts as standing still; `elsewhere`: what cannot
+    strike where it should strikes another device or node; `tell` gets a line for each fault."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        steps: Steps,
+        *,
+        still: float = PATIENCE,
+        elsewhere: bool = False,
+        tell: Callable[[str], None] = print,
+    ) -> None:
+        self._elsewhere = elsewhere
+        self._cluster, self._steps, self._still, self._tell = cluster, steps, still, tell
+        self.played = Played()
+        self._frozen: dict[str, float] = {}
+        self._cut: dict[str, float] = {}
+        self._killed: dict[str, str] = {}
+
+    def play(self, script: Iterable[Fault]) -> Played:
+        """All of it, by step. Raises StandsStill, and DemoError where a launcher ended before the job."""
+        faults = list(script)
+        for fault in faults:
+            if fault.step is None or fault.kind not in KINDS or (fault.kind == "kill" and fault.node):
+                refuse(f"{fault.text} at {fault.when}: a real cluster is done {', '.join(KINDS)}, at steps")
+        for fault in sorted(faults, key=lambda fault: fault.step or 0):
+            self.wait(lambda at=fault.step: self._steps.look() >= at)  # type: ignore[misc]
+            self._strike(fault)
+        self.wait(lambda: not self._frozen)
+        return self.played
+
+    def wait(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
+        """Until it is true: whether it was within `seconds`. Frozen workers are thawed in time meanwhile."""
+        deadline = time.monotonic() + seconds if seconds is not None else None
+        while not condition():
+            self._cluster.tend()
+            self._thaw()
+            self._steps.look()
+            if not self._cluster.launchers_live():
+                raise DemoError("a launcher ended before the last fault")
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            if time.monotonic() - self._steps.moved > self._still:
+                raise StandsStill(f"no step after {self._steps.done} for {self._still:g} s")
+            time.sleep(0.05)
+        return True
+
+    def _strike(self, fault: Fault) -> None:
+        why = ["nobody leads"]
+        struck: list[Fault] = []
+
+        def strikes() -> bool:
+            for one in self._alike(fault) if self._elsewhere else (fault,):
+                try:
+                    why[0] = self._against(one)
+                    if not why[0] and self._do(one):
+                        struck.append(one)
+                        return True
+                except CannotReach as error:
+                    why[0] = str(error)
+            return False
+
+        if not self.wait(strikes, _HOLD_SECONDS):
+            self.played.held_back.append(f"{fault.text}: {why[0]}")
+            self._tell(f"held back: {fault.text}: {why[0]}")
+            return
+        self.played.happened += struck
+        self._tell(f"{len(self.played.happened)}, step {self._steps.done}: {struck[0].text}")
+
+    def _alike(self, fault: Fault) -> list[Fault]:
+        """The same fault, and then at the other places that it could be at."""
+        names = self._cluster.shape.names if fault.device else self._cluster.shape.nodes
+        place = fault.device or fault.node
+        if not place:
+            return [fault]
+        at = names.index(place)
+        turned = (*names[at:], *names[:at])
+        return [
+            msgspec.structs.replace(fault, **{"device" if fault.device else "node": name}) for name in turned
+        ]
+
+    # -- what the job can survive ------------------------------------------------------------------------------
+
+    def _against(self, fault: Fault) -> str:
+        """Why not now: the job would lose the last copy of a part of its state, or nobody would be hit."""
+        job = self._cluster.job()
+        if job is None or job.plan is None:
+            return "nobody knows of the job"
+        lost = set(fault.devices(self._cluster.shape.names)) if fault.kind in _COSTLY else set()
+        if fault.kind in ("kill", "freeze") and not self._pid(job, fault.device):
+            return f"{fault.device} has no worker"
+        if fault.kind == "restart" and any(device.startswith(f"{fault.node}/") for device in self._frozen):
+            return "its agent is to thaw a worker"
+        if fault.kind == "cut" and fault.node in self._cut_now():
+            return "it is cut already"
+        if lost:
+            kept = self._healthy(job) - lost
+            gone = lost_boxes(self._spec().model, job.plan, kept)
+            return f"{gone} would be lost" if gone else ""
+        return ""
+
+    def _healthy(self, job: JobStatus) -> set[str]:
+        """The members that hold state and that no fault is known to have hit."""
+        assert job.plan is not None
+        here = {member.device: member.incarnation for member in job.members}
+        cut = self._cut_now() | self._unreachable()
+        away = {device for device in here if device.rpartition("/")[0] in cut}
+        return {
+            device
+            for device in job.plan.members
+            if here.get(device) == job.plan.binding.get(device)
+            and here.get(device) != self._killed.get(device)
+            and device not in self._frozen
+            and device not in away
+        }
+
+    def _unreachable(self) -> set[str]:
+        """Nodes whose agents are not there: the leader takes their workers for gone when a fault comes."""
+        return {node.node for node in self._cluster.api().status().nodes if not node.connected}
+
+    def _cut_now(self) -> set[str]:
+        """And for some seconds after: until the agents are back."""
+        return {node for node, until in self._cut.items() if time.monotonic() < until + 2.0}
+
+    def _spec(self) -> JobSpec:
+        key = self._cluster.keys.job(JOB, "spec")
+        found = next(event for event in reversed(self._cluster.seen) if event.key == key)
+        return decode(found.item.value, JobSpec)
+
+    # -- doing it ----------------------------------------------------------------------------------------------
+
+    def _do(self, fault: Fault) -> bool:
+        cluster = self._cluster
+        match fault.kind:
+            case "slow":
+                cluster.chaos().slow(fault.device, fault.factor)
+            case "recover":
+                cluster.chaos().recover(fault.device)
+            case "kill" | "freeze":
+                return self._signal(fault)
+            case "thaw":
+                self._frozen[fault.device] = time.monotonic()
+            case "cut":
+                cluster.chaos().cut(fault.node, fault.lasts)
+                self._cut[fault.node] = time.monotonic() + (fault.lasts or PATIENCE)
+            case "heal":
+                cluster.chaos().heal(fault.node)
+                self._cut[fault.node] = time.monotonic()
+            case "restart":
+                cluster.restart_agent(fault.node)
+            case _:
+                cluster.kill_leader()
+        return True
+
+    def _signal(self, fault: Fault) -> bool:
+        """Whether it was seen to arrive: nothing that did not happen counts as a fault."""
+        job = self._cluster.job()
+        assert job is not None
+        pid = self._pid(job, fault.device)
+        chaos = self._cluster.chaos()
+        (chaos.kill if fault.kind == "kill" else chaos.freeze)(fault.device)
+        now = time.monotonic()
+        if fault.kind == "freeze":
+            self._frozen[fault.device] = now + (fault.lasts or PATIENCE)
+        deadline = now + _SIGNAL_SECONDS
+        while time.monotonic() < deadline:
+            status = _status(pid)
+            if status == psutil.STATUS_STOPPED and fault.kind == "freeze":
+                return True
+            if status in ("", psutil.STATUS_ZOMBIE):
+                if fault.kind == "freeze":
+                    self._frozen.pop(fault.device, None)
+                    return False
+                self._killed[fault.device] = next(m.incarnation for m in job.members if m.pid == pid)
+                return True
+            time.sleep(0.01)
+        return False
+
+    def _thaw(self) -> None:
+        for device, until in list(self._frozen.items()):
+            if time.monotonic() >= until:
+                with suppress(CannotReach):
+                    self._cluster.chaos().thaw(device)
+                    del self._frozen[device]
+
+    def _pid(self, job: JobStatus, device: str) -> int:
+        """The process that drives a device, 0 without one that lives."""
+        pid = next((m.pid for m in job.members if m.device == device), 0)
+        return pid if pid and _status(pid) not in ("", psutil.STATUS_ZOMBIE) else 0
+
+
+def _status(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return ""

@@ -1,0 +1,226 @@
+"""The soak: a small real job and hundreds of random faults, then everything that must hold is checked.
+
+    python -m elasticd.chaos.soak --seed 7 --faults 200
+
+The seed makes the script of faults; when each of them meets the job is up to the machine. The exit code is 1
+where anything that must hold does not.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import click
+import msgspec
+from elasticd_planner.batch import Sampler
+from elasticd_planner.value import Value
+
+from elasticd.chaos import ledger
+from elasticd.chaos.cluster import JOB, Cluster, Shape
+from elasticd.chaos.drawn import WEIGHTS, Soaking, draw
+from elasticd.chaos.faults import Faults
+from elasticd.chaos.history import History, JobHistory
+from elasticd.chaos.live import Live, Played, StandsStill, Steps
+from elasticd.demo.processes import Processes
+from elasticd.demo.scenario import DemoError
+from elasticd.records import MemberRecord, decode
+from elasticd.store.protocol import WatchEvent
+
+#: Steps after the last fault, in which all is to come to rest.
+REST_STEPS = 40
+#: Of the script that is trained; it imports torch, which we do not.
+SAMPLES = Sampler(size=1000, global_batch=8, seed=5)
+
+
+class Report(Value, frozen=True, kw_only=True):
+    """What was done and found. kinds: faults that happened, by kind; apart: the largest relative difference of
+    a loss from that of the undisturbed run; ended: daemons that ended by themselves."""
+
+    seed: int
+    faults: int
+    kinds: dict[str, int]
+    held_back: tuple[str, ...]
+    steps: int
+    seconds: float
+    plans: int
+    fences: int
+    leaders: int
+    processes: int
+    apart: float
+    wrong: tuple[str, ...]
+    ended: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
+        lines = [
+            f"seed {self.seed}: {self.faults} faults ({kinds}) in {self.steps} steps and {self.seconds:.0f} s; "
+            f"{len(self.held_back)} held back",
+            f"{self.plans} plans, {self.fences} fences, {self.leaders} leaders, {self.processes} processes of "
+            f"workers; losses within {self.apart:.1e} of the undisturbed run",
+            *(f"ended by itself: {line}" for line in self.ended),
+            *(f"WRONG: {line}" for line in self.wrong[:50]),
+            "all that must hold does" if not self.wrong else f"{len(self.wrong)} things are wrong",
+        ]
+        return "\n".join(lines)
+
+
+def soak(script: Faults, shape: Shape, folder: Path, seed: int, still: float) -> Report:
+    """Runs the job under the script and checks it; `folder` keeps logs and ledgers. Raises DemoError where the
+    cluster does not come up."""
+    began = time.monotonic()
+    training = Path(__file__).resolve().parents[1] / "runtime" / "soaking.py"
+    steps = max(fault.step or 0 for fault in script) + REST_STEPS
+    options = ("--steps", str(steps), *(("--zero", str(shape.zero)) if shape.zero else ()))
+    processes, wrong = Processes(folder), list[str]()
+    with (
+        tempfile.TemporaryDirectory(prefix="elasticd-soak-") as sockets,
+        processes.interruptible(),
+        processes,
+        Cluster(shape, processes, folder, Path(sockets)) as cluster,
+    ):
+        cluster.start_job(training, *options)
+        live = Live(
+            cluster, Steps(folder), still=still, elsewhere=True, tell=lambda line: print(line, flush=True)
+        )
+        try:
+            live.play(script)
+            print("all faults are done; the job is to end by itself", flush=True)
+            codes = cluster.end_codes(10 * still)
+            wrong += [f"{name} ended with {code}" for name, code in codes.items() if code]
+        except (StandsStill, DemoError) as error:
+            wrong.append(f"after {len(live.played.happened)} faults: {error}")
+            _keep_status(cluster, folder)
+        seen = list(cluster.seen)
+        seconds = time.monotonic() - began
+        _keep_records(seen, folder)
+        if not wrong:
+            print("training the same without any fault", flush=True)
+            cluster.wait(cluster.start_plain(training, *options), 3600)
+    return _report(seed, live.played, steps, seconds, seen, folder, wrong, cluster)
+
+
+def _keep_status(cluster: Cluster, folder: Path) -> None:
+    job = cluster.job()
+    if job is not None:
+        print(f"the job's phase: {job.phase}, step {job.step}: {job.reason}", flush=True)
+    try:
+        (folder / "status.json").write_bytes(cluster.api().status_json())
+        events = [f"{e.time:.3f} {e.kind}: {e.text}" for e in cluster.api().events()]
+        (folder / "events.txt").write_text("\n".join(events))
+    except Exception as error:  # whatever it is, what was found before matters more
+        print(f"no status to keep: {error}", flush=True)
+
+
+def _keep_records(seen: list[WatchEvent], folder: Path) -> None:
+    with (folder / "records.jsonl").open("w") as file:
+        for event in seen:
+            value = event.item.value.decode(errors="replace") if event.kind == "put" else ""
+            line = {"revision": event.mod_revision, "key": event.key, "kind": event.kind, "value": value}
+            file.write(json.dumps({**line, "created": event.item.create_revision}) + "\n")
+
+
+def _report(
+    seed: int,
+    played: Played,
+    steps: int,
+    seconds: float,
+    seen: list[WatchEvent],
+    folder: Path,
+    wrong: list[str],
+    cluster: Cluster,
+) -> Report:
+    history = History(cluster.keys)
+    history.read(seen)
+    job = history.jobs.get(JOB, JobHistory())
+    ledgers = ledger.read(folder)
+    wrong = [*wrong, *history.wrong]
+    plain = ledger.read_plain(folder / "plain.jsonl") if (folder / "plain.jsonl").exists() else []
+    if plain:
+        fenced_off = _fenced_off(seen, job, cluster.keys.job(JOB, "members/"))
+        wrong += ledger.check(ledgers, job.plans, fenced_off, steps, SAMPLES.samples, plain)
+    return Report(
+        seed=seed,
+        faults=len(played.happened),
+        kinds=dict(Counter(fault.kind for fault in played.happened)),
+        held_back=tuple(played.held_back),
+        steps=steps,
+        seconds=round(seconds, 1),
+        plans=len(job.plans),
+        fences=len(job.gone),
+        leaders=len(history.leaders),
+        processes=len(ledgers),
+        apart=ledger.furthest(ledgers, plain),
+        wrong=tuple(wrong),
+        ended=tuple(cluster.ended),
+    )
+
+
+def _fenced_off(seen: list[WatchEvent], job: JobHistory, prefix: str) -> dict[int, int]:
+    """The highest number of a fence that named an incarnation of a process, by its pid."""
+    pids: dict[str, int] = {}
+    for event in seen:
+        if event.kind == "put" and event.key.startswith(prefix):
+            member = decode(event.item.value, MemberRecord)
+            pids[member.incarnation] = member.pid
+    found: dict[int, int] = {}
+    for number, gone in job.gone.items():
+        for incarnation in gone.values():
+            if incarnation in pids:
+                found[pids[incarnation]] = max(number, found.get(pids[incarnation], 0))
+    return found
+
+
+@click.command()
+@click.option("--seed", type=click.IntRange(min=0), help="Of the script (default: a new one, printed).")
+@click.option("--faults", type=click.IntRange(min=1), default=200, show_default=True, help="How many.")
+@click.option("--nodes", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--devices", type=click.IntRange(min=1), default=2, show_default=True, help="Of each node.")
+@click.option("--zero", type=click.IntRange(0, 2), default=0, show_default=True, help="ZeRO's stage.")
+@click.option("--out", type=click.Path(path_type=Path), help="Keep logs, ledgers and records here.")
+@click.option(
+    "--still", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Seconds without a step."
+)
+@click.option(
+    "--gap", type=click.IntRange(min=1), default=6, show_default=True, help="Most steps between faults."
+)
+@click.option("--only", multiple=True, help="Draw these kinds alone.")
+def command(
+    seed: int | None,
+    faults: int,
+    nodes: int,
+    devices: int,
+    zero: int,
+    out: Path | None,
+    still: float,
+    gap: int,
+    only: tuple[str, ...],
+) -> None:
+    """Trains a small job on real processes, under random faults, and checks what must hold."""
+    seed = secrets.randbelow(1_000_000) if seed is None else seed
+    names = ("alpha", "beta", "gamma", "delta", *(f"n{index}" for index in range(4, nodes)))[:nodes]
+    shape = Shape(nodes=names, devices=devices, zero=zero)
+    weights = {kind: WEIGHTS[kind] for kind in only} or WEIGHTS
+    script = draw(Soaking(count=faults, most=gap, weights=weights), shape.names, seed)
+    print(f"soak: --seed {seed} --faults {faults} --nodes {nodes} --devices {devices}", flush=True)
+    folder = out or Path(tempfile.mkdtemp(prefix="elasticd-soak-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    report = soak(script, shape, folder, seed, still)
+    (folder / "report.json").write_bytes(msgspec.json.encode(report))
+    print(report.text, flush=True)
+    if out is None and not report.wrong:
+        shutil.rmtree(folder)
+    else:
+        print(f"kept in {folder}", flush=True)
+    sys.exit(1 if report.wrong else 0)
+
+
+if __name__ == "__main__":
+    command(prog_name="python -m elasticd.chaos.soak")

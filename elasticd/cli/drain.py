@@ -1,0 +1,60 @@
+"""`elasticd drain`: takes a node out of all plans, its state moved off first, so that it can be stopped."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.reach import Api, CannotReach, NodeStatus, reach
+
+_POLL = 0.5
+
+
+@click.command()
+@config_option
+@coordinator_option
+@click.option("--undo", is_flag=True, help="Let plans use the node again.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait until no plan uses the node; 0: not at all.",
+)
+@click.argument("node")
+def drain(config: str | None, coordinator: str | None, undo: bool, wait: float, node: str) -> None:
+    """Let all jobs leave NODE, and wait until they have.
+
+    Nothing stalls: the next plans are made without its devices, and its state moves in the midst of training.
+    Then its torchruns and its agent can be stopped. An agent that is started anew has its node used again.
+    """
+    with reach(config, coordinator) as api:
+        api.drain(node, on=not undo)
+        if undo:
+            click.echo(f"plans may use node {node} again")
+            return
+        deadline = time.monotonic() + wait
+        while (left := _left(api, node)) and time.monotonic() < deadline:
+            time.sleep(_POLL)
+    if left and wait:
+        raise click.ClickException(
+            f"plans still use {left} devices of node {node}, which goes on to be drained: 'elasticd status' "
+            "shows which"
+        )
+    click.echo(f"node {node} is being drained" if left else f"no plan uses node {node}: it can be stopped")
+
+
+def _left(api: Api, node: str) -> int:
+    """How many of its devices plans use; all, until its agent has taken note."""
+    found = _found(api, node)
+    return found.members if found.draining else max(1, found.members)
+
+
+def _found(api: Api, node: str) -> NodeStatus:
+    for found in api.status().nodes:
+        if found.node == node:
+            return found
+    raise CannotReach(f"node {node} is gone: its agent ended")

@@ -1,0 +1,130 @@
+"""Chaos at the coordinator: which harm is allowed and possible, and how a cut comes to its end.
+
+A cut agent hears no leader, so it cannot be told that it is healed: while it is cut, it keeps a connection of
+its own for that alone, which ends with the cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from typing import Protocol
+
+import msgspec
+from elasticd_planner.value import Value
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from elasticd.coordinator.leading import Leading, Refused
+from elasticd.machines.job.effects import Harmed
+from elasticd.orders import Harm
+
+#: What is done to a device; the rest is done to a node.
+TO_DEVICES = ("slow", "recover", "kill", "freeze", "thaw")
+TO_NODES = ("cut", "heal")
+
+
+class ChaosRequest(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/chaos`: a device's name for what is done to devices, else a node's. `seconds`: how
+    long a cut lasts, 0 until it is healed."""
+
+    action: str
+    device: str = ""
+    node: str = ""
+    factor: float = 1.0
+    seconds: float = 0.0
+
+
+class Served(Protocol):
+    """Who leads now, and the cuts that its server holds."""
+
+    leading: Leading
+
+
+class Cuts:
+    """The nodes that are cut now, by the connections that they keep meanwhile."""
+
+    def __init__(self) -> None:
+        self._healed: dict[str, asyncio.Event] = {}
+
+    def __contains__(self, node: str) -> bool:
+        return node in self._healed
+
+    def heal(self, node: str) -> None:
+        self._healed[node].set()
+
+    async def stay(self, node: str, socket: WebSocket) -> None:
+        """Until the node is healed, or is gone."""
+        healed = self._healed[node] = asyncio.Event()
+        await socket.accept()
+        waits = {asyncio.create_task(healed.wait()), asyncio.create_task(_until_gone(socket))}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if self._healed.get(node) is healed:
+                del self._healed[node]
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # closed by the other side already
+                await socket.close()
+
+
+async def _until_gone(socket: WebSocket) -> None:
+    while (await socket.receive())["type"] != "websocket.disconnect":
+        pass
+
+
+def routes(served: Served) -> list[BaseRoute]:
+    """Those of chaos."""
+    cuts = Cuts()
+
+    async def chaos(request: Request) -> Response:
+        try:
+            body = msgspec.json.decode(await request.body(), type=ChaosRequest, strict=False)
+        except msgspec.DecodeError as error:
+            raise Refused(
+                400, f'the body must be {{"action", "device" or "node", "factor", "seconds"}}: {error}'
+            ) from error
+        order(served.leading, cuts, body)
+        return Response(msgspec.json.encode(body), media_type="application/json")
+
+    async def cut(socket: WebSocket) -> None:
+        await cuts.stay(str(socket.path_params["node"]), socket)
+
+    return [Route("/v1/chaos", chaos, methods=["POST"]), WebSocketRoute("/v1/chaos/cut/{node}", cut)]
+
+
+def order(leading: Leading, cuts: Cuts, body: ChaosRequest) -> None:
+    """Carries a request out. Raises `Refused` with what would be right."""
+    leading.allow_chaos()
+    if body.action in ("slow", "recover"):
+        leading.pace(body.action, body.device, body.factor)
+    elif body.action in TO_DEVICES:
+        leading.know_device(body.device)
+        _harm(leading, body.device.rpartition("/")[0], Harm(how=body.action, device=body.device))  # type: ignore[arg-type]
+    elif body.action == "cut":
+        if not 0 <= body.seconds < math.inf:
+            raise Refused(400, f"seconds {body.seconds} must be how long the cut lasts, 0 until it is healed")
+        if body.node in cuts:
+            raise Refused(409, f"node {body.node} is cut already: heal it first")
+        _harm(leading, body.node, Harm(how="cut", seconds=body.seconds))
+    elif body.action == "heal":
+        if body.node not in cuts:
+            raise Refused(409, f"node {body.node!r} is not cut by this leader, so there is nothing to heal")
+        cuts.heal(body.node)
+    else:
+        raise Refused(400, f"action {body.action!r} must be one of {', '.join((*TO_DEVICES, *TO_NODES))}")
+
+
+def _harm(leading: Leading, node: str, harm: Harm) -> None:
+    known = leading.state.nodes.get(node)
+    if known is None:
+        names = ", ".join(sorted(leading.state.nodes)) or "none"
+        raise Refused(404, f"there is no node {node!r}; there are: {names}")
+    if not known.connected:
+        raise Refused(409, f"the agent of node {node} cannot be reached: nobody is there to {harm.how} it")
+    leading.apply(Harmed(node=node, harm=harm))

@@ -1,0 +1,23 @@
+"""Wire messages by which the leader passes a user's wish on to an agent, for its whole node or one process."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from elasticd.wire import Message
+
+
+class Drain(Message, frozen=True, kw_only=True):
+    """Whether this node's devices are to be left: its agent puts it into the node's record, and says so to the
+    leader by another `AgentHello` on the same connection."""
+
+    on: bool
+
+
+class Harm(Message, frozen=True, kw_only=True):
+    """Chaos, a hint: this is done to the process that drives `device`; or (cut) this agent loses its leader and
+    its store, until it is healed, the leader is gone, or `seconds` have passed, if that is not 0."""
+
+    how: Literal["kill", "freeze", "thaw", "cut"]
+    device: str = ""
+    seconds: float = 0.0

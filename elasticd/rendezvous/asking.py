@@ -1,0 +1,111 @@
+"""How a torchrun in restart mode asks its agent: over agents that end, and stores that rest."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+from elasticd import messages, packets
+from elasticd.messages import Rejected, Shutdown, ToWorker
+from elasticd.rendezvous.live import Refusal
+from elasticd.rounds import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
+
+#: Seconds for one answer; the agent itself waits for its store no longer than about that.
+ANSWER_SECONDS = 10.0
+_RETRY_SECONDS = 0.2
+Question = Present | ReadRound | WriteRound
+
+
+class Asking:
+    """Questions to the agent at `path`. `patience`: seconds for which a question is asked again while there is
+    no agent, or the store behind it rests; at least once. Thread-safe."""
+
+    def __init__(self, path: str, job: str, agent_seconds: float) -> None:
+        self.address = ""
+        self.patience = 0.0
+        self._path, self._job = path, job
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._present: Present | None = None
+        self._sock: socket.socket | None = None
+        try:
+            self._connect(agent_seconds)
+        except OSError as error:
+            raise Refusal(str(error)) from None
+
+    def present(self, name: str, store: str, *, left: bool = False) -> RoundAnswer:
+        """Say who this torchrun is; returns once the store has it. An agent that is started again hears it
+        first."""
+        self._present = Present(id=0, name=name, store=store, left=left)
+        return self._ask(lambda number: Present(id=number, name=name, store=store, left=left))
+
+    def read(self) -> RoundAnswer:
+        return self._ask(lambda number: ReadRound(id=number))
+
+    def write(self, value: bytes, token: int) -> RoundAnswer:
+        return self._ask(lambda number: WriteRound(id=number, value=value, token=token))
+
+    def close(self) -> None:
+        with self._lock:
+            self._hang_up()
+
+    def _ask(self, question: Callable[[int], Question]) -> RoundAnswer:
+        """Raises RendezvousConnectionError when there was no answer in time, Refusal when the agent says no."""
+        deadline = time.monotonic() + self.patience
+        with self._lock:
+            while True:
+                why = ""
+                try:
+                    if self._sock is None:
+                        self._connect(0.0)
+                    answer = self._exchange(question(next(self._ids)))
+                    if not answer.error:
+                        return answer
+                    why = f"the store cannot be asked: {answer.error}"
+                except OSError as error:
+                    self._hang_up()
+                    why = str(error)
+                if time.monotonic() >= deadline:
+                    raise RendezvousConnectionError(f"elasticd: {why}")
+                time.sleep(_RETRY_SECONDS)
+
+    def _connect(self, seconds: float) -> None:
+        self._sock = packets.connect(self._path, seconds)
+        self._sock.settimeout(ANSWER_SECONDS)
+        packets.send(self._sock, messages.encode(Attend(job=self._job, pid=os.getpid())))
+        welcome = self._hear()
+        if not isinstance(welcome, Attending):
+            raise ConnectionError(f"the agent said {type(welcome).__name__} where it was to say Attending")
+        self.address = welcome.address
+        if self._present is not None:
+            self._exchange(msgspec.structs.replace(self._present, id=next(self._ids)))
+
+    def _exchange(self, body: Question) -> RoundAnswer:
+        assert self._sock is not None
+        packets.send(self._sock, messages.encode(body))
+        while True:
+            answer = self._hear()
+            if isinstance(answer, RoundAnswer) and answer.id == body.id:
+                return answer
+
+    def _hear(self) -> ToWorker:
+        assert self._sock is not None
+        data = packets.receive(self._sock)
+        if data is None:
+            raise ConnectionResetError("the agent ended")
+        answer = messages.to_worker(data)
+        if isinstance(answer, Rejected | Shutdown):
+            raise Refusal(answer.reason)
+        return answer
+
+    def _hang_up(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None

@@ -1,0 +1,101 @@
+"""The one place that looks into the state of torch's own rendezvous, which torch keeps as a private class.
+
+torch finds dead nodes by heartbeats: writes of every node to the one shared state, by clocks that must agree,
+after 15 s. Agents know better and sooner. So each state that is read is given heartbeats that say what the
+agents know: those of the living are of now, those of the dead are ages old. torch's own code does the rest.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    _NodeDesc,
+    _RendezvousState,
+)
+
+_DEAD = datetime.min.replace(tzinfo=UTC)
+#: All that torch's state is made of: nothing else is brought to life from the store's bytes.
+_ALLOWED = {
+    (_RendezvousState.__module__, "_RendezvousState"): _RendezvousState,
+    (_NodeDesc.__module__, "_NodeDesc"): _NodeDesc,
+    ("datetime", "datetime"): datetime,
+    ("datetime", "timezone"): type(UTC),
+    ("datetime", "timedelta"): timedelta,
+    ("builtins", "set"): set,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a rendezvous' state") from None
+
+
+class Roster:
+    """The state of one round, as its bytes say. Names are torch's: address, process and a number."""
+
+    def __init__(self, data: bytes) -> None:
+        """Raises RendezvousStateError for bytes that are no state of torch's."""
+        try:
+            self._state = _Unpickler(io.BytesIO(data)).load()
+            if not isinstance(self._state, _RendezvousState):
+                raise TypeError(f"it is a {type(self._state).__name__}")
+        except Exception as error:
+            raise RendezvousStateError(
+                f"elasticd: the rendezvous' state in the store cannot be read ({error}): "
+                "run the same release of torch everywhere, or choose another --rdzv-id"
+            ) from error
+
+    @property
+    def participants(self) -> frozenset[str]:
+        return frozenset(map(str, self._state.participants))
+
+    @property
+    def complete(self) -> bool:
+        return bool(self._state.complete)
+
+    @property
+    def closed(self) -> bool:
+        return bool(self._state.closed)
+
+    @property
+    def known(self) -> frozenset[str]:
+        """All that take part or wait to."""
+        return frozenset(map(str, self._state.last_heartbeats))
+
+    @property
+    def round(self) -> int:
+        return int(self._state.round)
+
+    def judge(self, lives: Callable[[str], bool]) -> None:
+        """Heartbeats by what is known of each."""
+        now = datetime.now(UTC)
+        for node in list(self._state.last_heartbeats):
+            self._state.last_heartbeats[node] = now if lives(str(node)) else _DEAD
+
+    def settle(self) -> None:
+        """Whoever takes part completes the round as soon as it looks."""
+        if self._state.deadline is not None:
+            self._state.deadline = _DEAD
+
+    def anew(self) -> None:
+        """Nobody is left of it: the next round of another run."""
+        state = _RendezvousState()
+        state.round = self._state.round + 1
+        self._state = state
+
+    def encode(self) -> bytes:
+        return pickle.dumps(self._state)
+
+
+def first(state: Any) -> str:
+    """Who has rank 0 in a state of torch's; empty where nobody has."""
+    return next((str(node) for node, rank in state.participants.items() if rank == 0), "")

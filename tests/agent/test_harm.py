@@ -1,0 +1,104 @@
+"""Chaos in an agent: signals by pidfd, and a store that is cut off and healed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from elasticd_agent.harm import Harms
+from elasticd_agent.severed import Severable
+
+from elasticd.orders import Harm
+from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.store.protocol import StoreUnavailable, WatchEvent
+from tests.integration.cluster import until
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    started = subprocess.Popen(["sleep", "600"])
+    yield started
+    started.kill()
+    started.wait()
+
+
+def harms(process: subprocess.Popen[bytes], allowed: bool = True) -> Harms:
+    def pidfd(device: str) -> int | None:
+        return os.pidfd_open(process.pid) if device == "n0/0" and process.poll() is None else None
+
+    return Harms("n0", allowed, Severable(MemoryStore(MemoryServer())), pidfd, lambda url: None)
+
+
+def status(process: subprocess.Popen[bytes]) -> str:
+    return str(psutil.Process(process.pid).status())
+
+
+def test_a_frozen_process_is_thawed_though_nobody_else_knows_it_any_more(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = harms(process)
+    agent.take(Harm(how="freeze", device="n0/0"))
+    until(lambda: status(process) == psutil.STATUS_STOPPED)
+    monkeypatch.setattr(agent, "_pidfd", lambda device: None)
+    agent.take(Harm(how="thaw", device="n0/0"))
+    until(lambda: status(process) != psutil.STATUS_STOPPED)
+
+
+def test_an_agent_that_ends_thaws_whom_it_froze(process: subprocess.Popen[bytes]) -> None:
+    agent = harms(process)
+    agent.take(Harm(how="freeze", device="n0/0"))
+    until(lambda: status(process) == psutil.STATUS_STOPPED)
+    asyncio.run(agent.close())
+    until(lambda: status(process) != psutil.STATUS_STOPPED)
+
+
+def test_a_device_without_a_worker_is_let_be(process: subprocess.Popen[bytes]) -> None:
+    agent = harms(process)
+    agent.take(Harm(how="kill", device="n0/1"))
+    assert process.poll() is None
+    agent.take(Harm(how="kill", device="n0/0"))
+    assert process.wait(30) == -9
+    agent.take(Harm(how="kill", device="n0/0"))
+
+
+def test_an_agent_whose_configuration_has_chaos_off_does_nothing(
+    process: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = harms(process, allowed=False)
+    agent.take(Harm(how="freeze", device="n0/0"))
+    assert "chaos is off here" in caplog.text
+    assert status(process) != psutil.STATUS_STOPPED
+
+
+def test_no_descriptor_is_left(process: subprocess.Popen[bytes]) -> None:
+    agent = harms(process)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        for how in ("freeze", "freeze", "thaw"):
+            agent.take(Harm(how=how, device="n0/0"))  # type: ignore[arg-type]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_store_that_is_cut_fails_and_its_watches_go_on_where_they_were_once_it_is_healed() -> None:
+    server = MemoryServer()
+    other, store = MemoryStore(server), Severable(MemoryStore(server))
+    seen: list[str] = []
+    store.watch("/a/", 1, lambda item: seen.append(item.key) if isinstance(item, WatchEvent) else None)
+    other.put("/a/1", b"")
+    store.cut()
+    other.put("/a/2", b"")
+    other.put("/a/3", b"")
+    assert seen == ["/a/1"]
+    for call in (lambda: store.get("/a/1"), lambda: store.put("/a/4", b""), lambda: store.keep_alive(1)):
+        with pytest.raises(StoreUnavailable):
+            call()
+    assert other.get("/a/4") is None
+    store.heal()
+    assert seen == ["/a/1", "/a/2", "/a/3"]
+    other.put("/a/5", b"")
+    assert seen[-1] == "/a/5"
+    assert store.get("/a/3") is not None

@@ -1,0 +1,201 @@
+"""A worker's end of snapshots, `Control`, against whole agents: descriptors both ways, and agents that end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from elasticd import messages, packets
+from elasticd.messages import (
+    Goodbye,
+    Hello,
+    Recorded,
+    ToWorker,
+    Welcome,
+)
+from elasticd.runtime.control import Control
+from elasticd.snapshots import Fetched, Freed, Held, Snapped, Whole
+from elasticd.store.server import EtcdServer
+from tests.agent.snapshots import memory, open_descriptors, plan_of, read
+from tests.agent.support import Node, closing_all, spec, until
+
+WAIT = 90.0
+HELLO = Hello(job="job", local_rank=0, world_size=1, pid=os.getpid(), spec=spec("job"))
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[..., object]]:
+    with closing_all() as register:
+        yield register
+
+
+class Worker:
+    """A `Control` and what its handler heard."""
+
+    def __init__(self, path: str) -> None:
+        self.control = Control(path, HELLO, connect_seconds=WAIT)
+        self.heard: list[ToWorker] = []
+        self.control.start(self.heard.append)
+
+    def held(self, step: int, size: int) -> Held:
+        me = self.control.welcome
+        node = me.device.rpartition("/")[0]
+        return Held(
+            job="job",
+            device=me.device,
+            incarnation=me.incarnation,
+            plan=1,
+            step=step,
+            node=node,
+            size=size,
+        )
+
+    def snap(self, step: int, data: bytes) -> Held:
+        held, fd = self.held(step, len(data)), memory(data)
+        self.control.send(Snapped(held=held, plan=plan_of(1, {held.device: held.incarnation})), fd=fd)
+        os.close(fd)
+        return held
+
+    def fetch(self, held: Held) -> bytes:
+        found, fd = self.control.fetch(held, WAIT)
+        assert found == held
+        return read(fd)
+
+    def close(self) -> None:
+        self.control.close(Goodbye())
+
+
+def test_snapshot_goes_to_the_agent_and_comes_back(tmp_path: Path, register: Callable[..., object]) -> None:
+    node = Node(register, tmp_path)
+    leader = node.leader()
+    node.agent()
+    worker = Worker(node.path)
+    register(worker)
+    data = os.urandom(2_000_000)
+    held = worker.snap(4, data)
+    assert worker.fetch(held) == data
+    worker.snap(5, data)
+    until(lambda: leader.keeps and len(leader.keeps[-1][1].snapshots) == 2, WAIT)
+    leader.send(Whole(job="job", plan=1, step=5))
+    until(lambda: Freed(plan=1, step=4) in worker.heard, WAIT)
+    with pytest.raises(OSError, match="no snapshot of n0/0 at step 4 of plan 1 is kept on node n0"):
+        worker.control.fetch(held, WAIT)
+
+
+class Played:
+    """A listener that plays the agent: it welcomes whoever comes, and the test says the rest."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "s")
+        self._listener = packets.listen(self.path)
+        self._listener.setblocking(True)
+        self.ends: list[socket.socket] = []
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                end, _ = self._listener.accept()
+            except OSError:
+                return
+            packets.receive(end)
+            answer = Welcome(device="n0/0", incarnation="i", address="127.0.0.1")
+            packets.send(end, messages.encode(answer))
+            self.ends.append(end)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        for end in self.ends:
+            end.close()
+
+
+def test_agent_that_hangs_or_ends_fails_what_is_fetched(
+    tmp_path: Path, register: Callable[..., object]
+) -> None:
+    agent = Played(tmp_path)
+    register(agent)
+    worker = Worker(agent.path)
+    register(worker)
+    held = worker.held(1, 5)
+    until(lambda: agent.ends, WAIT)
+    before = open_descriptors()
+    with pytest.raises(TimeoutError):
+        worker.control.fetch(held, 0.1)
+    fd = memory(b"state")
+    packets.send(agent.ends[0], messages.encode(Fetched(held=held)), fd)  # too late: nobody waits for it
+    os.close(fd)
+    packets.send(agent.ends[0], messages.encode(Recorded(number=7)))
+    until(lambda: worker.heard, WAIT)
+    assert open_descriptors() == before
+    threading.Timer(0.1, lambda: agent.ends[0].shutdown(socket.SHUT_RDWR)).start()
+    with pytest.raises(TimeoutError, match="broke"):
+        worker.control.fetch(held, WAIT)
+
+
+def test_snapshots_wait_for_an_agent_that_is_slow_to_read(
+    tmp_path: Path, register: Callable[..., object]
+) -> None:
+    agent = Played(tmp_path)
+    register(agent)
+    worker = Worker(agent.path)
+    register(worker)
+    until(lambda: agent.ends, WAIT)
+    before = open_descriptors()
+    for step in range(500):  # more than the socket takes without a reader
+        worker.snap(step, str(step).encode())
+    for step in range(500):
+        data, fd = packets.accept(agent.ends[0])
+        assert data is not None
+        assert b'"step":%d,' % step in data
+        assert fd is not None
+        assert read(fd) == str(step).encode()
+    until(lambda: open_descriptors() == before, WAIT)
+
+
+def test_worker_hears_of_a_new_connection_and_goes_on(tmp_path: Path, register: Callable[..., object]) -> None:
+    """An agent that is killed, in a process of its own, and the one that comes after it."""
+    path, log = str(tmp_path / "a.sock"), tmp_path / "log"
+
+    def agent(etcd: str) -> subprocess.Popen[bytes]:
+        options = ("--etcd", etcd, "--socket", path, "--node", "n0", "--devices", "2", "--memory", "1 MiB")
+        config = tmp_path / "e.toml"
+        config.write_text(f'[agent]\nstate = "{tmp_path}"\n')
+        with log.open("ab") as out:
+            return subprocess.Popen(
+                [sys.executable, "-m", "elasticd_agent", "--config", str(config), *options],
+                stdout=out,
+                stderr=out,
+            )
+
+    with EtcdServer(fsync=False) as etcd:
+        processes = [agent(etcd.endpoint)]
+        try:
+            worker = Worker(path)
+            register(worker)
+            first = worker.snap(1, b"one")
+            assert worker.fetch(first) == b"one"
+            processes[0].send_signal(signal.SIGKILL)
+            processes[0].wait()
+            processes.append(agent(etcd.endpoint))
+            until(lambda: any(isinstance(word, Welcome) for word in worker.heard), WAIT)
+            with pytest.raises(OSError, match="no snapshot"):
+                worker.control.fetch(first, WAIT)
+            second = worker.snap(2, b"two")
+            assert worker.fetch(second) == b"two"
+            worker.control.renew()
+            assert worker.fetch(second) == b"two", "another incarnation's snapshot stays"
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()

@@ -1,0 +1,108 @@
+"""The checker of records: a real history is right, and each forbidden record is found."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from elasticd.chaos.faults import Faults
+from elasticd.chaos.history import History
+from elasticd.chaos.simulated import KEYS, cluster, play, scenario
+from elasticd.records import DoneRecord, Fence, PlanRecord, Proposal, encode
+from elasticd.simulator.run import Simulation
+from elasticd.store.memory import MemoryStore
+from elasticd.store.protocol import WatchEvent
+
+SCRIPT = Faults().kill("n0/0", 20.0).at_step(12).takeover().at_step(20).slow("n1/0", 3.0).at_step(24)
+
+
+@pytest.fixture(scope="module")
+def real() -> list[WatchEvent]:
+    """What a simulated job's leaders wrote, through a death, a takeover and a replan."""
+    seen: list[WatchEvent] = []
+    simulation = Simulation(scenario(SCRIPT, cluster(3, 1), seed=1))
+    MemoryStore(simulation.server).watch(KEYS.root, 1, seen.append)  # type: ignore[arg-type]
+    simulation.run()
+    return seen
+
+
+def wrong(events: list[WatchEvent]) -> list[str]:
+    history = History(KEYS)
+    history.read(events)
+    return history.wrong
+
+
+def test_a_history_of_faults_is_right(real: list[WatchEvent]) -> None:
+    history = History(KEYS)
+    history.read(real)
+    assert history.wrong == []
+    job = history.jobs["job"]
+    assert len(history.leaders) == 2
+    assert len(job.gone) == 1
+    assert len(job.plans) >= 2
+    assert job.over
+
+
+def _last(real: list[WatchEvent], part: str) -> int:
+    return max(i for i, event in enumerate(real) if event.kind == "put" and event.key.endswith(f"/{part}"))
+
+
+def _again(real: list[WatchEvent], part: str, record: msgspec.Struct) -> list[WatchEvent]:
+    """The same history up to that part's last record, and then this one."""
+    at = _last(real, part)
+    item = msgspec.structs.replace(real[at].item, value=encode(record))
+    return [*real[: at + 1], msgspec.structs.replace(real[at], item=item)]
+
+
+def test_another_plan_under_the_same_number_is_found(real: list[WatchEvent]) -> None:
+    record = msgspec.json.decode(real[_last(real, "proposal")].item.value, type=Proposal)
+    other = msgspec.structs.replace(record.plan, binding={**record.plan.binding, "n1/0": "another"})
+    found = wrong(_again(real, "proposal", msgspec.structs.replace(record, plan=other)))
+    assert any("has two plans" in one for one in found), found
+
+
+def test_a_record_of_a_leader_that_was_replaced_is_found(real: list[WatchEvent]) -> None:
+    record = msgspec.json.decode(real[_last(real, "plan")].item.value, type=PlanRecord)
+    found = wrong(_again(real, "plan", msgspec.structs.replace(record, epoch=record.epoch - 1)))
+    assert any("was written while" in one for one in found), found
+
+
+def test_a_fence_below_a_number_that_was_given_is_found(real: list[WatchEvent]) -> None:
+    record = msgspec.json.decode(real[_last(real, "fence")].item.value, type=Fence)
+    found = wrong(_again(real, "fence", record))
+    assert any(f"number {record.number} is not above" in one for one in found), found
+
+
+def test_a_plan_that_goes_back_is_found(real: list[WatchEvent]) -> None:
+    record = msgspec.json.decode(real[_last(real, "plan")].item.value, type=PlanRecord)
+    found = wrong(_again(real, "plan", msgspec.structs.replace(record, step=0)))
+    assert any("goes on at step 0" in one for one in found), found
+
+
+def test_a_plan_that_nobody_proposed_is_found(real: list[WatchEvent]) -> None:
+    record = msgspec.json.decode(real[_last(real, "plan")].item.value, type=PlanRecord)
+    plan = msgspec.structs.replace(record.plan, number=900)
+    found = wrong(_again(real, "plan", msgspec.structs.replace(record, plan=plan)))
+    assert any("never was proposed" in one for one in found), found
+
+
+def test_what_is_written_after_the_end_is_found(real: list[WatchEvent]) -> None:
+    assert msgspec.json.decode(real[_last(real, "done")].item.value, type=DoneRecord).reason == ""
+    found = wrong([*real[: _last(real, "done") + 1], real[_last(real, "plan")]])
+    assert any("the job was over" in one for one in found), found
+
+
+def test_a_play_that_goes_wrong_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The soak finds what a machine that gives a number twice writes."""
+    from elasticd.machines.job import fence
+
+    original = fence.fault
+
+    def forgetful(turn, gone, why):  # type: ignore[no-untyped-def]
+        turn.set(highest=0)
+        original(turn, gone, why)
+
+    for module in ("losses", "recovery"):
+        monkeypatch.setattr(f"elasticd.machines.job.{module}.fault", forgetful)
+    result = play(scenario(SCRIPT, cluster(3, 1), seed=1))
+    assert any("is not above" in one for one in result.wrong), result

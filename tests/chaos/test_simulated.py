@@ -1,0 +1,63 @@
+"""Scripts in the simulator: freezes, cuts and agents that start anew; and random scripts, checked."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticd.chaos.drawn import Soaking, draw
+from elasticd.chaos.faults import Faults
+from elasticd.chaos.simulated import TIMES, Play, cluster, play, scenario
+from elasticd.simulator.planning import Planner
+from elasticd.simulator.run import Simulation
+
+SHAPE = cluster(3, 2)
+DEVICES = [device.name for device in SHAPE.cluster().devices]
+
+
+def played(script: Faults) -> Play:
+    result = play(scenario(script, SHAPE, seed=3))
+    assert result.wrong == ()
+    assert result.stopped == ""
+    return result
+
+
+def test_a_short_freeze_costs_its_seconds_and_nothing_else() -> None:
+    calm = Simulation(scenario(Faults().recover("n0/0").at_step(20), SHAPE, seed=3))
+    calm.run()
+    frozen = Simulation(scenario(Faults().freeze("n0/0", 3.0).at_step(20), SHAPE, seed=3))
+    frozen.run()
+    assert frozen.gang.step == calm.gang.step
+    assert 2.5 < frozen.engine.now() - calm.engine.now() < 3.5
+    assert not [event for event in frozen.timeline if event.kind == "fenced"]
+
+
+def test_a_worker_frozen_while_another_dies_is_gone_on_with_or_without() -> None:
+    result = played(Faults().freeze("n0/0", 30.0).kill("n1/0", 5.0).at_step(20))
+    assert result.fences >= 1
+
+
+def test_a_cut_node_trains_on_and_nobody_is_fenced_off() -> None:
+    result = played(Faults().cut("n1").at_step(20).heal("n1").at_step(60))
+    assert result.fences == 0
+
+
+def test_a_death_while_another_node_is_cut_is_survived() -> None:
+    result = played(Faults().cut("n1", 20.0).kill("n2/0", 4.0).at_step(20))
+    assert result.fences >= 1
+
+
+@pytest.mark.parametrize("step", [0, 1, 5, 21, 22, 23, 24, 25])
+def test_an_agent_that_starts_anew_at_any_moment_costs_nothing(step: int) -> None:
+    script = Faults().slow("n0/1", 3.0).at_step(15).restart("n0").at_step(step)
+    result = played(script)
+    assert (result.fences, result.restarts) == (0, 0)
+
+
+def test_random_scripts_break_nothing() -> None:
+    planner = Planner(TIMES)
+    plays = [
+        play(scenario(draw(Soaking(count=10, most=8), DEVICES, seed), SHAPE, seed), planner)
+        for seed in range(100, 106)
+    ]
+    assert {one.seed: one.wrong for one in plays if one.wrong} == {}
+    assert sum(one.fences for one in plays) > 0

@@ -1,0 +1,286 @@
+"""A whole cluster as real processes, as a user starts it: coordinators, agents, torchruns; each can be killed,
+frozen and thawed. Whatever was started is ended, by its id, when the `with` ends."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+
+from elasticd.cli.reach import Api, CannotReach
+from elasticd.coordinator.journal import EventRecord
+from elasticd.offspring import ending_with_us
+from elasticd.store.leader import Leader, read_leader
+from elasticd.store.protocol import StoreError, WatchEvent
+from tests.integration import train_ledger
+from tests.integration.trio import Relay, Trio
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = "test"
+PATIENCE = 120.0
+SCRIPT = Path(train_ledger.__file__)
+T = TypeVar("T")
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """A step as one worker was given it; `time` is of CLOCK_MONOTONIC, the same for all processes."""
+
+    step: int
+    plan: int
+    loss: float
+    samples: list[int]
+    time: float
+
+
+def until(condition: Callable[[], T], what: Callable[[], object], seconds: float = PATIENCE) -> T:
+    """The first true value of `condition`; fails with `what()` when none comes in time."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"this never became true: {what()}"
+        time.sleep(0.02)
+    return value
+
+
+class Fleet:
+    """`folder` must be short: sockets live in it. `forward`: seconds a token takes in a block, emulated.
+    `host`: where coordinators serve; `places`: what a node's commands begin with, and its address, where it has
+    another than this machine's."""
+
+    def __init__(
+        self,
+        trio: Trio,
+        folder: Path,
+        *,
+        forward: float = 1e-4,
+        memory: int = 1 << 30,
+        host: str = "127.0.0.1",
+        places: Mapping[str, tuple[Sequence[str], str]] | None = None,
+    ) -> None:
+        self.trio, self.folder = trio, folder
+        self._places = dict(places or {})
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.relays: list[Relay] = []
+        self._ledgers: dict[str, list[Step]] = {}
+        self._read: dict[str, int] = {}  # bytes of each
+        self.configuration = folder / "config.toml"
+        self.configuration.write_text(
+            "\n".join(
+                [
+                    f'[cluster]\nname = "{CLUSTER}"',
+                    f'[coordinator]\nhost = "{host}"\nport = 0\nstate = "{folder}"',
+                    f'[agent]\nstate = "{folder}"',
+                    f"[emulate]\nenabled = true\nforward = {forward!r}\nbackward = {2 * forward!r}",
+                    f"memory = {memory}",
+                    "[chaos]\nenabled = true\n",
+                ]
+            )
+        )
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- processes -----------------------------------------------------------------------------------------
+
+    def coordinator(self, name: str, endpoints: Sequence[str] = ()) -> None:
+        """Starts one, and waits until it leads or stands by."""
+        self._start(name, "-m", "elasticd", "coordinator", "--name", name, *self._named(endpoints))
+        until(lambda: "standing by" in self.log(name) or "leading" in self.log(name), lambda: self.log(name))
+
+    def agent(self, node: str, devices: int, endpoints: Sequence[str] = ()) -> None:
+        options = ["--node", node, "--socket", self.socket(node), "--devices", str(devices)]
+        within, address = self._places.get(node, ((), ""))
+        options += ["--address", address] if address else []
+        self._start(node, "-m", "elasticd_agent", *options, *self._named(endpoints), within=within)
+
+    def run(
+        self, node: str, devices: int, nodes: str, steps: int, script: Path = SCRIPT, **options: Any
+    ) -> None:
+        """`elasticd run` on a node: a torchrun for each device. Options go to the job."""
+        job = ("--job", "job", "--nnodes", nodes, "--devices", str(devices), "--max-restarts", "1000")
+        command = (*job, "--socket", self.socket(node), str(script), str(self.folder), str(steps))
+        within, _ = self._places.get(node, ((), ""))
+        self._start(f"run-{node}", "-m", "elasticd", "run", *command, json.dumps(options), within=within)
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.processes.pop(name).wait()
+
+    def freeze(self, name: str) -> None:
+        self.processes[name].send_signal(signal.SIGSTOP)
+
+    def thaw(self, name: str) -> None:
+        self.processes[name].send_signal(signal.SIGCONT)
+
+    def socket(self, node: str) -> str:
+        return str(self.folder / f"{node}.sock")
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def tree(self, name: str) -> list[psutil.Process]:
+        """A process that we started and all below it."""
+        try:
+            process = psutil.Process(self.processes[name].pid)
+            return [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def close(self) -> None:
+        """Ends all: whoever was started by those that we started, too."""
+        trees = [process for name in self.processes for process in self.tree(name)]
+        for process in trees:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for child in self.processes.values():
+            child.wait()
+
+    def _named(self, endpoints: Sequence[str]) -> tuple[str, ...]:
+        return ("--config", str(self.configuration), "--etcd", ",".join(endpoints or self.trio.endpoints))
+
+    def _start(self, name: str, *arguments: str, within: Sequence[str] = ()) -> None:
+        environment = {
+            **{key: value for key, value in os.environ.items() if not key.startswith("ELASTICD_")},
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+        }
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                ending_with_us([*within, sys.executable, *arguments]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+
+    # -- what the cluster says -----------------------------------------------------------------------------
+
+    def leader(self) -> Leader | None:
+        """By etcd; None as well where that cannot be asked."""
+        with self.trio.store() as store:
+            try:
+                return read_leader(store, f"/elasticd/{CLUSTER}/leader")
+            except StoreError:
+                return None
+
+    def leads(self, but: Leader | None = None) -> Leader:
+        """The leader, once there is one (another than `but`), which answers and has met all agents."""
+
+        def found() -> Leader | None:
+            leader = self.leader()
+            return leader if leader is not None and (but is None or leader.term > but.term) else None
+
+        return until(lambda: found(), self.said)
+
+    @contextlib.contextmanager
+    def api(self) -> Iterable[Api]:  # type: ignore[misc]
+        with Api(self.leads().value) as api:
+            yield api
+
+    def job(self) -> dict[str, Any]:
+        """The job as the leader shows it; empty where nobody answers."""
+        leader = self.leader()
+        if leader is None:
+            return {}
+        return self.job_at(leader.value)
+
+    def job_at(self, url: str) -> dict[str, Any]:
+        """The job as the coordinator at `url` shows it: etcd is not asked."""
+        try:
+            with Api(url) as api:
+                jobs = json.loads(api.status_json())["jobs"]
+        except CannotReach:
+            return {}
+        return next((job for job in jobs if job["job"] == "job"), {})
+
+    def events(self) -> tuple[EventRecord, ...]:
+        """Of the present leader's time."""
+        with self.api() as api:
+            return api.events()
+
+    def revision(self) -> int:
+        """How far etcd has come."""
+        with self.trio.store() as store:
+            return int(store.identity().revision)
+
+    def history(self, since: int) -> list[WatchEvent]:
+        """Every change of the cluster's keys after a revision, and one of our own."""
+        root = f"/elasticd/{CLUSTER}/"
+        with self.trio.store() as store:
+            last = store.put(f"{root}mark", os.urandom(8))
+            events: list[WatchEvent] = []
+            watch = store.watch(root, since + 1)
+            while not events or events[-1].mod_revision < last:
+                item = watch.get(timeout=PATIENCE)
+                assert isinstance(item, WatchEvent), item
+                events.append(item)
+            return events
+
+    def epoch(self, node: str) -> int:
+        """The highest that a node's agent ever obeyed, as it remembers it."""
+        return int(json.loads((self.folder / f"{CLUSTER}-agent-{node}.json").read_text())["epoch"])
+
+    def said(self) -> str:
+        return "\n".join(f"-- {path.name}:\n{path.read_text()[-1500:]}" for path in self.folder.glob("*.log"))
+
+    # -- what the workers were given -----------------------------------------------------------------------
+
+    def ledgers(self) -> Mapping[str, list[Step]]:
+        """The steps by "DEVICE-PID"."""
+        for path in sorted(self.folder.glob("ledger-*")):
+            name = path.name.removeprefix("ledger-")
+            with path.open("rb") as file:
+                file.seek(self._read.get(name, 0))
+                whole, _, _ = file.read().rpartition(b"\n")  # without one that is half written
+            if whole:
+                self._read[name] = self._read.get(name, 0) + len(whole) + 1
+                ledger = self._ledgers.setdefault(name, [])
+                ledger += [msgspec.json.decode(line, type=Step) for line in whole.split(b"\n")]
+        return self._ledgers
+
+    def steps(self) -> int:
+        """Steps that somebody was given: the highest, and one."""
+        return max((ledger[-1].step + 1 for ledger in self.ledgers().values() if ledger), default=0)
+
+    def advanced(self, steps: int, seconds: float = PATIENCE) -> None:
+        """Waits until so many more steps were made."""
+        goal = self.steps() + steps
+        until(lambda: self.steps() >= goal, lambda: f"step {goal}, at {self.steps()}\n{self.said()}", seconds)
+
+    def largest_gap(self, since: float) -> float:
+        """The longest that any worker that lived all the time until now waited for its next step."""
+        to = time.monotonic()
+        before = {name for name, ledger in self.ledgers().items() if ledger and ledger[-1].time > since}
+
+        def caught_up() -> bool:
+            ledgers = self.ledgers()
+            return all(ledgers[name][-1].time >= to for name in before)
+
+        until(caught_up, lambda: f"{self.job()}\n{self.said()}")
+        gaps = []
+        for ledger in self.ledgers().values():
+            times = [step.time for step in ledger]
+            inside = [time for time in times if since <= time <= to]
+            if inside and times[0] < since and times[-1] >= to:
+                before = max(time for time in times if time < since)
+                after = min(time for time in times if time >= to)
+                inside = [before, *inside, after]
+                gaps.append(max(b - a for a, b in itertools.pairwise(inside)))
+        assert gaps, f"no worker trained from {since} to {to}"
+        return max(gaps)

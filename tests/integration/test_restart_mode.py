@@ -1,0 +1,128 @@
+"""Restart mode: plain torch scripts under real torchruns, through what can happen to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cluster import until
+from tests.integration.torchruns import EXAMPLES, RestartJob, end
+
+DDP, FSDP2 = EXAMPLES / "ddp.py", EXAMPLES / "fsdp2.py"
+WATCHED = Path(__file__).with_name("watched.py")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("script", [DDP, FSDP2], ids=lambda script: script.stem)
+def test_plain_script_runs_to_its_end_over_two_nodes(script: Path) -> None:
+    with RestartJob({"a": 1, "b": 1}, script, "--steps=12", nnodes="2") as job:
+        runs = [job.start("a"), job.start("b")]
+        assert [run.wait() for run in runs] == [0, 0], job.said()
+        assert {run.said.count("Traceback") for run in runs} == {0}, job.said()
+        assert sorted(job.losses()) == list(range(12))
+
+
+@pytest.mark.parametrize("script", [DDP, FSDP2], ids=lambda script: script.stem)
+def test_killed_worker_restarts_all_from_the_last_checkpoint(script: Path) -> None:
+    with RestartJob({"a": 1, "b": 1}, script, "--steps=60", "--pause=0.1", nnodes="2") as job:
+        runs = [job.start("a"), job.start("b")]
+        job.runs(2, steps=12)
+        os.kill(runs[1].workers()[0], signal.SIGKILL)
+        assert [run.wait() for run in runs] == [0, 0], job.said()
+        losses = job.losses()
+        assert sorted(losses) == list(range(60))
+        # Steps that were made again give what they gave before.
+        assert all(len(values) == 1 for values in losses.values()), losses
+
+
+def test_node_that_is_gone_leaves_the_others_to_go_on_and_one_that_comes_is_taken_in() -> None:
+    with RestartJob({"a": 1, "b": 1, "c": 1}, DDP, "--steps=100000", "--pause=0.05", nnodes="1:3") as job:
+        job.start("a")
+        b = job.start("b")
+        job.runs(2)
+        job.lose_agent("b")  # and with it the node's lease
+        for pid in b.kill():
+            end(pid)
+        job.runs(1)
+        c = job.start("c")
+        job.runs(2)
+        c.process.send_signal(signal.SIGTERM)
+        assert c.wait() != 0
+        job.runs(1)
+
+
+def test_torchrun_killed_takes_its_workers_along_and_the_others_go_on() -> None:
+    with RestartJob({"a": 1, "b": 1}, DDP, "--steps=100000", "--pause=0.05", nnodes="1:2") as job:
+        job.start("a")
+        b = job.start("b")
+        job.runs(2)
+        orphans = b.kill()
+        until(lambda: not any(map(alive, orphans)), 60)
+        job.runs(1)
+
+
+def test_agent_that_is_started_again_restarts_nobody() -> None:
+    with RestartJob({"a": 1, "b": 1}, DDP, "--steps=100000", "--pause=0.05", nnodes="1:2") as job:
+        runs = [job.start("a"), job.start("b")]
+        job.runs(2)
+        workers = [run.workers() for run in runs]
+        job.cluster.restart_agent("b")
+        job.runs(2, steps=150)
+        assert [run.workers() for run in runs] == workers
+        # And it is attended to again: a death is still seen.
+        os.kill(workers[1][0], signal.SIGKILL)
+        until(lambda: runs[0].workers() and runs[0].workers() != workers[0], 60, job.said)
+        job.runs(2)
+
+
+def test_job_that_was_ended_can_be_run_again_under_its_name() -> None:
+    with RestartJob({"a": 1, "b": 1}, DDP, "--steps=12", nnodes="2") as job:
+        for _ in range(2):
+            runs = [job.start("a"), job.start("b")]
+            assert [run.wait() for run in runs] == [0, 0], job.said()
+
+
+@pytest.mark.parametrize("script", [DDP, FSDP2], ids=lambda script: script.stem)
+def test_watch_tells_the_straggler_apart_though_all_wait_for_it(script: Path) -> None:
+    options = (f"--script={script}", "--steps=100000", "--pause=0.02")
+    with RestartJob({"a": 1, "b": 1}, WATCHED, *options, nnodes="2") as job:
+        job.start("a")
+        job.start("b", "--pause=0.4")
+        until(lambda: "slow" in {event["kind"] for event in job.cluster.events()}, 120, job.said)
+        shown = job.status()
+        slow, fast = shown["devices"]["b/0"], shown["devices"]["a/0"]
+        assert slow["ratio"] > 3, shown
+        assert slow["seconds"] > 0.4, shown
+        # The other's steps take as long, and its own computation is told apart all the same.
+        assert fast["seconds"] < shown["step_seconds"] / 2, shown
+        assert shown["out"] == {}  # there must be two nodes
+        (event,) = job.cluster.events("slow")
+        assert event["text"].startswith("b/0 is slow")
+
+
+def test_slow_node_is_left_out_where_going_on_without_it_is_faster_and_stands_by() -> None:
+    options = (f"--script={DDP}", "--steps=250", "--pause=0.02")
+    with RestartJob({"a": 1, "b": 1, "c": 1}, WATCHED, *options, nnodes="1:3") as job:
+        runs = {node: job.start(node) for node in "ac"}
+        slow = job.start("b", "--pause=0.6")
+        until(lambda: job.cluster.events("excluded"), 200, job.said)
+        job.runs(2, steps=20)
+        until(lambda: "this node stands by" in slow.said, 60, job.said)
+        assert slow.workers() == []
+        assert slow.process.poll() is None
+        codes = [run.wait() for run in (*runs.values(), slow)]
+        assert codes == [0, 0, 0], job.said()
+        assert "b/0 takes" in job.cluster.events("excluded")[0]["text"]
+        assert job.status()["out"], "status tells who is out"
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

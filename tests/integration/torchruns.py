@@ -1,0 +1,158 @@
+"""Real torchruns in restart mode over a cluster's real agents, with unmodified scripts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from tests.integration.cluster import ROOT, Cluster, until
+
+EXAMPLES = ROOT / "examples"
+
+
+class Torchrun:
+    """One torchrun and what it and its workers say."""
+
+    def __init__(self, cluster: Cluster, node: str, script: Path, options: list[str], *, nodes: str, conf: str):
+        self.node = node
+        self._log = tempfile.NamedTemporaryFile(dir=cluster.folder, prefix=f"torchrun-{node}-")  # noqa: SIM115
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=elasticd", "--rdzv-id=job"),
+            *(f"--rdzv-endpoint={cluster.socket(node)}", f"--rdzv-conf=mode=restart{conf}"),
+            *(f"--nnodes={nodes}", f"--nproc-per-node={cluster.nodes[node]}", "--max-restarts=3"),
+            *(str(script), *options),
+        ]
+        self.process = subprocess.Popen(
+            command,
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    @property
+    def said(self) -> str:
+        return Path(self._log.name).read_text()
+
+    def workers(self) -> list[int]:
+        """The processes of its workers, as they are now."""
+        return [child.pid for child in psutil.Process(self.process.pid).children()]
+
+    def worlds(self) -> list[int]:
+        """The sizes of the worlds that its steps were made in, in order."""
+        sizes = [int(size) for size in re.findall(r"world (\d+) loss", self.said)]
+        return [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] != size]
+
+    def kill(self) -> list[int]:
+        """SIGKILL, to it alone; its workers, which live on."""
+        workers = self.workers()
+        self.process.kill()
+        self.process.wait()
+        return workers
+
+    def wait(self, seconds: float = 120.0) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the torchrun of {self.node} did not end:\n{self.said}") from None
+
+    def close(self) -> None:
+        workers = []
+        if self.process.poll() is None:
+            workers = self.workers()
+            self.process.terminate()  # it ends its workers then
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        for pid in workers:
+            end(pid)
+        self._log.close()
+
+
+def end(pid: int) -> None:
+    """Kills a worker that its torchrun left behind, if it is still that one."""
+    try:
+        process = psutil.Process(pid)
+        if "TORCHELASTIC_RUN_ID" in process.environ():
+            process.kill()
+    except psutil.Error:
+        return
+
+
+class RestartJob:
+    """A cluster of real agents and a coordinator, and torchruns that are ended with it."""
+
+    def __init__(self, nodes: dict[str, int], script: Path, *options: str, nnodes: str, conf: str = "") -> None:
+        self.cluster = Cluster(nodes)
+        self._script, self._options, self._nnodes, self._conf = script, options, nnodes, conf
+        self.torchruns: list[Torchrun] = []
+
+    def __enter__(self) -> RestartJob:
+        self.cluster.__enter__()
+        self.folder = self.cluster.folder / "run"
+        self.folder.mkdir()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        for torchrun in self.torchruns:
+            torchrun.close()
+        self.cluster.close()
+
+    def start(self, node: str, *more: str) -> Torchrun:
+        options = [*self._options, *more, f"--folder={self.folder}"]
+        run = Torchrun(self.cluster, node, self._script, options, nodes=self._nnodes, conf=self._conf)
+        self.torchruns.append(run)
+        return run
+
+    def status(self) -> dict[str, Any]:
+        """What the coordinator shows of it."""
+
+        async def look() -> list[dict[str, Any]]:
+            shown: list[dict[str, Any]] = self.cluster.coordinator.status()["restarts"]
+            return shown
+
+        return next(iter(self.cluster.call(look())), {})
+
+    def lose_agent(self, node: str) -> None:
+        """Ends a node's agent for good."""
+
+        async def end() -> None:
+            self.cluster._agents[node].stop()
+            await self.cluster._serving[node]
+
+        self.cluster.call(end())
+
+    def said(self) -> str:
+        return "\n".join(f"-- {run.node}:\n{run.said[-4000:]}" for run in self.torchruns)
+
+    def runs(self, world: int, steps: int = 3, seconds: float = 120.0) -> None:
+        """Waits until so many steps more were made in a world of this size."""
+
+        def count() -> int:
+            return sum(run.said.count(f"world {world} loss") for run in self.torchruns)
+
+        before = count()
+        until(lambda: count() >= before + steps, seconds, self.said)
+
+    def losses(self) -> dict[int, set[str]]:
+        """What each step's loss was said to be; a step that was made again says it again."""
+        found: dict[int, set[str]] = {}
+        for step, loss in re.findall(r"step (\d+) world \d+ loss ([\d.]+)", self.said_all()):
+            found.setdefault(int(step), set()).add(loss)
+        return found
+
+    def said_all(self) -> str:
+        return "\n".join(run.said for run in self.torchruns)

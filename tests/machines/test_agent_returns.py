@@ -1,0 +1,37 @@
+"""What an agent tells a worker that comes back to it: all that it may have missed, of fences and aborts."""
+
+from __future__ import annotations
+
+from elasticd.machines.agent_state import FenceRead, LeaderRead, Note, PlanRead, ProposalRead, Send
+from elasticd.messages import Abort, Fenced, Welcome
+from elasticd.records import Fence, PlanRecord
+from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, run, sent
+
+
+def test_worker_that_comes_back_hears_of_the_abort_that_it_may_have_missed() -> None:
+    mine = proposal(2, {"n0/0": "i0"})
+    _, effects = run(ProposalRead(job=JOB, proposal=aborted(mine)), hello(0))
+    assert sent(effects)[1:] == [("w0", Abort(number=2, reason="why"))]
+    _, effects = run(ProposalRead(job=JOB, proposal=aborted(mine)), LeaderRead(epoch=6), hello(0))
+    assert [type(body) for _, body in sent(effects)] == [Welcome], "a leader that was replaced says so"
+
+
+def fence(number: int, gone: dict[str, str], epoch: int = 5) -> FenceRead:
+    return FenceRead(job=JOB, record=Fence(number=number, epoch=epoch, gone=gone, reason="it froze"))
+
+
+EVICTED = Fenced(number=3, reason="it froze", evicted=True)
+
+
+def test_worker_that_comes_back_hears_that_it_was_fenced_off_also_after_the_fault_is_over() -> None:
+    over_with = PlanRead(job=JOB, record=PlanRecord(plan=plan(4, {"n0/1": "i1"}), epoch=5, step=0))
+    for events in ((fence(3, {"n0/0": "i0"}), over_with), (LeaderRead(epoch=9), fence(3, {"n0/0": "i0"}))):
+        state, _ = run(*events)
+        assert sent(run(hello(0), state=state)[1])[1:] == [("w0", EVICTED)]
+        assert sent(run(hello(1), state=state)[1])[1:] == [], "the others have nothing to stand still for"
+
+
+def test_fence_of_a_replaced_leader_stops_nobody_but_whom_it_fenced_off() -> None:
+    _, effects = run(hello(0), hello(1), LeaderRead(epoch=9), fence(3, {"n0/0": "i0"}))
+    assert sent(effects) == [("w0", EVICTED)]
+    assert [type(effect) for effect in effects] == [Note, Send]

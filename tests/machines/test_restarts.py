@@ -1,0 +1,134 @@
+"""The leader's part in restart mode: whom it finds slow, and when going on without a node is faster."""
+
+from __future__ import annotations
+
+from elasticd_planner.policy import PolicySettings
+from elasticd_planner.rates import DetectSettings
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticd.machines.job.effects import Note, Write
+from elasticd.machines.restarts import RestartJob, lap, verdict
+from elasticd.records import OutRecord
+from elasticd.rounds import Lap, Lapped, Watching
+
+DETECT, POLICY = DetectSettings(), PolicySettings()
+
+
+class Leader:
+    """One job's rounds, step by step."""
+
+    def __init__(self, nodes: int = 3, least: int = 1) -> None:
+        self.job = RestartJob(job="j")
+        self.nodes, self.least = nodes, least
+        self.now = 0.0
+        self.effects: list[Note | Write] = []
+
+    def hear(self, node: int, step: int, seconds: float, wall: float, number: int = 0) -> None:
+        by = Watching(
+            job="j",
+            torchrun=f"t{node}",
+            local_rank=0,
+            pid=1,
+            round=number,
+            world=self.nodes,
+            nodes=self.nodes,
+            least=self.least,
+        )
+        heard = Lapped(device=f"n{node}/0", by=by, lap=Lap(step=step, seconds=seconds, wall=wall))
+        self.job, effects = lap(self.job, heard, DETECT, POLICY, 7, self.now)
+        self.effects += effects
+
+    def train(self, seconds: list[float], steps: int, number: int = 0, start: int = 1) -> None:
+        wall = max(seconds) + 0.05
+        for step in range(start, start + steps):
+            self.now += wall
+            for node, own in enumerate(seconds):
+                self.hear(node, step, own, wall, number)
+
+    def kinds(self) -> list[str]:
+        return [effect.kind if isinstance(effect, Note) else "out" for effect in self.effects]
+
+
+def test_slow_node_is_named_and_put_out_once_by_one_fenced_record() -> None:
+    leader = Leader()
+    leader.train([0.1, 0.1, 1.0], 30)
+    assert leader.kinds() == ["slow", "out"]
+    write = leader.effects[1]
+    assert isinstance(write, Write)
+    assert [note.kind for note in write.notes] == ["excluded"]
+    (record,) = write.records
+    assert isinstance(record, OutRecord)
+    assert (record.torchrun, record.epoch) == ("t2", 7)
+    assert "n2/0 takes" in record.reason
+    leader.train([0.1, 0.1, 1.0], 30, start=31)
+    assert leader.kinds() == ["slow", "out"]
+
+
+def test_least_number_of_nodes_is_kept() -> None:
+    leader = Leader(least=3)
+    leader.train([0.1, 0.1, 1.0], 30)
+    assert leader.kinds() == ["slow"]
+    found = verdict(leader.job, POLICY)
+    assert found is not None
+    assert found.saving_seconds > found.price_seconds
+    assert found.reason.endswith("but there must be 3 nodes")
+
+
+def test_node_that_holds_the_others_up_by_less_than_it_works_stays() -> None:
+    leader = Leader()
+    leader.train([0.1, 0.1, 0.14], 30)
+    assert leader.kinds() == ["slow"]
+    found = verdict(leader.job, POLICY)
+    assert found is not None
+    assert not found.exclude
+
+
+def test_restart_that_costs_more_than_it_saves_is_not_made() -> None:
+    leader = Leader()
+    leader.train([0.01, 0.01, 0.1], 30)  # 200 steps save about 15 s
+    assert leader.kinds() == ["slow"]
+
+
+def test_seconds_of_silence_between_rounds_are_the_price_of_the_next_restart_and_rates_begin_anew() -> None:
+    leader = Leader()
+    leader.train([0.01, 0.01, 0.1], 30)
+    leader.now += 4.0
+    leader.train([0.01, 0.01, 0.1], 3, number=1)
+    assert leader.job.rates.rates == {}
+    assert 4.0 <= leader.job.restart_seconds < 4.5
+    leader.train([0.01, 0.01, 0.1], 30, number=1, start=4)
+    assert leader.kinds() == ["slow", "slow", "out"]
+
+
+def test_moments_of_noise_put_nobody_out() -> None:
+    leader = Leader()
+    for start in range(1, 200, 20):
+        leader.train([0.1, 0.1, 0.1], 12, start=start)
+        leader.train([0.1, 0.1, 3.0], 8, start=start + 12)
+    assert "out" not in leader.kinds()
+    assert "slow" in leader.kinds()
+
+
+def test_step_is_judged_once_all_have_reported_it_and_laps_of_old_rounds_are_not_heard() -> None:
+    leader = Leader()
+    leader.train([0.1, 0.1, 0.1], 1, number=3)
+    leader.hear(0, 2, 0.1, 0.2, 3)
+    leader.hear(1, 2, 0.1, 0.2, 3)
+    assert leader.job.step == 1
+    leader.hear(2, 2, 9.0, 9.0, 2)
+    assert leader.job.step == 1
+    leader.hear(2, 2, 0.1, 0.2, 3)
+    assert leader.job.step == 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0.01, 3.0), min_size=2, max_size=6), st.integers(1, 6))
+def test_nobody_is_put_out_below_the_least_or_at_a_loss(seconds: list[float], least: int) -> None:
+    leader = Leader(nodes=len(seconds), least=least)
+    leader.train(seconds, 24)
+    for effect in leader.effects:
+        if isinstance(effect, Write):
+            assert len(seconds) > least
+            (note,) = effect.notes
+            assert note.data["saving"] > note.data["price"]

@@ -1,0 +1,66 @@
+"""Where the shares of a plan's members lie when others stand in for them: everything, exactly once."""
+
+from __future__ import annotations
+
+import pytest
+from elasticd_migration.reshard import bytes_lacking, reshard
+from elasticd_migration.writers import writers
+from elasticd_planner.boxes import Box, subtract
+from elasticd_planner.layouts import Item, Layouts
+from elasticd_planner.stood_in import StoodIn
+from elasticd_planner.value import Invalid
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.migration.plans import DEVICES, SPEC, alone, plans, random_plan
+
+SIZES = {item: 12 if item.role == "state" else 4 for item in Layouts(SPEC, alone()).items}
+
+
+def dealt(layouts: Layouts) -> dict[str, dict[Item, tuple[Box, ...]]]:
+    found: dict[str, dict[Item, tuple[Box, ...]]] = {member: {} for member in layouts.plan.members}
+    for role in ("value", "state", "buffer"):
+        items = {item.name: item for item in layouts.items if item.role == role}
+        for member, boxes in writers([layouts.layout(i) for i in items.values()], layouts.plan.members).items():
+            found[member] |= {items[name]: mine for name, mine in boxes.items()}
+    return found
+
+
+@settings(max_examples=80, deadline=None)
+@given(plan=plans(1), data=st.data())
+def test_everything_lies_somewhere_exactly_once(plan, data) -> None:  # type: ignore[no-untyped-def]
+    whole = Layouts(SPEC, plan)
+    stands = {member: data.draw(st.sampled_from(DEVICES)) for member in plan.members}
+    layouts = StoodIn(SPEC, plan, shares=dealt(whole), stands=stands)
+    families: dict[object, object] = {}
+    for item in whole.items:
+        layout = layouts.layout(item)
+        held = [holding.box for holding in layout.holdings]
+        assert sum(box.size for box in held) == Box.whole(layout.shape).size, "exactly once"
+        assert not list(subtract(Box.whole(layout.shape), held)), "all of it"
+        assert {holding.device for holding in layout.holdings} <= set(stands.values())
+        assert families.setdefault(layouts.family(item), layout.holdings) == layout.holdings
+        for device in DEVICES:
+            assert set(layouts.boxes(item, device)) == set(layout.of(device))
+            assert layouts.held(device).get(item, ()) == layouts.boxes(item, device)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=plans(1), seed=st.integers(0, 10_000), data=st.data())
+def test_any_plan_can_be_filled_from_it(plan, seed, data) -> None:  # type: ignore[no-untyped-def]
+    """Also where the stand-ins' workers are of other incarnations than the old plan's: they read what they
+    have."""
+    bound = plan.replace(binding=dict.fromkeys(plan.members, "old"))
+    after = random_plan(seed, 2, DEVICES)
+    after = after.replace(binding=dict.fromkeys(after.members, "new"))
+    stands = {member: data.draw(st.sampled_from(after.members)) for member in plan.members}
+    old = StoodIn(SPEC, bound, shares=dealt(Layouts(SPEC, bound)), stands=stands)
+    new = Layouts(SPEC, after)
+    moved = sum(t.box.size * SIZES[t.item] for t in reshard(old, new, SIZES))
+    assert moved == sum(bytes_lacking(old, new, SIZES).values())
+
+
+def test_a_member_without_a_stand_in_is_named() -> None:
+    whole = Layouts(SPEC, alone())
+    with pytest.raises(Invalid, match="nobody stands in for n0/0"):
+        StoodIn(SPEC, alone(), shares=dealt(whole), stands={})

@@ -1,0 +1,1 @@
+"""Tests of the rendezvous in restart mode."""

@@ -1,0 +1,29 @@
+"""The copies that a rank holds, told by one thread while another drops them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from elasticd.messages import Copy
+from elasticd.runtime.copies import Copies, Kept
+
+
+def test_what_is_held_is_told_also_while_copies_go() -> None:
+    """As if the main thread dropped them just when the control thread reads of the first."""
+    gone: list[int] = []
+    copies = Copies(lambda number, engine: gone.append(number))
+
+    class Read(Kept):
+        @property
+        def step(self) -> int:  # type: ignore[override]
+            copies.drop()
+            return 5
+
+    read: Any = object.__new__(Read)
+    for number in (1, 2, 3):
+        copies.keep(number, SimpleNamespace(spent=False), 5)  # type: ignore[arg-type]
+    object.__setattr__(read, "engine", copies._kept[1].engine)
+    copies._kept[1] = read
+    assert copies.standing(4, None, 5).copies == tuple(Copy(number=number, step=5) for number in (1, 2, 3))
+    assert gone == [1, 2, 3]

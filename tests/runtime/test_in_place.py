@@ -1,0 +1,82 @@
+"""A move in place: the old engine's memory goes to the new one, and nobody takes what is left for a copy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from elasticd_migration.schema import Disagreement
+from elasticd_planner.plan import Plan, StatePolicy
+
+from elasticd.records import Proposal
+from elasticd.runtime.copies import Copies
+from elasticd.runtime.groups import Fabric
+from elasticd.runtime.move import move, prepare
+from tests.runtime import gang
+from tests.runtime.test_parity import SEED, unpaced
+from tests.runtime.test_snapshots import NEW, OLD, first, held_by
+from tests.runtime.test_zero import STEPS, check, recipe
+
+SWITCH = 2
+
+
+def worker(device: str, store: Any, old: Plan, new: Plan) -> dict[str, Any]:
+    made, engine, done = recipe(), None, []
+    if device in old.members:
+        engine = first(device, store, old)
+        done = [engine.step(step, lambda: 0) for step in range(SWITCH)]
+        engine.settle()
+
+    def attempt(number: int) -> Any:
+        prepared = prepare(
+            Proposal(number=number, epoch=1, plan=new.replace(number=number), old=old),
+            made,
+            device,
+            unpaced,
+            lambda part: Fabric(f"plan/{number}/{part}", device, "127.0.0.1", store),
+        )
+        prepared = replace(prepared, in_place=True)
+        return prepared, move(prepared, engine, SWITCH, made, SEED)
+
+    if engine is not None:
+        if device == "b/0":
+            engine.optimizer.param_groups[0]["lr"] *= 2
+        with pytest.raises(Disagreement):
+            attempt(2)
+        assert not engine.spent, "nothing was moved: the old plan can go on"
+        if device == "b/0":
+            engine.optimizer.param_groups[0]["lr"] /= 2
+    else:
+        with pytest.raises(Disagreement):
+            attempt(2)
+    prepared, side = attempt(3)
+    said = []
+    if engine is not None:
+        assert engine.spent
+        said = [copy.number for copy in Copies(lambda number, engine: None).standing(3, engine, SWITCH).copies]
+    if prepared.engine is None:
+        return {"said": said, "losses": [d.outcome.loss for d in done]}
+    engine = prepared.engine
+    done += [engine.step(step, lambda: 0) for step in range(side.step, STEPS)]
+    engine.settle()
+    return {
+        "said": said,
+        "losses": [d.outcome.loss for d in done],
+        "norms": [d.outcome.norm for d in done],
+        "held": held_by(engine.state()),
+        "gradients left": any(p.grad is not None for _, (_, p) in engine.local.parameters.items()),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_training_goes_on_as_in_one_process_and_the_old_state_is_given_up() -> None:
+    old, new = OLD, NEW.replace(number=3, state=StatePolicy(zero=1, replicas=2))
+    names = tuple(dict.fromkeys((*old.members, *new.members)))
+    results = gang.run(__file__, "worker", names, old, new, seconds=280)
+    assert all(result["said"] == [] for result in results.values())
+    joined = {device: results[device] for device in new.members}
+    whole = joined["a/0"]
+    joined["c/0"]["losses"], joined["c/0"]["norms"] = whole["losses"], whole["norms"]
+    check(new, joined)

@@ -1,0 +1,84 @@
+"""Which words an agent that was started again is told, and in which order."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticd import messages
+from elasticd.messages import (
+    Bereft,
+    Doubt,
+    Finished,
+    Kept,
+    Message,
+    Prepared,
+    Refused,
+    Saved,
+    Standing,
+    Swapped,
+)
+from elasticd.runtime.last_words import LASTING, LastWords
+
+
+def swapped(number: int) -> Swapped:
+    return Swapped(number=number, step=3, pause_seconds=0.1, bytes_sent=1, bytes_lacking=1, bytes_state=2)
+
+
+def standing(fence: int) -> Standing:
+    return Standing(fence=fence, copies=())
+
+
+BEREFT = Bereft(step=3, reason="reset")
+
+
+def left(*said: Message) -> list[Message]:
+    words = LastWords()
+    for message in said:
+        words.add(message, messages.encode(message))
+    return [messages.from_worker(data) for data in words]
+
+
+def test_the_newest_word_comes_last_also_where_one_of_its_kind_was_said_first() -> None:
+    saved = Saved(name="c", step=2, plan=1)
+    assert left(standing(2), saved, standing(4)) == [saved, standing(4)]
+
+
+def test_a_loss_that_is_over_is_not_told_again() -> None:
+    """A healthy job would be fenced for it."""
+    assert left(BEREFT) == [BEREFT]
+    assert left(BEREFT, standing(2)) == [standing(2)]
+    assert left(BEREFT, standing(2), Prepared(number=3), swapped(3)) == [Prepared(number=3), swapped(3)]
+    again = Bereft(step=9, reason="timeout")
+    assert left(BEREFT, standing(2), swapped(3), again) == [swapped(3), again]
+
+
+def test_a_word_outdates_all_about_lower_numbers() -> None:
+    doubt = Doubt(number=2, step=3, reason="reset")
+    assert left(Prepared(number=2), doubt) == [Prepared(number=2), doubt]
+    assert left(Prepared(number=2), doubt, standing(3)) == [standing(3)]
+    assert left(standing(3), Refused(number=4, reason="no memory")) == [Refused(number=4, reason="no memory")]
+    assert left(Kept(number=2, step=3), Finished(step=9)) == [Kept(number=2, step=3), Finished(step=9)]
+
+
+NUMBERS = st.integers(1, 6)
+WORDS = st.one_of(
+    st.builds(Prepared, number=NUMBERS),
+    st.builds(swapped, NUMBERS),
+    st.builds(standing, NUMBERS),
+    st.builds(Kept, number=NUMBERS, step=st.just(1)),
+    st.builds(Finished, step=st.just(9)),
+    st.builds(Bereft, step=st.integers(0, 3), reason=st.just("")),
+)
+
+
+@given(st.lists(WORDS, max_size=12))
+def test_what_is_left_is_in_the_order_in_which_it_was_said_and_the_last_word_is_in_it(
+    said: list[Message],
+) -> None:
+    kept = left(*said)
+    assert kept[-1:] == said[-1:]
+    last = [max(i for i, other in enumerate(said) if type(other) is type(word)) for word in kept]
+    assert last == sorted(last)
+    assert kept == [said[i] for i in last], "of each kind the newest"
+    assert all(isinstance(word, LASTING) for word in kept)

@@ -1,0 +1,186 @@
+"""A rank's snapshots: copied when all may, handed over whole, and a file in use is left alone."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from elasticd_migration.state import LocalState, NotElementWise
+
+from elasticd.messages import Message, Welcome
+from elasticd.runtime.memory_file import read
+from elasticd.runtime.snapper import Snapper
+from elasticd.runtime.staging import share
+from elasticd.snapshots import Held, Snapped
+from tests.checkpoints.support import THREE
+from tests.migration.ranks import assert_same_bits, copy_of, local, trained
+
+DEVICE = THREE.plan.members[0]
+PLAN = THREE.plan.number
+
+
+class Agent:
+    """Keeps descriptors of its own, as an agent does."""
+
+    def __init__(self) -> None:
+        self.came: queue.Queue[tuple[Snapped, int]] = queue.Queue()
+        self.kept: list[int] = []
+
+    def __call__(self, message: Message, fd: int | None = None) -> None:
+        assert isinstance(message, Snapped)
+        assert fd is not None
+        self.kept.append(os.dup(fd))
+        self.came.put((message, self.kept[-1]))
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    agent = Agent()
+    yield agent
+    for fd in agent.kept:
+        os.close(fd)
+
+
+def state(steps: int) -> LocalState:
+    return local(trained(steps), THREE, DEVICE)
+
+
+def snapper(agent: Agent, every: int = 1, welcome: Welcome | None = None) -> Snapper:
+    me = welcome or Welcome(device=DEVICE, incarnation="aa", address="127.0.0.1")
+    return Snapper(every, "job", lambda: me, agent)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def ready(snapper: Snapper, step: int) -> bool:
+    """Its files were made by now."""
+    until(lambda: snapper.ready(PLAN, step))
+    return True
+
+
+def begun(agent: Agent, every: int = 1) -> Snapper:
+    """After a plan's first step."""
+    made = snapper(agent, every)
+    made.voted(1, [made.ready(PLAN, 1)], THREE, lambda: state(1))
+    return made
+
+
+def test_what_was_copied_is_what_the_agent_gets_whatever_training_does_then(agent: Agent) -> None:
+    made = begun(agent)
+    held = state(2)
+    expected = copy_of(held)
+    made.voted(2, [ready(made, 2)] * 3, THREE, lambda: held)
+    for tensor in held.tensors.values():  # the next step
+        for shard in tensor.shards:
+            for plane in shard.planes.values():
+                plane.zero_()
+    message, fd = agent.came.get(timeout=60)
+    size = message.held.size
+    assert message.held == Held(
+        job="job", device=DEVICE, incarnation="aa", plan=PLAN, step=2, node="n0", size=size
+    )
+    assert message.plan == THREE.plan, "from the first rank"
+    _, found = read(fd, size)
+    boxes = share(THREE, DEVICE)
+    assert set(found.tensors) == set(boxes)
+    for item, tensor in found.tensors.items():
+        whole = expected.tensors[item]
+        for shard in tensor.shards:
+            around = whole.around(shard.box)
+            for plane, values in shard.planes.items():
+                assert (
+                    torch.equal(
+                        values.view(torch.uint8), around.part(plane, shard.box).contiguous().view(torch.uint8)
+                    )
+                    or not values.dim()
+                ), item
+    assert found.extras == expected.extras
+    made.end()
+
+
+def test_nothing_is_copied_where_one_rank_cannot(agent: Agent) -> None:
+    made = begun(agent)
+    made.voted(2, [ready(made, 2), False, True], THREE, lambda: pytest.fail("state is not looked at"))
+    assert made.ready(PLAN, 3)
+    made.end()
+    assert agent.came.empty()
+
+
+def test_a_file_in_use_is_left_alone_until_it_is_freed(agent: Agent) -> None:
+    made = begun(agent)
+    states = {step: state(step) for step in (2, 3, 4)}
+    sent = {}
+    for step in states:
+        made.voted(step, [ready(made, step)], THREE, lambda step=step: states[step])
+        sent[step] = agent.came.get(timeout=60)
+    assert not made.ready(PLAN, 5), "all are in use"
+    first = {step: read(fd, message.held.size)[1] for step, (message, fd) in sent.items()}
+    made.freed(PLAN, 2)
+    made.voted(5, [ready(made, 5)], THREE, lambda: state(5))
+    message, _ = agent.came.get(timeout=60)
+    assert message.held.step == 5
+    for step in (3, 4):
+        assert_same_bits(read(sent[step][1], sent[step][0].held.size)[1], first[step])
+    assert read(sent[2][1], message.held.size)[0].step == 5, "its memory was used again"
+    made.end()
+
+
+def test_another_agent_finds_files_of_its_own(agent: Agent) -> None:
+    """Those that the last one was given stay as they are: it may live, and be sending them."""
+    made = begun(agent)
+    sent = []
+    for step in (2, 3):
+        made.voted(step, [ready(made, step)], THREE, lambda step=step: state(step))
+        sent.append(agent.came.get(timeout=60))
+    made.welcomed()
+    for step in (4, 5, 6):
+        made.voted(step, [ready(made, step)], THREE, lambda step=step: state(step))
+        agent.came.get(timeout=60)
+    made.freed(PLAN, 2)  # a late word of the last one
+    assert not made.ready(PLAN, 7)
+    assert [read(fd, message.held.size)[0].step for message, fd in sent] == [2, 3]
+    made.end()
+
+
+def test_a_state_that_cannot_be_carried_is_told_and_nothing_breaks(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = snapper(agent)
+
+    def refuse() -> LocalState:
+        raise NotElementWise("LBFGS keeps 'd'")
+
+    for step in (1, 2, 3):
+        made.voted(step, [made.ready(PLAN, step)], THREE, refuse)
+    assert not made.ready(PLAN, 4)
+    assert [record.message for record in caplog.records] == ["no snapshot of step 1: LBFGS keeps 'd'"]
+    made.end()
+
+
+def test_state_that_grows_after_the_first_step_is_measured_anew(agent: Agent) -> None:
+    """The first updates of a plan may be skipped, and with them the optimizer's state."""
+    made = snapper(agent)
+    made.voted(1, [False], THREE, lambda: LocalState())
+    made.voted(2, [ready(made, 2)], THREE, lambda: enlarged(state(2)))
+    made.voted(3, [False], THREE, lambda: enlarged(state(3)))
+    made.voted(4, [ready(made, 4)], THREE, lambda: enlarged(state(4)))
+    assert agent.came.get(timeout=60)[0].held.step == 4
+    made.end()
+
+
+def enlarged(state: LocalState) -> LocalState:
+    return LocalState(tensors=state.tensors, groups=state.groups, extras={"large": "x" * (4 << 20)})
+
+
+def test_the_least_is_every_step() -> None:
+    with pytest.raises(ValueError, match="snapshot_every is 0; it must be at least 1"):
+        snapper(Agent(), every=0)
