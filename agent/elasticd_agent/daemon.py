@@ -42,6 +42,7 @@ from elasticd_agent import probe
 from elasticd_agent.harm import Harms
 from elasticd_agent.keeper import Keeper
 from elasticd_agent.link import Link
+from elasticd_agent.orphans import Torchruns
 from elasticd_agent.pulses import BEAT, Pulses, look
 from elasticd_agent.registrar import Registrar
 from elasticd_agent.rounds import Rounds
@@ -104,6 +105,7 @@ class Agent:
         def failed(reason: str) -> None:
             loop.call_soon_threadsafe(self._finish, reason)
 
+        self._torchruns = Torchruns(self._path)
         self._workers = Workers(self._path, self.record.node, self._emit, self._hear)
         try:
             self._keeper = self._make_keeper()
@@ -150,6 +152,7 @@ class Agent:
         beside = [asyncio.create_task(part) for part in parts]
         try:
             await records.start()
+            self._torchruns.start()
             self._workers.start()
             _log.info(
                 "agent of node %s serves %d devices at %s",
@@ -162,6 +165,7 @@ class Agent:
             for task in beside:
                 task.cancel()
             rounds.close()
+            self._torchruns.close()
             await harms.close()
             records.close()
             await self._link.close()
@@ -180,6 +184,7 @@ class Agent:
                 if self._memory is not None and self._state.epoch > before:  # first remembered, then obeyed
                     self._memory.note(epoch=self._state.epoch)
                 self._keeper.observe(self._events[0])
+                self._torchruns.observe(self._events[0])
                 for effect in effects:
                     self._perform(effect)
             except Exception as error:

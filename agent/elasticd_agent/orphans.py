@@ -1,37 +1,125 @@
 """Workers of a torchrun that is gone: nobody would end them, and they would keep their devices.
 
-A torchrun in restart mode marks its environment, which its workers inherit, and theirs after them.
+A torchrun marks its environment, which its workers inherit, and theirs after them: by itself as a process
+(`elasticd.starter`), and in restart mode by its name too. A worker that still imports torch is found by that,
+long before it could have asked the kernel to end with its parent.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 
-from elasticd.packets import TORCHRUN_VARIABLE
+from elasticd import starter
+from elasticd.machines.agent_state import Event, Opened, Said
+from elasticd.messages import Join, Leave
+from elasticd.packets import SOCKET_VARIABLE, TORCHRUN_VARIABLE
+
+#: Seconds until the second look: a torchrun may be killed in the moment in which it starts a worker.
+_AGAIN_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Torchruns:
+    """The torchruns in live mode on this agent's socket; what one that is killed leaves behind is ended. One
+    that took its leave has ended its workers itself. On the running loop."""
+
+    def __init__(self, socket: str) -> None:
+        self._socket = socket
+        self._loop = asyncio.get_running_loop()
+        self._watched: dict[str, int] = {}
+        self._clients: dict[str, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Looks for those that an agent before this one knew, and for what they left while there was none."""
+        self._run(self._begin())
+
+    def observe(self, event: Event) -> None:
+        if isinstance(event, Opened) and isinstance(event.body, Join):
+            marked = starter.mark(event.pid)
+            if marked is not None:  # else it had not been answered, and has no workers
+                self._clients[event.client] = marked
+                self._watch(marked)
+        elif isinstance(event, Said) and isinstance(event.body, Leave):
+            self._forget(self._clients.pop(event.client, ""))
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for marked in list(self._watched):
+            self._forget(marked)
+
+    async def _begin(self) -> None:
+        for marked in await asyncio.to_thread(_starters, self._socket):
+            self._watch(marked)
+
+    def _watch(self, marked: str) -> None:
+        if marked in self._watched:
+            return
+        try:
+            pidfd = os.pidfd_open(int(marked.partition("-")[0]))
+        except (OSError, ValueError):
+            self._run(self._end(marked))
+            return
+        if not starter.alive(marked):
+            os.close(pidfd)
+            self._run(self._end(marked))
+            return
+        self._watched[marked] = pidfd
+        self._loop.add_reader(pidfd, self._gone, marked)
+
+    def _forget(self, marked: str) -> None:
+        pidfd = self._watched.pop(marked, None)
+        if pidfd is not None:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
+
+    def _gone(self, marked: str) -> None:
+        self._forget(marked)
+        self._clients = {client: other for client, other in self._clients.items() if other != marked}
+        self._run(self._end(marked))
+
+    async def _end(self, marked: str) -> None:
+        for pause in (0.0, _AGAIN_SECONDS):
+            await asyncio.sleep(pause)
+            ended = await asyncio.to_thread(_end, f"{starter.VARIABLE}={marked}")
+            if ended:
+                _log.warning("a torchrun (%s) is gone: its workers %s are ended", marked, ended)
+
+    def _run(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 def has_ended(pid: int) -> bool:
     """Whether the process is gone, or only waits for its parent to look."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return True
-    return fields.rpartition(")")[2].split()[0] in ("Z", "X")
+    return starter.mark(pid) is None
 
 
 def end(torchrun: str) -> list[int]:
-    """Kills all that the torchrun of this name left behind; their process ids."""
+    """Kills all that the torchrun of this name, in restart mode, left behind; their process ids."""
+    return _end(f"{TORCHRUN_VARIABLE}={torchrun}")
+
+
+def _end(entry: str) -> list[int]:
+    """Kills all processes with this entry in their environment; their process ids."""
     ended = []
-    for pid in _marked(torchrun):
+    for pid, environment in _environments():
+        if entry not in environment:
+            continue
         with contextlib.suppress(ProcessLookupError, PermissionError):
             # By a descriptor, and looked at again, so that the number cannot be another process' by now.
             fd = os.pidfd_open(pid)
             try:
-                if _is_marked(pid, torchrun):
+                if entry in _environment(pid):
                     signal.pidfd_send_signal(fd, signal.SIGKILL)
                     ended.append(pid)
             finally:
@@ -39,15 +127,24 @@ def end(torchrun: str) -> list[int]:
     return ended
 
 
-def _marked(torchrun: str) -> Iterator[int]:
+def _starters(socket: str) -> set[str]:
+    """The marks of the torchruns on this socket that some process descends from."""
+    found = set()
+    for _, environment in _environments():
+        if f"{SOCKET_VARIABLE}={socket}" in environment:
+            prefix = f"{starter.VARIABLE}="
+            found |= {entry.removeprefix(prefix) for entry in environment if entry.startswith(prefix)}
+    return found
+
+
+def _environments() -> Iterator[tuple[int, set[str]]]:
     for entry in os.scandir("/proc"):
-        if entry.name.isdigit() and _is_marked(int(entry.name), torchrun):
-            yield int(entry.name)
+        if entry.name.isdigit():
+            yield int(entry.name), _environment(int(entry.name))
 
 
-def _is_marked(pid: int, torchrun: str) -> bool:
+def _environment(pid: int) -> set[str]:
     try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        return set(Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0"))
     except OSError:
-        return False
-    return f"{TORCHRUN_VARIABLE}={torchrun}".encode() in environment.split(b"\0")
+        return set()

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from elasticd import messages, packets
+from elasticd import messages, packets, starter
 from elasticd.messages import (
     Closed,
     Join,
@@ -90,6 +90,8 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     except ValueError:
         raise Refusal(f"--rdzv-conf agent_timeout={wait} must be a number of seconds, as 5") from None
     failure.install()
+    # By it the agent knows the workers, if this process is killed and leaves them behind.
+    os.environ[starter.VARIABLE] = starter.mark(os.getpid()) or ""
     if mode == "restart":
         from elasticd.rendezvous import restart
 

@@ -1,7 +1,9 @@
 """The worker's one socket to its agent, and the one control thread that reads it.
 
 Training never waits for the agent: a report that does not fit into the socket is dropped, an outcome is kept
-until it does. When the agent is gone, training goes on and nothing more is heard.
+until it does. When the agent is gone, training goes on under the plan in force, and the thread comes back to
+the next agent, which is told again what still holds of what was said. If none listens within two minutes,
+nothing more is heard.
 """
 
 from __future__ import annotations
@@ -12,14 +14,27 @@ import os
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 
 from elasticd import messages, packets
-from elasticd.messages import Hello, Message, Report, StoreAnswer, StoreCall, ToWorker, Welcome
+from elasticd.messages import (
+    Hello,
+    Message,
+    Report,
+    StoreAnswer,
+    StoreCall,
+    ToWorker,
+    Welcome,
+)
+from elasticd.pulses import Ping, Pong
+from elasticd.runtime.last_words import LastWords
+from elasticd.snapshots import Fetch, Fetched, Held
 
 log = logging.getLogger(__name__)
 
@@ -27,38 +42,34 @@ log = logging.getLogger(__name__)
 _GRACE = 5.0
 #: Seconds that an agent that was started again has to listen.
 _RETURN_SECONDS = 120.0
-#: What an agent that was started again must hear: the newest of each.
-AGAIN = (
-    messages.Prepared,
-    messages.Refused,
-    messages.Swapped,
-    messages.Kept,
-    messages.Doubt,
-    messages.Bereft,
-    messages.Standing,
-    messages.Saved,
-    messages.Finished,
-)
+#: Seconds until an agent is called again that hung up.
+_AGAIN_SECONDS = 0.1
 
 
 class RejectedByAgent(RuntimeError):
     """The agent does not take this worker; the message says why and what to do."""
 
 
+class HungUp(RejectedByAgent):
+    """It closed the connection without a word: it is ending, and the next agent may answer."""
+
+
 class Control:
     """A connection that said hello and was welcomed. `start` hands every further message to `handler`, on
-    the control thread; `handler` must not block."""
+    the control thread; `handler` must not block. It gets a `Welcome` whenever a new connection stands: to
+    another agent, or for another incarnation."""
 
     def __init__(self, path: str, hello: Hello, *, connect_seconds: float = 10.0) -> None:
         self._path, self._hello = path, hello
         self._socket, self.welcome = _open(path, hello, connect_seconds)
         self._socket.setblocking(False)
-        self._said: dict[type, bytes] = {}
+        self._said = LastWords()
         self._renewing: threading.Event | None = None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
-        self._outbox: deque[bytes] = deque()
+        self._outbox: deque[tuple[bytes, int | None]] = deque()
         self._calls: dict[int, Future[StoreAnswer]] = {}
+        self._fetches: dict[_Wanted, Future[tuple[Held, int]]] = {}
         self._next_call = 0
         self.lost = False
         self.dropped = 0
@@ -70,17 +81,17 @@ class Control:
         self._handler = handler
         self._thread.start()
 
-    def send(self, message: Message) -> None:
-        """Hands a message over without waiting. Reports may be dropped (and are counted), others are not."""
+    def send(self, message: Message, fd: int | None = None) -> None:
+        """Hands a message over without waiting, and a descriptor with it, which stays the caller's too. Reports
+        may be dropped (and are counted), others are not."""
         data = messages.encode(message)
         with self._lock:
-            if isinstance(message, AGAIN):
-                self._said[type(message)] = data
+            self._said.add(message, data)
             if self.lost:
                 return
             if not self._outbox:
                 try:
-                    packets.send(self._socket, data)
+                    packets.send(self._socket, data, fd)
                     return
                 except BlockingIOError:
                     pass
@@ -89,7 +100,7 @@ class Control:
             if isinstance(message, Report):
                 self.dropped += 1
                 return
-            self._outbox.append(data)
+            self._outbox.append((data, None if fd is None else os.dup(fd)))
         os.eventfd_write(self._wake, 1)
 
     def call(self, op: str, key: str, value: bytes = b"", seconds: float = 30.0) -> StoreAnswer:
@@ -110,15 +121,39 @@ class Control:
             raise TimeoutError(answer.error)
         return answer
 
+    def fetch(self, held: Held, seconds: float = 30.0) -> tuple[Held, int]:
+        """A snapshot that this node's agent keeps, found by job, device, plan and step: what it is, and a
+        memory file that is the caller's. Raises OSError with the agent's reason, a TimeoutError without."""
+        future: Future[tuple[Held, int]] = Future()
+        key = _wanted(held)
+        with self._lock:
+            if self.lost:
+                raise TimeoutError("the agent is gone, and its snapshots with it")
+            if key in self._fetches:
+                raise RuntimeError(f"the snapshot of {held.device}, step {held.step}, is being fetched already")
+            self._fetches[key] = future
+        self.send(Fetch(held=held))
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            with self._lock:  # an answer that comes from now on finds nobody
+                late = self._fetches.pop(key, None) is None and future.done() and future.exception() is None
+            if late:
+                return future.result()
+            raise
+        finally:
+            self._fetches.pop(key, None)
+
     def renew(self) -> None:
-        """Leaves this incarnation behind: returns when the agent has welcomed another."""
+        """Leaves this incarnation behind: returns when the agent has welcomed another, or is gone for good."""
         with self._lock:
             if self.lost:
                 return
             self._said.clear()
-            self._outbox.clear()
+            self._empty_outbox()
             done = self._renewing = threading.Event()
-            self._socket.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # it is gone already: the control thread is on its way back
+                self._socket.shutdown(socket.SHUT_RDWR)
         os.eventfd_write(self._wake, 1)
         done.wait(_RETURN_SECONDS)
 
@@ -151,48 +186,72 @@ class Control:
     def _return(self) -> bool:
         """A connection to the agent that is there now: another one, or the same for a new incarnation. What was
         said of switches and faults is said again."""
-        renewing, known = self._renewing, self.welcome
-        hello = self._hello
-        if renewing is None:
+        if self._renewing is None:
             log.warning("the agent is gone; training goes on under the plan in force until it returns")
-            hello = msgspec.structs.replace(hello, incarnation=known.incarnation)
         with self._lock:
-            calls, self._calls = self._calls, {}
             self._socket.close()
-        for future in calls.values():
-            future.set_exception(TimeoutError("the connection to the agent broke"))
-        try:
-            opened, welcome = _open(self._path, hello, _RETURN_SECONDS)
-        except (OSError, RejectedByAgent) as error:
-            log.warning("the agent did not return: %s", error)
-            return False
-        opened.setblocking(False)
-        with self._lock:
-            self._socket, self.welcome, self._renewing = opened, welcome, None
-            again = [data for data in self._said.values() if data not in self._outbox]
-            self._outbox.extendleft(reversed(again))
+        self._fail("the connection to the agent broke")
+        deadline = time.monotonic() + _RETURN_SECONDS
+        while True:
+            renewing = self._renewing
+            same = "" if renewing is not None else self.welcome.incarnation
+            try:
+                opened, welcome = _open(
+                    self._path, msgspec.structs.replace(self._hello, incarnation=same), _RETURN_SECONDS
+                )
+            except (BrokenPipeError, HungUp) as error:
+                if time.monotonic() < deadline:
+                    time.sleep(_AGAIN_SECONDS)
+                    continue
+                log.warning("the agent did not return: %s", error)
+                return False
+            except (OSError, RejectedByAgent) as error:
+                log.warning("the agent did not return: %s", error)
+                return False
+            if self._take(opened, welcome, renewing):
+                break
+            opened.close()
+        self._handler(welcome)
         if welcome.pace is not None:  # what was said while nobody was here to hear it
             self._handler(welcome.pace)
         if renewing is not None:
             renewing.set()
         return True
 
+    def _take(self, opened: socket.socket, welcome: Welcome, renewing: threading.Event | None) -> bool:
+        """The connection to go on with; False where this worker was to leave the incarnation that it is for
+        behind meanwhile."""
+        opened.setblocking(False)
+        with self._lock:
+            if self._renewing is not renewing:
+                return False
+            self._socket, self.welcome, self._renewing = opened, welcome, None
+            waiting = {data for data, _ in self._outbox}
+            again = [(data, None) for data in self._said if data not in waiting]
+            self._outbox.extendleft(reversed(again))
+        return True
+
     def _flush(self) -> None:
         with self._lock:
             while self._outbox:
                 try:
-                    packets.send(self._socket, self._outbox[0])
+                    packets.send(self._socket, *self._outbox[0])
                 except BlockingIOError:
                     return
                 except OSError:
-                    self._outbox.clear()
+                    self._empty_outbox()
                     return
-                self._outbox.popleft()
+                _close(self._outbox.popleft()[1])
+
+    def _empty_outbox(self) -> None:
+        for _, fd in self._outbox:
+            _close(fd)
+        self._outbox.clear()
 
     def _read(self) -> bool:
         """Handles one message; False at the end of the connection."""
         try:
-            data = packets.receive(self._socket)
+            data, fd = packets.accept(self._socket)
         except BlockingIOError:
             return True
         except OSError:
@@ -200,7 +259,13 @@ class Control:
         if data is None:
             return False
         message = messages.to_worker(data)
-        if isinstance(message, StoreAnswer):
+        if isinstance(message, Fetched):
+            self._fetched(message, fd)
+            return True
+        _close(fd)
+        if isinstance(message, Ping):
+            self.send(Pong())
+        elif isinstance(message, StoreAnswer):
             future = self._calls.get(message.id)
             if future is not None and not future.done():
                 future.set_result(message)
@@ -208,20 +273,39 @@ class Control:
             self._handler(message)
         return True
 
+    def _fetched(self, message: Fetched, fd: int | None) -> None:
+        with self._lock:
+            future = self._fetches.pop(_wanted(message.held), None)
+            if future is None:
+                _close(fd)
+            elif fd is None:
+                future.set_exception(OSError(message.error or "a snapshot came without its memory file"))
+            else:
+                future.set_result((message.held, fd))
+
+    def _fail(self, why: str) -> None:
+        """Nothing that is waited for will be answered."""
+        with self._lock:
+            waiting: list[Future[Any]] = [*self._calls.values(), *self._fetches.values()]
+            self._calls, self._fetches = {}, {}
+        for future in waiting:
+            if not future.done():
+                future.set_exception(TimeoutError(why))
+
     def _lose(self) -> None:
         with self._lock:
             self.lost = True
-            calls, self._calls = self._calls, {}
+            renewing = self._renewing
+            self._empty_outbox()
             if self._closing:
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
-        for future in calls.values():
-            future.set_exception(TimeoutError("the agent is gone: the bootstrap store cannot be reached"))
-        if self._renewing is not None:
-            self._renewing.set()
+        self._fail("the agent is gone, and with it the way to the bootstrap store")
+        if renewing is not None:
+            renewing.set()
         if not self._closing:
-            log.warning("the agent is gone; training goes on under the plan in force, nothing is replanned")
+            log.warning("no agent came back: training goes on under the plan in force, and hears nothing more")
 
 
 def _open(path: str, hello: Hello, seconds: float) -> tuple[socket.socket, Welcome]:
@@ -230,13 +314,28 @@ def _open(path: str, hello: Hello, seconds: float) -> tuple[socket.socket, Welco
     try:
         packets.send(opened, messages.encode(hello))
         data = packets.receive(opened)
-        answer = messages.to_worker(data) if data is not None else None
+        if data is None:
+            raise HungUp(f"the agent at {path} closed the connection")
+        answer = messages.to_worker(data)
         if not isinstance(answer, Welcome):
-            raise RejectedByAgent(getattr(answer, "reason", f"the agent at {path} closed the connection"))
+            raise RejectedByAgent(getattr(answer, "reason", f"the agent at {path} said {answer}"))
     except BaseException:
         opened.close()
         raise
     return opened, answer
+
+
+#: What a snapshot is found by: job, device, plan and step.
+_Wanted = tuple[str, str, int, int]
+
+
+def _wanted(held: Held) -> _Wanted:
+    return held.job, held.device, held.plan, held.step
+
+
+def _close(fd: int | None) -> None:
+    if fd is not None:
+        os.close(fd)
 
 
 class AgentKeyValue:

@@ -41,9 +41,13 @@ class Copies:
 
     def standing(self, fence: int, engine: Engine | None, step: int) -> Standing:
         """What is held here, for the leader; nothing must be under way."""
-        copies = [Copy(number=number, step=kept.step) for number, kept in self._kept.items()]
+        copies = [
+            Copy(number=number, step=kept.step)
+            for number, kept in list(self._kept.items())
+            if not kept.engine.spent
+        ]
         vote = None
-        if engine is not None:
+        if engine is not None and not engine.spent:
             behind = engine.reduced == step
             copies.append(Copy(number=engine.plan.number, step=step, behind=behind, stale=engine.stale))
             vote = engine.last

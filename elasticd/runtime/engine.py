@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,17 +28,17 @@ from elasticd_planner.layouts import Layouts
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
 from elasticd_planner.reduction import Reduction, reductions
-from elasticd_planner.rules import member_box
 from torch import nn
 
 from elasticd.records import Vote
-from elasticd.runtime import tensor_parallel
+from elasticd.runtime import regions
 from elasticd.runtime.data import Collate, Dataset, Loader, expected_hash
 from elasticd.runtime.groups import Fabric, Group
 from elasticd.runtime.model import LocalModel, Model
 from elasticd.runtime.ownership import Ownership
 from elasticd.runtime.reduce import GradientReducer
 from elasticd.runtime.stage import Loss, Pace, Passed, StageRunner
+from elasticd.runtime.standing_in import Snapshots
 from elasticd.runtime.telemetry import Telemetry
 from elasticd.runtime.vote import Outcome, Record, hash_samples, vote
 
@@ -49,7 +49,7 @@ MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRSch
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What the user trains, the same under every plan. `clip` is the largest gradient norm, if any; the folder
-    `checkpoints` has what a job may start from."""
+    `checkpoints` has what a job may start from, `snapshots` gives what this node's agent keeps of it."""
 
     model: Model
     loss: Loss
@@ -60,6 +60,7 @@ class Recipe:
     clip: float | None = None
     scheduler: MakeScheduler | None = None
     checkpoints: Path | None = None
+    snapshots: Snapshots = field(default_factory=Snapshots)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,8 @@ class Engine:
 
     reducer: its gradients' reduction, which says what it took. A device that only carries replicas of state has
     no runner. stale: under ZeRO, the parameters are new only where their state is kept. reduced: the step whose
-    gradients are reduced here and wait for their update; last: the vote that the last update followed."""
+    gradients are reduced here and wait for their update; last: the vote that the last update followed. spent:
+    its memory went to the state of another plan, in a move in place: there is nothing here to go back to."""
 
     def __init__(
         self,
@@ -148,6 +150,7 @@ class Engine:
         self.reduced: int | None = None
         self.last: Vote | None = None
         self.stale = False
+        self.spent = False
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         if groups.tensor.size > 1:
             self._attach()
@@ -168,15 +171,9 @@ class Engine:
         )
 
     def _attach(self) -> None:
-        model, stage = self._recipe.model, self.plan.stage(self.plan.places[self.device])
+        shares = self.plan.stage(self.plan.places[self.device]).shares
         for section, module in self.local.modules.items():
-            rules = {rule.name: rule for rule in model.spec.section(section)}
-            names = {id(sub): path for path, sub in module.named_modules()}
-            for submodule, kind in model.communicating(section, module):
-                rule = rules.get(f"{names[id(submodule)]}.weight")
-                team = range(len(stage.devices))
-                boxes = [member_box(model.spec, rule, stage.shares, i) for i in team] if rule else []
-                tensor_parallel.attach(submodule, kind, self._groups.tensor, boxes)
+            regions.attach(self._recipe.model, section, module, shares, self._groups.tensor)
 
     def adopt(self, state: LocalState) -> None:
         """Makes `state` that of the local model, and of an optimizer and a scheduler that the user's functions
@@ -221,9 +218,15 @@ class Engine:
         words = self._groups.everyone.all_gather(torch.tensor([word]))
         return tuple(int(word) for word in words)
 
-    def step(self, step: int, prepared: Callable[[], int], saving: Callable[[], int] = int) -> StepDone:
-        """Trains step `step` (counted from 0). `prepared` and `saving` are read once, as the vote's record is
-        made."""
+    def step(
+        self,
+        step: int,
+        prepared: Callable[[], int],
+        saving: Callable[[], int] = int,
+        snapshot: Callable[[], bool] = bool,
+    ) -> StepDone:
+        """Trains step `step` (counted from 0). `prepared`, `saving` and `snapshot` are read once, as the vote's
+        record is made."""
         self._telemetry.begin()
         batch = batch_plan(self.plan, step, self._recipe.sampler.samples(step))
         passed = Passed(loss=0.0, count=0.0, tokens=0, samples=hash_samples(()))
@@ -236,6 +239,7 @@ class Engine:
             step=step,
             prepared=prepared(),
             saving=saving(),
+            snapshot=snapshot(),
             finite=math.isfinite(squares),
             tokens=passed.tokens,
             squares=squares,

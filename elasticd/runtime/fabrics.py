@@ -40,16 +40,15 @@ class Fabrics:
         """Frees who waits in the fabrics of this number, and lets them go."""
         with self._lock:
             fabrics = self._fabrics.pop(number, [])
+        _shut(fabrics)
         for fabric in fabrics:
-            fabric.shut()
             self.remember(fabric.park())
 
     def shut(self) -> None:
         """Frees every thread that waits in a group."""
         with self._lock:
             fabrics = [fabric for listed in self._fabrics.values() for fabric in listed]
-        for fabric in fabrics:
-            fabric.shut()
+        _shut(fabrics)
 
     def end(self) -> None:
         """Lets all groups go and waits for the threads that do so: an interpreter that ends while one of them
@@ -61,3 +60,11 @@ class Fabrics:
         deadline = time.monotonic() + _LEAVE
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _shut(fabrics: list[Fabric]) -> None:
+    """Who polls in any of them leaves at once, not when those before it are shut."""
+    for fabric in fabrics:
+        fabric.dead = True
+    for fabric in fabrics:
+        fabric.shut()

@@ -12,12 +12,13 @@ waited for, its tensor is kept until a later collective proves that it was recei
 
 from __future__ import annotations
 
+import ctypes
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,8 +26,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from elasticd.runtime.sockets import Address, listeners, tcp_sockets
+from elasticd.runtime.sockets import Address, listeners, polled, tcp_sockets, wait_until_quiet
 from elasticd.runtime.stopwatch import Stopwatch
+
+#: Seconds that payloads have to arrive before the sockets of a fabric are shut.
+_DRAIN = 0.2
 
 
 class Cancelled(RuntimeError):
@@ -154,7 +158,10 @@ class Group:
 
     @property
     def backend(self) -> Any:
-        """The torch process group, for a transport of migration. The fabric alone keeps it, to let it go."""
+        """The torch process group, for a transport of migration; None where this rank is alone. Only the fabric
+        keeps it, to let it go."""
+        if self.size == 1:
+            return None
         backend = self.fabric.backends.get(self.members)
         if backend is None:
             raise Cancelled("the fabric of this group was let go")
@@ -180,9 +187,12 @@ class Fabric:
         self.stopwatch = Stopwatch()
         self._patience = patience
         self._store = _BootstrapStore(store, f"{name}/", lambda: self.dead, seconds)
-        self._device, self._listener = _gloo_device(address)
         self._peers: set[Address] = set()
         self.backends: dict[tuple[str, ...], Any] = {}
+        self._open(address)
+
+    def _open(self, address: str) -> None:
+        self._device, self._listener = _gloo_device(address)
 
     def group(self, members: Sequence[str], label: str) -> Group:
         """Makes (once) the group of exactly these members; each of them must call this.
@@ -215,37 +225,68 @@ class Fabric:
         return backend
 
     def shut(self) -> int:
-        """Frees whoever waits in this fabric; from any thread. Returns how many sockets were shut."""
+        """Frees whoever waits in this fabric; from any thread. Returns how many connections were cut.
+
+        Who polls leaves at once. The sockets are shut once no payload moves in them, `_DRAIN` seconds later at
+        most: gloo never wakes an operation whose payload was cut in the middle, and what it holds (threads,
+        descriptors, memory) then stays until the fabric's patience ends, as it does where a peer is frozen."""
         self.dead = True
+        return self._cut()
+
+    def _cut(self) -> int:
+        mine = self._sockets()
+        wait_until_quiet(mine, _DRAIN)
         shut = 0
-        for _, listening, local, peer, sock in tcp_sockets():
+        for sock in mine:
             with sock:
-                if not listening and (local == self._listener or peer in self._peers):
-                    try:
-                        sock.shutdown(socket.SHUT_RDWR)
-                        shut += 1
-                    except OSError:  # already gone
-                        pass
+                try:
+                    sock.shutdown(socket.SHUT_RDWR)
+                    shut += 1
+                except OSError:  # already gone
+                    pass
         return shut
+
+    def _sockets(self) -> list[socket.socket]:
+        """Duplicates of the connections of this fabric; the caller closes them."""
+        mine = []
+        for _, listening, local, peer, sock in tcp_sockets():
+            if not listening and (local == self._listener or peer in self._peers):
+                mine.append(sock)
+            else:
+                sock.close()
+        return mine
 
     def park(self) -> threading.Thread:
         """Lets the groups go, in a thread of their own: destroying one may block on a stuck payload."""
         held: list[Any] = [self.backends, self._device]
         self.backends, self._device, self.dead = {}, None, True
-        thread = threading.Thread(target=held.clear, name=f"park-{self.name}", daemon=True)
+        thread = threading.Thread(target=_let_go, args=(held,), name=f"park-{self.name}", daemon=True)
         thread.start()
         return thread
 
 
+def _let_go(held: list[Any]) -> None:
+    """And hands the memory back. Each group had threads, whose buffers glibc keeps in arenas of their own:
+    a process that regroups often would grow by hundreds of megabytes that nobody uses."""
+    held.clear()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 _making_a_device = threading.Lock()
+#: Times to make a device where the user's own threads begin to listen at the same moment.
+_TRIES = 50
 
 
 def _gloo_device(address: str) -> tuple[Any, Address]:
-    """A gloo device and where it listens, found by what is new among our listening sockets."""
-    with _making_a_device:
-        before = listeners()
-        device = ProcessGroupGloo.create_device(hostname=address)
-        new = listeners() - before
-    if len(new) != 1:
-        raise RuntimeError(f"gloo opened {len(new)} listening sockets at {address} where one was expected")
-    return device, new.pop()
+    """A gloo device and where it listens: the one new listening socket that an epoll waits for. The user's
+    threads may open others meanwhile; where one of those is polled too, another device is made."""
+    for _ in range(_TRIES):
+        with _making_a_device:
+            before = listeners()
+            device = ProcessGroupGloo.create_device(hostname=address)
+            now = listeners()
+            new = (now.keys() - before.keys()) & polled()
+        if len(new) == 1:
+            return device, now[new.pop()]
+    raise RuntimeError(f"gloo's listening socket at {address} cannot be told apart: {len(new)} are new")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,8 +14,16 @@ from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.value import Invalid
 from torch import Tensor
 
-from elasticd.messages import Finished, Goodbye, Hello, Published, Report, ToWorker
-from elasticd.packets import default_path
+from elasticd.messages import (
+    Finished,
+    Goodbye,
+    Hello,
+    Published,
+    Report,
+    ToWorker,
+    Welcome,
+)
+from elasticd.packets import SLOT_VARIABLE, default_path
 from elasticd.records import JobSpec, Vote
 from elasticd.runtime import parent
 from elasticd.runtime.control import AgentKeyValue, Control
@@ -27,9 +34,12 @@ from elasticd.runtime.groups import Cancelled, PeerLost
 from elasticd.runtime.loading import offered
 from elasticd.runtime.model import Model
 from elasticd.runtime.saver import Keeping, Saver
+from elasticd.runtime.snapper import Snapper
 from elasticd.runtime.stage import Loss
+from elasticd.runtime.standing_in import Snapshots
 from elasticd.runtime.switching import JobOver, JobStopped, Switcher
 from elasticd.runtime.vote import LedgerError
+from elasticd.snapshots import Freed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +72,8 @@ class Job:
     checkpoint: a folder that all nodes share. A state is saved there every checkpoint_every steps and at the
     end, without holding training up; the newest `keep` stay, and those of each checkpoint_keep_every-th step.
     A job that is started anew with the same folder goes on from the newest that is sound, under any layout.
+    snapshot_every: the state after every so many steps is also copied into memory of two nodes' agents, without
+    holding training up: what no living worker has is gone on from there, and the steps since are given again.
     profile: a file of `elasticd profile` for this model, for a first plan from measured seconds, not guesses.
 
     Start the script with `torchrun --rdzv-backend=elasticd`. Raises SystemExit with one line where the job
@@ -88,18 +100,12 @@ class Job:
         checkpoint_every: int = 1000,
         keep: int = 3,
         checkpoint_keep_every: int | None = None,
+        snapshot_every: int | None = None,
     ) -> None:
         try:
             name = _environment("TORCHELASTIC_RUN_ID")
             parent.end_with(os.getppid())
-            keeping = None
-            if checkpoint is not None:
-                keeping = Keeping(
-                    folder=Path(checkpoint).absolute(),
-                    every=checkpoint_every,
-                    keep=keep,
-                    keep_every=checkpoint_keep_every,
-                )
+            keeping = _keeping(checkpoint, checkpoint_every, keep, checkpoint_keep_every)
             tokens = sample_tokens(dataset)
             spec = JobSpec(
                 job=name,
@@ -112,31 +118,28 @@ class Job:
                 state=StatePolicy(zero=zero, replicas=1 if zero and replicas is None else replicas),
                 profile=_profile(profile, model, tokens, micro_batch) if profile is not None else None,
             )
-            sampler = Sampler(size=len(dataset), global_batch=global_batch, seed=seed)
-            hello = Hello(
-                job=spec.job,
-                local_rank=int(_environment("LOCAL_RANK")),
-                world_size=int(_environment("WORLD_SIZE")),
-                pid=os.getpid(),
-                spec=spec,
-                checkpoints=offered(keeping.folder, spec) if keeping is not None else (),
-            )
-            self._control = Control(default_path(), hello)
+            self._sampler = Sampler(size=len(dataset), global_batch=global_batch, seed=seed)
+            self._snapper = self._make_snapper(snapshot_every, name) if snapshot_every is not None else None
+            self._control = Control(default_path(), _hello(spec, keeping))
         except (ValueError, TypeError, RuntimeError, ConnectionError) as error:
             raise JobStopped(f"elasticd: {error}") from error
-        self._sampler = sampler
         recipe = Recipe(
             model=model,
             loss=loss,
             optimizer=optimizer,
             dataset=dataset,
             collate=collate,
-            sampler=sampler,
+            sampler=self._sampler,
             clip=clip,
             scheduler=scheduler,
             checkpoints=keeping.folder if keeping is not None else None,
+            snapshots=Snapshots(job=name, fetch=self._control.fetch),
         )
         self._saver = self._make_saver(keeping, spec) if keeping is not None else None
+        self._start(recipe, seed)
+
+    def _start(self, recipe: Recipe, seed: int) -> None:
+        """From here on the agent is heard."""
         self._taken = False
         self._pacer = Pacer(self._control.welcome.pace)
         store = AgentKeyValue(self._control)
@@ -146,12 +149,23 @@ class Job:
     def _make_saver(self, keeping: Keeping, spec: JobSpec) -> Saver:
         return Saver(keeping, spec, self.device, self._control.send, lambda: self._control.lost)
 
+    def _make_snapper(self, every: int, name: str) -> Snapper:
+        return Snapper(every, name, lambda: self._control.welcome, lambda m, fd: self._control.send(m, fd=fd))
+
     def _hear(self, message: ToWorker) -> None:
         """On the control thread."""
-        if not isinstance(message, Published):
-            self._switcher.handle(message)
-        elif self._saver is not None:
-            self._saver.published(message.name)
+        match message:
+            case Published(name=name):
+                if self._saver is not None:
+                    self._saver.published(name)
+            case Freed(plan=plan, step=step):
+                if self._snapper is not None:
+                    self._snapper.freed(plan, step)
+            case Welcome():
+                if self._snapper is not None:
+                    self._snapper.welcomed()
+            case _:
+                self._switcher.handle(message)
 
     @property
     def device(self) -> str:
@@ -188,19 +202,24 @@ class Job:
             raise RuntimeError("a Job's steps are taken once: ask for all of them in one call of steps()")
         self._taken = True
         try:
-            with contextlib.suppress(JobOver):
+            try:
                 yield from self._steps(total)
+            except JobOver:
+                yield from self._missed()  # the last, it may be
         except BaseException as error:
-            if self._saver is not None:
-                self._saver.end()
+            self._end_copies()
             if isinstance(error, GeneratorExit):
                 self._leave("the script left the loop before the last step")
             raise
         self._leave("")
 
+    def _end_copies(self) -> None:
+        for maker in (self._saver, self._snapper):
+            if maker is not None:
+                maker.end()
+
     def _leave(self, reason: str) -> None:
-        if self._saver is not None:
-            self._saver.end()
+        self._end_copies()
         self._switcher.end()
         self._control.close(Goodbye(reason=reason))
 
@@ -210,49 +229,65 @@ class Job:
             if switcher.engine is None and saver is not None:
                 saver.left()
             engine = switcher.wait()
-            for vote in switcher.taken():
-                yield self._step(engine, vote)
-            if switcher.step >= total:  # the checkpoint that the job started from is that of its last step
-                self._control.send(Finished(step=switcher.step))
-                return
+            yield from self._missed()
             try:
-                done = engine.step(switcher.step, switcher.prepared, lambda: saver.word if saver else 0)
-                switcher.step += 1
-                last = switcher.step >= total
-                self._save(engine, switcher.step, done.outcome.saving, last=last)
-                if last:
-                    engine.settle()
+                done, made = None, switcher.step
+                if made < total:
+                    done = self._train(engine, made, last=made + 1 >= total)
+                    made += 1
+                if made >= total:
+                    self._finish(engine, made)
+                switcher.step = made  # until here the vote alone tells of it, to whoever loses the others
             except (PeerLost, Cancelled) as error:
                 switcher.bereaved(error)
                 continue
             except LedgerError as error:  # the same on every rank
                 raise JobStopped(f"elasticd: {error}") from error
-            self._report(done, first=engine.rank == 0)
-            if last:
-                self._control.send(Finished(step=switcher.step))
-            yield self._step(engine, done.outcome.vote)
-            if last:
+            if done is not None:
+                self._report(done, first=engine.rank == 0)
+            if made >= total:
+                self._control.send(Finished(step=made))
+            if done is not None:
+                yield self._step(engine.plan.number, done.outcome.vote)
+            if done is None or made >= total:
                 return
             switcher.voted(done.outcome.prepared)
 
-    def _step(self, engine: Engine, vote: Vote) -> Step:
+    def _missed(self) -> Iterator[Step]:
+        for plan, vote in self._switcher.taken():
+            yield self._step(plan, vote)
+
+    def _step(self, plan: int, vote: Vote) -> Step:
         return Step(
             index=vote.step,
             loss=vote.loss,
             norm=vote.norm,
             tokens=vote.tokens,
             samples=self._sampler.samples(vote.step),
-            plan=engine.plan.number,
+            plan=plan,
             applied=vote.apply,
         )
 
-    def _save(self, engine: Engine, step: int, words: tuple[int, ...], *, last: bool) -> None:
-        saver = self._saver
-        if saver is None:
-            return
-        saver.voted(step, words, engine.layouts, engine.state)
-        if last:
-            saver.finish(step, engine.gather, engine.layouts, engine.state)
+    def _train(self, engine: Engine, step: int, *, last: bool) -> StepDone:
+        """One step, and what is kept of the state after it: no snapshot of the last."""
+        saver, snapper = self._saver, self._snapper if not last else None
+        done = engine.step(
+            step,
+            self._switcher.prepared,
+            lambda: saver.word if saver else 0,
+            lambda: snapper is not None and snapper.ready(engine.plan.number, step + 1),
+        )
+        if saver is not None:
+            saver.voted(step + 1, done.outcome.saving, engine.layouts, engine.state)
+        if snapper is not None:
+            snapper.voted(step + 1, done.outcome.snapshot, engine.layouts, engine.state)
+        return done
+
+    def _finish(self, engine: Engine, step: int) -> None:
+        """After the last step, by all members of the plan: also of one that recovered from it."""
+        if self._saver is not None and step > 0 and not self._switcher.untouched:
+            self._saver.finish(step, engine.gather, engine.layouts, engine.state)
+        engine.settle()
 
     def _report(self, done: StepDone, *, first: bool) -> None:
         paced, overruns = self._pacer.take()
@@ -265,6 +300,27 @@ class Job:
                 overruns=overruns,
             )
         )
+
+
+def _keeping(
+    folder: str | os.PathLike[str] | None, every: int, keep: int, keep_every: int | None
+) -> Keeping | None:
+    if folder is None:
+        return None
+    return Keeping(folder=Path(folder).absolute(), every=every, keep=keep, keep_every=keep_every)
+
+
+def _hello(spec: JobSpec, keeping: Keeping | None) -> Hello:
+    """What this worker says of itself first. Raises ValueError where torchrun did not start it."""
+    return Hello(
+        job=spec.job,
+        # A torchrun for one device of several calls its worker's rank 0, whichever device that is.
+        local_rank=int(os.environ.get(SLOT_VARIABLE) or _environment("LOCAL_RANK")),
+        world_size=int(_environment("WORLD_SIZE")),
+        pid=os.getpid(),
+        spec=spec,
+        checkpoints=offered(keeping.folder, spec) if keeping is not None else (),
+    )
 
 
 def _profile(path: str | os.PathLike[str], model: Model, tokens: float, micro_batch: int) -> ModelProfile:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from elasticd_migration.execute import Corrupt, Incomplete, agree, migrate
+from elasticd_migration.execute import Corrupt, Incomplete, Moved, agree, migrate
 from elasticd_migration.reshard import Lost, bytes_lacking, whole_bytes
 from elasticd_migration.schema import Disagreement
 from elasticd_migration.state import LocalState, NotElementWise, trimmed
@@ -26,6 +26,7 @@ from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
 from elasticd.runtime.groups import Fabric, Group
 from elasticd.runtime.loading import NoCheckpoint, clear, start_from
 from elasticd.runtime.stage import Pace
+from elasticd.runtime.standing_in import stood_in
 
 #: What goes wrong in a move while the transition group is sound: not ok is said by a whole group.
 SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise, NoCheckpoint)
@@ -33,7 +34,8 @@ SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise, NoCheckpoint)
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """All that a proposal needs here before the switch: `engine` for a member of its plan, without state."""
+    """All that a proposal needs here before the switch: `engine` for a member of its plan, without state.
+    snapshot: what was read here for those that this rank stands in for, where snapshots are gone on from."""
 
     old: Layouts | None
     new: Layouts
@@ -42,6 +44,8 @@ class Prepared:
     group: Group
     checkpoints: tuple[str, ...] = ()
     recovery: Recovery | None = None
+    snapshot: LocalState | None = None
+    in_place: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +65,9 @@ class Side:
 def prepare(
     proposal: Proposal, recipe: Recipe, device: str, pace: Pace, fabric_of: Callable[[str], Fabric]
 ) -> Prepared:
-    """New groups and modules, then the transition group: it stands only when all members are ready.
-    `fabric_of` makes the fabrics, by the part that they are for."""
-    spec, plan, old = recipe.model.spec, proposal.plan, proposal.old
+    """New groups and modules, and the snapshots to go on from, then the transition group: it stands only when
+    all members are ready. `fabric_of` makes the fabrics, by the part that they are for."""
+    spec, plan, old, recovery = recipe.model.spec, proposal.plan, proposal.old, proposal.recovery
     _check_supported(plan)
     layouts = Layouts(spec, plan)
     engine = None
@@ -72,26 +76,38 @@ def prepare(
         groups = connect(fabric, layouts)
         local = build(recipe.model, plan, device)
         engine = Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=pace)
-    before = old.members if old else ()
-    if proposal.recovery is not None:
-        before = tuple(device for device in before if device in proposal.recovery.sources)
-    members = tuple(dict.fromkeys((*before, *plan.members)))
+    snapshot = None
+    if old is not None and recovery is not None and recovery.snapshots:
+        snapshot = recipe.snapshots.state(old, recovery, device)
     transition = fabric_of("transition")
     return Prepared(
-        old=_source(spec, old, proposal.recovery) if old else None,
+        old=_source(spec, old, recovery) if old else None,
         new=layouts,
         engine=engine,
         transition=transition,
-        group=transition.group(members, "transition"),
+        group=transition.group(_members(old, plan, recovery), "transition"),
         checkpoints=proposal.checkpoints,
-        recovery=proposal.recovery,
+        recovery=recovery,
+        snapshot=snapshot,
+        in_place=proposal.in_place,
     )
+
+
+def _members(old: Plan | None, plan: Plan, recovery: Recovery | None) -> tuple[str, ...]:
+    """The transition group: who has state, the old plan's members first, and who is to have it."""
+    before = old.members if old is not None else ()
+    if recovery is None:
+        return tuple(dict.fromkeys((*before, *plan.members)))
+    living = [device for device in before if device in recovery.sources]
+    return tuple(dict.fromkeys((*living, *plan.members, *sorted(recovery.sources))))
 
 
 def _source(spec: ModelSpec, old: Plan, recovery: Recovery | None) -> Layouts:
     """What moves: the old plan's layouts, after a fault as far as they are left."""
     if recovery is None:
         return Layouts(spec, old)
+    if recovery.snapshots:
+        return stood_in(spec, old, recovery)
     gone = [device for device in old.members if device not in recovery.sources]
     return Remains(spec, old, gone=gone, stale=recovery.stale)
 
@@ -107,10 +123,15 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
     """Fills the new engine from what all ranks hold, `engine` being the one here whose state is gone on from
     (None: a joiner), which has made `step` updates.
 
-    The old engine is untouched. Raises one of `SOUND`, or what the transition group raises."""
-    group, new = prepared.group, prepared.engine
+    The old engine is untouched, but by a move in place, which leaves it spent. Raises one of `SOUND`, or what
+    the transition group raises."""
+    group, new, recovery = prepared.group, prepared.engine, prepared.recovery
+    if prepared.snapshot is not None:
+        engine = None  # it may be steps ahead
     steps = group.all_gather(torch.tensor([step if engine else -1]))
     step = max(0, *(int(s) for s in steps))
+    if recovery is not None and recovery.snapshots:
+        step = recovery.step
     began = time.perf_counter()  # all have come: a joiner waited for the others' vote until now
     if prepared.old is None:
         assert new is not None
@@ -119,19 +140,14 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
             found = start_from(recipe.checkpoints, prepared.checkpoints, held, group, place)
             new.adopt(found.state)
             return Side(step=found.step, checkpoint=found.name, began=began)
+        if recovery is not None:
+            raise NoCheckpoint("the job is to go on from a checkpoint, and this rank has no folder of any")
         if recipe.checkpoints is not None and group.rank == 0:
             clear(recipe.checkpoints)
         new.adopt(first_state(recipe.model, prepared.new, group.me, seed))
         return Side(step=step, began=began)
     transport = ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
-    try:
-        state = engine.state() if engine else LocalState()
-        if prepared.recovery is not None and group.me in prepared.recovery.stale:
-            state = trimmed(state, prepared.old.held(group.me))
-    except NotElementWise as error:
-        agree(transport, LocalState(), refused=str(error))  # raises it on every rank alike
-        raise
-    moved = migrate(prepared.old, prepared.new, state, transport)
+    moved = _migrated(prepared, prepared.old, engine, transport)
     if new is not None:
         new.adopt(moved.state)
     sizes = moved.schema.sizes
@@ -143,3 +159,27 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
         bytes_state=whole_bytes(prepared.new, sizes),
         began=began,
     )
+
+
+def _migrated(
+    prepared: Prepared, old: Layouts, engine: Engine | None, transport: ProcessGroupTransport
+) -> Moved:
+    recovery, me = prepared.recovery, prepared.group.me
+    try:
+        if prepared.snapshot is not None:
+            state = prepared.snapshot
+        else:
+            state = engine.state() if engine else LocalState()
+        if recovery is not None and me in recovery.stale:
+            state = trimmed(state, old.held(me))
+    except NotElementWise as error:
+        agree(transport, LocalState(), refused=str(error))  # raises it on every rank alike
+        raise
+    if engine is not None:
+        engine.spent = prepared.in_place
+    try:
+        return migrate(old, prepared.new, state, transport, in_place=prepared.in_place)
+    except (Disagreement, Lost):
+        if engine is not None:
+            engine.spent = False  # on every rank alike: nothing was moved
+        raise

@@ -109,14 +109,22 @@ class Saver:
     ) -> None:
         """Makes the last checkpoint, of `step`, and returns when it is published or cannot be.
 
-        Every member of the plan calls this; `gather` gives all members' words, in rank order."""
+        Every member of the plan calls this, also one that recovered from a fault in the midst of it: then what
+        some had begun is made anew. `gather` gives all members' words, in rank order."""
+        tried = False
         while True:
             self._rest()
             words = gather(self.word)
             free = not any(words)
-            if free and self._state.step == step:
+            if free and (tried or all(gather(int(self._made(step))))):
                 return
             self._feed(step, words, layouts, state, due=free)
+            tried = tried or free
+
+    def _made(self, step: int) -> bool:
+        """Whether this rank had a part in a checkpoint of that step that was not given up."""
+        with self._changed:
+            return self._state.step == step and step not in self._given_up
 
     def _feed(
         self,

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import os
+import re
 import socket
 import stat
-from collections.abc import Iterator
+import termios
+import time
+from collections.abc import Iterator, Sequence
 
 #: Host and port.
 Address = tuple[str, int]
 
+#: Seconds without a byte in a connection's queues after which nothing moves in it.
+_QUIET = 0.01
 
-def listeners() -> set[Address]:
-    found = set()
+_POLLED_INODE = re.compile(r"^tfd:.* ino:([0-9a-f]+)", re.MULTILINE)
+
+
+def listeners() -> dict[int, Address]:
+    """Where this process listens, by the inode of the socket: that is nobody else's while it is open."""
+    found = {}
     for _, listening, local, _, sock in tcp_sockets():
-        sock.close()
-        if listening:
-            found.add(local)
+        with sock:
+            if listening:
+                found[os.fstat(sock.fileno()).st_ino] = local
+    return found
+
+
+def polled() -> set[int]:
+    """The inodes of all that an epoll of this process waits for."""
+    found: set[int] = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{entry}") == "anon_inode:[eventpoll]":
+                with open(f"/proc/self/fdinfo/{entry}") as file:
+                    found.update(int(inode, 16) for inode in _POLLED_INODE.findall(file.read()))
+        except OSError:  # closed meanwhile
+            continue
     return found
 
 
@@ -50,3 +74,26 @@ def tcp_sockets() -> Iterator[tuple[int, bool, Address, Address | None, socket.s
         except OSError:
             peer = None
         yield int(entry), listening, local, peer, sock
+
+
+def wait_until_quiet(socks: Sequence[socket.socket], seconds: float) -> None:
+    """Waits until no byte was seen under way in these connections for a moment, `seconds` at most."""
+    deadline = time.monotonic() + seconds
+    quiet_since = time.monotonic()
+    while socks and quiet_since + _QUIET > (now := time.monotonic()) and now < deadline:
+        if any(_under_way(sock) for sock in socks):
+            quiet_since = time.monotonic()
+        time.sleep(0.001)
+
+
+def _under_way(sock: socket.socket) -> int:
+    """Bytes that the peer has not acknowledged, and bytes that nobody has read here."""
+    total = 0
+    for queue in (termios.TIOCOUTQ, termios.FIONREAD):
+        count = array.array("i", [0])
+        try:
+            fcntl.ioctl(sock, queue, count)
+        except OSError:  # it is gone
+            continue
+        total += count[0]
+    return total

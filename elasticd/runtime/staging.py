@@ -25,14 +25,20 @@ class Piece(NamedTuple):
     values: Tensor
 
 
-def share(layouts: Layouts, device: str) -> dict[Item, tuple[Box, ...]]:
-    """The boxes that one device writes of everything that the plan's members hold."""
-    boxes: dict[Item, tuple[Box, ...]] = {}
+def shares(layouts: Layouts) -> dict[str, dict[Item, tuple[Box, ...]]]:
+    """The boxes that each of the plan's members writes: disjoint, and together all that they hold."""
+    found: dict[str, dict[Item, tuple[Box, ...]]] = {member: {} for member in layouts.plan.members}
     for role in ("value", "buffer", "state"):
         items = {item.name: item for item in layouts.items if item.role == role}
         dealt = writers((layouts.layout(item) for item in items.values()), layouts.plan.members)
-        boxes |= {items[name]: mine for name, mine in dealt[device].items()}
-    return boxes
+        for member, boxes in found.items():
+            boxes |= {items[name]: mine for name, mine in dealt[member].items()}
+    return found
+
+
+def share(layouts: Layouts, device: str) -> dict[Item, tuple[Box, ...]]:
+    """The boxes that one member writes."""
+    return shares(layouts)[device]
 
 
 def pieces(state: LocalState, boxes: dict[Item, tuple[Box, ...]]) -> list[Piece]:

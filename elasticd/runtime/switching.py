@@ -39,7 +39,7 @@ class JobStopped(SystemExit):
 
 
 class JobOver(Exception):
-    """The job ended while this rank stood by."""
+    """The job ended while this rank stood by, or had lost the others."""
 
 
 class Switcher:
@@ -62,8 +62,9 @@ class Switcher:
         self._fabrics = Fabrics()
         self._prepared: dict[int, Prepared] = {}
         self._side: Side | None = None
+        self._loaded: int | None = None
         self._copies = Copies(self._let_go)
-        self._missed: list[Vote] = []
+        self._missed: list[tuple[int, Vote]] = []
         self._over: str | None = None
         self._began = 0.0
 
@@ -91,9 +92,12 @@ class Switcher:
                 log.warning("the agent sent %s, which a running worker does not expect", type(message).__name__)
 
     def _close(self, reason: str) -> None:
-        """The members made the last step; one that stands by, or waits for them to let it join, ends too."""
-        if self.engine is None:
+        """The last step is made. A rank that is at work ends by itself, or learns it when it loses the others;
+        one that waits for them, whatever for, ends now."""
+        with self._lock:
             self._over = reason
+            waits = self.engine is None or not self.at_work
+        if waits:
             self._fabrics.shut()
             self._todo.put(sw.Stop(reason=reason))
 
@@ -209,24 +213,33 @@ class Switcher:
     def bereaved(self, error: Exception) -> None:
         """A collective of the plan in force failed: returns once a recovery swapped, or this rank stands by.
 
-        An update that was made all the same, by a vote that completed, counts."""
+        An update that was made all the same, by a vote that completed, counts. Raises `JobOver` where the
+        others are gone because they made the last step."""
         engine = self.engine
         assert engine is not None
         if engine.last is not None and engine.last.step == self.step:
-            self.missed(engine.last)
-        log.warning("lost the other ranks (%s): waiting for the coordinator's word", error)
-        self._feed(sw.Lost(reason=str(error)))
+            self.missed(engine.plan.number, engine.last)
+        with self._lock:
+            if self._over is not None:
+                raise JobOver(self._over)
+            log.warning("lost the other ranks (%s): waiting for the coordinator's word", error)
+            self._feed(sw.Lost(reason=str(error)))
         self._rest()
 
-    def missed(self, vote: Vote) -> None:
+    def missed(self, plan: int, vote: Vote) -> None:
         """A step of which the loop has not heard, though its update is made."""
         self.step = vote.step + 1
-        self._missed.append(vote)
+        self._missed.append((plan, vote))
 
-    def taken(self) -> list[Vote]:
-        """Steps that the loop is to give, which it did not hear the end of."""
+    def taken(self) -> list[tuple[int, Vote]]:
+        """Steps that the loop is to give, which it did not hear the end of, each with its plan's number."""
         missed, self._missed = self._missed, []
         return missed
+
+    @property
+    def untouched(self) -> bool:
+        """Whether the state in force is that of a checkpoint still, on every member of the plan alike."""
+        return self._loaded == self.step
 
     @property
     def at_work(self) -> bool:
@@ -243,6 +256,9 @@ class Switcher:
                 self._feed(sw.Rested())
                 continue
             standby = not self._state.trains and not self._state.fenced and self.engine is None
+            if self._todo.empty() and self.at_work and self.engine is not None and self.engine.spent:
+                self._feed(sw.Lost(reason="the move in place failed, and took the state that it began with"))
+                continue
             if self._todo.empty() and (self.at_work or standby):
                 return
             if self._todo.empty():
@@ -311,12 +327,12 @@ class Switcher:
     def _moved(self, prepared: Prepared) -> Side:
         engine, step = self.engine, self.step
         recovery = prepared.recovery
-        if recovery is not None and prepared.old is not None:
+        if recovery is not None and prepared.old is not None and not recovery.snapshots:
             engine, step = self._copies.get(prepared.old.plan.number, engine, step)
             vote = recovery.vote
             if engine is not None and vote is not None and step == recovery.step - 1:
                 engine.apply(vote)  # decided, and this rank had not heard it
-                self.missed(vote)
+                self.missed(engine.plan.number, vote)
                 step = self.step
         return move(prepared, engine, step, self._recipe, self._seed)
 
@@ -340,6 +356,8 @@ class Switcher:
             self._copies.keep(self.engine.plan.number, self.engine, self.step)
         self.engine = prepared.engine if member else None
         self.step = self._side.step
+        self._missed = [(plan, vote) for plan, vote in self._missed if vote.step < self.step]  # it goes back
+        self._loaded = self.step if self._side.checkpoint else None
 
     def _report_swapped(self, number: int) -> None:
         side, self._side = self._side, None

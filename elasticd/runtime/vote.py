@@ -17,9 +17,9 @@ import torch
 from elasticd.records import Vote
 from elasticd.runtime.groups import Group
 
-#: step, prepared number, saving, finite, tokens (int64); squares, loss sum, target count (float64); samples
-#: hash.
-_RECORD = struct.Struct("<qqqqqdddQ")
+#: step, prepared number, saving, snapshot, finite, tokens (int64); squares, loss sum, target count (float64);
+#: samples hash.
+_RECORD = struct.Struct("<qqqqqqdddQ")
 
 
 class LedgerError(RuntimeError):
@@ -30,11 +30,13 @@ class LedgerError(RuntimeError):
 class Record:
     """What one rank brings. `squares` is the sum of squares of the gradient pieces that it owns; loss sum and
     count are of the samples whose loss it computed (zero elsewhere); `samples` hashes the ids that came with
-    the tensors into its forward; `saving` is the word on its checkpoint (see machines.saving)."""
+    the tensors into its forward; `saving` is the word on its checkpoint (see machines.saving); `snapshot` says
+    that one is due after this step, and that this rank can make it."""
 
     step: int
     prepared: int
     saving: int
+    snapshot: bool
     finite: bool
     tokens: int
     squares: float
@@ -47,6 +49,7 @@ class Record:
             self.step,
             self.prepared,
             self.saving,
+            self.snapshot,
             self.finite,
             self.tokens,
             self.squares,
@@ -58,12 +61,13 @@ class Record:
 
     @classmethod
     def unpack(cls, tensor: torch.Tensor) -> Record:
-        step, prepared, saving, finite, tokens, *rest = _RECORD.unpack(bytes(tensor.tolist()))
+        step, prepared, saving, snapshot, finite, tokens, *rest = _RECORD.unpack(bytes(tensor.tolist()))
         squares, loss, count, samples = rest
         return cls(
             step=step,
             prepared=prepared,
             saving=saving,
+            snapshot=bool(snapshot),
             finite=bool(finite),
             tokens=tokens,
             squares=squares,
@@ -76,8 +80,8 @@ class Record:
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What the vote decided, the same on every rank: mean loss per target, gradient norm of the mean loss,
-    target count, tokens, whether to apply the update, and of every rank the number that it had prepared and its
-    word on checkpoints."""
+    target count, tokens, whether to apply the update, and of every rank the number that it had prepared, its
+    word on checkpoints and its bit on snapshots."""
 
     step: int
     loss: float
@@ -87,6 +91,7 @@ class Outcome:
     apply: bool
     prepared: tuple[int, ...]
     saving: tuple[int, ...]
+    snapshot: tuple[bool, ...]
 
     @property
     def vote(self) -> Vote:
@@ -132,6 +137,7 @@ def fold(records: Sequence[Record], expected: Sequence[int]) -> Outcome:
         apply=finite,
         prepared=tuple(record.prepared for record in records),
         saving=tuple(record.saving for record in records),
+        snapshot=tuple(record.snapshot for record in records),
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -78,7 +79,7 @@ class Cluster:
         self._agents: dict[str, Agent] = {}
         self._serving: dict[str, asyncio.Task[None]] = {}
         self.workers: dict[str, subprocess.Popen[bytes]] = {}
-        self._torchruns: list[Any] = []
+        self._torchruns: dict[str, socket.socket] = {}
 
     def _scripted(self, plans: Mapping[str, Plan]) -> tuple[str, ...]:
         path = self.folder / "plans.json"
@@ -132,7 +133,7 @@ class Cluster:
             if worker.poll() is None:
                 worker.kill()
             worker.wait()
-        for torchrun in self._torchruns:
+        for torchrun in self._torchruns.values():
             torchrun.close()
         if self._thread.is_alive():
             try:
@@ -158,24 +159,33 @@ class Cluster:
         """Joins as one torchrun for each node would, and starts the workers. Options go to the script as
         JSON in $OPTIONS; one under a device's name is for that worker alone."""
         names = sorted(self.nodes)
-        sockets = []
         for node in names:
-            sock = packets.connect(self.socket(node), 20)
-            join = Join(job=JOB, min_nodes=len(names), max_nodes=len(names), pid=os.getpid())
-            packets.send(sock, messages.encode(join))
-            sockets.append(sock)
-        self._torchruns += sockets
-        for sock in sockets:
-            sock.settimeout(20)
-            data = packets.receive(sock)
-            assert data is not None
-            answer = messages.to_worker(data)
-            assert isinstance(answer, Joined), answer
+            self._torchruns[node] = packets.connect(self.socket(node), 20)
+            self._ask(node)
+        for node in names:
+            self._joined(node)
         for node in names:
             for index in range(self.nodes[node]):
-                self._start_worker(f"{node}/{index}", script, options)
+                self.start_worker(f"{node}/{index}", script, options)
 
-    def _start_worker(self, device: str, script: Path, options: Mapping[str, Any]) -> None:
+    def rejoin(self, node: str) -> None:
+        """As a torchrun does whose workers died: it asks again, before it starts others."""
+        self._ask(node)
+        self._joined(node)
+
+    def _ask(self, node: str) -> None:
+        join = Join(job=JOB, min_nodes=len(self.nodes), max_nodes=len(self.nodes), pid=os.getpid())
+        packets.send(self._torchruns[node], messages.encode(join))
+
+    def _joined(self, node: str) -> None:
+        sock = self._torchruns[node]
+        sock.settimeout(60)
+        data = packets.receive(sock)
+        assert data is not None
+        answer = messages.to_worker(data)
+        assert isinstance(answer, Joined), answer
+
+    def start_worker(self, device: str, script: Path, options: Mapping[str, Any]) -> None:
         node, _, index = device.rpartition("/")
         environment = dict(
             os.environ,

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
-from elasticd.machines.agent_state import FenceRead, LeaderRead, Note, PlanRead, ProposalRead, Send
-from elasticd.messages import Abort, Fenced, Welcome
+from dataclasses import replace
+
+from elasticd.machines.agent_state import (
+    Ended,
+    FenceRead,
+    LeaderRead,
+    LinkDown,
+    LinkUp,
+    Note,
+    PlanRead,
+    ProposalRead,
+    Said,
+    Send,
+    Tell,
+)
+from elasticd.messages import Abort, Fenced, Hello, Prepared, Up, Welcome, WorkerLost
 from elasticd.records import Fence, PlanRecord
 from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, run, sent
 
@@ -20,6 +34,7 @@ def fence(number: int, gone: dict[str, str], epoch: int = 5) -> FenceRead:
     return FenceRead(job=JOB, record=Fence(number=number, epoch=epoch, gone=gone, reason="it froze"))
 
 
+PREPARED = Prepared(number=7)
 EVICTED = Fenced(number=3, reason="it froze", evicted=True)
 
 
@@ -35,3 +50,18 @@ def test_fence_of_a_replaced_leader_stops_nobody_but_whom_it_fenced_off() -> Non
     _, effects = run(hello(0), hello(1), LeaderRead(epoch=9), fence(3, {"n0/0": "i0"}))
     assert sent(effects) == [("w0", EVICTED)]
     assert [type(effect) for effect in effects] == [Note, Send]
+
+
+def test_a_new_link_does_not_call_back_a_worker_whose_device_has_another() -> None:
+    """Its hello would come before the living one's, and be taken for one that took its place."""
+    old, new = hello(0), replace(hello(0), client="w9", incarnation="i9")
+    state, _ = run(
+        LinkUp(), old, Said(client=old.client, body=PREPARED), Ended(client=old.client, how="died"), new
+    )
+    state, _ = run(LinkDown(), state=state)
+    _, effects = run(LinkUp(), state=state)
+    words = [effect.message for effect in effects if isinstance(effect, Tell)]
+    hellos = [word for word in words if isinstance(word, Up) and isinstance(word.body, Hello)]
+    assert [word.incarnation for word in hellos] == ["i9"]
+    assert [word.incarnation for word in words if isinstance(word, WorkerLost)] == ["i0"]
+    assert [word.incarnation for word in words if isinstance(word, Up) and word.body == PREPARED] == ["i0"]

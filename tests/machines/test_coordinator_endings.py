@@ -10,8 +10,9 @@ import pytest
 from elasticd.machines.job.effects import AgentUp, Received
 from elasticd.machines.job.state import Phase, Settings
 from elasticd.messages import Closed, Join, Rejected, Report, Up
+from tests.machines.asked import refused
 from tests.machines.test_coordinator_lives import fitted, slowed, started
-from tests.machines.world import World, refused
+from tests.machines.world import World
 
 # -- the end, as torchruns and people hear of it ---------------------------------------------------------------
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from elasticd_planner.problem import Problem
 
 from elasticd.machines.job.effects import AgentDown
 from elasticd.machines.job.state import Phase
+from elasticd.machines.job.switch import propose
+from elasticd.machines.job.turn import Turn
 from elasticd.messages import Bereft, Copy, Doubt, Finished, Joined, Standing
-from elasticd.records import Fence, Vote, decode
+from elasticd.records import Fence, HistoryRecord, Vote, decode
+from tests.machines.cast import JOB, answer_to
+from tests.machines.checked import KEYS
 from tests.machines.world import World
 
 #: Enough for a whole replica on each device.
@@ -323,3 +328,45 @@ def test_who_was_fenced_off_and_lives_comes_again_as_another() -> None:
     assert world.phase is Phase.DONE
     assert world.done().step == world.steps  # type: ignore[union-attr]
     assert any(isinstance(body, Finished) for body in world.workers["alpha/0"].said)
+
+
+def test_an_agent_that_is_only_started_again_does_not_cost_its_workers_when_another_dies() -> None:
+    """Its node is away when the fence is written, and has been for longer than a node may be that is gone."""
+    world = running(("alpha", "beta", "gamma"))
+    world.cut.add("gamma")
+    world.disconnect("gamma")
+    world.now += world.settings.node_seconds + 0.1
+    world.kill("beta/1")
+    world.settle()
+    assert world.phase is Phase.RECOVERING
+    assert world.job.fence is not None
+    assert {*world.job.fence.gone} == {"beta/1"}
+    world.cut.clear()
+    world.fence_at(world.job.fence, {"gamma"})
+    world.reconnect("gamma")
+    world.settle()
+    assert recovered(world)
+    plan = world.plan()
+    assert plan is not None
+    assert {device for device in plan.members if device.startswith("gamma")}, "they are part of it"
+
+
+def test_an_answer_that_names_a_worker_lost_since_is_dropped() -> None:
+    world = running()
+    plan = world.plan()
+    assert plan is not None
+    turn = Turn(world.job, world.state.nodes, world.state.epoch, world.settings, world.now)
+    turn.drop("beta/1")
+    answer = answer_to(world_problem(world))
+    assert answer.plan is not None
+    propose(turn, answer.plan, world_problem(world), "it was asked for before")
+    assert turn.job.phase is Phase.RUNNING
+    assert turn.job.decided is None, "another is asked for"
+    assert not turn.effects
+
+
+def world_problem(world: World) -> Problem:
+    """What the plan in force was made for."""
+    record = world.store.get(KEYS.history(JOB, world.job.number))
+    assert record is not None
+    return decode(record.value, HistoryRecord).problem

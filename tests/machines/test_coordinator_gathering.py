@@ -9,8 +9,9 @@ from elasticd_planner.measurement import Measurement
 from elasticd.machines.job.effects import Received
 from elasticd.machines.job.state import Phase, Settings
 from elasticd.messages import Hello, Join, Joined, Rejected, Report, Up
+from tests.machines.asked import refused
 from tests.machines.cast import JOB
-from tests.machines.world import World, refused
+from tests.machines.world import World
 
 
 def test_gathering_waits_a_second_for_more_than_the_least() -> None:

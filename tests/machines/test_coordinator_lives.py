@@ -10,8 +10,9 @@ from elasticd_planner.stability import FREE
 from elasticd.machines.job.effects import AgentUp, Paced, Planned, Received
 from elasticd.machines.job.state import TRANSITIONS, Phase, Settings
 from elasticd.messages import Closed, Doubt, Kept, Pace, Rejected, Up
+from tests.machines.asked import refused
 from tests.machines.cast import JOB, answer_to
-from tests.machines.world import World, refused
+from tests.machines.world import World
 
 
 def started() -> World:

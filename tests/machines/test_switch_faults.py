@@ -332,3 +332,12 @@ def test_the_evicted_renounces_only_at_rest() -> None:
     state, effects = sw.step(state, sw.Rested())
     assert effects == (sw.Renounce(),)
     assert state == State(seen=2, fence=2)
+
+
+def test_the_end_may_come_between_two_steps() -> None:
+    """The main thread has not heard of it when it takes its number for the vote, and hears its outcome."""
+    state, effects = sw.step(State(trains=True), sw.Ordered(reason="over"))
+    assert effects == (sw.Stop(reason="over"),)
+    for event in (sw.Voting(), sw.Voted(prepared=(0, 0)), sw.Lost(reason="they ended too")):
+        state, effects = sw.step(state, event)
+        assert (state.phase, effects) == (Phase.STOPPED, ())

@@ -42,7 +42,6 @@ from elasticd.messages import (
     Leave,
     Prepared,
     Refused,
-    Rejected,
     Report,
     Shutdown,
     Standing,
@@ -279,8 +278,12 @@ class World(Checked):
 
     def _fenced(self, fence: Fence) -> None:
         """Those that live stand still, and say what they hold; who is fenced off comes again as another."""
+        self.fence_at(fence, {worker.node for worker in self.workers.values()} - self.cut)
+
+    def fence_at(self, fence: Fence, nodes: set[str]) -> None:
+        """The agents of these nodes read it."""
         for worker in list(self.workers.values()):
-            if not worker.alive or worker.device in self.deaf or worker.node in self.cut:
+            if not worker.alive or worker.device in self.deaf or worker.node not in nodes:
                 continue
             if fence.gone.get(worker.device) == worker.incarnation:
                 again = FakeWorker(device=worker.device, incarnation=worker.incarnation + "+")
@@ -393,8 +396,3 @@ class World(Checked):
             self.join(name, len(self.records), len(self.records))
         self.settle()
         self.train(1)
-
-
-def refused(world: World, client: str) -> list[str]:
-    """Reasons in what a client was told."""
-    return [body.reason for body in world.told.get(client, []) if isinstance(body, Rejected | Closed)]

@@ -1,4 +1,4 @@
-"""Over a hundred regroups in the same processes: nothing leaks, whatever was in flight, beside a user's sockets.
+"""Over a hundred regroups in the same processes leak nothing, whatever is in flight, beside a user's sockets.
 
 Each regroup makes overlapping groups in the background, while the groups before are at work. In every second
 one a rank does not come to the large all-reduces, and the others are freed by an order, as in a job: payloads
@@ -7,6 +7,7 @@ of megabytes are then under way, both in collectives and in a send that nobody r
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import socket
@@ -79,8 +80,9 @@ class Rank:
     def __init__(self, name: str, store: Any) -> None:
         self.name, self.store = name, store
         self.fabrics = Fabrics()
-        self.freed: list[str] = []
+        self.freed = 0
         self.slowest = 0.0
+        self.looks: dict[int, dict[str, int]] = {}
         self._made: dict[int, dict[tuple[str, ...], Group]] = {}
         self._errors: list[str] = []
 
@@ -109,8 +111,6 @@ class Rank:
             self.slowest = max(self.slowest, time.monotonic() - start)
             if number in LOOKS:
                 self._look(number)
-
-    looks: dict[int, dict[str, int]]
 
     def _prepare(self, number: int) -> None:
         """In the background: the next groups, under the next number."""
@@ -142,10 +142,11 @@ class Rank:
             world.send(torch.ones(LARGE), NAMES.index(absent), 7)
             works = [group.backend.allreduce([torch.ones(LARGE)]) for group in groups.values()]
             self.store.set(f"in/{number}/{self.name}", b"")
-            with pytest.raises((Cancelled, PeerLost)) as caught:
+            try:
                 for group, work in zip(groups.values(), works, strict=True):
                     group.wait(work)
-            self.freed.append(caught.typename)
+            except (Cancelled, PeerLost):
+                self.freed += 1
         ordered.join(PATIENCE)
 
     def _obey(self, number: int) -> None:
@@ -156,16 +157,23 @@ class Rank:
     def _look(self, number: int) -> None:
         """What this process holds, once what was let go has had its time."""
         gc.collect()
-        deadline = time.monotonic() + PATIENCE / 3
+        deadline = time.monotonic() + 5
         while _parked() and time.monotonic() < deadline:
             time.sleep(0.01)
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         self.looks[number] = {
             "descriptors": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")),
-            "resident": resident >> 20,
+            "resident": _resident(),
             "parked": _parked(),
         }
+        ctypes.CDLL(None).malloc_trim(0)  # what is left is in use, or leaked
+        self.looks[number]["held"] = _resident()
+
+
+def _resident() -> int:
+    """MiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 def _parked() -> int:
@@ -175,7 +183,6 @@ def _parked() -> int:
 def regroup(name: str, store: Any) -> dict[str, Any]:
     user = User()
     rank = Rank(name, store)
-    rank.looks = {}
     rank.run()
     user.stop()
     return {
@@ -190,4 +197,15 @@ def regroup(name: str, store: Any) -> dict[str, Any]:
 def test_a_hundred_regroups_leak_nothing() -> None:
     results = gang.run(__file__, "regroup", NAMES, seconds=170)
     for name, result in results.items():
-        print(name, result)
+        looks, said = result["looks"], f"{name}: {result}"
+        assert result["user"][1] == "", said
+        assert result["user"][0] > REGROUPS, said
+        assert sum(other["freed"] for other in results.values()) == REGROUPS // 2 * (len(NAMES) - 1)
+        # One operation that gloo does not wake holds four threads and as many descriptors until the patience
+        # ends: it may happen where the machine is very busy. A leak at each regroup would be ten times that.
+        assert looks[100]["parked"] <= 1, said
+        assert looks[100]["threads"] <= looks[60]["threads"] + 5, said
+        assert looks[100]["descriptors"] <= looks[60]["descriptors"] + 10, said
+        assert looks[100]["resident"] <= looks[60]["resident"] + 128, said
+        assert looks[100]["held"] <= looks[60]["held"] + 32, said
+        print(said)

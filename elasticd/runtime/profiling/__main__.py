@@ -18,7 +18,7 @@ from elasticd.runtime.profiling import collectives
 from elasticd.runtime.profiling.clocks import NoDevice, clock_of
 from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_of, told
 from elasticd.runtime.profiling.measure import measure
-from elasticd.runtime.profiling.orphans import end_with
+from elasticd.runtime.profiling.orphans import end_at_eof
 
 
 def run(request: Request, answer: BinaryIO) -> Done | Failed:
@@ -46,7 +46,7 @@ def main() -> None:
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         request = msgspec.json.decode(stdin.readline(), type=Request)
     try:
-        end_with(0)
+        end_at_eof(0)
         answer.write(msgspec.json.encode(run(request, answer)) + b"\n")
     except (KeyboardInterrupt, BrokenPipeError):  # nobody waits for the answer
         os._exit(1)

@@ -25,7 +25,7 @@ from torch import distributed
 from elasticd.measuring import Request
 from elasticd.runtime.groups import Fabric
 from elasticd.runtime.model import Model
-from elasticd.runtime.profiling.orphans import end_with
+from elasticd.runtime.profiling.orphans import end_at_eof
 
 #: Seconds that the processes of one width may take in all.
 PATIENCE = 300.0
@@ -154,7 +154,7 @@ def perform(errand: Errand) -> list[list[float]]:
 def main() -> None:
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         errand = msgspec.json.decode(stdin.readline(), type=Errand)
-    end_with(0)
+    end_at_eof(0)
     times = perform(errand)
     (Path(errand.folder) / f"times-{errand.rank}").write_bytes(msgspec.json.encode(times))
     os._exit(0)  # groups that still stand must not hold it up

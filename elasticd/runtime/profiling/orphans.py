@@ -1,4 +1,7 @@
-"""A process that ends when whoever started it does: its standard input is a pipe that only the parent holds."""
+"""A process that ends when whoever started it does: its standard input is a pipe that only the parent holds.
+
+A worker's is not, so `runtime.parent` asks the kernel; here this is better, for it lets what is open be closed,
+and holds also for a parent that ended while this process still started."""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import time
 GRACE = 5.0
 
 
-def end_with(stdin: int) -> None:
+def end_at_eof(stdin: int) -> None:
     """Interrupts the main thread when `stdin` is closed, however the parent ended, and ends the process if that
     does not. Nothing else may read `stdin` from now on."""
 
@@ -22,4 +25,4 @@ def end_with(stdin: int) -> None:
         time.sleep(GRACE)
         os._exit(1)
 
-    threading.Thread(target=wait, name="end-with", daemon=True).start()
+    threading.Thread(target=wait, name="end-at-eof", daemon=True).start()

@@ -14,12 +14,11 @@ from typing import Any, cast
 import torch
 from elasticd_planner.boxes import Box
 from elasticd_planner.plan import Stage
-from elasticd_planner.rules import member_box
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from elasticd.runtime import tensor_parallel
+from elasticd.runtime import regions
 from elasticd.runtime.groups import Group
 from elasticd.runtime.model import LocalModel, Model
 from elasticd.runtime.profiling.clocks import Clock
@@ -188,19 +187,9 @@ def part_of(
     module = local.modules[section]
     values.fill(local, {section: module})
     if len(shares) > 1:
-        _attach(model, section, module, shares)
+        # The hooks that a job's engine makes, around nobody.
+        regions.attach(model, section, module, shares, cast(Group, Alone(len(shares))))
     return Part(label=label, width=len(shares), share=shares[0] / sum(shares), module=module, loss=loss)
-
-
-def _attach(model: Model, section: str, module: nn.Module, shares: tuple[int, ...]) -> None:
-    """The hooks that a job's engine makes, around nobody."""
-    rules = {rule.name: rule for rule in model.spec.section(section)}
-    names = {id(sub): path for path, sub in module.named_modules()}
-    group = cast(Group, Alone(len(shares)))
-    for submodule, kind in model.communicating(section, module):
-        rule = rules.get(f"{names[id(submodule)]}.weight")
-        boxes = [member_box(model.spec, rule, shares, i) for i in range(len(shares))] if rule else []
-        tensor_parallel.attach(submodule, kind, group, boxes)
 
 
 def whole_model(model: Model, loss: Loss | None, values: Values) -> WholeModel:

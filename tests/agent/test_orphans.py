@@ -1,0 +1,113 @@
+"""What a killed torchrun leaves behind is ended by the agent, also what it left while there was no agent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from elasticd_agent.orphans import Torchruns
+
+from elasticd import starter
+from elasticd.packets import SOCKET_VARIABLE
+from tests.agent.support import closing_all, until
+from tests.agent.test_torchrun import Nodes
+
+#: A worker that still imports: it has said nothing to anybody.
+IMPORTING = """
+import os, sys, time
+with open(os.path.join(sys.argv[2], str(os.getpid())), "w") as file:
+    file.write("importing")
+time.sleep(600)
+"""
+
+#: A mark of no process: there are no such numbers.
+NOBODY = "4194305-1"
+
+
+@pytest.mark.slow
+def test_a_worker_that_still_imports_does_not_outlive_its_torchrun(tmp_path: Path) -> None:
+    with closing_all() as register:
+        nodes = Nodes(register, tmp_path, 1)
+        nodes.script.write_text(IMPORTING)
+        torchrun = nodes.torchrun("alpha", nnodes=1, nproc=2)
+        workers = until(lambda: _both(tmp_path / "out"), 60)
+        marks = [starter.mark(pid) for pid in workers]
+        try:
+            torchrun.kill()
+            torchrun.wait()
+            until(lambda: not any(mark and starter.alive(mark) for mark in marks), 60)
+        finally:
+            for mark in marks:
+                _kill(mark)
+
+
+def _both(folder: Path) -> list[int]:
+    pids = [int(path.name) for path in folder.iterdir()]
+    return pids if len(pids) == 2 else []
+
+
+def test_an_agent_ends_what_torchruns_left_while_there_was_none_and_that_alone(tmp_path: Path) -> None:
+    socket = str(tmp_path / "agent.sock")
+    with sleeping({}) as gone:
+        dead = starter.mark(gone.pid)
+    assert dead
+    with (
+        sleeping({}) as torchrun,
+        sleeping({SOCKET_VARIABLE: socket, starter.VARIABLE: dead}) as orphan,
+        sleeping({SOCKET_VARIABLE: "another's", starter.VARIABLE: NOBODY}) as other,
+        sleeping({SOCKET_VARIABLE: socket, starter.VARIABLE: str(starter.mark(torchrun.pid))}) as worker,
+    ):
+
+        async def agent() -> None:
+            torchruns = Torchruns(socket)
+            torchruns.start()
+            await ends(orphan)
+            assert worker.poll() is None, "its torchrun lives"
+            torchrun.kill()  # and is watched, though it never spoke to this agent
+            await ends(worker)
+            torchruns.close()
+
+        asyncio.run(agent())
+        assert other.poll() is None, "it is another agent's"
+
+
+async def ends(process: subprocess.Popen[bytes]) -> None:
+    async with asyncio.timeout(60):
+        while process.poll() is None:
+            await asyncio.sleep(0.01)
+
+
+@contextmanager
+def sleeping(environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with this in its environment, by the time that we go on."""
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+    process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_mark_is_of_one_process_alone() -> None:
+    with sleeping({}) as process:
+        mark = starter.mark(process.pid)
+        assert mark
+        assert starter.alive(mark)
+        assert not starter.alive(f"{process.pid}-1"), "a later process with the same number"
+        process.kill()
+        until(lambda: not starter.alive(mark))  # though its parent has not looked yet
+    assert starter.mark(process.pid) is None
+
+
+def _kill(mark: str | None) -> None:
+    if mark and starter.alive(mark):
+        os.kill(int(mark.partition("-")[0]), 9)

@@ -1,0 +1,135 @@
+"""The last copies die: the job goes back to a snapshot in memory or to a checkpoint, and trains on exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elasticd_planner.boxes import Box
+
+from elasticd.machines.job.state import Settings
+from tests.integration import train
+from tests.integration.cluster import Cluster, until
+from tests.integration.test_switches import plan_of, stage
+
+SCRIPT = Path(train.__file__)
+SETTINGS = Settings(retry_seconds=0.5)
+STEPS = 40
+#: One pipeline over two nodes: whoever dies had boxes that nobody else has.
+PLANS = {
+    "": plan_of((6, [stage(0, 3, ("a/0", 1)), stage(3, 5, ("b/0", 1))])),
+    "without b/0": plan_of((6, [stage(0, 5, ("a/0", 1))])),
+}
+
+
+def ledger(cluster: Cluster) -> list[dict[str, Any]]:
+    """The lines of all workers, in the order of plans and steps."""
+    lines = [
+        json.loads(line) for path in cluster.folder.glob("ledger-*") for line in path.read_text().splitlines()
+    ]
+    return sorted(lines, key=lambda line: (line["plan"], line["step"]))
+
+
+def said(cluster: Cluster) -> str:
+    return "\n".join(
+        [event["text"] for event in cluster.events()] + [cluster.log(d)[-2000:] for d in cluster.workers]
+    )
+
+
+def ended_exactly(cluster: Cluster, back: int) -> None:
+    """All numbers are those of one process; the surviving history has each step from `back` on once."""
+    losses, weights = train.reference(STEPS)
+    lines = ledger(cluster)
+    assert [line["loss"] for line in lines] == pytest.approx(
+        [losses[line["step"]] for line in lines], abs=1e-10
+    )
+    newest = [line["step"] for line in lines if line["plan"] == lines[-1]["plan"]]
+    assert newest == list(range(back, STEPS))
+    held = 0
+    for path in cluster.folder.glob("weights-*"):
+        for name, (start, stop, value) in torch.load(path).items():
+            expected = weights[name][Box(start=start, stop=stop).slices(Box.whole(weights[name].shape))]
+            assert float((value - expected).abs().max()) < 1e-10, name
+            held += 1
+    assert held
+
+
+def recorded_from(cluster: Cluster) -> int:
+    """The step at which the newest plan was recorded."""
+    return int(cluster.events("recorded")[-1]["data"]["step"])
+
+
+def whole_snapshot(cluster: Cluster, least: int) -> None:
+    until(lambda: (cluster.job().get("snapshot") or 0) >= least, 120, lambda: said(cluster))
+
+
+@pytest.mark.slow
+def test_survivors_go_back_to_the_dead_ones_snapshot() -> None:
+    with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=STEPS, job={"snapshot_every": 2})
+        whole_snapshot(cluster, 4)
+        survivor = cluster.workers["a/0"].pid
+        cluster.workers["b/0"].kill()
+        until(lambda: len(cluster.events("recorded")) == 2, 120, lambda: said(cluster))
+        back = recorded_from(cluster)
+        assert back >= 4
+        assert back % 2 == 0
+        codes = cluster.wait(120)
+        assert codes["a/0"] == 0, said(cluster)
+        assert cluster.workers["a/0"].pid == survivor
+        ended_exactly(cluster, back)
+
+
+@pytest.mark.slow
+def test_survivors_go_back_to_a_checkpoint(tmp_path: Path) -> None:
+    with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        folder = {"checkpoint": str(tmp_path / "kept"), "checkpoint_every": 3}
+        cluster.run(SCRIPT, steps=STEPS, job=folder)
+        until(lambda: len(cluster.events("checkpoint")) >= 2, 120, lambda: said(cluster))
+        cluster.workers["b/0"].kill()
+        until(lambda: len(cluster.events("recorded")) == 2, 120, lambda: said(cluster))
+        back = recorded_from(cluster)
+        assert back >= 3
+        assert back % 3 == 0
+        assert cluster.wait(120)["a/0"] == 0, said(cluster)
+        ended_exactly(cluster, back)
+
+
+@pytest.mark.slow
+def test_a_job_whose_workers_all_die_waits_and_goes_on_from_its_snapshot_when_they_come_again() -> None:
+    options: dict[str, Any] = {"job": {"snapshot_every": 2}}
+    with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=STEPS, **options)
+        whole_snapshot(cluster, 4)
+        for worker in cluster.workers.values():
+            worker.kill()
+        until(lambda: cluster.events("waiting"), 120, lambda: said(cluster))
+        assert "the state is safe in snapshots of step" in cluster.job()["reason"]
+        again(cluster, options)
+        until(lambda: len(cluster.events("recorded")) == 2, 120, lambda: said(cluster))
+        back = recorded_from(cluster)
+        assert set(cluster.wait(120).values()) == {0}, said(cluster)
+        ended_exactly(cluster, back)
+
+
+@pytest.mark.slow
+def test_without_any_older_state_the_job_stops_and_names_what_is_lost() -> None:
+    with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=STEPS)
+        cluster.runs(1, steps=5)
+        cluster.workers["b/0"].kill()
+        until(lambda: cluster.events("stopped"), 120, lambda: said(cluster))
+        assert "state is lost: " in cluster.job()["reason"]
+        assert "no snapshot or checkpoint to go back to" in cluster.job()["reason"]
+        assert cluster.wait(60)["a/0"] == 1
+
+
+def again(cluster: Cluster, options: dict[str, Any]) -> None:
+    """What torchruns do whose workers died: they ask to take part once more, and start new ones."""
+    for node in sorted(cluster.nodes):
+        cluster.rejoin(node)
+    for node in sorted(cluster.nodes):
+        cluster.start_worker(f"{node}/0", SCRIPT, {"steps": STEPS, **options})
