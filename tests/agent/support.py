@@ -35,6 +35,7 @@ from elasticd.messages import (
     Up,
     Welcome,
 )
+from elasticd.pulses import Ping, Pong
 from elasticd.records import JobSpec, Keys
 from elasticd.remembered import StateFile
 from elasticd.snapshots import Keeps
@@ -205,13 +206,17 @@ class Trainer:
         packets.send(self.sock, messages.encode(body), fd)
 
     def hear(self) -> ToWorker | None:
-        data = packets.receive(self.sock)
-        return None if data is None else messages.to_worker(data)
+        """The next message, but for pings."""
+        return self.take()[0]
 
     def take(self) -> tuple[ToWorker | None, int | None]:
-        """A message, and the descriptor that came with it."""
-        data, fd = packets.accept(self.sock)
-        return None if data is None else messages.to_worker(data), fd
+        """The same, and the descriptor that came with it."""
+        while True:
+            data, fd = packets.accept(self.sock)
+            message = None if data is None else messages.to_worker(data)
+            if not isinstance(message, Ping):
+                return message, fd
+            self.say(Pong())
 
     def hello(self, rank: int, job: str = "job") -> ToWorker | None:
         self.say(Hello(job=job, local_rank=rank, world_size=2, pid=os.getpid(), spec=spec(job)))
