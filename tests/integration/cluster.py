@@ -34,9 +34,13 @@ JOB = "job"
 T = TypeVar("T")
 
 
+#: Seconds that any condition has at least: a busy machine takes half a minute to start a worker.
+LEAST = 180.0
+
+
 def until(condition: Callable[[], T], seconds: float = 60.0, what: Callable[[], object] = str) -> T:
     """The first true value of `condition`; fails with `what()` when none comes in time."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + max(seconds, LEAST)
     while not (value := condition()):
         assert time.monotonic() < deadline, f"this never became true: {what()}"
         time.sleep(0.02)

@@ -48,14 +48,14 @@ def suspect(turn: Turn) -> None:
     if job.phase not in FALLIBLE or job.phase is Phase.RECOVERING or job.settle_until is not None:
         return
     since = min((w.bereft_at for w in job.workers.values() if w.bereft_at is not None), default=None)
-    stopped = turn.now - job.progress.at > turn.settings.node_seconds + 2 * job.progress.seconds
+    stopped = turn.now - job.progress.at > turn.settings.node_seconds + 2 * job.progress.slowest
     if since is not None or (stopped and job.phase is Phase.RUNNING):
         away = _unreachable(turn)
         if away:
             nodes = sorted({device.rpartition("/")[0] for device in away})
             fault(turn, away, f"node {', '.join(nodes)} cannot be reached, and the job's steps have stopped")
             return
-    halted = turn.now - job.progress.at > turn.settings.hang_seconds + 2 * job.progress.seconds
+    halted = turn.now - job.progress.at > turn.settings.hang_seconds + 2 * job.progress.slowest
     frozen = [worker for worker in _owners(turn) if worker.frozen]
     if frozen and (since is not None or halted):
         gone = {worker.device: worker.incarnation for worker in frozen}

@@ -25,6 +25,8 @@ from elasticd.machines.job.switch import propose
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Report
 
+#: What is left after a step of the weight that the slowest one before it has.
+FADING = 0.9
 #: Steps that some members have not reported are kept until this many newer ones have begun.
 MOST_PARTIAL = 64
 
@@ -36,7 +38,14 @@ def measured(turn: Turn, report: Report) -> None:
         seconds = measurement.step_seconds
         speed = report.tokens / seconds if report.tokens is not None and seconds > 0 else None
         done = measurement.step + 1  # a step's index is the number of updates before it
-        progress = Progress(step=done, at=turn.now, seconds=seconds, loss=report.loss, tokens_per_second=speed)
+        progress = Progress(
+            step=done,
+            at=turn.now,
+            seconds=seconds,
+            slowest=max(seconds, FADING * job.progress.slowest),
+            loss=report.loss,
+            tokens_per_second=speed,
+        )
         turn.set(progress=progress)
     if turn.now > turn.job.progress.at:
         turn.set(progress=msgspec.structs.replace(turn.job.progress, at=turn.now))

@@ -93,8 +93,8 @@ class Settings(Value, frozen=True, kw_only=True):
     up as well, up to most_retry; leave: for all members to take their leave after the first did, before the
     last step; stand: for members to say what they hold after a fence; bereft: from a member that lost the
     others to the fence, if nobody is known to have died; node: for a node that cannot be reached to be back,
-    if the job's steps have stopped too; hang: beyond twice a step without one, until a worker that does not
-    answer counts as lost; fit: measured steps that a profile is fitted from. flops (of a
+    if the job's steps have stopped too; hang: beyond twice the slowest step of late without one, until a
+    worker that does not answer counts as lost; fit: measured steps that a profile is fitted from. flops (of a
     normal device, per second) and the links inside a node and between nodes are what plans count with until
     something was measured."""
 
@@ -217,11 +217,12 @@ class Setback(Value, frozen=True, kw_only=True):
 
 class Progress(Value, frozen=True, kw_only=True):
     """The newest step that rank 0 reported, when, and how long it took: `step` updates were applied; None
-    where nothing was yet."""
+    where nothing was yet. `slowest`: seconds of the slowest of late; what is long past counts less."""
 
     step: int = 0
     at: float = 0.0
     seconds: float = 0.0
+    slowest: float = 0.0
     loss: float | None = None
     tokens_per_second: float | None = None
 

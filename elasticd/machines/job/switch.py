@@ -194,7 +194,7 @@ def _go_back(turn: Turn, step: int) -> None:
     """The steps from `step` on are made again: they count once, as they will be."""
     job = turn.job
     turn.set(
-        progress=Progress(step=step, at=turn.now, seconds=job.progress.seconds),
+        progress=Progress(step=step, at=turn.now, seconds=job.progress.seconds, slowest=job.progress.slowest),
         rates=msgspec.structs.replace(job.rates, step=step - 1),
     )
 
