@@ -265,8 +265,8 @@ class Joined(Message, frozen=True, kw_only=True):
 
 
 class Closed(Message, frozen=True, kw_only=True):
-    """The job finished: the leader's answer to a torchrun that asks again and then ends gracefully; or, to a
-    worker that has no part in the plan, as read from the store."""
+    """The job finished: the leader's answer to a torchrun that asks again and then ends gracefully; or, to all
+    workers of the job, as read from the store."""
 
     reason: str
 

@@ -36,7 +36,6 @@ from elasticd.packets import default_path
 from elasticd.pulses import Ping
 from elasticd.records import Keys, NodeRecord
 from elasticd.remembered import NOTE_SECONDS, StateFile
-from elasticd.snapshots import OfSnapshots
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
 from elasticd_agent import probe
 from elasticd_agent.harm import Harms
@@ -48,7 +47,7 @@ from elasticd_agent.registrar import Registrar
 from elasticd_agent.rounds import Rounds
 from elasticd_agent.severed import Severable
 from elasticd_agent.watch import Records
-from elasticd_agent.workers import Workers
+from elasticd_agent.workers import Ears, Workers
 
 #: Seconds for which the store keeps a silent agent's keys.
 LEASE_SECONDS = 3
@@ -106,7 +105,7 @@ class Agent:
             loop.call_soon_threadsafe(self._finish, reason)
 
         self._torchruns = Torchruns(self._path)
-        self._workers = Workers(self._path, self.record.node, self._emit, self._hear)
+        self._workers = Workers(self._path, self.record.node)
         try:
             self._keeper = self._make_keeper()
         except BaseException:
@@ -131,10 +130,9 @@ class Agent:
 
     async def _serve(self, end: asyncio.Future[str | None]) -> None:
         self._registrar.start()
-        self._link = Link(self._emit, self._keeper.whole)
+        self._link = Link(self._emit, self._keeper.whole, lambda harm: harms.take(harm))
         allowed = self._config.chaos.enabled
         harms = Harms(self.record.node, allowed, self._store, self._pidfd, self._link.follow)
-        self._link.harm = harms.take
         records = Records(self._store, self._keys, self._emit, harms.follow, self._keeper.read)
         rounds = Rounds(
             self._store,
@@ -146,14 +144,19 @@ class Agent:
             send=self._workers.send,
             dismiss=self._workers.dismiss,
         )
-        self._workers.beside = rounds.take
-        self._workers.answered = self._answered
         parts = (self._tick(), self._beat(), self._remember())
         beside = [asyncio.create_task(part) for part in parts]
         try:
             await records.start()
             self._torchruns.start()
-            self._workers.start()
+            self._workers.start(
+                Ears(
+                    events=self._emit,
+                    snapshots=self._keeper.hear,
+                    pongs=self._answered,
+                    rounds=rounds.take,
+                )
+            )
             _log.info(
                 "agent of node %s serves %d devices at %s",
                 self.record.node,
@@ -238,9 +241,6 @@ class Agent:
         while self._memory is not None:
             await asyncio.to_thread(self._memory.note, identity=self._store.known())
             await asyncio.sleep(NOTE_SECONDS)
-
-    def _hear(self, client: str, body: OfSnapshots, fd: int | None) -> None:
-        self._keeper.hear(client, body, fd)
 
     def _tell(self, message: ToLeader) -> None:
         self._link.send(message)

@@ -35,11 +35,15 @@ _log = logging.getLogger(__name__)
 
 class Link:
     """Emits LinkUp, Heard and LinkDown on the running loop; `follow` says where the leader is. What the leader
-    says of snapshots goes to `whole`."""
+    says of snapshots goes to `whole`, chaos to `harm`."""
 
-    def __init__(self, emit: Callable[[Event], None], whole: Callable[[Whole], None]) -> None:
-        self._emit, self._whole = emit, whole
-        self.harm: Callable[[Harm], None] = lambda harm: None
+    def __init__(
+        self,
+        emit: Callable[[Event], None],
+        whole: Callable[[Whole], None],
+        harm: Callable[[Harm], None],
+    ) -> None:
+        self._emit, self._whole, self._harm = emit, whole, harm
         self._url: str | None = None
         self._moved = asyncio.Event()
         self._outgoing: asyncio.Queue[ToLeader] | None = None
@@ -132,7 +136,7 @@ class Link:
             if isinstance(message, Whole):
                 self._whole(message)
             elif isinstance(message, Harm):
-                self.harm(message)
+                self._harm(message)
             elif isinstance(message, Drain):
                 self._emit(Drained(on=message.on))
             else:

@@ -16,6 +16,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgspec
 
@@ -37,42 +38,41 @@ _LINGER_SECONDS = 2.0
 #: Messages that may wait for a client that does not read; one that is further behind is cut off.
 _MOST_WAITING = 1024
 _PEER = struct.Struct("3i")
-#: Called with a client's name, its word of snapshots, and the descriptor that came with it.
-Hear = Callable[[str, OfSnapshots, int | None], None]
-
-#: Of a client (its name and process) a message, or None at its end; whether the machine is not to hear it.
-Beside = Callable[[str, int, Message | None], bool]
 
 _log = logging.getLogger(__name__)
 
 
-def _nobody(client: str) -> None:
-    pass
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ears:
+    """Who hears what of the clients, on the running loop.
 
+    events: what the agent's machine is to know. snapshots: a worker's word of them, with the client's name and
+    the descriptor that came with it. pongs: the name of a worker that answered a `Ping`. rounds: of each client
+    (its name and process) a message, or None at its end; what it takes the machine does not hear.
+    """
 
-def _for_the_machine(client: str, pid: int, body: Message | None) -> bool:
-    return False
+    events: Callable[[Event], None]
+    snapshots: Callable[[str, OfSnapshots, int | None], None]
+    pongs: Callable[[str], None]
+    rounds: Callable[[str, int, Message | None], bool]
 
 
 class Workers:
-    """Serves the socket at `path`; `emit` is called for each event, on the running loop, but for what `beside`
-    takes, and for what is said of snapshots, which goes to `hear`. `answered` is called with the name of each
-    worker that answered a `Ping`."""
+    """Serves the socket at `path`, from `start` on."""
 
-    beside: Beside = staticmethod(_for_the_machine)
-    answered: Callable[[str], None] = staticmethod(_nobody)
+    _ears: Ears
 
-    def __init__(self, path: str, node: str, emit: Callable[[Event], None], hear: Hear) -> None:
+    def __init__(self, path: str, node: str) -> None:
         self._path = path
         self._node = node
-        self._emit, self._hear = emit, hear
         self._loop = asyncio.get_running_loop()
         self._connections: dict[str, _Connection] = {}
         self._listener = packets.listen(path)
         self._inode = os.stat(path).st_ino
 
-    def start(self) -> None:
+    def start(self, ears: Ears) -> None:
         """Let in who connects; whoever came earlier has waited in the kernel's queue."""
+        self._ears = ears
         self._loop.add_reader(self._listener, self._accept)
 
     def send(self, client: str, body: ToWorker, fd: int | None = None) -> None:
@@ -120,11 +120,7 @@ class Workers:
             sock.setblocking(False)
             pid, _, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
             name = f"{self._node}:{pid}:{secrets.token_hex(4)}"
-            self._connections[name] = _Connection(
-                name, pid, sock, self._loop, self._emit, self._hear, self._forget
-            )
-            self._connections[name].beside = self.beside
-            self._connections[name].answered = self.answered
+            self._connections[name] = _Connection(name, pid, sock, self._loop, self._ears, self._forget)
 
     def _forget(self, name: str) -> None:
         self._connections.pop(name, None)
@@ -139,14 +135,11 @@ class _Connection:
         pid: int,
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
-        emit: Callable[[Event], None],
-        hear: Hear,
+        ears: Ears,
         forget: Callable[[str], None],
     ) -> None:
         self._name, self._pid, self._sock = name, pid, sock
-        self._loop, self._emit, self._hear, self._forget = loop, emit, hear, forget
-        self.beside: Beside = _for_the_machine
-        self.answered: Callable[[str], None] = _nobody
+        self._loop, self._ears, self._forget = loop, ears, forget
         self._opening: Message | None = None
         self._waiting: deque[tuple[bytes, int | None]] = deque()
         self._finishing = False
@@ -228,22 +221,23 @@ class _Connection:
             self._refuse(f"the agent does not understand this message ({error}): use one release everywhere")
             return
         if isinstance(body, Snapped | Fetch) and self._opening is not None:
-            self._hear(self._name, body, fd)
+            self._ears.snapshots(self._name, body, fd)
             return
         _close(fd)
         if isinstance(body, Snapped | Fetch):
             self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
         elif isinstance(body, Pong):
-            self.answered(self._name)
-        elif self.beside(self._name, self._pid, body):
+            self._ears.pongs(self._name)
+        elif self._ears.rounds(self._name, self._pid, body):
             self._opening = self._opening or body
         elif isinstance(body, OfRounds):
             self._refuse(f"this agent takes no {type(body).__name__}")
         elif self._opening is not None:
-            self._emit(Said(client=self._name, body=body))
+            self._ears.events(Said(client=self._name, body=body))
         elif isinstance(body, Hello | Join):
             self._opening = body
-            self._emit(Opened(client=self._name, body=body, pid=self._pid, incarnation=secrets.token_hex(4)))
+            incarnation = secrets.token_hex(4)
+            self._ears.events(Opened(client=self._name, body=body, pid=self._pid, incarnation=incarnation))
         else:
             self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
 
@@ -279,8 +273,8 @@ class _Connection:
 
     def _gone(self, how: str) -> None:
         self.close()
-        if not self.beside(self._name, self._pid, None) and self._opening is not None:
-            self._emit(Ended(client=self._name, how=how))
+        if not self._ears.rounds(self._name, self._pid, None) and self._opening is not None:
+            self._ears.events(Ended(client=self._name, how=how))
 
     def _close_socket(self) -> None:
         if self._open:

@@ -104,9 +104,17 @@ def test_no_process_outlives_the_command(end: signal.Signals, tmp_path: Path) ->
     """Ended among the all-reduces, when there are three levels of processes."""
     command = [sys.executable, "-m", "elasticd", "profile", EXAMPLE, "--collectives", "--repeats", "100000"]
     environment = dict(os.environ, TMPDIR=str(tmp_path))
-    running = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment, start_new_session=True
-    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored here, it would be ignored there
+    try:
+        running = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     seen: set[int] = set()
     deadline = time.monotonic() + DEADLINE
     try:
