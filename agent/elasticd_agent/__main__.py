@@ -9,6 +9,7 @@ import signal
 import click
 
 from elasticd.config import Config, ConfigError, load, with_overrides
+from elasticd.notify import Supervisor
 from elasticd.packets import PacketError, SocketTaken
 from elasticd.remembered import StateError, StateFile
 from elasticd.store.compat import EtcdClientMissing
@@ -77,7 +78,7 @@ async def run(config: Config) -> None:
     memory = StateFile(config.agent.state, config.cluster.name, "agent", config.agent.node)
     store = EtcdStore(EtcdOptions(endpoints=config.etcd.endpoints), known=memory.identity)
     try:
-        agent = Agent(config, store, memory=memory)
+        agent = Agent(config, store, memory=memory, supervisor=Supervisor())
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, agent.stop)

@@ -32,6 +32,7 @@ from elasticd.machines.agent_state import (
     Tick,
 )
 from elasticd.messages import Pace, ToLeader
+from elasticd.notify import Supervisor
 from elasticd.packets import default_path
 from elasticd.pulses import Ping
 from elasticd.records import Keys, NodeRecord
@@ -62,7 +63,7 @@ class AgentError(Exception):
 
 class Agent:
     """One node's agent. `run` serves until `stop` is called or something makes that impossible; `memory` keeps
-    the highest epoch, and what is known of the store."""
+    the highest epoch, and what is known of the store; `supervisor` hears when it serves, and that it lives."""
 
     def __init__(
         self,
@@ -71,9 +72,11 @@ class Agent:
         *,
         lease_seconds: int = LEASE_SECONDS,
         memory: StateFile | None = None,
+        supervisor: Supervisor | None = None,
     ) -> None:
         self._config = config
         self._memory = memory
+        self._supervisor = supervisor or Supervisor({})
         self._store = Severable(store)
         self._keys = Keys(cluster=config.cluster.name)
         self._lease_seconds = lease_seconds
@@ -144,7 +147,7 @@ class Agent:
             send=self._workers.send,
             dismiss=self._workers.dismiss,
         )
-        parts = (self._tick(), self._beat(), self._remember())
+        parts = (self._tick(), self._beat(), self._remember(), self._supervisor.watch())
         beside = [asyncio.create_task(part) for part in parts]
         try:
             await records.start()
@@ -157,14 +160,10 @@ class Agent:
                     rounds=rounds.take,
                 )
             )
-            _log.info(
-                "agent of node %s serves %d devices at %s",
-                self.record.node,
-                len(self.record.devices),
-                self._path,
-            )
+            self._told_serving()
             reason = await end
         finally:
+            self._supervisor.stopping()
             for task in beside:
                 task.cancel()
             rounds.close()
@@ -174,6 +173,11 @@ class Agent:
             await self._link.close()
         if reason is not None:
             raise AgentError(reason)
+
+    def _told_serving(self) -> None:
+        text = f"agent of node {self.record.node} serves {len(self.record.devices)} devices at {self._path}"
+        _log.info("%s", text)
+        self._supervisor.ready(text)
 
     def _emit(self, event: Event) -> None:
         """One event after the other: what carrying out an effect emits waits until the effects are done."""

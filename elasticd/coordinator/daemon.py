@@ -27,6 +27,7 @@ from elasticd.coordinator.views import restarting, status
 from elasticd.coordinator.writer import WriteConflict, Writer, ranks, stored
 from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.state import Settings
+from elasticd.notify import Supervisor
 from elasticd.records import HistoryRecord, Keys, decode
 from elasticd.remembered import NOTE_SECONDS, StateError, StateFile
 from elasticd.store.leader import Leader, LeadershipLost
@@ -286,20 +287,26 @@ async def run(config: Config, store: Store | None = None) -> None:
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
         loop.add_signal_handler(number, ending.set)
+    supervisor = Supervisor()
+    watch = asyncio.create_task(supervisor.watch())
+    told = _teller(config, supervisor)
     try:
         while not ending.is_set():
+            coordinator = Coordinator(config, opened, memory=memory, standing_by=told)
             try:
-                await _term(Coordinator(config, opened, memory=memory, standing_by=_teller(config)), ending)
+                await _term(coordinator, ending, supervisor)
             except (Deposed, LeadershipLost) as error:
                 print(f"{config.coordinator.name}: {error}; standing by again", file=sys.stderr, flush=True)
     finally:
+        supervisor.stopping()
+        watch.cancel()
         for number in signals:
             loop.remove_signal_handler(number)
         if store is None:
             await asyncio.to_thread(opened.close)
 
 
-async def _term(coordinator: Coordinator, ending: asyncio.Event) -> None:
+async def _term(coordinator: Coordinator, ending: asyncio.Event, supervisor: Supervisor) -> None:
     """Stands by, leads once, and gives everything back; returns when `ending` is set."""
     config = coordinator.config
     asked = asyncio.create_task(ending.wait())
@@ -309,7 +316,9 @@ async def _term(coordinator: Coordinator, ending: asyncio.Event) -> None:
         if not starting.done():
             return
         await starting
-        print(f"leading {config.cluster.name} as {config.coordinator.name} at {coordinator.url}", flush=True)
+        text = f"leading {config.cluster.name} as {config.coordinator.name} at {coordinator.url}"
+        print(text, flush=True)
+        supervisor.ready(text)
         await asyncio.wait({ended, asked}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done():
             await ended
@@ -321,10 +330,11 @@ async def _term(coordinator: Coordinator, ending: asyncio.Event) -> None:
         await asyncio.gather(asked, ended, return_exceptions=True)
 
 
-def _teller(config: Config) -> Callable[[Leader], None]:
+def _teller(config: Config, supervisor: Supervisor) -> Callable[[Leader], None]:
     def tell(leader: Leader) -> None:
         text = f"standing by as {config.coordinator.name}: {leader.name} leads {config.cluster.name}"
         print(f"{text} at {leader.value}", flush=True)
+        supervisor.ready(text)
 
     return tell
 
