@@ -38,6 +38,7 @@ DAEMON_EXTRA = {
     "grpcio": "grpc",
     "httpx": "httpx",
     "nvidia-ml-py": "pynvml",
+    "prometheus-client": "prometheus_client",
     "protobuf": "google.protobuf",
     "psutil": "psutil",
     "rich": "rich",

@@ -50,6 +50,9 @@ class Connections:
     def __init__(self) -> None:
         self._live: dict[str, Connection] = {}
 
+    def __len__(self) -> int:
+        return len(self._live)
+
     def refusal(self, hello: AgentHello) -> str:
         """Why this agent is not let in, or nothing."""
         if abs(hello.version - WIRE_VERSION) > 1:

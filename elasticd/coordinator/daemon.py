@@ -34,7 +34,7 @@ from elasticd.store.leader import Leader, LeadershipLost
 from elasticd.store.protocol import Store, StoreError, StoreRefused
 
 #: Seconds between pings to an agent, and until one that did not answer is away: no packet may say so.
-PING, SILENCE = 0.3, 0.75
+PING, SILENCE = 0.2, 0.75
 
 _log = logging.getLogger(__name__)
 

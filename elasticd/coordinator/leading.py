@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.journal import Journal
 from elasticd.coordinator.keyvalue import KeyValue
+from elasticd.coordinator.metrics import Metrics
 from elasticd.coordinator.planning import COMMAND, Planning
 from elasticd.coordinator.writer import Rank, Writer
 from elasticd.machines import coordinator, restarts
@@ -73,6 +74,7 @@ class Leading:
     ) -> None:
         self.state = state
         self.journal = Journal()
+        self.metrics = Metrics()
         self.connections = Connections()
         self.planning = Planning(self.apply, command=planner)
         self.writer: Writer | None = None
@@ -113,6 +115,7 @@ class Leading:
     def tell(self, note: Note) -> None:
         """Into the journal and the log."""
         self.journal.tell(note, time.time())
+        self.metrics.event(note.kind)
         _log.info("%s%s", f"job {note.job}: " if note.job else "", note.text)
 
     def _execute(self, effect: Effect) -> None:
@@ -157,6 +160,13 @@ class Leading:
 
     async def heard(self, connection: Connection, message: ToLeader) -> None:
         """One message of an agent; returns when it is dealt with, which may be long for a waiting `get`."""
+        began = time.monotonic()
+        await self._heard(connection, message)
+        said = message.body if isinstance(message, Up) else message
+        if not isinstance(said, StoreCall):  # which waits for others
+            self.metrics.message(type(said).__name__, time.monotonic() - began)
+
+    async def _heard(self, connection: Connection, message: ToLeader) -> None:
         if isinstance(message, Up) and isinstance(message.body, StoreCall):
             call = message.body
             if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None:
@@ -210,6 +220,11 @@ class Leading:
             raise Refused(
                 404, f"there is no device {device!r}; there are: {', '.join(sorted(known)) or 'none'}"
             )
+
+    def exposition(self) -> bytes:
+        """The body of `GET /metrics`."""
+        away = self.writer is not None and self.writer.away
+        return self.metrics.text(self.state, self.connections, away)
 
     def pace(self, action: str, device: str, factor: float) -> None:
         """Chaos on a device's speed; raises `Refused`."""

@@ -11,14 +11,17 @@ from typing import Any, Protocol
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from elasticd.coordinator import chaos
 from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.leading import Leading, Refused
+from elasticd.coordinator.metrics import CONTENT_TYPE
 from elasticd.messages import AgentHello, AgentRejected, StoreCall, ToLeader, Up, encode, to_leader
 from elasticd.records import HistoryRecord
 
@@ -80,6 +83,9 @@ def application(served: Served) -> Starlette:
         why = served.ready()
         return _json({"error": why}, 503) if why else _json({"ready": True})
 
+    async def metrics(request: Request) -> Response:
+        return Response(served.leading.exposition(), media_type=CONTENT_TYPE)
+
     async def agent(socket: WebSocket) -> None:
         await _agent(served.leading, socket)
 
@@ -90,6 +96,7 @@ def application(served: Served) -> Starlette:
         Route("/v1/jobs/{job}/history", history),
         Route("/v1/nodes/{node}/drain", drain, methods=["POST"]),
         *chaos.routes(served),
+        Route("/metrics", metrics),
         Route("/livez", livez),
         Route("/readyz", readyz),
         WebSocketRoute("/v1/agent", agent),
@@ -99,7 +106,23 @@ def application(served: Served) -> Starlette:
         HTTPException: _http_error,
         Exception: _broken,
     }
-    return Starlette(routes=routes, exception_handlers=handlers)
+    counted = Middleware(_Counted, served=served)
+    return Starlette(routes=routes, exception_handlers=handlers, middleware=[counted])
+
+
+class _Counted:
+    """Counts the answers to REST requests, by status."""
+
+    def __init__(self, app: ASGIApp, served: Served) -> None:
+        self._app, self._served = app, served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._served.leading.metrics.request(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting)
 
 
 def _json(body: Any, status: int = 200) -> Response:
@@ -144,16 +167,20 @@ async def _agent(leading: Leading, socket: WebSocket) -> None:
     try:
         hello = await asyncio.wait_for(_read(socket), HELLO_SECONDS)
         if not isinstance(hello, AgentHello):
+            leading.metrics.refused("silent")
             await _reject(socket, "an agent's first message must be its hello")
             return
         refusal = leading.connections.refusal(hello)
         if refusal:
+            leading.metrics.refused("hello")
             await _reject(socket, refusal)
             return
     except TimeoutError:
+        leading.metrics.refused("silent")
         await _reject(socket, f"no hello came within {HELLO_SECONDS:g} s")
         return
     except msgspec.DecodeError as error:
+        leading.metrics.refused("unreadable")
         await _reject(socket, f"the hello cannot be read ({error}): install the same release on all nodes")
         return
     except WebSocketDisconnect:
@@ -187,6 +214,7 @@ async def _converse(leading: Leading, socket: WebSocket, connection: Connection)
             task.cancel()
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(outcome, msgspec.DecodeError):
+                leading.metrics.refused("unreadable")
                 _log.warning("node %s: a message cannot be read: %s", connection.node, outcome)
             elif isinstance(outcome, Exception) and not isinstance(outcome, WebSocketDisconnect):
                 _log.warning("node %s: its connection ended: %r", connection.node, outcome)

@@ -1,0 +1,100 @@
+"""The leader's metrics: what a scrape shows is what is so, and the dashboard asks for nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from elasticd.coordinator.connections import Connections
+from elasticd.coordinator.daemon import Coordinator
+from elasticd.coordinator.metrics import Metrics
+from elasticd.machines.coordinator import State
+from elasticd.machines.job.state import Phase, fresh
+from elasticd.messages import Kept
+from tests.coordinator.agents import agent, coordinating, until
+from tests.machines.cast import FakeWorker, node_record
+
+DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "elasticd.json"
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples(text: str) -> Samples:
+    """Every sample by its name and labels; raises ValueError for text that is not the format."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def scrape(coordinator: Coordinator) -> Samples:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        answer = await client.get(f"{coordinator.url}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return samples(answer.text)
+
+
+def test_a_scrape_shows_nodes_devices_jobs_and_counts() -> None:
+    async def body() -> None:
+        async with coordinating() as coordinator, agent(coordinator, node_record("alpha")):
+            await until(lambda: "alpha" in coordinator.leading.state.nodes)
+            found = await scrape(coordinator)
+            assert found["elasticd_agents_connected", ()] == 1
+            assert found["elasticd_node_connected", (("node", "alpha"),)] == 1
+            labels = (("device", "alpha/0"), ("node", "alpha"))
+            assert found["elasticd_device_memory_bytes", labels] == 3_000_000
+            assert found["elasticd_device_rate", labels] == 1.0
+            assert found["elasticd_events_total", (("kind", "node_up"),)] == 1
+            assert found["elasticd_leader_epoch", ()] == coordinator.leading.state.epoch
+            assert not any(name.startswith("elasticd_job") for name, _ in found)
+
+            job = fresh("train", Phase.RUNNING, 0.0)
+            state = coordinator.leading.state
+            coordinator.leading.state = State(epoch=state.epoch, nodes=state.nodes, jobs={"train": job})
+            found = await scrape(coordinator)
+            assert found["elasticd_job_phase", (("job", "train"), ("phase", "running"))] == 1
+            assert found["elasticd_job_phase", (("job", "train"), ("phase", "done"))] == 0
+            assert found["elasticd_job_plan_number", (("job", "train"),)] == 0
+            assert found["elasticd_http_requests_total", (("status", "200"),)] == 1, "the first scrape"
+
+    asyncio.run(body())
+
+
+def test_messages_are_counted_by_type_and_the_refused_by_reason() -> None:
+    async def body() -> None:
+        async with coordinating() as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            await until(lambda: "alpha" in coordinator.leading.state.nodes)
+            await alpha.tell(FakeWorker(device="alpha/0", incarnation="a").up(Kept(number=1, step=0)))
+            async with agent(coordinator, node_record("alpha", agent="other")) as impostor:
+                await until(lambda: bool(impostor.rejected))
+            async with agent(coordinator, node_record("beta")) as beta:
+                await beta.socket.send(b"nonsense")
+                await until(lambda: beta.closed)
+            found = await scrape(coordinator)
+            assert found["elasticd_agent_messages_total", (("type", "Kept"),)] == 1
+            assert found["elasticd_message_handling_seconds_count", ()] == 1
+            assert found["elasticd_refused_total", (("reason", "hello"),)] == 1
+            assert found["elasticd_refused_total", (("reason", "unreadable"),)] == 1
+
+    asyncio.run(body())
+
+
+def test_the_dashboard_asks_for_metrics_that_are_there_and_for_each_of_them() -> None:
+    metrics = Metrics()
+    metrics.message("Up", 0.01)
+    metrics.refused("silent")
+    metrics.event("swapped")
+    metrics.request(200)
+    text = metrics.text(State(epoch=1), Connections(), store_away=False).decode()
+    families = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP")}
+    families = {name for name in families if not name.endswith("_created")}  # when each count began
+    samples_of = families | {f"{name}_bucket" for name in families}
+    asked = set(re.findall(r"elasticd_[a-z_]+", json.dumps(json.loads(DASHBOARD.read_text())["panels"])))
+    assert asked - samples_of == set(), "the dashboard asks for what is not there"
+    shown = {name.removesuffix("_bucket") for name in asked}
+    assert families - shown == set(), "a metric is not shown"
