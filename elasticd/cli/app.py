@@ -9,16 +9,24 @@ import click
 from elasticd_planner.value import Invalid
 
 from elasticd.cli.chaos import chaos
+from elasticd.cli.check import check
 from elasticd.cli.checkpoint import checkpoint
+from elasticd.cli.completion import completion
 from elasticd.cli.coordinator import coordinator
 from elasticd.cli.demo import demo
+from elasticd.cli.doctor import doctor
 from elasticd.cli.drain import drain
+from elasticd.cli.history import history
+from elasticd.cli.logs import logs
 from elasticd.cli.plan import plan
 from elasticd.cli.profile import profile
 from elasticd.cli.reach import CannotReach
 from elasticd.cli.run import run
 from elasticd.cli.simulate import simulate
 from elasticd.cli.status import status
+from elasticd.cli.top import top
+from elasticd.cli.up import up
+from elasticd.cli.why import why
 from elasticd.config import ConfigError
 from elasticd.store.compat import EtcdClientMissing
 from elasticd.store.protocol import StoreError
@@ -46,5 +54,8 @@ def elasticd() -> None:
     """
 
 
-for _command in (run, coordinator, status, drain, chaos, demo, simulate, plan, profile, checkpoint):
+for _command in (
+    *(up, run, coordinator, status, top, why, history, logs, drain, doctor),
+    *(chaos, demo, simulate, plan, profile, check, checkpoint, completion),
+):
     elasticd.add_command(_command)

@@ -1,0 +1,21 @@
+"""`elasticd check`: tries a training script's model on several layouts and compares with one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import click
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def check(script: str, arguments: tuple[str, ...]) -> None:
+    """Try a script's model on small layouts and compare one step's outputs and gradients with one process.
+
+    SCRIPT is run with its ARGUMENTS up to its elasticd.Job; no agent is needed. All layouts run in one process,
+    in threads, on two samples. What differs is named, with the rule that is wrong. Exit code 0: all are alike.
+    """
+    command = [sys.executable, "-m", "elasticd.runtime.checking", script, *arguments]
+    sys.exit(subprocess.run(command, check=False).returncode)

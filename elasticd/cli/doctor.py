@@ -1,0 +1,226 @@
+"""`elasticd doctor`: finds what is missing on this machine and in its cluster, and says what to do."""
+
+from __future__ import annotations
+
+import email.utils
+import importlib.metadata
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import click
+import httpx
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from elasticd.cli.options import config_option
+from elasticd.cli.reach import Api, CannotReach, leader_url
+from elasticd.config import CONFIG_VARIABLE, Config, ConfigError, load
+from elasticd.packets import default_path
+from elasticd.store.etcd import EtcdStore
+from elasticd.store.protocol import StoreError
+from elasticd.store.server import EtcdServerError, find_etcd
+from elasticd.store.session import EtcdOptions
+
+#: Seconds by which this clock and the coordinator's may differ: events are read side by side.
+SKEW = 2.0
+_TORCH = "import torch; print(torch.__version__, torch.cuda.device_count(), torch.distributed.is_available())"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One check: whether it is well, what was found, and what to do where it is not."""
+
+    what: str
+    verdict: Literal["ok", "note", "missing"]
+    found: str
+    remedy: str = ""
+
+
+@click.command()
+@config_option
+def doctor(config: str | None) -> None:
+    """Look for what is missing: packages, torch, etcd, coordinator, agent, clocks, ports.
+
+    The exit code is 1 where something that training needs is missing.
+    """
+    findings = list(examined(config))
+    table = Table(box=None, show_header=False, pad_edge=False)
+    styles = {"ok": "green", "note": "yellow", "missing": "red"}
+    for finding in findings:
+        table.add_row(Text(finding.verdict, style=styles[finding.verdict]), finding.what, finding.found)
+        if finding.remedy:
+            table.add_row("", "", Text(finding.remedy, style="bold"))
+    Console(highlight=False).print(table)
+    sys.exit(any(finding.verdict == "missing" for finding in findings))
+
+
+def examined(path: str | None) -> Iterator[Finding]:
+    """The findings, one after the other; what builds on something missing is left out."""
+    yield _python()
+    yield _versions()
+    yield _torch()
+    yield _handler()
+    try:
+        config = load(path)
+    except ConfigError as error:
+        yield Finding(what="configuration", verdict="missing", found=str(error), remedy="correct that file")
+        return
+    named = path or os.environ.get(CONFIG_VARIABLE)
+    yield Finding(
+        what="configuration", verdict="ok", found=named or f"none: the defaults hold (or set {CONFIG_VARIABLE})"
+    )
+    yield _etcd_program()
+    etcd = _etcd(config)
+    yield etcd
+    if etcd.verdict == "ok":
+        yield from _coordinator(config)
+    yield _port(config)
+    yield _agent(config)
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Finding(what="Python", verdict="ok", found=f"{version} at {sys.executable}")
+
+
+def _versions() -> Finding:
+    found = importlib.metadata.version("elasticd")
+    return Finding(what="elasticd", verdict="ok", found=found)
+
+
+def _torch() -> Finding:
+    """Asked of a process of its own: importing it takes seconds, and this program stays free of it."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding(
+            what="torch",
+            verdict="note",
+            found="not in this environment",
+            remedy="a node that trains needs it: pip install 'elasticd[train]'",
+        )
+    asked = subprocess.run([sys.executable, "-c", _TORCH], capture_output=True, text=True)
+    if asked.returncode != 0:
+        said = asked.stderr.strip().splitlines()[-1:] or ["it says nothing"]
+        return Finding(
+            what="torch", verdict="missing", found=said[0], remedy="install torch anew in this environment"
+        )
+    version, gpus, distributed = asked.stdout.split()
+    if distributed != "True":
+        return Finding(
+            what="torch",
+            verdict="missing",
+            found=f"{version} without torch.distributed",
+            remedy="install a build of torch that has torch.distributed",
+        )
+    return Finding(what="torch", verdict="ok", found=f"{version}, {gpus} GPUs")
+
+
+def _handler() -> Finding:
+    points = importlib.metadata.entry_points(group="torchrun.handlers", name="elasticd")
+    if not points:
+        return Finding(
+            what="torchrun",
+            verdict="missing",
+            found="its entry point 'elasticd' is not registered",
+            remedy="install elasticd with pip into the environment of torchrun, not by PYTHONPATH",
+        )
+    return Finding(what="torchrun", verdict="ok", found="finds --rdzv-backend=elasticd")
+
+
+def _etcd_program() -> Finding:
+    try:
+        return Finding(what="etcd program", verdict="ok", found=find_etcd())
+    except EtcdServerError as error:
+        return Finding(
+            what="etcd program",
+            verdict="note",
+            found="none here, as 'elasticd up' and 'elasticd demo' need",
+            remedy=str(error),
+        )
+
+
+def _etcd(config: Config) -> Finding:
+    endpoints = ", ".join(config.etcd.endpoints)
+    store = EtcdStore(EtcdOptions(endpoints=config.etcd.endpoints))
+    try:
+        identity = store.identity()
+    except StoreError as error:
+        return Finding(
+            what="etcd",
+            verdict="missing",
+            found=f"none answers at {endpoints} ({error})",
+            remedy="start one there, or set endpoints in section [etcd]; on one machine: elasticd up",
+        )
+    finally:
+        store.close()
+    return Finding(what="etcd", verdict="ok", found=f"{endpoints}, revision {identity.revision}")
+
+
+def _coordinator(config: Config) -> Iterator[Finding]:
+    try:
+        url = leader_url(config)
+        with Api(url) as api:
+            status = api.status()
+    except CannotReach as error:
+        yield Finding(
+            what="coordinator", verdict="missing", found=str(error), remedy="start one: elasticd coordinator"
+        )
+        return
+    yield Finding(
+        what="coordinator",
+        verdict="ok",
+        found=f"{status.leader.name} leads at {url}; nodes: {len(status.nodes)}, jobs: {len(status.jobs)}",
+    )
+    yield _clock(url)
+
+
+def _clock(url: str) -> Finding:
+    answer = httpx.get(f"{url}/livez", trust_env=False)
+    said = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
+    skew = abs(time.time() - said - 0.5)  # the header has whole seconds
+    if skew > SKEW:
+        return Finding(
+            what="clocks",
+            verdict="note",
+            found=f"this machine's and the coordinator's differ by {skew:.0f} s",
+            remedy="nothing decides by them, but logs are hard to read: run an NTP client",
+        )
+    return Finding(what="clocks", verdict="ok", found=f"within {SKEW:g} s of the coordinator's")
+
+
+def _port(config: Config) -> Finding:
+    """Whether a coordinator could be started here, unless one runs already."""
+    host, port = config.coordinator.host, config.coordinator.port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port))
+        except OSError as error:
+            return Finding(
+                what="port",
+                verdict="note",
+                found=f"{host}:{port} cannot be bound ({error.strerror}): a coordinator runs here, perhaps",
+            )
+    return Finding(what="port", verdict="ok", found=f"{host}:{port} is free for a coordinator")
+
+
+def _agent(config: Config) -> Finding:
+    path = config.agent.socket or default_path()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as tried:
+        try:
+            tried.connect(path)
+        except OSError as error:
+            return Finding(
+                what="agent",
+                verdict="missing",
+                found=f"none serves at {path} ({error.strerror})",
+                remedy="start one: elasticd-agent; or name its socket by --rdzv-endpoint or $ELASTICD_SOCKET",
+            )
+    return Finding(what="agent", verdict="ok", found=f"serves at {path}")

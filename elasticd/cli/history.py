@@ -1,0 +1,59 @@
+"""`elasticd history`: a job's plans, each with what it was predicted to take and why it was made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.reach import Api, CannotReach, reach
+from elasticd.records import HistoryRecord
+
+
+@click.command()
+@config_option
+@coordinator_option
+@click.option("--json", "as_json", is_flag=True, help="The records whole, each with the problem it answers.")
+@click.option("--last", type=click.IntRange(min=1), default=20, show_default=True, help="How many plans.")
+@click.argument("job", required=False)
+def history(config: str | None, coordinator: str | None, as_json: bool, last: int, job: str | None) -> None:
+    """Show the plans of JOB, the newest last. Without JOB that of the only job."""
+    with reach(config, coordinator) as api:
+        found = api.history(job_named(api, job))[-last:]
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+        return
+    Console(highlight=False).print(listed(found))
+
+
+def listed(records: Sequence[HistoryRecord]) -> Table:
+    """One line for each plan."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("plan", justify="right")
+    table.add_column("step, predicted", justify="right")
+    table.add_column("devices", justify="right")
+    table.add_column("idle", justify="right")
+    table.add_column("why")
+    for record in records:
+        plan = record.plan
+        seconds = f"{plan.prediction.step_seconds:.3f} s" if plan.prediction is not None else "-"
+        table.add_row(
+            str(record.number), seconds, str(len(plan.members)), str(len(plan.idle) or ""), record.reason
+        )
+    return table
+
+
+def job_named(api: Api, job: str | None) -> str:
+    """The job that is meant. Raises `CannotReach` where there is none, or several and none was named."""
+    names = [found.job for found in api.status().jobs]
+    if job is not None and job in names:
+        return job
+    if job is None and len(names) == 1:
+        return names[0]
+    said = f"there is no job {job!r}" if job is not None else "name a job"
+    raise CannotReach(f"{said}; there are: {', '.join(names) or 'none'}")

@@ -1,0 +1,116 @@
+"""`elasticd top`: the cluster as it runs, drawn anew each second."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from elasticd.cli.logs import line
+from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.picture import picture
+from elasticd.cli.reach import Api, CannotReach, ClusterStatus, JobStatus, NodeStatus, reach
+from elasticd.coordinator.journal import EventRecord, StepRecord
+
+#: Characters of a rate's bar, and the rate at which it is full.
+WIDTH, FULL = 24, 4.0
+EVENTS = 8
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+@click.command()
+@config_option
+@coordinator_option
+@click.option("--every", type=click.FloatRange(min=0.1), default=1.0, show_default=True, metavar="SECONDS")
+@click.option("--once", is_flag=True, help="Draw one screen and end.")
+def top(config: str | None, coordinator: str | None, every: float, once: bool) -> None:
+    """Watch devices, steps, plans and events, until Ctrl-C."""
+    console = Console(highlight=False)
+    if once or not sys.stdout.isatty():
+        with reach(config, coordinator) as api:
+            console.print(_asked(api))
+        return
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                # Found anew each time: after a leader's death the next one answers.
+                with reach(config, coordinator) as api:
+                    while True:
+                        live.update(_asked(api), refresh=True)
+                        time.sleep(every)
+            except CannotReach as error:
+                live.update(Text(f"{error}\nlooking again ...", style="red"), refresh=True)
+                time.sleep(every)
+            except KeyboardInterrupt:
+                return
+
+
+def _asked(api: Api) -> RenderableType:
+    status = api.status()
+    steps = {job.job: api.steps(job.job, max(-1, job.step - 60)).steps for job in status.jobs}
+    return drawn(status, steps, api.events()[-EVENTS:])
+
+
+def drawn(
+    status: ClusterStatus, steps: dict[str, tuple[StepRecord, ...]], events: Sequence[EventRecord]
+) -> RenderableType:
+    """One screen: devices, jobs, events."""
+    head = Text.assemble(
+        ("elasticd ", "bold"), status.cluster, ("   leader ", "dim"), f"{status.leader.name}",
+        ("   ", ""), time.strftime("%H:%M:%S"),
+    )  # fmt: skip
+    rates = {device.name: device.rate for node in status.nodes for device in node.devices}
+    parts: list[RenderableType] = [head, "", devices(status.nodes)]
+    for job in status.jobs:
+        parts += ["", *_job(job, steps.get(job.job, ()), rates)]
+    if events:
+        parts += ["", *(Text(line(event), style="dim") for event in events)]
+    return Group(*parts)
+
+
+def devices(nodes: Sequence[NodeStatus]) -> Table:
+    """A bar for each device: the longer, the slower."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for column in ("device", "takes", "", ""):
+        table.add_column(column)
+    for node in nodes:
+        away = "" if node.connected else "node unreachable"
+        for device in node.devices:
+            style = "red" if device.rate >= 1.1 else "green"
+            notes = ", ".join(filter(None, (away, "draining" if node.draining else "")))
+            table.add_row(device.name, f"{device.rate:.2f}x", Text(bar(device.rate), style=style), notes)
+    return table
+
+
+def bar(rate: float) -> str:
+    """Full at four times slower than normal."""
+    return "█" * max(1, min(WIDTH, round(WIDTH * rate / FULL)))
+
+
+def spark(values: Sequence[float]) -> str:
+    """The values as one line of blocks, from zero to the largest."""
+    most = max(values, default=0.0)
+    return "".join(_BLOCKS[round(value / most * (len(_BLOCKS) - 1))] for value in values) if most > 0 else ""
+
+
+def _job(job: JobStatus, steps: Sequence[StepRecord], rates: Mapping[str, float]) -> Iterator[RenderableType]:
+    speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
+    seconds = [step.seconds for step in steps]
+    rate = f"{1 / seconds[-1]:.2f}" if seconds and seconds[-1] > 0 else "-"
+    loss = "-" if job.loss is None else f"{job.loss:.4f}"
+    yield Text.assemble(
+        (job.job, "bold"), f"  {job.phase}", ("   step ", "dim"), str(job.step), ("   loss ", "dim"), loss,
+        ("   steps/s ", "dim"), rate, ("   tokens/s ", "dim"), speed,
+    )  # fmt: skip
+    if job.reason:
+        yield Text(f"  {job.reason}")
+    if seconds:
+        yield Text.assemble(("  seconds a step, the last 60  ", "dim"), spark(seconds))
+    if job.plan is not None:
+        yield picture(job.plan, rates)

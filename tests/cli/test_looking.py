@@ -1,0 +1,117 @@
+"""`top`, `why`, `history` and `logs`: what is drawn of a status, steps, events and plans."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+
+import msgspec
+import pytest
+from elasticd_planner.cluster import Device, Node
+from elasticd_planner.plan import Plan
+from elasticd_planner.problem import Problem
+from rich.console import Console, RenderableType
+
+from elasticd.cli import history, logs, top, why
+from elasticd.coordinator.journal import EventRecord, StepRecord
+from elasticd.records import HistoryRecord
+from tests.cli.test_status import PLAN, STATUS
+from tests.planner.test_search import problem
+
+EVENTS = (
+    EventRecord(id=1, time=0.0, kind="slow", job="j", text="a/1 is slow", data={"device": "a/1"}),
+    EventRecord(id=2, time=1.0, kind="swapped", job="j", text="b/0 runs plan 7", data={"number": 7}),
+    EventRecord(id=3, time=2.0, kind="node_up", job="", text="node b is there", data={"node": "b"}),
+)
+
+
+def steps(plan: int, first: int, seconds: Iterable[float], at: float = 0.0) -> tuple[StepRecord, ...]:
+    found = []
+    for index, taken in enumerate(seconds):
+        at += taken
+        step = StepRecord(step=first + index, plan=plan, loss=1.0, tokens=10, seconds=taken, time=at)
+        found.append(step)
+    return tuple(found)
+
+
+STEPS = (*steps(6, 30, [1.0] * 6 + [3.0] * 3), *steps(7, 39, [1.25] * 8, at=15.5))
+
+
+def record(number: int, rates: dict[str, float], plan: Plan = PLAN) -> HistoryRecord:
+    found = problem()
+    nodes = tuple(
+        Node(name=node, devices=tuple(Device(name=f"{node}/{index}", memory=1 << 40) for index in range(2)))
+        for node in "ab"
+    )
+    cluster = msgspec.structs.replace(found.cluster, nodes=nodes)
+    made: Problem = msgspec.structs.replace(found, cluster=cluster, rates=rates)
+    plan = msgspec.structs.replace(plan, number=number)
+    return HistoryRecord(number=number, plan=plan, problem=made, reason=f"reason {number}")
+
+
+def shown(*parts: RenderableType) -> str:
+    screened = io.StringIO()
+    Console(width=160, file=screened).print(*parts, sep="\n")
+    return screened.getvalue()
+
+
+def test_top_draws_devices_speed_plan_and_events() -> None:
+    text = shown(top.drawn(STATUS, {"j": STEPS}, EVENTS))
+    assert "3.00x" in text
+    assert "█" * 18 in text
+    assert "█" * 19 not in text
+    assert "steps/s 0.80" in text
+    assert "node unreachable" in text
+    assert "a/1 is slow" in text
+
+
+def test_bars_and_sparks_keep_their_bounds() -> None:
+    assert len(top.bar(1.0)) == top.WIDTH / top.FULL
+    assert len(top.bar(100.0)) == len(top.bar(float("1e9"))) == top.WIDTH
+    assert top.spark([]) == top.spark([0.0]) == ""
+    assert top.spark([0.0, 1.0, 2.0]) == " ▄█"
+
+
+def test_why_a_plan_tells_cause_prediction_and_gain() -> None:
+    text = shown(*why.plan(record(7, {"a/1": 3.0}), EVENTS, STEPS))
+    assert "plan 7  reason 7" in text
+    assert "a/1 takes 3.00x" in text
+    assert "1.250 s a step; measured 1.250 s over 8 steps (1.00 of it)" in text
+    # 3 s a step before, 1.25 s after, a pause of 0.5 s: the first step under the plan ended 1.75 s after.
+    assert "3.000 s a step before, 1.250 s after (2.40x); the switch took 0.50 s, paid back in 0 steps" in text
+    assert "b/0 runs plan 7" in text
+    assert "a/1 is slow" not in text
+
+
+def test_why_a_plan_whose_steps_are_few_claims_no_gain() -> None:
+    text = shown(*why.plan(record(7, {}), (), STEPS[:11]))
+    assert "every device at normal speed" in text
+    assert "measured 1" not in text
+    assert "gained" not in text
+
+
+def test_why_a_device_tells_rate_use_and_what_plans_counted_with() -> None:
+    records = [record(5, {}), record(6, {}), record(7, {"a/1": 3.0})]
+    text = shown(*why.device("a/1", "j", STATUS, EVENTS, records))
+    assert "takes 3.00x the normal time; its node cannot be reached" in text
+    assert "pipeline 0, layers 0-2, 2 of 8 shares, 4 micro-batches a step" in text
+    assert text.count("counted with") == 2
+    assert "plan 7 counted with 3.00x" in text
+    assert "a/1 is slow" in text
+
+
+def test_why_an_unknown_device_names_those_there_are() -> None:
+    with pytest.raises(why.CannotReach, match=r"no device 'z/9'; there are: a/1"):
+        list(why.device("z/9", "j", STATUS, (), ()))
+
+
+def test_history_has_a_line_for_each_plan() -> None:
+    text = shown(history.listed([record(6, {}), record(7, {})]))
+    assert [line.split()[0] for line in text.splitlines()[1:]] == ["6", "7"]
+    assert "1.250 s" in text
+    assert "reason 7" in text
+
+
+def test_a_log_line_has_kind_job_and_text() -> None:
+    assert logs.line(EVENTS[0]).split(maxsplit=1)[1] == "slow            j: a/1 is slow"
+    assert logs.line(EVENTS[2]).endswith("node_up         node b is there")
