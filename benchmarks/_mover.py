@@ -137,7 +137,8 @@ def main(folder: str, rank: int, address: str, scene: str, repeats: int) -> dict
     pairs: dict[tuple[str, str], int] = {}
     for transfer in reshard(old, new, sizes):
         pair = transfer.source, transfer.destination
-        pairs[pair] = pairs.get(pair, 0) + transfer.box.size * sizes[transfer.item]
+        element = sum(sizes[item] for item in transfer.items)
+        pairs[pair] = pairs.get(pair, 0) + transfer.box.size * element
     lacking = sum(bytes_lacking(old, new, sizes).values())
     assert lacking == sum(pairs.values())
     plain = Plain(group, pairs)

@@ -33,7 +33,7 @@ from elasticd.records import NodeRecord
 from elasticd.snapshots import Fetch, Fetched, Freed, Held, Keeps, OfSnapshots, Snapped, Whole
 from elasticd_agent.identity import Identity
 from elasticd_agent.peers import Peers
-from elasticd_agent.streams import Sender, Server, StreamFailed
+from elasticd_agent.streams import Sender, Server, StreamFailed, yielding
 from elasticd_agent.vault import Snapshot, Vault
 
 #: Seconds for which changes are gathered before the leader is told.
@@ -69,7 +69,7 @@ class Keeper:
             section.address, self._identity, self._vault, self._peers.certificates, self._arrived
         )
         self._sender = Sender(self._identity)
-        self._pool = ThreadPoolExecutor(_SENDERS, "snapshots")
+        self._pool = ThreadPoolExecutor(_SENDERS, "snapshots", initializer=yielding)
         self._changed: set[str] = set()
         self._telling: asyncio.TimerHandle | None = None
         self._pause, self._again = _RETRY[0], 0.0
@@ -214,6 +214,8 @@ class Keeper:
                 _log.warning("no other node keeps the snapshots of this one, trying again: %s", trouble)
             self._trouble = trouble
         self._release(self._vault.settle(held, revoked, peer, took))
+        if peer:
+            self._send_all()  # what waited for this one
 
     def _arrived(self, held: Held, gone: list[Snapshot]) -> None:
         """In a stream's thread: another node's snapshot is kept here now."""

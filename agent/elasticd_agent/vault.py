@@ -168,16 +168,17 @@ class Vault:
     def unsent(self) -> list[Held]:
         """Of this node's snapshots those that no other agent has a copy of, the oldest first."""
         with self._lock:
-            waiting = [e for e in self._entries.values() if not e.peer and e.lent is None]
+            waiting = [e for e in self._entries.values() if not e.peer and not self._sending(e.snapshot.held)]
             waiting.sort(key=lambda entry: entry.born)
             return [entry.snapshot.held for entry in waiting if self.mine(entry.snapshot.held)]
 
     def lend(self, held: Held) -> threading.Event | None:
         """For sending: it is kept until `settle`, unless the event says that it is revoked: then its memory may
-        be written to again. None where it is gone or being sent already."""
+        be written to again. None where it is gone, or one of its device is being sent already: the first of
+        them arrives sooner if the next waits, and the sooner its set is whole."""
         with self._lock:
             entry = self._entries.get(_key(held))
-            if entry is None or entry.lent is not None:
+            if entry is None or self._sending(held):
                 return None
             entry.lent = threading.Event()
             return entry.lent
@@ -203,6 +204,11 @@ class Vault:
                     entry.peer = ""
 
     # -- parts, under the lock ------------------------------------------------------------------------------
+
+    def _sending(self, held: Held) -> bool:
+        """Whether any snapshot of that job and device is lent."""
+        like = held.job, held.device
+        return any(key[:2] == like and entry.lent is not None for key, entry in self._entries.items())
 
     def _by_device(self) -> dict[tuple[str, str], list[_Entry]]:
         found: dict[tuple[str, str], list[_Entry]] = {}

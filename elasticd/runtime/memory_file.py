@@ -24,6 +24,7 @@ from elasticd_planner.layouts import Item, Role
 from elasticd_planner.value import Value
 from torch import Tensor
 
+from elasticd.runtime.host_copies import HostMemory
 from elasticd.runtime.staging import Piece
 
 _ALIGNED = 64
@@ -91,6 +92,7 @@ class MemoryFile:
         os.posix_fallocate(self.fd, 0, room)
         self._map = mmap.mmap(self.fd, room)
         self._raw = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._host = HostMemory(self._raw)
         self._raw[::_PAGE].zero_()  # maps its pages; torch lets other threads run meanwhile, mmap would not
         self._cut: list[Tensor] = []
         self._shapes: tuple[tuple[torch.dtype, torch.Size], ...] = ()
@@ -100,10 +102,7 @@ class MemoryFile:
     def copy(self, held: Sequence[Piece]) -> None:
         """Copies the values; it returns when all bytes are here. Raises BadSnapshot where there is no room."""
         self._prepare([piece.values for piece in held])
-        for piece, to in zip(held, self._cut, strict=True):
-            to.copy_(piece.values, non_blocking=True)
-        for device in {piece.values.device for piece in held if piece.values.is_cuda}:
-            torch.cuda.synchronize(device)
+        self._host.copy(zip(self._cut, (piece.values for piece in held), strict=True))
 
     def close(
         self, job: str, device: str, plan: int, step: int, held: Sequence[Piece], small: LocalState

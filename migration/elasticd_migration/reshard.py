@@ -8,7 +8,7 @@ transfer lies in one box that its source holds and in one that its destination i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from elasticd_planner.boxes import Box, Holding, TensorLayout, cut, lacking, subtract
@@ -17,25 +17,26 @@ from elasticd_planner.plan import Plan
 from elasticd_planner.sharding import union
 from elasticd_planner.value import Value, refuse
 
-from elasticd_migration.sources import Share, Want, choose
+from elasticd_migration.sources import Dealing, Share
 
 
 class Transfer(Value, frozen=True, kw_only=True, gc=False):
-    """One box of one item (all planes that it has in this role) from one device to another."""
+    """One box of a parameter or buffer from one device to another, in these roles: a value and its state that
+    are held alike go together."""
 
     name: str
-    role: Role
+    roles: tuple[Role, ...]
     box: Box
     source: str
     destination: str
 
     def __post_init__(self) -> None:
         if self.source == self.destination:
-            refuse(f"{self.item}: {self.source} cannot send to itself")
+            refuse(f"{self.name}: {self.source} cannot send to itself")
 
     @property
-    def item(self) -> Item:
-        return Item(self.name, self.role)
+    def items(self) -> tuple[Item, ...]:
+        return tuple(Item(self.name, role) for role in self.roles)
 
 
 class Lost(RuntimeError):
@@ -65,35 +66,21 @@ def reshard(
     """
     if old is None:
         return ()
-    lost: dict[Item, tuple[Box, ...]] = {}
     wanted = list(_wanted(old, new, sizes, without))
-    for alike in wanted:
-        if alike.lack.lost:
-            lost.update(dict.fromkeys(alike.items, alike.lack.lost))
+    lost = {item: alike.lack.lost for alike in wanted if alike.lack.lost for item in alike.items}
     if lost:
         raise Lost(lost)
-    chosen = iter(
-        choose(
-            [
-                Want(cell.destination, cell.size * alike.element, cell.holders)
-                for alike in wanted
-                for cell in alike.lack.cells
-            ]
-        )
-    )
+    dealing = Dealing()
+    classes = _classes(wanted, dealing)
     transfers: list[Transfer] = []
     for alike in wanted:
-        parts = [
-            (cell.destination, source, box)
-            for cell in alike.lack.cells
-            for source, box in _parts(cell.box, next(chosen))
-        ]
+        name, roles = alike.items[0].name, tuple(item.role for item in alike.items)
+        parts = _joined(_dealt(alike, classes[id(alike.lack)], dealing), alike.items[0], old, new)
         transfers += [
-            Transfer(name=name, role=role, box=box, source=source, destination=destination)
-            for name, role in alike.items
+            Transfer(name=name, roles=roles, box=box, source=source, destination=destination)
             for destination, source, box in parts
         ]
-    return tuple(joined(transfers, old, new))
+    return tuple(transfers)
 
 
 def bytes_lacking(
@@ -136,29 +123,58 @@ def span(box: Box) -> str:
     return f"[{', '.join(f'{a}:{b}' for a, b in zip(box.start, box.stop, strict=True))}]"
 
 
-def joined(transfers: Sequence[Transfer], old: Layouts, new: Layouts) -> Iterator[Transfer]:
-    """Transfers with neighbours of one pair made one where together they are a box again that both ends have
-    in one piece: borders of holders that were not chosen cut nothing."""
-    pending: Transfer | None = None
-    for transfer in transfers:
-        whole = _together(pending, transfer, old, new) if pending is not None else None
-        if pending is not None and whole is None:
+def _classes(wanted: Sequence[_Alike], dealing: Dealing) -> dict[int, list[int]]:
+    """The class of every cell, by the identity of the lack that it is in: layers held alike share one."""
+    classes: dict[int, list[int]] = {}
+    elements: dict[int, int] = defaultdict(int)
+    lacks = {id(alike.lack): alike.lack for alike in wanted}
+    for alike in wanted:
+        elements[id(alike.lack)] += alike.element
+    for key, lack in lacks.items():
+        classes[key] = [dealing.class_of(cell.destination, cell.holders) for cell in lack.cells]
+        for index, cell in zip(classes[key], lack.cells, strict=True):
+            dealing.add(index, cell.size * elements[key])
+    dealing.balance()
+    return classes
+
+
+def _dealt(alike: _Alike, classes: Sequence[int], dealing: Dealing) -> Iterator[_Part]:
+    for index, cell in zip(classes, alike.lack.cells, strict=True):
+        size = cell.size * alike.element
+        source = dealing.source(index, size)
+        if source is not None:
+            yield cell.destination, source, cell.box
+        else:
+            for share, box in _parts(cell.box, dealing.shares(index, size)):
+                yield cell.destination, share, box
+
+
+def _joined(parts: Iterable[_Part], item: Item, old: Layouts, new: Layouts) -> Iterator[_Part]:
+    """Neighbours of one pair made one where together they are a box again that both ends have in one piece:
+    borders of holders that were not chosen cut nothing."""
+    pending: _Part | None = None
+    for part in parts:
+        if pending is not None:
+            whole = None
+            if pending[1] == part[1] and pending[0] == part[0]:
+                whole = _together(pending, part[2], item, old, new)
+            if whole is not None:
+                pending = part[0], part[1], whole
+                continue
             yield pending
-        pending = transfer if whole is None else whole
+        pending = part
     if pending is not None:
         yield pending
 
 
-def _together(a: Transfer, b: Transfer, old: Layouts, new: Layouts) -> Transfer | None:
-    if a.source != b.source or a.destination != b.destination or (a.name, a.role) != (b.name, b.role):
-        return None
-    whole = union(a.box, b.box)
-    if whole is None:
-        return None
-    for layouts, device in ((old, a.source), (new, a.destination)):
-        if not any(box.contains(whole) for box in layouts.boxes(a.item, device)):
-            return None
-    return Transfer(name=a.name, role=a.role, box=whole, source=a.source, destination=a.destination)
+def _together(part: _Part, box: Box, item: Item, old: Layouts, new: Layouts) -> Box | None:
+    destination, source, before = part
+    whole = union(before, box)
+    if whole is not None:
+        for layouts, device in ((old, source), (new, destination)):
+            if not any(held.contains(whole) for held in layouts.boxes(item, device)):
+                return None
+    return whole
 
 
 def _changed(
@@ -185,6 +201,10 @@ def _changed(
         found = known[key]
         if found is not None:
             yield item, key, *found
+
+
+#: Destination, source, and the box that goes.
+_Part = tuple[str, str, Box]
 
 
 class _Cell(NamedTuple):

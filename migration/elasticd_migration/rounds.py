@@ -29,31 +29,30 @@ PACK_BELOW = 128 * 1024
 ROUND_LIMIT = 64 * 1024 * 1024
 #: A transfer is divided between rounds where this fraction of the limit goes into each of them.
 LEAST = 8
-#: Items in a row whose transfers between one pair are placed together.
+#: Parameters in a row whose transfers between one pair are placed together.
 TOGETHER = 16
 #: Rounds that are looked at together.
 WINDOW = 128
 
 #: Source and destination.
 Pair = tuple[str, str]
+#: Of a transfer: bytes, bytes of the elements that it is cut at, elements, elements that it is cut at.
+_Sized = tuple[int, int, int, int]
 
 
-class Piece(Value, frozen=True, kw_only=True, dict=True):
-    """A box of one plane of one item."""
+class Piece(Value, frozen=True, kw_only=True):
+    """A box of one plane of one item; `bytes` of it."""
 
-    name: str
-    role: Role
+    item: Item
     plane: str
     box: Box
     itemsize: int
+    bytes: int
 
-    @cached_property
-    def item(self) -> Item:
-        return Item(self.name, self.role)
-
-    @cached_property
-    def bytes(self) -> int:
-        return self.box.size * self.itemsize
+    @classmethod
+    def of(cls, item: Item, plane: Plane, box: Box) -> Piece:
+        size = box.size * plane.itemsize
+        return cls(item=item, plane=plane.name, box=box, itemsize=plane.itemsize, bytes=size)
 
 
 class Message(Value, frozen=True, kw_only=True, dict=True):
@@ -105,9 +104,9 @@ def schedule(
         raise ValueError(f"limit of a round must be at least one byte, not {limit}")
     filling = Filling(limit)
     mine: dict[int, dict[Pair, list[Piece]]] = defaultdict(lambda: defaultdict(list))
-    for group in _groups(transfers, planes, limit):
+    for group in _groups(transfers, planes, limit, me):
         parts = filling.place(*group.pair, group.size, group.slack)
-        if me is None or me in group.pair:
+        if group.transfers:
             for index, pieces in group.pieces(parts, planes):
                 mine[index][group.pair] += pieces
     return tuple(
@@ -122,6 +121,7 @@ class _Group:
     cut at). Their bytes lie one behind the other; `slack` is what a cut may be early by."""
 
     pair: Pair
+    wanted: bool
     size: int = 0
     slack: int = 0
     transfers: list[tuple[Transfer, int, int, int]] = field(default_factory=list)
@@ -153,42 +153,55 @@ class _Group:
 
 
 def _groups(
-    transfers: Sequence[Transfer], planes: Mapping[Item, Sequence[Plane]], limit: int
+    transfers: Sequence[Transfer], planes: Mapping[Item, Sequence[Plane]], limit: int, me: str | None
 ) -> Iterator[_Group]:
-    """All transfers, those of a few items in a row and one pair together."""
-    weights = {tuple(item): sum(plane.itemsize for plane in held) for item, held in planes.items()}
-    extents: dict[int, tuple[int, ...]] = {}  # by identity: the layers of one stage share their boxes
-    blocks: dict[tuple[tuple[int, ...], int], tuple[int, int]] = {}
+    """All transfers, those of a few parameters in a row and one pair together. The groups of other pairs than
+    those of `me` have a size only."""
+    weighed: dict[tuple[str, tuple[Role, ...]], int] = {}
+    sized: dict[int, dict[int, _Sized]] = defaultdict(dict)  # by weight and box: layers share their boxes
     open_groups: dict[Pair, _Group] = {}
-    seen, items = ("", ""), 0
+    seen: tuple[str, tuple[Role, ...]] = "", ()
+    weight, parameters, known = 0, 0, sized[0]
     for transfer in transfers:
-        item = transfer.name, transfer.role  # an Item in all but its type, which takes time to make
-        if item != seen:
-            seen, items = item, items + 1
-            if items > TOGETHER:
+        name, roles = transfer.name, transfer.roles
+        if name != seen[0] or roles != seen[1]:
+            if name != seen[0]:
+                parameters += 1
+            seen = name, roles
+            if parameters > TOGETHER:
                 yield from open_groups.values()
-                open_groups, items = {}, 1
-        weight = weights[item]
-        shape = extents.get(id(transfer.box))
-        if shape is None:
-            shape = extents[id(transfer.box)] = transfer.box.shape
-        if (shape, weight) not in blocks:
+                open_groups, parameters = {}, 1
+            weight = weighed.get(seen, -1)
+            if weight < 0:
+                held = (plane for item in transfer.items for plane in planes[item])
+                weight = weighed[seen] = sum(plane.itemsize for plane in held)
             if LEAST * weight > limit:
                 raise ValueError(
                     f"limit of a round must be at least {LEAST} elements of {weight} bytes, not {limit} bytes"
                 )
-            blocks[shape, weight] = math.prod(shape), _rows(shape, limit // LEAST // max(1, weight))
-        count, block = blocks[shape, weight]
-        if not count or not weight:
+            known = sized[weight]
+        box = transfer.box
+        found = known.get(id(box))
+        if found is None:
+            found = known[id(box)] = _sized(box.shape, weight, limit)
+        size, slack, count, block = found
+        if not size:
             continue
         pair = transfer.source, transfer.destination
         group = open_groups.get(pair)
         if group is None:
-            group = open_groups[pair] = _Group(pair)
-        group.size += count * weight
-        group.slack = max(group.slack, min(block, count) * weight)
-        group.transfers.append((transfer, count, weight, block))
+            group = open_groups[pair] = _Group(pair, wanted=me is None or me in pair)
+        group.size += size
+        if slack > group.slack:
+            group.slack = slack
+        if group.wanted:
+            group.transfers.append((transfer, count, weight, block))
     yield from open_groups.values()
+
+
+def _sized(shape: tuple[int, ...], weight: int, limit: int) -> _Sized:
+    count, block = math.prod(shape), _rows(shape, limit // LEAST // max(1, weight))
+    return count * weight, min(block, count) * weight, count, block
 
 
 def _rows(shape: tuple[int, ...], most: int) -> int:
@@ -221,21 +234,26 @@ class Filling:
         while size:
             if first + WINDOW > self._room.shape[1]:
                 self._room = np.pad(self._room, ((0, 0), (0, self._room.shape[1])), constant_values=self.limit)
-            rooms = np.minimum(
-                self._room[out, first : first + WINDOW], self._room[into, first : first + WINDOW]
-            )
-            for k in (rooms >= min(size, self._least)).nonzero()[0].tolist():
-                room = int(rooms[k]) - (slack if parts or size > rooms[k] else 0)
-                take = min(size, room)
-                if take < min(size, max(1, self._least // 2)):
-                    continue
-                used = take if take == size and not parts else take + slack
-                self._room[out, first + k] -= used
-                self._room[into, first + k] -= used
-                parts.append((first + k, take))
-                size -= take
-                if not size:
-                    break
+            ours, theirs = self._room[out, first : first + WINDOW], self._room[into, first : first + WINDOW]
+            rooms = np.minimum(ours, theirs)
+            enough = rooms >= min(size, self._least)
+            k = int(enough.argmax())
+            if not parts and rooms[k] >= size:  # in one round, as it is
+                ours[k] -= size
+                theirs[k] -= size
+                parts.append((first + k, size))
+                break
+            rooms -= slack
+            found = (enough & (rooms >= min(size, max(1, self._least // 2)))).nonzero()[0]
+            if len(found):
+                taken = rooms[found].cumsum()
+                count = min(int(taken.searchsorted(size)) + 1, len(found))
+                found, takes = found[:count], rooms[found[:count]]
+                takes[-1] -= max(0, int(taken[count - 1]) - size)
+                ours[found] -= takes + slack
+                theirs[found] -= takes + slack
+                parts += zip((first + found).tolist(), takes.tolist(), strict=True)
+                size -= min(size, int(taken[count - 1]))
             first += WINDOW
         if parts:
             self.rounds = max(self.rounds, parts[-1][0] + 1)
@@ -263,13 +281,12 @@ class Filling:
 def _pieces(
     transfer: Transfer, count: int, start: int, stop: int, planes: Mapping[Item, Sequence[Plane]]
 ) -> Iterator[Piece]:
-    """The elements `start` to `stop` of a transfer, in all planes."""
+    """The elements `start` to `stop` of a transfer, in all planes of all its roles."""
     boxes = (transfer.box,) if stop - start == count else tuple(run(transfer.box, start, stop))
-    for plane in planes[transfer.item]:
-        for box in boxes:
-            yield Piece(
-                name=transfer.name, role=transfer.role, plane=plane.name, box=box, itemsize=plane.itemsize
-            )
+    for item in transfer.items:
+        for plane in planes[item]:
+            for box in boxes:
+                yield Piece.of(item, plane, box)
 
 
 def _messages(pair: tuple[str, str], pieces: Sequence[Piece]) -> Iterator[Message]:

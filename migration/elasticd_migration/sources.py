@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from heapq import heappop, heapreplace
 from typing import NamedTuple
 
@@ -52,12 +51,61 @@ def choose(wants: Sequence[Want], *, whole_below: int = WHOLE_BELOW) -> list[tup
     """The shares of each want; they add up to its size. Wants below `whole_below` bytes have one share.
 
     Raises ValueError for a want that nobody holds."""
-    table = _Table()
-    member = [table.add(want) for want in wants]
-    cursors = [
-        _Cursor(each.candidates, part) for each, part in zip(table.classes, balance(table.classes), strict=True)
-    ]
-    return [cursors[index].take(want.size, whole_below) for want, index in zip(wants, member, strict=True)]
+    dealing = Dealing(whole_below)
+    member = [dealing.class_of(want.destination, want.holders) for want in wants]
+    for want, index in zip(wants, member, strict=True):
+        dealing.add(index, want.size)
+    dealing.balance()
+    return [dealing.shares(index, want.size) for want, index in zip(wants, member, strict=True)]
+
+
+class Dealing:
+    """`choose` for callers who know which wants are alike: first every class is found and every want's size is
+    added to its class, then `balance`, then the wants are dealt with in their order."""
+
+    def __init__(self, whole_below: int = WHOLE_BELOW) -> None:
+        self._whole_below = whole_below
+        self._classes: list[Class] = []
+        self._index: dict[tuple[bool, tuple[str, ...]], int] = {}
+        self._known: dict[tuple[tuple[str, ...], str], int] = {}
+        self._cursors: list[_Cursor] = []
+
+    def class_of(self, destination: str, holders: tuple[str, ...]) -> int:
+        """The class of a want. Raises ValueError where nobody holds it."""
+        key = holders, node_of(destination)
+        index = self._known.get(key)
+        if index is None:
+            index = self._known[key] = self._find(destination, *key)
+        return index
+
+    def add(self, index: int, size: int) -> None:
+        """So many bytes more are wanted of this class."""
+        self._classes[index].size += size
+
+    def balance(self) -> None:
+        """All wants are known."""
+        parts = balance(self._classes)
+        self._cursors = [_Cursor(c.candidates, p) for c, p in zip(self._classes, parts, strict=True)]
+
+    def source(self, index: int, size: int) -> str | None:
+        """Who sends the next want of this class, where that is one holder; None where it is divided: ask for
+        its `shares` then."""
+        return self._cursors[index].one(size, self._whole_below)
+
+    def shares(self, index: int, size: int) -> tuple[Share, ...]:
+        """The next want of this class."""
+        return self._cursors[index].take(size, self._whole_below)
+
+    def _find(self, destination: str, holders: tuple[str, ...], home: str) -> int:
+        if not holders:
+            raise ValueError(f"nobody holds what {destination} lacks")
+        near = tuple(device for device in holders if node_of(device) == home)
+        candidates = near or holders
+        index = self._index.setdefault((bool(near), candidates), len(self._classes))
+        if index == len(self._classes):
+            nodes = tuple(node_of(device) for device in candidates)
+            self._classes.append(Class(candidates=candidates, nodes=nodes, local=bool(near)))
+        return index
 
 
 def loads(wants: Sequence[Want], chosen: Sequence[Sequence[Share]]) -> Loads:
@@ -78,35 +126,6 @@ def node_of(device: str) -> str:
     return device.rpartition("/")[0]
 
 
-@dataclass(slots=True)
-class _Table:
-    """The classes of the wants so far."""
-
-    classes: list[Class] = field(default_factory=list)
-    _index: dict[tuple[bool, tuple[str, ...]], int] = field(default_factory=dict)
-    _known: dict[tuple[tuple[str, ...], str], int] = field(default_factory=dict)
-
-    def add(self, want: Want) -> int:
-        """The class of a want, which it makes larger."""
-        key = want.holders, node_of(want.destination)
-        index = self._known.get(key)
-        if index is None:
-            index = self._known[key] = self._find(want, key[1])
-        self.classes[index].size += want.size
-        return index
-
-    def _find(self, want: Want, home: str) -> int:
-        if not want.holders:
-            raise ValueError(f"nobody holds what {want.destination} lacks")
-        near = tuple(device for device in want.holders if node_of(device) == home)
-        candidates = near or want.holders
-        index = self._index.setdefault((bool(near), candidates), len(self.classes))
-        if index == len(self.classes):
-            nodes = tuple(node_of(device) for device in candidates)
-            self.classes.append(Class(candidates=candidates, nodes=nodes, local=bool(near)))
-        return index
-
-
 class _Cursor:
     """Goes along the wants of a class and gives each to the candidate that has the largest fraction of its part
     left, so that all are at work from the first want to the last. What one gives too much, by a want that is
@@ -117,19 +136,21 @@ class _Cursor:
         self._heap = [(-1.0, order, part) for order, part in enumerate(parts) if part] or [(-1.0, 0, 0)]
         self._candidates, self._parts = candidates, parts
 
+    def one(self, size: int, whole_below: int) -> str | None:
+        """The candidate that gives all of the next want, or None where it is divided."""
+        _, order, left = self._heap[0]
+        least = max(1, whole_below // 2)
+        if size - left >= least and size >= whole_below and len(self._heap) > 1:
+            return None
+        left -= size  # below nothing: it waits behind all others, for wants that exceed all parts together
+        heapreplace(self._heap, (-left / max(1, self._parts[order]), order, left))
+        return self._candidates[order]
+
     def take(self, size: int, whole_below: int) -> tuple[Share, ...]:
-        heap = self._heap
         shares: list[Share] = []
-        while True:
-            _, order, left = heap[0]
-            if len(heap) == 1 or size < whole_below or size - left < max(1, whole_below // 2):
-                self._use(order, left - size)
-                return (*shares, Share(self._candidates[order], size))
+        while (last := self.one(size, whole_below)) is None:
+            _, order, left = heappop(self._heap)
             if left >= max(1, whole_below // 2):
                 shares.append(Share(self._candidates[order], left))
                 size -= left
-            heappop(heap)
-
-    def _use(self, order: int, left: int) -> None:
-        """A candidate with nothing left waits behind all others, for wants that exceed all parts together."""
-        heapreplace(self._heap, (-left / max(1, self._parts[order]), order, left))
+        return (*shares, Share(last, size))

@@ -48,7 +48,8 @@ class Shard:
 
     def part(self, plane: str, box: Box) -> torch.Tensor:
         """`box`, which lies in this one, of a plane: a view."""
-        return self.planes[plane][box.slices(self.box)]
+        whole = self.planes[plane]
+        return whole if box == self.box else whole[box.slices(self.box)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

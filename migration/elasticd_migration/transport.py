@@ -68,7 +68,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as flat uint8. Raises ValueError where the tensor is not contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(f"tensor of shape {tuple(tensor.shape)} is not contiguous: send a copy")
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().view(-1)
+    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)
 
 
 class _Endpoint:

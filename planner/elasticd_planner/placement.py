@@ -6,7 +6,7 @@ migration counts exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,10 +75,15 @@ def bytes_to_move(profile: ModelProfile, old: Plan | None, new: Plan) -> int:
     return round(sum(bytes_by_member(profile, old, new).values()))
 
 
-def bytes_by_member(profile: ModelProfile, old: Plan | None, new: Plan) -> dict[str, float]:
-    """The same by member. With ZeRO about: a member has its part of the state of what it computes with, and
-    keeps what it had of it; copies that exceed the holders are spread evenly."""
+def bytes_by_member(
+    profile: ModelProfile, old: Plan | None, new: Plan, sources: Collection[str] | None = None
+) -> dict[str, float]:
+    """The same by member, where `sources` alone hold what they held under `old` (None: all do). With ZeRO
+    about: a member has its part of the state of what it computes with, and keeps what it had of it; copies that
+    exceed the holders are spread evenly."""
     before = holders(old, profile.share_units)
+    if sources is not None:
+        before = {device: held for device, held in before.items() if device in sources}
     after = holders(new, profile.share_units)
     was, now = (_zero(plan) if plan is not None else None for plan in (old, new))
     assert now is not None

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import product
 
 import numpy as np
 import pytest
@@ -42,8 +43,8 @@ def test_every_piece_is_sent_once_within_the_limit(before: Plan, after: Plan, li
         assert max([*out.values(), *into.values()]) <= limit
     expected: Counter[tuple[Item, str, str, str]] = Counter()
     for transfer in transfers:
-        for plane in (VALUE, MOMENT):
-            key = transfer.item, plane.name, transfer.source, transfer.destination
+        for item, plane in product(transfer.items, (VALUE, MOMENT)):
+            key = item, plane.name, transfer.source, transfer.destination
             expected[key] += transfer.box.size
     assert elements == expected
 
@@ -85,10 +86,11 @@ def test_devices_go_through_the_model_together_and_both_ways_at_once() -> None:
     """What one gives up and what it gets come round by round: in place, little more is held than before."""
     names = [f"t{i}" for i in range(40)]
     there = [
-        Transfer(name=n, role="value", box=Box.whole((100,)), source="a/0", destination="b/0") for n in names
+        Transfer(name=n, roles=("value",), box=Box.whole((100,)), source="a/0", destination="b/0")
+        for n in names
     ]
     back = [
-        Transfer(name=f"u{n}", role="value", box=Box.whole((100,)), source="b/0", destination="a/0")
+        Transfer(name=f"u{n}", roles=("value",), box=Box.whole((100,)), source="b/0", destination="a/0")
         for n in names
     ]
     planes = of_items([*names, *(f"u{n}" for n in names)], MOMENT)
@@ -98,13 +100,13 @@ def test_devices_go_through_the_model_together_and_both_ways_at_once() -> None:
         for device in ("a/0", "b/0"):
             sent = sum(message.bytes for message in turn.sent_by(device))
             assert abs(sent - sum(message.bytes for message in turn.received_by(device))) < 100
-    order = [piece.name for turn in rounds for message in turn.sent_by("a/0") for piece in message.pieces]
+    order = [piece.item.name for turn in rounds for message in turn.sent_by("a/0") for piece in message.pieces]
     assert list(dict.fromkeys(order)) == names
 
 
 def transfers_of(shapes: Mapping[str, tuple[int, ...]], destination: str = "n0/1") -> list[Transfer]:
     return [
-        Transfer(name=name, role="value", box=Box.whole(shape), source="n0/0", destination=destination)
+        Transfer(name=name, roles=("value",), box=Box.whole(shape), source="n0/0", destination=destination)
         for name, shape in shapes.items()
     ]
 
@@ -116,7 +118,7 @@ def of_items(names: Iterable[str], *planes: Plane) -> dict[Item, tuple[Plane, ..
 def test_small_pieces_of_a_pair_share_a_message_and_large_ones_go_alone() -> None:
     shapes = {"a": (4,), "large": (PACK_BELOW // 2,), "b": (5,)}
     (turn,) = schedule(transfers_of(shapes), of_items(shapes, VALUE, MOMENT), limit=1 << 20)
-    packed = [[(piece.name, piece.plane) for piece in message.pieces] for message in turn.messages]
+    packed = [[(piece.item.name, piece.plane) for piece in message.pieces] for message in turn.messages]
     assert packed == [
         [("large", "value")],
         [("large", "exp_avg")],
@@ -134,8 +136,8 @@ def test_pieces_of_different_pairs_never_share_a_message() -> None:
 
 
 def test_pieces_in_a_message_start_at_multiples_of_their_width() -> None:
-    narrow = Piece(name="a", role="value", plane="value", box=Box.whole((3,)), itemsize=1)
-    wide = Piece(name="b", role="value", plane="value", box=Box.whole((3,)), itemsize=8)
+    narrow = Piece.of(Item("a", "value"), Plane(name="value", dtype="uint8", itemsize=1), Box.whole((3,)))
+    wide = Piece.of(Item("b", "value"), Plane(name="value", dtype="int64", itemsize=8), Box.whole((3,)))
     assert Message(source="x/0", destination="x/1", pieces=(wide, narrow)).bytes == 27
     with pytest.raises(Invalid, match="widest elements first"):
         Message(source="x/0", destination="x/1", pieces=(narrow, wide))

@@ -1,0 +1,209 @@
+"""Whatever bytes come: each decoder gives a value or `msgspec.DecodeError`, and a packet `PacketError`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from elasticd_planner.plan import Plan
+from elasticd_planner.problem import Problem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticd import messages, packets, records
+from elasticd.coordinator.chaos import ChaosRequest
+from elasticd.coordinator.server import ConfigRequest, DrainRequest
+from elasticd.decoding import decoded, decoded_as
+from elasticd.messages import AgentHello, Down, Pace, Rejected, StoreAnswer, StoreCall, Up
+from elasticd.store.leader import Leader
+from elasticd.store.protocol import KeyValue
+from tests.machines.cast import node_record, spec
+
+VALID: tuple[msgspec.Struct, ...] = (
+    AgentHello(record=node_record("alpha")),
+    Up(
+        job="j",
+        client="c",
+        device="alpha/0",
+        incarnation="i",
+        body=StoreCall(id=1, op="set", key="k", value=b"v"),
+    ),
+    Down(client="c", body=StoreAnswer(id=1, value=b"v")),
+    Down(client="c", body=Pace(factor=2.0)),
+    Rejected(reason="no"),
+    spec(),
+    node_record("beta"),
+)
+
+
+def leader(data: bytes) -> Leader:
+    try:
+        return Leader.of(KeyValue(key="k", value=data, create_revision=1, mod_revision=1, version=1, lease=0))
+    except ValueError as error:
+        raise msgspec.DecodeError(str(error)) from error
+
+
+DECODERS: tuple[Callable[[bytes], Any], ...] = (
+    messages.from_worker,
+    messages.to_worker,
+    messages.to_leader,
+    messages.to_agent,
+    leader,
+    *(
+        lambda data, kind=kind: records.decode(data, kind)  # type: ignore[misc]
+        for kind in (
+            records.NodeRecord,
+            records.MemberRecord,
+            records.PlanRecord,
+            records.Proposal,
+            records.Fence,
+            records.DoneRecord,
+            records.HistoryRecord,
+            records.CheckpointsRecord,
+            records.ConfigRecord,
+            records.JobSpec,
+        )
+    ),
+    *(
+        lambda data, kind=kind: decoded_as(kind, data)  # type: ignore[misc]
+        for kind in (DrainRequest, ConfigRequest, ChaosRequest, Plan, Problem)
+    ),
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+SCALARS = st.sampled_from([0, -1, 1 << 63, 1 << 200, 0.0, -1.5, 1e308, "", "a/b", "\x00", [], {}, None, True])
+
+
+def tried(data: bytes) -> None:
+    for decode in DECODERS:
+        with contextlib.suppress(msgspec.DecodeError):
+            decode(data)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_value_or_a_refusal(data: bytes) -> None:
+    tried(data)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_change_to_a_true_message_is_a_value_or_a_refusal(data: st.DataObject) -> None:
+    message = data.draw(st.sampled_from(VALID))
+    tree = msgspec.json.decode(msgspec.json.encode(message))
+    for _ in range(data.draw(st.integers(1, 3))):
+        _change(tree, data)
+    tried(msgspec.json.encode(tree))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(VALID), st.data())
+def test_any_damage_to_the_bytes_of_a_true_message_is_a_value_or_a_refusal(
+    message: msgspec.Struct, data: st.DataObject
+) -> None:
+    raw = bytearray(msgspec.json.encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4))
+        if not raw:
+            break
+    tried(bytes(raw))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"type":"AgentRejected","reason":"\xff"}',
+        b'{"type":"AgentRejected","reason":"x","more":' + b"[" * 100_000,
+        b'{"type":"Rejected","reason":"x","more":' + b'{"a":' * 100_000,
+        b'{"type":"Rejected","reason":"\\ud800"}',
+    ],
+)
+def test_what_msgspec_lets_through_is_a_refusal_too(data: bytes) -> None:
+    tried(data)
+    with pytest.raises(msgspec.DecodeError):
+        messages.to_agent(data)
+
+
+def test_errors_of_a_program_are_not_swallowed() -> None:
+    def broken(data: bytes) -> None:
+        raise NotImplementedError
+
+    with pytest.raises(NotImplementedError):
+        decoded(broken, b"")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(min_size=1, max_size=64), st.lists(st.sampled_from(["sealed", "open", "pipe"]), max_size=3))
+def test_any_packet_is_a_message_or_a_refusal_and_leaves_no_descriptor_open(
+    data: bytes, kinds: list[str]
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        sent = [_descriptor(kind, len(data)) for kind in kinds]
+        socket.send_fds(one, [data], sent) if sent else one.send(data)
+        for fd in sent:
+            os.close(fd)
+        try:
+            _, given_fd = packets.accept(other)
+        except packets.PacketError:
+            given_fd = None
+        if given_fd is not None:
+            os.close(given_fd)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**64 - 1), st.binary(max_size=8), st.integers(0, 40))
+def test_any_announced_size_is_believed_only_where_it_is_true(size: int, rest: bytes, real: int) -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        fd = _descriptor("sealed", real)
+        socket.send_fds(one, [struct.pack("=Q", size) + rest], [fd])
+        os.close(fd)
+        try:
+            message, given_fd = packets.accept(other)
+        except packets.PacketError:
+            return
+        if given_fd is not None:
+            os.close(given_fd)
+        assert message == (rest if size == 0 else b"\0" * real)
+        assert size in (0, real)
+
+
+def _descriptor(kind: str, size: int) -> int:
+    if kind == "pipe":
+        read, write = os.pipe()
+        os.close(write)
+        return read
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if kind == "sealed":
+        seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def _change(tree: Any, data: st.DataObject) -> None:
+    """Replaces one value somewhere inside, or drops it."""
+    keys = list(tree) if isinstance(tree, dict) else list(range(len(tree)))
+    if not keys:
+        return
+    key = data.draw(st.sampled_from(keys))
+    if isinstance(tree[key], dict | list) and data.draw(st.booleans()):
+        _change(tree[key], data)
+    elif data.draw(st.integers(0, 4)) == 0:
+        del tree[key]
+    else:
+        tree[key] = data.draw(SCALARS | JSON)
