@@ -256,17 +256,22 @@ def read_for_all(
         if not isinstance(item, WatchEvent):
             raise SimulationError("the store forgot what its watch had not read")
         value = item.item.value if item.kind == "put" else None
+        at = item.mod_revision
         job, _, part = item.key.removeprefix(keys.jobs).rpartition("/")
         if item.key == keys.leader:
             if value is not None:
                 spread(LeaderRead(epoch=item.item.create_revision))
         elif part == "proposal":
-            spread(ProposalRead(job=job, proposal=decode(value, Proposal) if value is not None else None))
+            proposal = decode(value, Proposal) if value is not None else None
+            spread(ProposalRead(job=job, proposal=proposal, revision=at))
         elif part == "plan":
-            spread(PlanRead(job=job, record=decode(value, PlanRecord) if value is not None else None))
+            plan = decode(value, PlanRecord) if value is not None else None
+            spread(PlanRead(job=job, record=plan, revision=at))
         elif part == "fence":
-            spread(FenceRead(job=job, record=decode(value, Fence) if value is not None else None))
+            fence = decode(value, Fence) if value is not None else None
+            spread(FenceRead(job=job, record=fence, revision=at))
         elif part == "done":
-            spread(DoneRead(job=job, record=decode(value, DoneRecord) if value is not None else None))
+            done = decode(value, DoneRecord) if value is not None else None
+            spread(DoneRead(job=job, record=done, revision=at))
 
     store.watch(keys.root, 0, take)

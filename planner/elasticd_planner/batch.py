@@ -1,7 +1,7 @@
 """The batch of a step: which samples each micro-batch of each pipeline trains on.
 
-Made for each step, identically on every rank, never through the store: a pure function of plan, step and
-seed. Everything that needs sample ids reads it and nothing else.
+Made for each step, identically on every rank, never through the store: a pure function of plan, step, seed and,
+where they are known, the samples' lengths. Everything that needs sample ids reads it and nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from elasticd_planner.plan import Plan
+from elasticd_planner import packing
+from elasticd_planner.plan import ModulePlan, Plan
 from elasticd_planner.value import Value, refuse
 
 MicroBatch = tuple[int, ...]
@@ -45,9 +46,14 @@ class Sampler(Value, frozen=True, kw_only=True):
 
     def samples(self, step: int) -> tuple[int, ...]:
         """The ids of a step. Every epoch is a permutation of the dataset; a batch may span two epochs."""
-        first = step * self.global_batch
-        positions = range(first, first + self.global_batch)
-        return tuple(int(_epoch(self.seed, p // self.size, self.size)[p % self.size]) for p in positions)
+        at, left = step * self.global_batch, self.global_batch
+        found: list[int] = []
+        while left:
+            epoch, first = divmod(at, self.size)
+            part = _epoch(self.seed, epoch, self.size)[first : first + left].tolist()
+            found += part
+            at, left = at + len(part), left - len(part)
+        return tuple(found)
 
 
 @lru_cache(maxsize=4)
@@ -55,16 +61,49 @@ def _epoch(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(size)
 
 
-def batch_plan(plan: Plan, step: int, samples: Sequence[int]) -> BatchPlan:
-    """Hands the samples of a step to the pipelines in order, `micro_batch` at a time."""
+class Lengths(Value, frozen=True, kw_only=True):
+    """What the samples of a step cost: tokens of each, in the order of the samples, and what a token's matrix
+    products cost in units of its attention to one other (`packing.linear_of`)."""
+
+    tokens: tuple[int, ...]
+    linear: int
+
+    def __post_init__(self) -> None:
+        if self.linear < 1 or any(count < 0 for count in self.tokens):
+            refuse("lengths of samples must not be negative, and linear at least 1")
+
+
+def batch_plan(plan: Plan, step: int, samples: Sequence[int], lengths: Lengths | None = None) -> BatchPlan:
+    """Hands the samples of a step to the pipelines: in order, `micro_batch` at a time; with lengths so that all
+    micro-batches cost alike, whatever the number of samples in each."""
     if len(samples) != plan.global_batch:
         refuse(f"step {step}: {len(samples)} samples for a global batch of {plan.global_batch}")
-    modules = []
-    for module in plan.modules:
-        micro = [tuple(samples[i : i + plan.micro_batch]) for i in range(0, len(samples), plan.micro_batch)]
-        pipelines = []
-        for pipeline in module.pipelines:
-            pipelines.append(tuple(micro[: pipeline.micro_batches]))
-            micro = micro[pipeline.micro_batches :]
-        modules.append(tuple(pipelines))
-    return BatchPlan(step=step, plan=plan.number, modules=tuple(modules))
+    if lengths is not None and len(lengths.tokens) != len(samples):
+        refuse(f"step {step}: {len(lengths.tokens)} lengths for {len(samples)} samples")
+    deal = _in_order if lengths is None else _evenly
+    modules = tuple(deal(plan, module, samples, lengths) for module in plan.modules)
+    return BatchPlan(step=step, plan=plan.number, modules=modules)
+
+
+def _in_order(
+    plan: Plan, module: ModulePlan, samples: Sequence[int], _: object
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    micro = [tuple(samples[i : i + plan.micro_batch]) for i in range(0, len(samples), plan.micro_batch)]
+    pipelines = []
+    for pipeline in module.pipelines:
+        pipelines.append(tuple(micro[: pipeline.micro_batches]))
+        micro = micro[pipeline.micro_batches :]
+    return tuple(pipelines)
+
+
+def _evenly(
+    plan: Plan, module: ModulePlan, samples: Sequence[int], lengths: Lengths | None
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    assert lengths is not None
+    slots = [pipeline.micro_batches for pipeline in module.pipelines]
+    cut = packing.runs(lengths.tokens, sum(slots), plan.micro_batch, lengths.linear)
+    costs = [packing.cost(len(run), lengths.tokens[run[0]], lengths.linear) for run in cut]
+    return tuple(
+        tuple(tuple(samples[position] for position in cut[index]) for index in mine)
+        for mine in packing.dealt(costs, slots)
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from elasticd_planner.value import Value
 
 
@@ -9,11 +11,16 @@ class Measurement(Value, frozen=True, kw_only=True):
     """Times in seconds, over the whole step, by clocks on one device.
 
     block_seconds is computation alone (communication taken out); block_work what it was spent on, in
-    tokens x layers x share of the layer; so block_seconds / block_work compares devices and plans.
-    tensor_seconds is the time in the TP group's collectives, waiting for slower members included;
+    tokens x layers x share of the layer; so block_seconds / block_work compares devices and plans. Of
+    block_seconds, forward_seconds and backward_seconds are those of the passes (0 where they were not told
+    apart). tensor_seconds is the time in the TP group's collectives, waiting for slower members included;
     boundary_seconds in receiving from neighbour stages, bubbles included; reduce_seconds in the gradients'
-    reduction; vote_seconds in the vote. The step's wall time is step_seconds; tokens counts the tokens of
-    this rank's pipeline.
+    reduction; vote_seconds in the vote; input_seconds in waiting for the data. The step's wall time is
+    step_seconds; memory_bytes the most memory that was in use (0: not known).
+
+    tokens counts the tokens of this rank's pipeline, as computed (padding included), in sequences of which
+    `squares` is the sum of squared lengths, `longest` the longest, and `lengths` a histogram: how many by
+    `lengths.bucket` (empty, and 0: not known).
     """
 
     device: str
@@ -22,12 +29,25 @@ class Measurement(Value, frozen=True, kw_only=True):
     tokens: int
     block_seconds: float
     block_work: float
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
     embed_seconds: float = 0.0
     head_seconds: float = 0.0
     tensor_seconds: float = 0.0
     boundary_seconds: float = 0.0
     reduce_seconds: float = 0.0
     vote_seconds: float = 0.0
+    input_seconds: float = 0.0
     optimizer_seconds: float = 0.0
     step_seconds: float = 0.0
     micro_batches: int = 0
+    squares: float = 0.0
+    longest: int = 0
+    lengths: dict[int, int] = msgspec.field(default_factory=dict)
+    memory_bytes: int = 0
+
+    @property
+    def effective_length(self) -> float:
+        """The length of the sequence that a token is in, on average over tokens (0: not known): what attention
+        costs a token grows with it."""
+        return self.squares / self.tokens if self.tokens else 0.0

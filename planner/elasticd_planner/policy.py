@@ -12,12 +12,14 @@ from elasticd_planner.value import Value, refuse
 class PolicySettings(Value, frozen=True, kw_only=True):
     """horizon_steps: how long a plan is expected to last, where no device is restless. minimum_saving:
     fraction of a step below which nothing is worth the trouble. bandwidth: bytes a second at which state
-    moves, and pause_seconds: what a switch costs besides the moving, both until they were measured."""
+    moves, and pause_seconds: what a switch costs besides the moving, both until they were measured. paused:
+    running plans stay as they are; only faults, and devices that are to be left, are answered by new ones."""
 
     horizon_steps: int = 200
     minimum_saving: float = 0.03
     bandwidth: float = 1e8
     pause_seconds: float = 0.5
+    paused: bool = False
 
     def __post_init__(self) -> None:
         if self.horizon_steps < 1:

@@ -1,95 +1,84 @@
 """From measurements to rates: who is slow, who recovered, robustly and with hysteresis.
 
-Theory of operation. A step's unit cost of a device is its computation's seconds per token, layer and share,
-so that plans and batches compare. It is divided by the fleet's unit cost in the same step (what slows
-everybody slows nobody relative to the others), and the median of a short window of these ratios is judged:
+Theory of operation. A step's cost of a device is its computation's seconds per unit of work (tokens, their
+sequences' lengths, layers, share), so that plans and batches compare. Its residual is the logarithm of that
+cost over the fleet's in the same step (`fleet`). Residuals are judged one by one (`sequential`):
 
-    normal --(ratio >= slow, confirmed)--> slow --(ratio <= recovered, confirmed)--> normal
-                                           slow --(ratio moved by `moved`, confirmed)--> slow
+    normal --(residuals above 0 by ln slow)----------> slow
+    slow   --(above or below ln rate by ln moved)----> slow at another rate, or normal
+    slow   --(after `settle` steps, mean off)--------> slow at the mean since
 
-A judgement is confirmed when it holds for some steps in a row (one, as it is: with a window of five it
-takes three steps to move the median). One wild step never moves it, and two do not either.
-The fleet is the faster half of the devices that are not known to be slow: one slow device out of two counts
-in neither half, and a device that was slow from the start is seen as well.
+What is judged is always a shift from what is believed, and it must be most of `slow` or `moved`: that is the
+hysteresis. One wild step never changes a belief, and two do not either. The spread of the residuals is
+measured, and is never taken for less than `noise`. A device has an offset of its own, up to `tolerance`, which
+is learned while it is normal: devices differ a little for good.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Literal
 
 import msgspec
 
 from elasticd_planner.cluster import NORMAL
+from elasticd_planner.detect import DetectSettings as DetectSettings
+from elasticd_planner.fleet import Curve, fleet_cost, learned, noise
 from elasticd_planner.measurement import Measurement
+from elasticd_planner.sequential import NONE, Detector, Evidence, trimmed
+from elasticd_planner.slowness import MOST_KEPT, Episode, Slowness, classify
 from elasticd_planner.value import Value, refuse
 
-Judgement = Literal["", "slow", "recovered", "slower", "faster"]
+Kind = Literal["slow", "slower", "faster", "recovered", "corrected"]
 
-#: A recovered step is one that calls for "faster" as well, only more so.
-STRONGER: dict[Judgement, tuple[Judgement, ...]] = {
-    "slow": (),
-    "recovered": (),
-    "slower": (),
-    "faster": ("recovered",),
-}
-
-
-class DetectSettings(Value, frozen=True, kw_only=True):
-    """slow, recovered: ratios at which a device becomes slow and normal again. moved: relative change of a
-    slow device's rate that is reported. window: steps whose median counts. confirmations: steps in a row that
-    must agree. warmup: steps skipped after each change of plan. rounding: rates between 1 and 2 are rounded
-    to it, between 2 and 4 to twice of it, and so on, so that noise does not change plans."""
-
-    slow: float = 1.25
-    recovered: float = 1.1
-    moved: float = 0.15
-    window: int = 5
-    confirmations: int = 1
-    warmup: int = 1
-    rounding: float = 0.05
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.recovered < self.slow:
-            refuse(
-                f"detect: recovered ({self.recovered}) must be at least 1 and below slow ({self.slow}); "
-                "the room between them is what keeps a device from flapping"
-            )
-        if self.window < 1 or self.confirmations < 1 or self.warmup < 0:
-            refuse("detect: window and confirmations must be at least 1, warmup at least 0")
-        if not self.moved > 0 or not 0 < self.rounding <= 1:
-            refuse("detect: moved must be positive, and rounding above 0 and at most 1")
+#: Steps over which a device's own offset is learned, and how many steps the belief that it has none is worth.
+OFFSET_STEPS = 256
+OFFSET_DOUBT = 8
 
 
 class DeviceRate(Value, frozen=True, kw_only=True):
-    """What is known of one device: its rate (1.0 normal), the ratios of the last steps, and for how many
-    steps in a row they have been judged to call for the same change."""
+    """What is known of one device: its rate (1.0 normal), the residuals of the last steps, and what they say.
+
+    above, below: the evidence for a shift up and down. age: steps since the rate began to hold (None: long
+    ago). offset: its own lasting difference, from `seen` steps. spikes: single slow steps; episodes: when it
+    was slow."""
 
     rate: float = NORMAL
-    ratios: tuple[float, ...] = ()
-    judgement: Judgement = ""
-    streak: int = 0
+    residuals: tuple[float, ...] = ()
+    above: Evidence = NONE
+    below: Evidence = NONE
+    age: int | None = None
+    offset: float = 0.0
+    seen: int = 0
+    spikes: tuple[int, ...] = ()
+    episodes: tuple[Episode, ...] = ()
 
 
 class Change(Value, frozen=True, kw_only=True):
-    """A rate that changed, and why."""
+    """A rate that changed, and why. A "corrected" one is the same condition, known better."""
 
     device: str
     before: float
     after: float
     step: int
     reason: str
+    kind: Kind
 
 
 class RateState(Value, frozen=True, kw_only=True):
-    """Detection's whole state. `fresh` counts the steps seen since the plan changed, up to the warm-up."""
+    """Detection's whole state. `fresh` counts the steps seen since the plan changed, up to the warm-up; `noise`
+    is the fleet's, measured in `seen` steps. window: steps whose median people see."""
 
     devices: dict[str, DeviceRate] = msgspec.field(default_factory=dict)
     plan: int = -1
     step: int = -1
     fresh: int = 0
+    noise: float = 0.0
+    seen: int = 0
+    curve: Curve = Curve()
+    window: int = DetectSettings().window
 
     @property
     def rates(self) -> dict[str, float]:
@@ -99,13 +88,24 @@ class RateState(Value, frozen=True, kw_only=True):
     def ratio(self, device: str) -> float:
         """The median of a device's last ratios (1.0 where nothing is known): for people, not for planning."""
         known = self.devices.get(device)
-        return median(known.ratios) if known is not None and known.ratios else NORMAL
+        if known is None or not known.residuals:
+            return NORMAL
+        return math.exp(median(known.residuals[-self.window :]))
+
+    def slowness(self, device: str, chronic: int = DetectSettings().chronic) -> Slowness:
+        """What kind of slowness a device has, for people; `chronic` as in the settings."""
+        known = self.devices.get(device, DeviceRate())
+        return classify(known.episodes, known.spikes, self.step, chronic)
 
 
 def observe(
-    state: RateState, measurements: Iterable[Measurement], settings: DetectSettings
+    state: RateState,
+    measurements: Iterable[Measurement],
+    settings: DetectSettings,
+    work: Callable[[Measurement], float] | None = None,
 ) -> tuple[RateState, tuple[Change, ...]]:
-    """Takes in one step's measurements (of all members, or of those that reported).
+    """Takes in one step's measurements (of all members, or of those that reported). `work`: what a device had
+    to do, in units of any size (None: tokens x layers x share alone; see `expected`).
 
     A step not newer than the last one changes nothing. Raises Invalid for measurements of several steps.
     """
@@ -121,34 +121,49 @@ def observe(
     fresh = state.fresh if plan == state.plan else 0
     if fresh < settings.warmup:
         return msgspec.structs.replace(state, plan=plan, step=step, fresh=fresh + 1), ()
-    costs = {name: m.block_seconds / m.block_work for name, m in given.items()}
-    fleet = fleet_cost(costs, state.rates)
+    rates = state.rates
+    lengths = {name: m.effective_length for name, m in given.items()}
+    costs = {
+        name: m.block_seconds / ((work(m) if work else m.block_work) * state.curve.factor(lengths[name]))
+        for name, m in given.items()
+    }
+    level = math.log(fleet_cost(costs, rates, max(settings.noise, state.noise)))
+    residuals = {name: math.log(cost) - level for name, cost in costs.items()}
+    normal = {name: y for name, y in residuals.items() if name not in rates}
+    state = msgspec.structs.replace(state, plan=plan, step=step, fresh=fresh)
+    state, changes = judged(state, residuals, settings)
+    curve = learned(state.curve, lengths, normal, max(settings.noise, state.noise))
+    return msgspec.structs.replace(state, curve=curve), changes
+
+
+def judged(
+    state: RateState,
+    residuals: Mapping[str, float],
+    settings: DetectSettings,
+    fleet: str = "the fleet for the same work",
+) -> tuple[RateState, tuple[Change, ...]]:
+    """Takes in residuals of step `state.step`: the logarithm of what each took, over what a normal one takes.
+    `fleet` says to people what that is."""
+    rates = state.rates
+    pairs = ((y, state.devices.get(name)) for name, y in residuals.items() if name not in rates)
+    moves = [y - known.residuals[-1] for y, known in pairs if known is not None and known.residuals]
+    heard = noise(state.noise, state.seen, moves)
+    judge = _Judge(settings, max(settings.noise, heard), state.step, fleet)
     devices = dict(state.devices)
     changes: list[Change] = []
-    for name in sorted(costs):
-        before = devices.get(name, DeviceRate())
-        after, reason = _judge(before, costs[name] / fleet, settings)
-        devices[name] = after
-        if after.rate != before.rate:
-            changes.append(
-                Change(device=name, before=before.rate, after=after.rate, step=step, reason=f"{name} {reason}")
-            )
-    return msgspec.structs.replace(state, devices=devices, plan=plan, step=step, fresh=fresh), tuple(changes)
+    for name in sorted(residuals):
+        devices[name], change = judge.after(name, devices.get(name, _UNKNOWN), residuals[name])
+        if change is not None:
+            changes.append(change)
+    seen = state.seen + bool(moves)
+    state = msgspec.structs.replace(state, devices=devices, noise=heard, seen=seen, window=settings.window)
+    return state, tuple(changes)
 
 
 def forget(state: RateState, device: str) -> RateState:
     """A new worker runs on the device: nothing is known of it."""
     devices = {name: known for name, known in state.devices.items() if name != device}
     return msgspec.structs.replace(state, devices=devices)
-
-
-def fleet_cost(costs: Mapping[str, float], slow: Mapping[str, float]) -> float:
-    """The unit cost of a normal device: the median of the cheaper half of those not known to be slow. Where
-    only slow ones work, of all of them by their rates."""
-    normal = [cost for name, cost in costs.items() if name not in slow]
-    if not normal:
-        normal = [cost / slow[name] for name, cost in costs.items()]
-    return median(sorted(normal)[: (len(normal) + 1) // 2])
 
 
 def rounded(ratio: float, rounding: float) -> float:
@@ -159,32 +174,113 @@ def rounded(ratio: float, rounding: float) -> float:
     return float(round(max(NORMAL, round(ratio / step) * step), 6))
 
 
-def _judge(before: DeviceRate, ratio: float, settings: DetectSettings) -> tuple[DeviceRate, str]:
-    """The device after one more ratio, and the reason if its rate changed."""
-    ratios = (*before.ratios, ratio)[-settings.window :]
-    judgement: Judgement = ""
-    if len(ratios) == settings.window:
-        judgement = _judgement(before.rate, median(ratios), settings)
-    streak = (before.streak + 1 if judgement == before.judgement else 1) if judgement else 0
-    if not judgement or streak < settings.confirmations:
-        return DeviceRate(rate=before.rate, ratios=ratios, judgement=judgement, streak=streak), ""
-    # The window still holds steps from before the change, and one in which it happened: the rate is that of
-    # the steps that call for the change.
-    now = median(r for r in ratios if _judgement(before.rate, r, settings) in (judgement, *STRONGER[judgement]))
-    if judgement == "recovered" or now <= settings.recovered:
-        judgement, rate = "recovered", NORMAL
-    else:
-        rate = rounded(now, settings.rounding)
-    words = "recovered" if judgement == "recovered" else f"is {judgement}"
-    reason = f"{words}: it takes {now:.2f} times as long as the fleet for the same work (was {before.rate:g})"
-    return DeviceRate(rate=rate, ratios=ratios), reason
+_UNKNOWN = DeviceRate()
 
 
-def _judgement(rate: float, ratio: float, settings: DetectSettings) -> Judgement:
-    if rate == NORMAL:
-        return "slow" if ratio >= settings.slow else ""
-    if ratio <= settings.recovered:
-        return "recovered"
-    if ratio >= rate * (1 + settings.moved):
-        return "slower"
-    return "faster" if ratio <= rate * (1 - settings.moved) else ""
+class _Judge:
+    """Judges the devices of one step."""
+
+    def __init__(self, settings: DetectSettings, spread: float, step: int, fleet: str) -> None:
+        self.settings, self.spread, self.step, self.fleet = settings, spread, step, fleet
+        self._kept, self._limit = settings.kept, math.log1p(settings.tolerance)
+        self._slow, self._moved = (
+            Detector.of(math.log(ratio), spread, settings.false_alarms, settings.quickest)
+            for ratio in (settings.slow, 1 + settings.moved)
+        )
+
+    def after(self, name: str, before: DeviceRate, residual: float) -> tuple[DeviceRate, Change | None]:
+        """A device after one more residual, and its change of rate if there is one."""
+        residuals = (*before.residuals, residual)[-self._kept :]
+        if before.rate == NORMAL:
+            return self._normal(name, before, residuals)
+        return self._known_slow(name, before, residuals)
+
+    def _normal(
+        self, name: str, before: DeviceRate, residuals: tuple[float, ...]
+    ) -> tuple[DeviceRate, Change | None]:
+        last = residuals[-1]
+        above = self._slow.add(before.above, last - before.offset)
+        spikes = before.spikes
+        if self._slow.clear(last - before.offset):
+            spikes = (*spikes, self.step)[-MOST_KEPT:]
+        if not self._slow.passed(above):
+            seen = min(before.seen + 1, OFFSET_STEPS)
+            limit = self._limit
+            cut = max(-2 * limit, min(2 * limit, last))
+            offset = before.offset + (cut - before.offset) / (seen + OFFSET_DOUBT)
+            return DeviceRate(
+                residuals=residuals,
+                above=above,
+                offset=max(-limit, min(limit, offset)),
+                seen=seen,
+                spikes=spikes,
+                episodes=before.episodes,
+            ), None
+        steps = self._slow.steps(above, residuals)
+        found = median(residuals[-steps:])
+        if found <= math.log(self.settings.recovered):  # not more than devices may differ
+            return msgspec.structs.replace(before, residuals=residuals, above=NONE, spikes=spikes), None
+        start = self.step - steps + 1
+        before = msgspec.structs.replace(before, spikes=tuple(spike for spike in spikes if spike < start))
+        return self._changed(name, before, residuals, found, steps, "slow")
+
+    def _known_slow(
+        self, name: str, before: DeviceRate, residuals: tuple[float, ...]
+    ) -> tuple[DeviceRate, Change | None]:
+        settings, believed = self.settings, math.log(before.rate)
+        off = residuals[-1] - believed
+        above, below = self._moved.add(before.above, off), self._moved.add(before.below, -off)
+        verdicts: tuple[tuple[Evidence, Kind], ...] = ((above, "slower"), (below, "faster"))
+        for passed, kind in verdicts:
+            if self._moved.passed(passed):
+                steps = self._moved.steps(passed, residuals)
+                return self._changed(name, before, residuals, median(residuals[-steps:]), steps, kind)
+        age = None if before.age is None else before.age + 1
+        if age is not None and age >= settings.settle and not (above.clear or below.clear):
+            # The first of them may have begun before the change did.
+            found = trimmed(residuals[-min(age - 1, len(residuals)) :])
+            if abs(found - believed) > settings.refine:
+                return self._changed(name, before, residuals, found, None, "corrected")
+            age = None
+        return msgspec.structs.replace(before, residuals=residuals, above=above, below=below, age=age), None
+
+    def _changed(
+        self,
+        name: str,
+        before: DeviceRate,
+        residuals: tuple[float, ...],
+        found: float,
+        since: int | None,
+        kind: Kind,
+    ) -> tuple[DeviceRate, Change | None]:
+        """At another rate for the last `since` steps (None: for as long as it was thought to be at this
+        one)."""
+        ratio = math.exp(found)
+        rate = rounded(ratio, self.settings.rounding)
+        start = self.step + 1 - (since or 1)
+        episodes = before.episodes
+        if kind not in ("slow", "slower") and ratio <= self.settings.recovered:
+            kind, rate = "recovered", NORMAL
+            if episodes and episodes[-1].stop is None:
+                episodes = (*episodes[:-1], msgspec.structs.replace(episodes[-1], stop=start))
+        elif episodes and episodes[-1].stop is None:
+            episodes = (*episodes[:-1], msgspec.structs.replace(episodes[-1], rate=rate))
+        else:
+            episodes = (*episodes, Episode(start=start, stop=None, rate=rate))[-MOST_KEPT:]
+        settled = since is None or since >= self.settings.settle or rate == NORMAL
+        after = DeviceRate(
+            rate=rate,
+            residuals=residuals,
+            age=None if settled else since,
+            offset=before.offset,
+            seen=before.seen,
+            spikes=before.spikes,
+            episodes=episodes,
+        )
+        words = {"recovered": "recovered", "corrected": "is known better"}.get(kind, f"is {kind}")
+        reason = f"{name} {words}: it takes {ratio:.2f} times as long as {self.fleet} (was {before.rate:g})"
+        if rate == before.rate:
+            return after, None
+        return after, Change(
+            device=name, before=before.rate, after=rate, step=self.step, reason=reason, kind=kind
+        )

@@ -105,6 +105,15 @@ def changed(state: Stability, device: str, rate: float, step: int, horizon: int)
     return msgspec.structs.replace(state, devices={**state.devices, device: after})
 
 
+def corrected(state: Stability, device: str, rate: float) -> Stability:
+    """The device's rate is known better: it is the same condition, as old as it was, and answered if it was."""
+    known = state.devices.get(device)
+    if known is None:
+        return state
+    known = msgspec.structs.replace(known, rate=rate)
+    return msgspec.structs.replace(state, devices={**state.devices, device: known})
+
+
 def switched(state: Stability, rates: Mapping[str, float], step: int, horizon: int) -> Stability:
     """A plan made for `rates` is in force from `step` on: it counts against the devices it was made for."""
     devices = {}

@@ -2,13 +2,15 @@
 
 import msgspec
 import pytest
+from elasticd_planner.expected import expectation
+from elasticd_planner.fleet import fleet_cost
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
+from elasticd_planner.profiles import ModelProfile, SectionProfile
 from elasticd_planner.rates import (
     Change,
     DetectSettings,
     RateState,
-    fleet_cost,
     forget,
     observe,
     rounded,
@@ -121,12 +123,69 @@ def test_recovery_is_seen_within_three_steps_and_rates_it_normal() -> None:
     assert watch.state.rates == {}
 
 
-def test_between_the_thresholds_nothing_flaps() -> None:
+def test_a_lasting_difference_within_the_tolerance_is_no_slowness() -> None:
     watch = Watch()
-    assert watch.run(FOUR, 20, {"n0/1": 1.18}) == []
-    watch.run(FOUR, 10, {"n0/1": 1.3})
-    assert watch.state.rates != {}
-    assert watch.run(FOUR, 20, {"n0/1": 1.18}) == []
+    assert watch.run(FOUR, 300, {"n0/1": 1.03}, noise=0.02) == []
+    changes = watch.run(FOUR, 15, {"n0/1": 1.15}, noise=0.02)
+    assert changes[0].kind == "slow"
+    assert watch.state.rates == {"n0/1": pytest.approx(1.15, abs=0.03)}
+
+
+def test_a_slow_device_that_strays_a_little_stays_at_its_rate() -> None:
+    watch = Watch()
+    watch.run(FOUR, 12, {"n0/1": 1.3})
+    assert watch.run(FOUR, 40, {"n0/1": 1.27}) == watch.run(FOUR, 40, {"n0/1": 1.33}) == []
+    assert watch.state.rates == {"n0/1": 1.3}
+
+
+def test_a_first_guess_that_was_off_is_corrected_once() -> None:
+    watch = Watch()
+    watch.run(FOUR, 10)
+    changes = watch.run(FOUR, 3, {"n0/1": 2.15}) + watch.run(FOUR, 30, {"n0/1": 2.0})
+    assert [change.kind for change in changes] == ["slow", "corrected"]
+    assert [change.after for change in changes] == pytest.approx([2.15, 2.0], abs=0.025)
+    assert [episode.rate for episode in watch.state.devices["n0/1"].episodes] == [changes[-1].after]
+
+
+def test_a_device_that_flaps_is_told_each_time_and_known_for_it() -> None:
+    watch = Watch()
+    watch.run(FOUR, 10)
+    changes = [
+        change for _ in range(5) for change in [*watch.run(FOUR, 10, {"n0/1": 2.0}), *watch.run(FOUR, 10)]
+    ]
+    assert [change.kind for change in changes] == ["slow", "recovered"] * 5
+    found = watch.state.slowness("n0/1")
+    assert (found.kind, found.period) == ("periodic", 20)
+
+
+def test_a_slow_drift_is_followed() -> None:
+    watch = Watch()
+    changes = [
+        change for step in range(300) for change in watch.run(FOUR, 1, {"n0/1": 1 + step / 300}, noise=0.03)
+    ]
+    assert 4 <= len(changes) <= 16
+    assert watch.state.rates["n0/1"] == pytest.approx(2.0, rel=0.1)
+
+
+def test_great_noise_is_measured_and_makes_detection_slower_not_wild() -> None:
+    watch = Watch()
+    assert watch.run(FOUR, 200, noise=0.2) == []
+    assert watch.state.noise == pytest.approx(0.2, abs=0.1)
+    (change,) = watch.run(FOUR, 8, {"n1/1": 4.0}, noise=0.2)
+    assert change.device == "n1/1"
+
+
+def test_members_of_wider_groups_are_not_slow_for_their_width() -> None:
+    block = SectionProfile(seconds=1e-6, slowdown={1: 1.0, 2: 1.3})
+    profile = ModelProfile(name="wide", layers=10, share_units=8, tokens=64, block=block)
+    made = plan((10, [(4, ["n0/0"], [8]), (3, ["n1/0", "n1/1"], [4, 4]), (3, ["n0/1"], [8])]))
+    wide = {"n1/0": 1.3, "n1/1": 1.3}
+    states = [RateState(), RateState()]
+    for step in range(30):
+        measured = workers.measure(made, step, wide)
+        for i, work in enumerate((None, expectation(profile, made))):
+            states[i], _ = observe(states[i], measured, SETTINGS, work)
+    assert (states[0].rates, states[1].rates) == (wide, {})
 
 
 @pytest.mark.parametrize(("rate", "word"), [(4.5, "slower"), (2.0, "faster")])
@@ -178,9 +237,15 @@ def test_the_state_survives_json() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"slow": 1.1}, "must be at least 1 and below slow"),
+        ({"slow": 1.05}, "must be at least 1 and below slow"),
         ({"recovered": 0.9}, "must be at least 1"),
-        ({"window": 0}, "window and confirmations"),
+        ({"window": 0}, r"window \(0\) must be at least 1 step"),
+        ({"settle": 2}, "must not come before quickest"),
+        ({"false_alarms": 1.0}, r"false_alarms \(1.0\)"),
+        ({"noise": 0.0}, r"noise \(0.0\)"),
+        ({"tolerance": 0.2}, r"tolerance \(0.2\)"),
+        ({"moved": 0.0}, r"moved \(0.0\)"),
+        ({"link": 1.0}, r"link \(1.0\)"),
         ({"rounding": 0.0}, "rounding"),
     ],
 )

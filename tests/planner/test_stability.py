@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 
 from elasticd_planner.policy import Decision, PolicySettings, decide
-from elasticd_planner.stability import FREE, Stability, changed, first_wait, outlook, settled, switched
+from elasticd_planner.stability import (
+    FREE,
+    Stability,
+    changed,
+    corrected,
+    first_wait,
+    outlook,
+    settled,
+    switched,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,3 +130,15 @@ def test_another_device_that_changes_is_answered_while_one_is_restless() -> None
     state = changed(state, "b/0", 3.0, 41, HORIZON)
     assert outlook(state, {"b/0": 3.0}, 41, HORIZON).wait == 0
     assert outlook(state, {"b/0": 3.0}, 41, HORIZON).steps == HORIZON
+
+
+def test_a_corrected_rate_is_the_same_condition() -> None:
+    state = changed(Stability(), "a/1", 2.0, 100, HORIZON)
+    state = switched(state, {"a/1": 2.0}, 103, HORIZON)
+    better = corrected(state, "a/1", 2.1)
+    before, after = state.devices["a/1"], better.devices["a/1"]
+    assert after.rate == 2.1
+    assert (after.since, after.lifetimes, after.changes) == (before.since, before.lifetimes, before.changes)
+    assert (after.switches, after.answered) == (before.switches, before.answered)
+    assert outlook(better, {"a/1": 2.1}, 110, HORIZON).wait == 0
+    assert corrected(state, "b/2", 2.0) == state

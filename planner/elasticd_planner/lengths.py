@@ -1,0 +1,116 @@
+"""The lengths of a step's sequences, as one value; and a model's profile evaluated anew for other lengths.
+
+Time follows the sums: a token costs the same whatever sequence it is in, but for attention, which costs each
+token its sequence's length. Memory follows the longest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from elasticd_planner.fleet import Curve
+from elasticd_planner.measurement import Measurement
+from elasticd_planner.profiles import ModelProfile
+from elasticd_planner.rules import ModelSpec
+from elasticd_planner.value import Value, refuse
+
+#: Buckets of a histogram for each doubling of the length.
+PER_DOUBLING = 4
+
+#: What must be known of a measured curve for it to replace what the shapes say.
+KNOWN = 20.0
+
+
+class Lengths(Value, frozen=True, kw_only=True):
+    """What sequences are like: `mean` tokens; `effective`, the length of the sequence that a token is in, on
+    average over tokens (the sum of squared lengths over the sum of lengths); and the `longest`."""
+
+    mean: float
+    effective: float
+    longest: float
+
+    def __post_init__(self) -> None:
+        # Rounding may leave the mean a little above the effective length where all are alike.
+        if not 0 < self.mean <= self.effective * (1 + 1e-9) or not self.effective <= self.longest * (1 + 1e-9):
+            refuse(f"lengths: 0 < mean <= effective <= longest must hold, not {self}")
+
+    def __str__(self) -> str:
+        return f"{self.mean:.0f} tokens in the mean, {self.longest:.0f} at most"
+
+
+def bucket(length: int) -> int:
+    """The bucket of a histogram that a length of at least 1 is in."""
+    return math.floor(PER_DOUBLING * math.log2(length) + 1e-9)
+
+
+def histogram(lengths: Iterable[int]) -> dict[int, int]:
+    """How many sequences are in each bucket."""
+    return dict(sorted(Counter(map(bucket, lengths)).items()))
+
+
+def lengths_of(measurements: Iterable[Measurement]) -> Lengths | None:
+    """Of all sequences of a step, each counted once (members of a pipeline see the same ones: of those that
+    report the same lengths and tokens one counts). None where they were not measured."""
+    distinct = {
+        (m.tokens, m.squares, m.longest, tuple(sorted(m.lengths.items())))
+        for m in measurements
+        if m.squares > 0
+    }
+    sequences = sum(count for _, _, _, counts in distinct for _, count in counts)
+    if not sequences:
+        return None
+    tokens = sum(tokens for tokens, _, _, _ in distinct)
+    return Lengths(
+        mean=tokens / sequences,
+        effective=sum(squares for _, squares, _, _ in distinct) / tokens,
+        longest=max(longest for _, _, longest, _ in distinct),
+    )
+
+
+def even(tokens: float) -> Lengths:
+    """Of sequences that all have so many tokens: what profiles assume until lengths were measured."""
+    return Lengths(mean=tokens, effective=tokens, longest=tokens)
+
+
+def attention_rise(spec: ModelSpec, measured: Curve | None = None) -> float:
+    """By what a block's token costs more for each token of its sequence's length. As `measured`, where that is
+    known; else from shapes: causal attention takes 6 x width operations for each, and the matrices 6 x elements
+    (as in `profiles.derive`)."""
+    if measured is not None and measured.known >= KNOWN:
+        return measured.per_token
+    elements = [sum(math.prod(parameter.shape) for parameter in kind) for kind in spec.kinds]
+    return spec.width / (sum(elements[kind] for kind in spec.layers) / len(spec.layers))
+
+
+def evaluated(profile: ModelProfile, before: Lengths, after: Lengths, rise: float) -> ModelProfile:
+    """The profile of the same model for sequences like `after`, where it was made or fitted for those like
+    `before`. `rise`: by what a block's token costs more for each token of its sequence's length.
+
+    Micro-batches have as many sequences as before: their tokens follow the mean. A block's seconds follow
+    tokens and the effective length. Kept activations are those of a micro-batch of the longest sequences, since
+    it must fit too. There and back again is the profile that it was.
+    """
+    if rise < 0:
+        refuse(f"lengths: attention cannot make a token cheaper (a rise of {rise})")
+    block = profile.block
+    seconds = block.seconds * (1 + rise * after.effective) / (1 + rise * before.effective)
+    sized = profile.sized(profile.tokens * after.mean / before.mean)
+    room = (after.longest / after.mean) / (before.longest / before.mean)
+    fuller = {
+        name: msgspec.structs.replace(
+            section,
+            cut_activation=section.cut_activation * room,
+            whole_activation=section.whole_activation * room,
+            recomputed_activation=section.recomputed_activation * room,
+        )
+        for name, section in (
+            ("block", msgspec.structs.replace(block, seconds=seconds)),
+            ("embed", profile.embed),
+            ("head", profile.head),
+        )
+    }
+    return msgspec.structs.replace(sized, **fuller)
