@@ -7,7 +7,6 @@ Times of the ledgers are of CLOCK_MONOTONIC, those of the journal unix seconds; 
 from __future__ import annotations
 
 import itertools
-import math
 import signal
 import statistics
 import time
@@ -20,12 +19,14 @@ from typing import Any
 
 import psutil
 from _namespaces import HOST, Namespaces, namespaces
-from elasticd_planner.batch import Sampler
+from _undisturbed import UNDISTURBED
 
+from elasticd.chaos import ledger
+from elasticd.chaos.history import History
 from elasticd.cli.reach import Api
 from elasticd.coordinator.journal import EventRecord
-from tests.integration import train
-from tests.integration.fleet import Fleet, Step, until
+from elasticd.records import Keys
+from tests.integration.fleet import CLUSTER, Fleet, Step, until
 from tests.integration.trio import NAMES, Trio
 
 FOREVER = 10_000_000
@@ -43,17 +44,24 @@ class Seen:
     joins: list[float] = field(default_factory=list)
     join_bytes: list[int] = field(default_factory=list)
     moved_bytes: list[int] = field(default_factory=list)
+    #: Why each of the plans is as it is that the survivors went on under.
+    reasons: list[str] = field(default_factory=list)
     normal: list[float] = field(default_factory=list)
     injected: int = 0
+    #: Of these, how often the coordinator took just those for gone who were.
+    right: int = 0
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Of a whole job: steps that any worker was given twice or not at all, and samples."""
+    """What is wrong after `made` steps: those that were given twice, not at all, or with another outcome, and
+    those with other samples. apart: the largest relative difference of a loss from the undisturbed run's."""
 
     injections: int
+    made: int
     steps: int
     samples: int
+    apart: float
 
 
 class Trained:
@@ -132,8 +140,24 @@ class Trained:
         self.launch(node)
 
     def lost(self) -> Lost:
-        """Of the whole job so far, all workers' ledgers together."""
-        return lost(self.fleet.ledgers(), self.injections)
+        """Of the whole job so far: every rule of the soak's checkers, over the workers' ledgers and all that
+        was ever written to etcd, beside the undisturbed run."""
+        ledgers, history = _ledgers(self.fleet.ledgers()), History(Keys(cluster=CLUSTER))
+        history.read(self.fleet.history(0))
+        job = history.jobs["job"]
+        steps = 1 + max(line.step for ledger in ledgers for line in ledger.lines)
+        plain = UNDISTURBED.lines(steps)
+        found = ledger.check(ledgers, job.plans, job.fenced_off, steps, UNDISTURBED.samples, plain, over=False)
+        samples = sum(" trained on " in one for one in found)
+        for one in (wrong := [*history.wrong, *found])[:20]:
+            print(f"WRONG: {one}")
+        return Lost(
+            injections=self.injections,
+            made=steps,
+            steps=len(wrong) - samples,
+            samples=samples,
+            apart=ledger.furthest(ledgers, plain),
+        )
 
     # -- one fault after the other ---------------------------------------------------------------------------
 
@@ -179,12 +203,15 @@ class Trained:
         self.fleet.advanced(CALM)
         self.injections += 1
         seen.injected += 1
+        fences = [event.data["gone"] for event in api.events(mark) if event.kind == "fenced"]
+        seen.right += all(gone == [f"{node}/0"] for gone in fences)
         seen.known.append(known.time - killed)
         number = recorded.data["number"]
         for gap, normal in gaps(self.fleet.ledgers(), number, since):
             seen.stalls.append(gap - normal)
             seen.normal.append(normal)
         seen.moved_bytes.append(bytes_moved(api.events(mark), number))
+        seen.reasons.append(str((self.fleet.job().get("plan") or {}).get("reason", "")))
 
     def _rejoined(self, api: Api, mark: int, since: float, seen: Seen) -> None:
         """The last plan recorded since: some may have come before it, where two came back one by one."""
@@ -197,45 +224,38 @@ class Trained:
 
 
 def gaps(ledgers: Mapping[str, list[Step]], number: int, since: float) -> Iterator[tuple[float, float]]:
-    """Of each worker that ran before plan `number` and under it: the seconds between its last step before and
-    its first under it, and those of a normal step under it."""
-    for ledger in ledgers.values():
-        first = next((i for i, step in enumerate(ledger) if step.plan == number), None)
-        if first is None or first == 0 or ledger[0].time > since:
+    """Of each worker that ran under the plan before `number` and under it: the seconds between its last step
+    before and its first under it, and those of a normal step under it. `since`: when the fault came."""
+    before = max((step.plan for own in ledgers.values() for step in own if step.plan < number), default=0)
+    for own in ledgers.values():
+        first = next((i for i, step in enumerate(own) if step.plan == number), None)
+        if not first or own[0].time > since or own[first - 1].plan != before:
             continue
-        after = [step.time for step in ledger[first:] if step.plan == number]
+        after = [step.time for step in own[first:] if step.plan == number]
         if len(after) > 2:
             yield (
-                after[0] - ledger[first - 1].time,
+                after[0] - own[first - 1].time,
                 statistics.median(b - a for a, b in itertools.pairwise(after)),
             )
+
+
+def _ledgers(found: Mapping[str, list[Step]]) -> list[ledger.Ledger]:
+    """As the soak's checker takes them."""
+    made = []
+    for name, steps in found.items():
+        device, _, pid = name.rpartition("-")
+        lines = tuple(
+            ledger.Line(step=step.step, loss=step.loss, samples=tuple(step.samples), plan=step.plan)
+            for step in steps
+        )
+        made.append(ledger.Ledger(device=device.replace(":", "/"), pid=int(pid), lines=lines))
+    return made
 
 
 def bytes_moved(events: Iterable[EventRecord], number: int) -> int:
     """What the members of a plan lacked, and got."""
     swaps = [event.data for event in events if event.kind == "swapped" and event.data.get("number") == number]
     return sum(int(data.get("bytes_lacking", 0)) for data in swaps)
-
-
-def lost(ledgers: Mapping[str, list[Step]], injections: int) -> Lost:
-    """Every worker must have been given a run of steps without a hole, and all together each step from 0 on,
-    with the samples that are due and with one outcome."""
-    wrong, samples = 0, 0
-    steps: dict[int, Step] = {}
-    for ledger in ledgers.values():
-        wrong += sum(after.step != before.step + 1 for before, after in itertools.pairwise(ledger))
-        for step in ledger:
-            other = steps.setdefault(step.step, step)
-            # Not bit by bit: who died may have been given a step whose outcome no survivor heard, and that they
-            # made again under another plan.
-            wrong += other.samples != step.samples or not math.isclose(other.loss, step.loss, rel_tol=1e-9)
-    wrong += max(steps, default=-1) + 1 - len(steps)
-    sampler = Sampler(size=len(train.Text()), global_batch=train.BATCH, seed=train.SEED)
-    for number, step in steps.items():
-        samples += (
-            len(set(step.samples) ^ set(sampler.samples(number))) + len(step.samples) - len(set(step.samples))
-        )
-    return Lost(injections=injections, steps=wrong, samples=samples)
 
 
 def last_id(api: Api) -> int:
@@ -273,13 +293,19 @@ def separated(nodes: Sequence[str]) -> Iterator[tuple[Trained, Namespaces]]:
 
 
 @contextmanager
-def training(nodes: Sequence[str], *, memory: int = 1 << 30, **options: Any) -> Iterator[Trained]:
-    """A cluster with a job that runs."""
+def training(
+    nodes: Sequence[str], *, memory: int = 1 << 30, latency: float | None = None, **options: Any
+) -> Iterator[Trained]:
+    """A cluster with a job that runs. `latency`: seconds that the planner is told a message takes from node to
+    node."""
     with (
         TemporaryDirectory(prefix="eb-") as name,
         Trio(Path(name)) as trio,
         Fleet(trio, Path(name), memory=memory) as fleet,
     ):
+        if latency is not None:
+            with fleet.configuration.open("a") as file:
+                file.write(f"[planner.between]\nlatency = {latency!r}\n")
         trained = Trained(fleet, nodes, options)
         trained.start()
         yield trained

@@ -116,9 +116,9 @@ def peer() -> Iterator[Peer]:
             made.close()
 
 
-def rows(injections: int) -> Iterator[Row]:
-    """The stall of those that live (torchrun: of the job), and what it costs, by peer and settings."""
-    for nodes, every in ((1, 50), (1, 1), (WORKERS, 50)):
+def torchrun_rows(injections: int) -> Iterator[Row]:
+    """The job's stall, and the steps that are made again, by settings."""
+    for nodes, every in ((1, 50), (1, 1), (WORKERS, 50), (WORKERS, 1)):
         where = "one node" if nodes == 1 else f"{nodes} nodes, c10d"
         how = "default" if every == 50 else "tuned"
         title = f"torchrun {how} ({where}, checkpoint every {every} steps)"
@@ -129,13 +129,21 @@ def rows(injections: int) -> Iterator[Row]:
             continue
         yield from _spread(f"{title}: stall, one worker lost", stalls)
         yield row(f"{title}: steps made again, mean", statistics.fmean(redone), "steps")
+
+
+def torchft_rows(injections: int) -> Iterator[Row]:
+    """The survivors' stall, by settings."""
+    name = "survivors' stall, one replica lost"
     try:
         with environment() as python:
             for how, heartbeat, timeout in (("default", 5000, 60.0), ("tuned", 500, 1.0)):
-                stalls = torchft(injections, python, heartbeat, timeout)
-                yield from _spread(f"torchft {how}: survivors' stall, one replica lost", stalls)
+                try:
+                    stalls = torchft(injections, python, heartbeat, timeout)
+                    yield from _spread(f"torchft {how}: {name}", stalls)
+                except CannotRun as error:
+                    yield row(f"torchft {how}: {name}", f"not measured: {error}", "")
     except CannotRun as error:
-        yield row("torchft: survivors' stall, one replica lost", f"not measured: {error}", "")
+        yield row(f"torchft: {name}", f"not measured: {error}", "")
 
 
 def _spread(name: str, values: Sequence[float]) -> Iterator[Row]:

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 from elasticd_planner.measurement import Measurement
 
+from elasticd.decoding import decoded
 from elasticd.orders import Drain, Harm
 from elasticd.pulses import Frozen, Ping, Pong
 from elasticd.records import JobSpec, NodeRecord, Proposal, Vote
@@ -143,6 +144,12 @@ class Finished(Message, frozen=True, kw_only=True):
     """The last step's vote is complete: `step` updates were applied in all."""
 
     step: int
+
+
+class Leaving(Message, frozen=True, kw_only=True):
+    """This process was told to go, and by what; it stays a source until a plan without it is recorded."""
+
+    reason: str
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
@@ -283,6 +290,7 @@ FromWorker = (
     | Standing
     | Saved
     | Finished
+    | Leaving
     | Goodbye
     | StoreCall
     | Join
@@ -371,16 +379,16 @@ def encode(message: Message) -> bytes:
 
 
 def from_worker(data: bytes) -> FromWorker | ToAgentAlone:
-    return _from_worker.decode(data)
+    return decoded(_from_worker.decode, data)
 
 
 def to_worker(data: bytes) -> ToWorker:
-    return _to_worker.decode(data)
+    return decoded(_to_worker.decode, data)
 
 
 def to_leader(data: bytes) -> ToLeader:
-    return _to_leader.decode(data)
+    return decoded(_to_leader.decode, data)
 
 
 def to_agent(data: bytes) -> ToAgent:
-    return _to_agent.decode(data)
+    return decoded(_to_agent.decode, data)

@@ -16,6 +16,8 @@ from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.rules import ModelSpec
 from elasticd_planner.value import Value, refuse
 
+from elasticd.decoding import decoded_as
+
 RECORD_VERSION = 1
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -36,6 +38,14 @@ class Keys(Value, frozen=True, kw_only=True):
     @property
     def leader(self) -> str:
         return self.root + "leader"
+
+    @property
+    def config(self) -> str:
+        """What was changed of detection and policy while running."""
+        return self.root + "config"
+
+    def config_history(self, number: int) -> str:
+        return f"{self.config}-history/{number:08d}"
 
     @property
     def nodes(self) -> str:
@@ -91,10 +101,22 @@ class MemberRecord(Value, frozen=True, kw_only=True):
     version: int = RECORD_VERSION
 
 
+class ConfigRecord(Value, frozen=True, kw_only=True):
+    """What differs from the coordinators' files: values by dotted key, as detect.hysteresis; the number of this
+    change, unix seconds, and who made it, in their own words. Each is also kept in the history."""
+
+    number: int
+    values: dict[str, bool | int | float | str]
+    at: float
+    by: str
+    version: int = RECORD_VERSION
+
+
 class JobSpec(Value, frozen=True, kw_only=True):
     """What a job trains, the same from every worker; a sample has `sample_tokens` tokens in the mean. profile:
     what was measured of the model before the job (None: nothing, seconds are guessed from the shapes). state:
-    who keeps its optimizer's state."""
+    who keeps its optimizer's state. first: a digest of the values that the model has by itself (empty: they are
+    made by name and seed); it matters until something was trained."""
 
     job: str
     model: ModelSpec
@@ -105,6 +127,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     seed: int
     profile: ModelProfile | None = None
     state: StatePolicy = StatePolicy()
+    first: str = ""
     version: int = RECORD_VERSION
 
     def __post_init__(self) -> None:
@@ -232,10 +255,10 @@ def encode(record: msgspec.Struct) -> bytes:
 
 def decode(data: bytes, kind: type[T]) -> T:
     """Raises `msgspec.ValidationError` naming the key; more than one version of skew is refused."""
-    version: Any = msgspec.json.decode(data, type=dict[str, Any]).get("version", RECORD_VERSION)
+    version: Any = decoded_as(dict[str, Any], data).get("version", RECORD_VERSION)
     if not isinstance(version, int) or abs(version - RECORD_VERSION) > 1:
         raise msgspec.ValidationError(
             f"{kind.__name__} has version {version}, this program reads {RECORD_VERSION}: "
             "run the same release everywhere"
         )
-    return msgspec.json.decode(data, type=kind)
+    return decoded_as(kind, data)

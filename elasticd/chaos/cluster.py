@@ -32,12 +32,15 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class Shape(Value, frozen=True, kw_only=True):
-    """Nodes and the devices of each; forward, backward: emulated seconds of a token in a whole block."""
+    """Nodes and the devices of each; forward, backward: emulated seconds of a token in a whole block; flops:
+    what the planner is told of that, else it would guess that one device is fastest, and no fault would cost
+    the job anything; memory: bytes of a device."""
 
     nodes: tuple[str, ...] = ("alpha", "beta")
     devices: int = 2
     forward: float = 2e-4
     backward: float = 4e-4
+    flops: float = 2e7
     memory: int = 1 << 30
     zero: int = 0
 
@@ -108,6 +111,7 @@ class Cluster:
                 f'[agent]\naddress = "127.0.0.1"\ndevices = {shape.devices}\nstate = "{self._sockets}"',
                 f"[emulate]\nenabled = true\nforward = {shape.forward!r}\nbackward = {shape.backward!r}",
                 f"memory = {shape.memory}",
+                f"[planner]\nflops = {shape.flops!r}",
                 "[chaos]\nenabled = true",
                 "",
             ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from elasticd.records import DoneRecord, Fence, HistoryRecord, Keys, PlanRecord, Proposal, decode
+from elasticd.records import DoneRecord, Fence, HistoryRecord, Keys, MemberRecord, PlanRecord, Proposal, decode
 from elasticd.store.protocol import WatchEvent
 
 #: What a leader writes under its epoch.
@@ -24,15 +24,27 @@ Led = Proposal | PlanRecord | Fence | DoneRecord
 @dataclass(kw_only=True)
 class JobHistory:
     """What was read of one job. `plans`: each recorded plan's number and step, in order; `gone`: who was fenced
-    off, by the fence's number, device to incarnation."""
+    off, by the fence's number, device to incarnation; `pids`: the process of each incarnation."""
 
     plans: list[tuple[int, int]] = field(default_factory=list)
     gone: dict[int, dict[str, str]] = field(default_factory=dict)
+    pids: dict[str, int] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
     highest: int = 0
     fenced: int = 0
     proposals: int = 0
     over: bool = False
+
+    @property
+    def fenced_off(self) -> dict[int, int]:
+        """The highest number of a fence that named an incarnation of a process, by its pid."""
+        found: dict[int, int] = {}
+        for number, gone in self.gone.items():
+            for incarnation in gone.values():
+                if incarnation in self.pids:
+                    pid = self.pids[incarnation]
+                    found[pid] = max(number, found.get(pid, 0))
+        return found
 
 
 class History:
@@ -70,6 +82,10 @@ class History:
             self._same(
                 event, job, record.number, msgspec.structs.replace(record.plan, number=record.number).digest
             )
+            return
+        if part.startswith("members/"):
+            member = decode(event.item.value, MemberRecord)
+            job.pids[member.incarnation] = member.pid
             return
         found = _decoded(part, event.item.value)
         if found is None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import psutil
@@ -17,12 +18,12 @@ from elasticd.chaos.fault import Fault
 from elasticd.cli.reach import CannotReach, JobStatus
 from elasticd.demo.scenario import DemoError
 from elasticd.machines.job.holdings import lost_boxes
-from elasticd.records import JobSpec, decode
+from elasticd.records import Fence, JobSpec, decode
 
 #: What a real cluster can be done; a partition needs its network, a shift its data.
 KINDS = ("slow", "recover", "kill", "freeze", "thaw", "cut", "heal", "restart", "takeover")
 #: What may cost the job the copies of state that its devices hold.
-_COSTLY = ("kill", "freeze", "cut")
+_COSTLY = ("kill", "freeze")
 #: Seconds that a fault is held back while the job could not survive it.
 _HOLD_SECONDS = 40.0
 #: Seconds in which a signal that was ordered shows.
@@ -171,32 +172,34 @@ class Live:
         return ""
 
     def _healthy(self, job: JobStatus) -> set[str]:
-        """The members that hold state and that no fault is known to have hit."""
+        """The members that hold state and that no fault is known to have hit. Those whose agent cannot be
+        reached count: the leader may fence them off only where others hold all that they do."""
         assert job.plan is not None
-        here = {member.device: member.incarnation for member in job.members}
-        cut = self._cut_now() | self._unreachable()
-        away = {device for device in here if device.rpartition("/")[0] in cut}
+        gone, here = self._gone(), {member.device: member.incarnation for member in job.members}
         return {
             device
-            for device in job.plan.members
-            if here.get(device) == job.plan.binding.get(device)
-            and here.get(device) != self._killed.get(device)
+            for device, incarnation in job.plan.binding.items()
+            if here.get(device, incarnation) == incarnation
+            and incarnation not in (self._killed.get(device), gone.get(device))
             and device not in self._frozen
-            and device not in away
-        }
+        } & set(job.plan.members)
 
-    def _unreachable(self) -> set[str]:
-        """Nodes whose agents are not there: the leader takes their workers for gone when a fault comes."""
-        return {node.node for node in self._cluster.api().status().nodes if not node.connected}
+    def _gone(self) -> Mapping[str, str]:
+        """Who was fenced off, device to incarnation."""
+        fences = self._written("fence")
+        return decode(fences[-1], Fence).gone if fences else {}
 
     def _cut_now(self) -> set[str]:
-        """And for some seconds after: until the agents are back."""
-        return {node for node, until in self._cut.items() if time.monotonic() < until + 2.0}
+        return {node for node, until in self._cut.items() if time.monotonic() < until}
 
     def _spec(self) -> JobSpec:
-        key = self._cluster.keys.job(JOB, "spec")
-        found = next(event for event in reversed(self._cluster.seen) if event.key == key)
-        return decode(found.item.value, JobSpec)
+        return decode(self._written("spec")[-1], JobSpec)
+
+    def _written(self, part: Literal["spec", "fence"]) -> list[bytes]:
+        """All that was ever put under one of the job's keys."""
+        key = self._cluster.keys.job(JOB, part)
+        seen = list(self._cluster.seen)
+        return [event.item.value for event in seen if event.key == key and event.kind == "put"]
 
     # -- doing it ----------------------------------------------------------------------------------------------
 

@@ -30,11 +30,11 @@ from elasticd.chaos.history import History, JobHistory
 from elasticd.chaos.live import Live, Played, StandsStill, Steps
 from elasticd.demo.processes import Processes
 from elasticd.demo.scenario import DemoError
-from elasticd.records import MemberRecord, decode
 from elasticd.store.protocol import WatchEvent
 
-#: Steps after the last fault, in which all is to come to rest.
-REST_STEPS = 40
+#: Steps after the last fault, in which all is to come to rest; and for each fault some more, because those that
+#: are held back come later than the script says.
+REST_STEPS, HELD_STEPS = 40, 10
 #: Of the script that is trained; it imports torch, which we do not.
 SAMPLES = Sampler(size=1000, global_batch=8, seed=5)
 
@@ -77,7 +77,7 @@ def soak(script: Faults, shape: Shape, folder: Path, seed: int, still: float) ->
     cluster does not come up."""
     began = time.monotonic()
     training = Path(__file__).resolve().parents[1] / "runtime" / "soaking.py"
-    steps = max(fault.step or 0 for fault in script) + REST_STEPS
+    steps = max(fault.step or 0 for fault in script) + REST_STEPS + HELD_STEPS * len(list(script))
     options = ("--steps", str(steps), *(("--zero", str(shape.zero)) if shape.zero else ()))
     processes, wrong = Processes(folder), list[str]()
     with (
@@ -144,8 +144,7 @@ def _report(
     wrong = [*wrong, *history.wrong]
     plain = ledger.read_plain(folder / "plain.jsonl") if (folder / "plain.jsonl").exists() else []
     if plain:
-        fenced_off = _fenced_off(seen, job, cluster.keys.job(JOB, "members/"))
-        wrong += ledger.check(ledgers, job.plans, fenced_off, steps, SAMPLES.samples, plain)
+        wrong += ledger.check(ledgers, job.plans, job.fenced_off, steps, SAMPLES.samples, plain)
     return Report(
         seed=seed,
         faults=len(played.happened),
@@ -163,27 +162,13 @@ def _report(
     )
 
 
-def _fenced_off(seen: list[WatchEvent], job: JobHistory, prefix: str) -> dict[int, int]:
-    """The highest number of a fence that named an incarnation of a process, by its pid."""
-    pids: dict[str, int] = {}
-    for event in seen:
-        if event.kind == "put" and event.key.startswith(prefix):
-            member = decode(event.item.value, MemberRecord)
-            pids[member.incarnation] = member.pid
-    found: dict[int, int] = {}
-    for number, gone in job.gone.items():
-        for incarnation in gone.values():
-            if incarnation in pids:
-                found[pids[incarnation]] = max(number, found.get(pids[incarnation], 0))
-    return found
-
-
 @click.command()
 @click.option("--seed", type=click.IntRange(min=0), help="Of the script (default: a new one, printed).")
 @click.option("--faults", type=click.IntRange(min=1), default=200, show_default=True, help="How many.")
 @click.option("--nodes", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--devices", type=click.IntRange(min=1), default=2, show_default=True, help="Of each node.")
 @click.option("--zero", type=click.IntRange(0, 2), default=0, show_default=True, help="ZeRO's stage.")
+@click.option("--memory", type=click.IntRange(min=1), default=1 << 30, help="Bytes of a device, emulated.")
 @click.option("--out", type=click.Path(path_type=Path), help="Keep logs, ledgers and records here.")
 @click.option(
     "--still", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Seconds without a step."
@@ -198,6 +183,7 @@ def command(
     nodes: int,
     devices: int,
     zero: int,
+    memory: int,
     out: Path | None,
     still: float,
     gap: int,
@@ -206,7 +192,7 @@ def command(
     """Trains a small job on real processes, under random faults, and checks what must hold."""
     seed = secrets.randbelow(1_000_000) if seed is None else seed
     names = ("alpha", "beta", "gamma", "delta", *(f"n{index}" for index in range(4, nodes)))[:nodes]
-    shape = Shape(nodes=names, devices=devices, zero=zero)
+    shape = Shape(nodes=names, devices=devices, zero=zero, memory=memory)
     weights = {kind: WEIGHTS[kind] for kind in only} or WEIGHTS
     script = draw(Soaking(count=faults, most=gap, weights=weights), shape.names, seed)
     print(f"soak: --seed {seed} --faults {faults} --nodes {nodes} --devices {devices}", flush=True)

@@ -1,7 +1,11 @@
 """What an agent makes of the store's records: the orders for its workers, and what they outdate.
 
-A record reaches the workers that it concerns, once, unless its epoch is below the highest seen: a leader that
-was replaced gives no orders. That highest epoch outlasts the agent, whose daemon keeps it on disk.
+A record reaches the workers that it concerns, once, unless a leader wrote it after it was replaced: such a one
+gives no orders. An epoch is a revision of the store too, that of its leader's key. So a record with an epoch
+below the highest seen is obeyed if it was written before that revision: it holds still, whoever leads now, and
+an agent that reads all anew learns what those know that watched. One written after it is refused. (No leader
+can write one, for its writes compare its key: this is the second lock.) The highest epoch outlasts the agent,
+whose daemon keeps it on disk.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from elasticd.messages import (
     Closed,
     Fenced,
     Finished,
+    Leaving,
     Propose,
     Published,
     Recorded,
@@ -52,12 +57,13 @@ def proposal_read(state: State, event: ProposalRead, now: float) -> Result:
     job, proposal = event.job, event.proposal
     if proposal is None:
         return replace(state, proposals=_without(state.proposals, job)), ()
-    if proposal.epoch < state.epoch:
+    if _usurped(state, proposal.epoch, event.revision):
         return state, (_stale(f"proposal {proposal.number}", job, proposal.epoch, state.epoch),)
     if state.proposals.get(job) == proposal:
         return state, ()
     effects = _orders(_workers(state, job), _bindings(proposal), _order(proposal))
-    state = replace(state, epoch=proposal.epoch, proposals={**state.proposals, job: proposal})
+    epoch = max(state.epoch, proposal.epoch)
+    state = replace(state, epoch=epoch, proposals={**state.proposals, job: proposal})
     # A proposal opens only once all is settled of those before it.
     return _forget_before(state, job, proposal.number), effects
 
@@ -66,7 +72,7 @@ def plan_read(state: State, event: PlanRead, now: float) -> Result:
     job, record = event.job, event.record
     if record is None:
         return replace(state, plans=_without(state.plans, job)), ()
-    if record.epoch < state.epoch:
+    if _usurped(state, record.epoch, event.revision):
         return state, (_stale(f"the record of plan {record.plan.number}", job, record.epoch, state.epoch),)
     before, proposal = state.plans.get(job), state.proposals.get(job)
     if before == record:
@@ -85,28 +91,22 @@ def plan_read(state: State, event: PlanRead, now: float) -> Result:
         effects = _orders(
             _workers(state, job), [_binding(plan) for plan in plans if plan is not None], recorded
         )
-    state = replace(state, epoch=record.epoch, plans={**state.plans, job: record})
+    state = replace(state, epoch=max(state.epoch, record.epoch), plans={**state.plans, job: record})
     return _forget_before(state, job, record.plan.number), effects
 
 
 def fence_read(state: State, event: FenceRead, now: float) -> Result:
-    """To all workers of the job: who is fenced off learns that it is. That stays true whoever leads now; to
-    stand still is an order, and none for a leader to give that was replaced."""
+    """To all workers of the job: who is fenced off learns that it is."""
     job, fence = event.job, event.record
     if fence is None:
         return replace(state, fences=_without(state.fences, job)), ()
-    known = state.fences.get(job)
-    if known == fence:
+    if state.fences.get(job) == fence:
         return state, ()
-    workers = _workers(state, job)
-    if fence.epoch < state.epoch:
-        note = _stale(f"fence {fence.number}", job, fence.epoch, state.epoch)
-        evictions = tuple(_fenced(worker, fence) for worker in workers if _evicts(fence, worker))
-        if known is None or known.number < fence.number:
-            state = replace(state, fences={**state.fences, job: fence})
-        return state, (note, *evictions)
-    effects = tuple(_fenced(worker, fence) for worker in workers)
-    return replace(state, epoch=fence.epoch, fences={**state.fences, job: fence}), effects
+    if _usurped(state, fence.epoch, event.revision):
+        return state, (_stale(f"fence {fence.number}", job, fence.epoch, state.epoch),)
+    effects = tuple(_fenced(worker, fence) for worker in _workers(state, job))
+    epoch = max(state.epoch, fence.epoch)
+    return replace(state, epoch=epoch, fences={**state.fences, job: fence}), effects
 
 
 def _fenced(worker: Client, fence: Fence) -> Send:
@@ -122,11 +122,12 @@ def done_read(state: State, event: DoneRead, now: float) -> Result:
     job, record = event.job, event.record
     if record is None:
         return replace(state, done=_without(state.done, job)), ()
-    if record.epoch < state.epoch:
+    if _usurped(state, record.epoch, event.revision):
         return state, (_stale("the end", job, record.epoch, state.epoch),)
     before = state.done.get(job)
     departed = tuple(client for client in state.departed if client.job != job)
-    state = replace(state, epoch=record.epoch, done={**state.done, job: record}, departed=departed)
+    epoch = max(state.epoch, record.epoch)
+    state = replace(state, epoch=epoch, done={**state.done, job: record}, departed=departed)
     if before is not None and (before.step, before.reason) == (record.step, record.reason):
         return state, ()  # a new leader said it again, for those that had refused the old one's word
     return state, _end(record, _workers(state, job))
@@ -138,7 +139,7 @@ def checkpoints_read(state: State, event: CheckpointsRead, now: float) -> Result
     job, record = event.job, event.record
     if record is None:
         return state, ()
-    if record.epoch < state.epoch:
+    if _usurped(state, record.epoch, event.revision):
         return state, (_stale("the list of checkpoints", job, record.epoch, state.epoch),)
     names = {checkpoint.name for checkpoint in record.published}
     clients, effects = dict(state.clients), []
@@ -148,7 +149,7 @@ def checkpoints_read(state: State, event: CheckpointsRead, now: float) -> Result
             effects += [Send(client=client.id, body=Published(name=body.name)) for body in waited]
             said = tuple(body for body in client.said if body not in waited)
             clients[client.id] = replace(client, said=said)
-    return replace(state, epoch=record.epoch, clients=clients), tuple(effects)
+    return replace(state, epoch=max(state.epoch, record.epoch), clients=clients), tuple(effects)
 
 
 def standing(state: State, worker: Client) -> tuple[Effect, ...]:
@@ -160,12 +161,10 @@ def standing(state: State, worker: Client) -> tuple[Effect, ...]:
     fence, plan = state.fences.get(worker.job), state.plans.get(worker.job)
     fenced: tuple[Effect, ...] = ()
     if fence is not None:
-        holds = fence.epoch >= state.epoch and (plan is None or plan.plan.number < fence.number)
+        holds = plan is None or plan.plan.number < fence.number
         if holds or _evicts(fence, worker):
             fenced = (_fenced(worker, fence),)
-    if proposal is None or proposal.epoch < state.epoch:
-        return fenced
-    if fence is not None and fence.number > proposal.number:
+    if proposal is None or (fence is not None and fence.number > proposal.number):
         return fenced
     return fenced + _orders([worker], _bindings(proposal), _order(proposal))
 
@@ -218,15 +217,21 @@ def _bindings(proposal: Proposal) -> list[_Binding]:
     return [_binding(plan) for plan in (proposal.plan, proposal.old) if plan is not None]
 
 
+def _usurped(state: State, epoch: int, revision: int) -> bool:
+    """Whether the leader of this epoch wrote after the newest one that was seen had taken its place."""
+    return epoch < state.epoch <= revision
+
+
 def _stale(what: str, job: str, epoch: int, highest: int) -> Note:
-    return Note(text=f"{what} of job {job!r} has epoch {epoch}, below {highest} that was seen: refused")
+    why = f"was written under epoch {epoch}, when {highest} led already"
+    return Note(text=f"{what} of job {job!r} {why}: refused")
 
 
 def _forget_before(state: State, job: str, number: int) -> State:
     """Drop what was said of numbers below, in this job: the store has shown that they are settled."""
 
     def current(body: Outcome) -> bool:
-        if isinstance(body, Finished | Saved):
+        if isinstance(body, Finished | Saved | Leaving):
             return True
         if isinstance(body, Bereft):
             return False

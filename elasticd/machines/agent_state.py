@@ -16,6 +16,7 @@ from elasticd.messages import (
     Hello,
     Join,
     Kept,
+    Leaving,
     Pace,
     Prepared,
     Refused,
@@ -37,7 +38,7 @@ from elasticd.records import (
     Proposal,
 )
 
-Outcome = Prepared | Refused | Swapped | Kept | Doubt | Bereft | Standing | Saved | Finished
+Outcome = Prepared | Refused | Swapped | Kept | Doubt | Bereft | Standing | Saved | Finished | Leaving
 
 
 class Phase(Enum):
@@ -168,12 +169,18 @@ class LeaderRead:
     epoch: int
 
 
+#: Of a record of which nobody said when it was written: after everything that was seen.
+UNKNOWN = (1 << 63) - 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProposalRead:
-    """A job's proposal, as read from the store; None when the key is gone."""
+    """A job's proposal, as read from the store; None when the key is gone. `revision`, here and below: the
+    store's, of the write that made the record what it is."""
 
     job: str
     proposal: Proposal | None
+    revision: int = UNKNOWN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +189,7 @@ class PlanRead:
 
     job: str
     record: PlanRecord | None
+    revision: int = UNKNOWN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,6 +198,7 @@ class FenceRead:
 
     job: str
     record: Fence | None
+    revision: int = UNKNOWN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,6 +207,7 @@ class DoneRead:
 
     job: str
     record: DoneRecord | None
+    revision: int = UNKNOWN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,6 +216,7 @@ class CheckpointsRead:
 
     job: str
     record: CheckpointsRecord | None
+    revision: int = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from elasticd.machines.job import machine
 from elasticd.machines.job.effects import (
     AgentDown,
     AgentUp,
+    Configured,
     Drained,
     Effect,
     Event,
@@ -74,6 +75,8 @@ def step(state: State, event: Event, now: float) -> Result:
         return _harmed(state, event)
     if isinstance(event, Drained):
         return _drained(state, event)
+    if isinstance(event, Configured):
+        return _configured(state, event, now)
     if isinstance(event, Planned):
         return _jobs(state, event, now, (event.job,))
     return _jobs(state, event, now, tuple(state.jobs))
@@ -180,6 +183,16 @@ def _paced(state: State, event: Paced) -> Result:
     data = {"device": event.device, "factor": event.factor}
     effects = (Note(kind="chaos", text=text, data=data), Send(node=name, message=down))
     return msgspec.structs.replace(state, nodes={**state.nodes, name: node}), effects
+
+
+def _configured(state: State, event: Configured, now: float) -> Result:
+    settings = msgspec.structs.replace(state.settings, detect=event.detect, policy=event.policy)
+    if settings == state.settings:
+        return state, ()
+    state = msgspec.structs.replace(state, settings=settings)
+    note = Note(kind="configured", text=event.changes)
+    state, effects = _jobs(state, event, now, tuple(state.jobs))
+    return state, (note, *effects)
 
 
 def _drained(state: State, event: Drained) -> Result:

@@ -11,6 +11,10 @@ aborts what it waits for, comes to rest, and says which copies it holds, of whic
 these words the leader makes a recovery: a proposal without a vote, whose members move as soon as the transition
 group stands. It may be fenced off in its turn.
 
+How a rank goes that was told to (a spot notice). It says so and changes nothing else: it trains, votes and is a
+source as before, until it stands by without a copy that others may need. That is after a plan without it was
+recorded, or at once where it stood by.
+
 Invariants, over all ranks that live (tests/machines/test_switch*.py walk the interleavings):
 
 - If one rank swapped to n, every rank that lives holds a verified copy of n, until a vote under n completed or
@@ -24,6 +28,7 @@ Invariants, over all ranks that live (tests/machines/test_switch*.py walk the in
   proves (it opens after all of them reported) that they will not come. Once it has said its word it waits for
   the end as they do: the next proposal may well be read before.
 - After a fence no update is made until a recovery swapped.
+- Who was told to go departs only while it holds no copy; and then it does, whatever comes.
 
 Every event that a phase can meet is in `TABLE`; one that is not raises `Unexpected`.
 """
@@ -44,6 +49,7 @@ from elasticd.machines.switch_faults import (
     lost,
     rested,
     stop,
+    told_to_go,
     unmoved,
     voted_interrupted,
 )
@@ -72,6 +78,7 @@ from elasticd.machines.switch_moves import (
 from elasticd.machines.switch_state import (
     Aborted,
     Cancel,
+    Depart,
     DropOld,
     Effect,
     Event,
@@ -104,6 +111,7 @@ from elasticd.machines.switch_state import (
     State,
     Stop,
     Swap,
+    ToldToGo,
     Unexpected,
     Voted,
     Voting,
@@ -120,6 +128,8 @@ def step(state: State, event: Event) -> Step:
         later = Proposed(number=state.later, joins=state.later_joins)
         state, more = proposed(to(state, later=0), later)
         effects = (*effects, *more)
+    if state.leaving and state.phase is Phase.STANDBY and not state.holds_old:
+        return to(state, phase=Phase.STOPPED), (*effects, Depart())
     return state, effects
 
 
@@ -140,6 +150,7 @@ def _by_thread(training: Handler, resting: Handler) -> Handler:
 
 TABLE: dict[tuple[Phase, type[Event]], Handler] = {
     **{(phase, Ordered): stop for phase in P if phase is not P.STOPPED},
+    **{(phase, ToldToGo): told_to_go for phase in P},
     **{(phase, Recorded): recorded for phase in P},
     **{(phase, Proposed): proposed for phase in (P.STANDBY, P.TRAINING, P.FENCED)},
     **{(phase, Proposed): superseded for phase in (P.PREPARING, P.READY, P.WITHDRAWN)},
@@ -181,10 +192,10 @@ TABLE: dict[tuple[Phase, type[Event]], Handler] = {
 }
 
 __all__ = [
-    "TABLE", "Aborted", "Cancel", "DropOld", "Effect", "Event", "Failed", "Fenced", "GatherFailed", "Gathered",
-    "Interrupt", "Lost", "Move", "MoveFailed", "Moved", "Ordered", "Phase", "Prepare", "Proposed", "Recorded",
-    "Renounce", "ReportDoubt", "ReportKept", "ReportLost", "ReportPrepared", "ReportRefused", "ReportStanding",
-    "ReportSwapped", "Rested", "Retire", "Say", "Stands", "State", "Stop", "Swap", "Unexpected", "Voted",
-    "Voting",
+    "TABLE", "Aborted", "Cancel", "Depart", "DropOld", "Effect", "Event", "Failed", "Fenced", "GatherFailed",
+    "Gathered", "Interrupt", "Lost", "Move", "MoveFailed", "Moved", "Ordered", "Phase", "Prepare", "Proposed",
+    "Recorded", "Renounce", "ReportDoubt", "ReportKept", "ReportLost", "ReportPrepared", "ReportRefused",
+    "ReportStanding", "ReportSwapped", "Rested", "Retire", "Say", "Stands", "State", "Stop", "Swap", "ToldToGo",
+    "Unexpected", "Voted", "Voting",
     "step",
 ]  # fmt: skip

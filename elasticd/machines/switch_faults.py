@@ -20,8 +20,10 @@ from elasticd.machines.switch_state import (
     ReportLost,
     ReportStanding,
     Rested,
+    Retire,
     State,
     Stop,
+    ToldToGo,
     Voted,
 )
 
@@ -86,7 +88,8 @@ def fenced_again(state: State, event: Fenced) -> Step:
 def stand(state: State) -> Step:
     """At rest: what is held is told. An incarnation that was fenced off owns nothing any more."""
     if state.evicted:
-        return State(seen=state.seen, fence=state.fence), (Renounce(),)
+        after = State(seen=state.seen, fence=state.fence, leaving=state.leaving)
+        return after, (Retire() if state.leaving else Renounce(),)  # who goes does not come again
     phase = Phase.FENCED if state.fenced else Phase.STANDBY
     return to(state, phase=phase), (ReportStanding(fence=state.fence),)
 
@@ -125,6 +128,11 @@ def gather_failed_interrupted(state: State, event: GatherFailed) -> Step:
     if state.ok:
         return to(after, side=event.number, fenced=True), ()
     return after, (Cancel(number=event.number),)
+
+
+def told_to_go(state: State, event: ToldToGo) -> Step:
+    """It stays what it is, a source most of all, until a plan without it is in force: see `machines.switch`."""
+    return to(state, leaving=True), ()
 
 
 def stop(state: State, event: Ordered) -> Step:

@@ -112,6 +112,7 @@ def kept_for_later(state: State, event: Proposed) -> Step:
 
 
 def recorded(state: State, event: Recorded) -> Step:
+    state = to(state, recorded=max(state.recorded, event.number))
     if state.holds_old and not state.trains and not state.fenced and event.number >= state.number:
         return to(state, holds_old=False), (DropOld(),)
     return state, ()
@@ -121,7 +122,8 @@ def recorded_fenced(state: State, event: Recorded) -> Step:
     """The others recovered, and this rank's copies were of no use: it stands by."""
     if event.number <= state.fence:
         return state, ()
-    return State(seen=max(state.seen, event.number), fence=state.fence), (Retire(),)
+    seen = max(state.seen, event.number)
+    return State(seen=seen, fence=state.fence, leaving=state.leaving), (Retire(),)
 
 
 def abort(state: State, event: Aborted) -> Step:
@@ -206,7 +208,10 @@ def gathered(state: State, event: Gathered) -> Step:
         return stale(state, event)
     if not all(event.oks):
         return keep(state, state.aborted or "another rank said not ok")
-    return swap(state)
+    state, effects = swap(state)
+    if state.holds_old and not state.trains and state.number <= state.recorded:  # others heard the end earlier
+        return to(state, holds_old=False), (*effects, DropOld())
+    return state, effects
 
 
 def gather_failed(state: State, event: GatherFailed) -> Step:

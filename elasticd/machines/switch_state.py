@@ -30,7 +30,9 @@ class State(Value, frozen=True, kw_only=True):
     one; `voting` is the number in the vote record that is under way. `fenced`: training is off until a
     recovery's swap; `side`: the number of a copy in side buffers that this rank said ok to, without hearing
     whether all did. `evicted`: this incarnation was fenced off; once at rest it owns nothing any more. `later`
-    is a proposal that was read before the end of the one that this rank moves to."""
+    is a proposal that was read before the end of the one that this rank moves to. `recorded` is the
+    highest plan that was read as recorded. `leaving`: this process was told to go, and does as soon as it holds
+    nothing that others may need."""
 
     phase: Phase = Phase.STANDBY
     number: int = 0
@@ -48,6 +50,8 @@ class State(Value, frozen=True, kw_only=True):
     evicted: bool = False
     later: int = 0
     later_joins: bool = False
+    recorded: int = 0
+    leaving: bool = False
 
 
 # -- events ------------------------------------------------------------------------------------------------
@@ -138,6 +142,10 @@ class Ordered(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class ToldToGo(Event, frozen=True, kw_only=True):
+    """This process is to end; the job goes on without it."""
+
+
 # -- effects -----------------------------------------------------------------------------------------------
 
 
@@ -193,6 +201,10 @@ class Retire(Effect, frozen=True, kw_only=True):
 
 class Stop(Effect, frozen=True, kw_only=True):
     reason: str
+
+
+class Depart(Effect, frozen=True, kw_only=True):
+    """Nobody needs anything of this rank any more: it ends, after it was told to go."""
 
 
 class ReportPrepared(Effect, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import pytest
 from elasticd.chaos.faults import Faults
 from elasticd.chaos.history import History
 from elasticd.chaos.simulated import KEYS, cluster, play, scenario
-from elasticd.records import DoneRecord, Fence, PlanRecord, Proposal, encode
+from elasticd.records import DoneRecord, Fence, MemberRecord, PlanRecord, Proposal, encode
 from elasticd.simulator.run import Simulation
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent
@@ -41,6 +41,19 @@ def test_a_history_of_faults_is_right(real: list[WatchEvent]) -> None:
     assert len(job.gone) == 1
     assert len(job.plans) >= 2
     assert job.over
+
+
+def test_the_process_behind_a_fenced_incarnation_is_known(real: list[WatchEvent]) -> None:
+    history = History(KEYS)
+    history.read(real)
+    job = history.jobs["job"]
+    ((number, gone),) = job.gone.items()
+    (incarnation,) = gone.values()
+    member = MemberRecord(device="n0/0", incarnation=incarnation, pid=4711)
+    put = _again(real, "fence", member)[-1]
+    item = msgspec.structs.replace(put.item, key=KEYS.job("job", "members/") + incarnation)
+    history.read([msgspec.structs.replace(put, item=item)])
+    assert job.fenced_off == {4711: number}
 
 
 def _last(real: list[WatchEvent], part: str) -> int:

@@ -1,5 +1,5 @@
-"""A whole cluster for tests: the real coordinator and agents on a thread, over a store in memory, and real
-worker processes; only torchrun is played (it joins and starts the workers), so that a test is quick."""
+"""A whole cluster for tests: the real coordinator and agents on a thread, over a store in memory or etcd, and
+real worker processes; only torchrun is played (it joins and starts the workers), so that a test is quick."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.planning import COMMAND
 from elasticd.machines.job.state import Settings
 from elasticd.messages import Join, Joined
+from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.store.protocol import Store
+from elasticd.store.session import EtcdOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = "job"
@@ -49,7 +52,8 @@ def until(condition: Callable[[], T], seconds: float = 60.0, what: Callable[[], 
 
 class Cluster:
     """`nodes` gives the number of devices of each node. `plans` answers the planner's questions by the
-    slowest device ("" when none is slow); without it the real planner is asked."""
+    slowest device ("" when none is slow); without it the real planner is asked. `etcd`: an endpoint; without it
+    the store is one in memory."""
 
     def __init__(
         self,
@@ -59,7 +63,10 @@ class Cluster:
         settings: Settings | None = None,
         forward: float = 5e-4,
         memory: int = 1 << 30,
+        etcd: str = "",
     ) -> None:
+        self._etcd = etcd
+        self._stores: list[Store] = []
         self.nodes = dict(nodes)
         self._folder = tempfile.TemporaryDirectory(prefix="elasticd-test-")
         self.folder = Path(self._folder.name)
@@ -104,18 +111,25 @@ class Cluster:
 
     async def _start(self) -> None:
         self.coordinator = Coordinator(
-            self.config, MemoryStore(self.server), settings=self._settings, planner=self._planner
+            self.config, self._store(), settings=self._settings, planner=self._planner
         )
         await self.coordinator.start()
         for node in self.nodes:
             self._start_agent(node)
+
+    def _store(self) -> Store:
+        if self._etcd:
+            self._stores.append(EtcdStore(EtcdOptions(endpoints=(self._etcd,))))
+        else:
+            self._stores.append(MemoryStore(self.server))
+        return self._stores[-1]
 
     def _start_agent(self, node: str) -> None:
         config = with_overrides(
             self.config,
             {"agent.node": node, "agent.socket": self.socket(node), "agent.devices": self.nodes[node]},
         )
-        self._agents[node] = Agent(config, MemoryStore(self.server))
+        self._agents[node] = Agent(config, self._store())
         self._serving[node] = asyncio.create_task(self._agents[node].run())
 
     def restart_agent(self, node: str) -> None:
@@ -145,6 +159,8 @@ class Cluster:
             finally:
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 self._thread.join(10)
+        for store in self._stores:
+            store.close()
         self._folder.cleanup()
 
     async def _stop(self) -> None:

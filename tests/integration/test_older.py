@@ -39,15 +39,15 @@ def said(cluster: Cluster) -> str:
     )
 
 
-def ended_exactly(cluster: Cluster, back: int) -> None:
+def ended_exactly(cluster: Cluster, back: int, steps: int = STEPS) -> None:
     """All numbers are those of one process; the surviving history has each step from `back` on once."""
-    losses, weights = train.reference(STEPS)
+    losses, weights = train.reference(steps)
     lines = ledger(cluster)
     assert [line["loss"] for line in lines] == pytest.approx(
         [losses[line["step"]] for line in lines], abs=1e-10
     )
     newest = [line["step"] for line in lines if line["plan"] == lines[-1]["plan"]]
-    assert newest == list(range(back, STEPS))
+    assert newest == list(range(back, steps))
     held = 0
     for path in cluster.folder.glob("weights-*"):
         for name, (start, stop, value) in torch.load(path).items():

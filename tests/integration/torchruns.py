@@ -1,4 +1,4 @@
-"""Real torchruns in restart mode over a cluster's real agents, with unmodified scripts."""
+"""Real torchruns in restart mode over a cluster's real agents and a real etcd, with unmodified scripts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from elasticd.store.server import EtcdServer
 from tests.integration.cluster import ROOT, Cluster, until
 
 EXAMPLES = ROOT / "examples"
@@ -94,12 +95,19 @@ class RestartJob:
     """A cluster of real agents and a coordinator, and torchruns that are ended with it."""
 
     def __init__(self, nodes: dict[str, int], script: Path, *options: str, nnodes: str, conf: str = "") -> None:
-        self.cluster = Cluster(nodes)
+        self.etcd = EtcdServer(fsync=False)
+        self._nodes = nodes
         self._script, self._options, self._nnodes, self._conf = script, options, nnodes, conf
         self.torchruns: list[Torchrun] = []
 
     def __enter__(self) -> RestartJob:
-        self.cluster.__enter__()
+        self.etcd.start()
+        self.cluster = Cluster(self._nodes, etcd=self.etcd.endpoint)
+        try:
+            self.cluster.__enter__()
+        except BaseException:
+            self.etcd.close()
+            raise
         self.folder = self.cluster.folder / "run"
         self.folder.mkdir()
         return self
@@ -110,6 +118,7 @@ class RestartJob:
         for torchrun in self.torchruns:
             torchrun.close()
         self.cluster.close()
+        self.etcd.close()
 
     def start(self, node: str, *more: str) -> Torchrun:
         options = [*self._options, *more, f"--folder={self.folder}"]

@@ -6,16 +6,19 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from elasticd_migration.exchange import Exchange
 from elasticd_migration.execute import Corrupt
 from elasticd_planner.batch import Sampler
 from elasticd_planner.boxes import Box
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.runtime import move as moves
 from elasticd.runtime.data import pad
 from elasticd.runtime.switching import Switcher
 
@@ -72,8 +75,25 @@ def die_at(moment: str) -> None:
         Switcher._say = deadly(Switcher._say)  # type: ignore[method-assign]
     elif moment == "swapping":
         Switcher._swap = deadly(Switcher._swap)  # type: ignore[method-assign]
+    elif moment == "in place":
+        die_in_place()
     else:
         raise ValueError(moment)
+
+
+def die_in_place() -> None:
+    """In the midst of a move in place: a round has come and was acknowledged, so that the sender gave up what
+    it had of it; the next one has come too."""
+    place, turns = Exchange._place, [0]
+
+    def dies(self: Exchange, posted: Any) -> None:
+        if posted and self._side._in_place:
+            turns[0] += 1
+            if turns[0] == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        place(self, posted)
+
+    Exchange._place = dies  # type: ignore[method-assign]
 
 
 def refuse(how: str) -> None:
@@ -97,6 +117,8 @@ def main() -> None:
         die_at(options["die_at"])
     if "refuse" in options:
         refuse(options["refuse"])
+    if "round" in options:  # bytes of one: a tiny model, too, moves in several
+        moves.migrate = partial(moves.migrate, limit=options["round"])
     with torch.device("meta"):
         model = Decoder(CONFIG).describe()
     job = elasticd.Job(

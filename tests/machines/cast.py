@@ -21,6 +21,7 @@ from elasticd.messages import (
     Finished,
     FromWorker,
     Kept,
+    Leaving,
     Prepared,
     Refused,
     Standing,
@@ -31,7 +32,7 @@ from elasticd.records import JobSpec, NodeRecord
 
 JOB = "demo"
 MEMORY = 3_000_000
-Outcome = Prepared | Refused | Swapped | Kept | Doubt | Bereft | Standing | Finished
+Outcome = Prepared | Refused | Swapped | Kept | Doubt | Bereft | Standing | Finished | Leaving
 
 
 def model(layers: int = 8) -> ModelSpec:

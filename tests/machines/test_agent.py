@@ -151,7 +151,7 @@ def test_abort_and_record_are_forwarded_and_the_leaver_hears_of_the_record() -> 
 
 
 @pytest.mark.parametrize("learned", ["leader", "proposal", "plan"])
-def test_order_below_the_highest_epoch_is_refused(learned: str) -> None:
+def test_order_that_a_replaced_leader_gives_is_refused(learned: str) -> None:
     seen: dict[str, Event] = {
         "leader": LeaderRead(epoch=9),
         "proposal": ProposalRead(job="x", proposal=proposal(1, {"n1/0": "z"}, epoch=9)),
@@ -171,10 +171,10 @@ def test_order_below_the_highest_epoch_is_refused(learned: str) -> None:
     assert sent(run(hello(0), seen[learned], ProposalRead(job=JOB, proposal=current))[1])
 
 
-def test_open_proposal_of_a_replaced_leader_is_not_handed_to_a_new_worker() -> None:
+def test_open_proposal_that_outlasts_its_leader_is_handed_to_a_worker_that_comes_back() -> None:
     mine = proposal(2, {"n0/0": "i0"}, epoch=5)
     _, effects = run(ProposalRead(job=JOB, proposal=mine), LeaderRead(epoch=6), hello(0))
-    assert [type(body) for _, body in sent(effects)] == [Welcome]
+    assert [type(body) for _, body in sent(effects)] == [Welcome, Propose]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from elasticd.messages import (
     Joined,
     Kept,
     Leave,
+    Leaving,
     Prepared,
     Refused,
     Report,
@@ -296,7 +297,7 @@ class World(Checked):
             self.outcome(worker, Standing(fence=fence.number, copies=worker.copies))
 
     def outcome(self, worker: FakeWorker, body: Outcome) -> None:
-        worker.said = [*(old for old in worker.said if isinstance(old, Finished)), body]
+        worker.said = [*(old for old in worker.said if isinstance(old, Finished | Leaving)), body]
         self.up(worker.device, body)
 
     def train(self, steps: int = 1) -> None:

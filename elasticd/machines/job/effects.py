@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import msgspec
+from elasticd_planner.policy import PolicySettings
 from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.rates import DetectSettings
 from elasticd_planner.value import Value
 
 from elasticd.messages import (
@@ -29,6 +31,7 @@ from elasticd.records import (
 from elasticd.snapshots import Keeps, Whole
 
 EventKind = Literal[
+    "configured",
     "node_up",
     "node_down",
     "agent_restarted",
@@ -51,6 +54,7 @@ EventKind = Literal[
     "fitted",
     "chaos",
     "drained",
+    "leaving",
     "excluded",
     "checkpoint",
     "snapshot",
@@ -108,6 +112,14 @@ class Harmed(Value, frozen=True, kw_only=True):
     harm: Harm
 
 
+class Configured(Value, frozen=True, kw_only=True):
+    """Detection and policy go by these from now on; `changes` says in words what was changed."""
+
+    detect: DetectSettings
+    policy: PolicySettings
+    changes: str
+
+
 class Drained(Value, frozen=True, kw_only=True):
     """A user wants this node's devices left, or used again."""
 
@@ -119,7 +131,7 @@ class Tick(Value, frozen=True, kw_only=True):
     """Time has passed."""
 
 
-Event = AgentUp | AgentDown | Received | Planned | Paced | Harmed | Drained | Tick
+Event = AgentUp | AgentDown | Received | Planned | Paced | Harmed | Configured | Drained | Tick
 
 # -- effects -------------------------------------------------------------------------------------------------
 

@@ -287,7 +287,10 @@ def _unwelcome(turn: Turn, up: Up, body: Hello) -> str:
         return "" if ours else f"job {job.job} is over; {AGAIN}"
     if body.spec.job != job.job:
         return f"worker {up.device} is of job {body.spec.job}, not {job.job}: start it with that --rdzv-id"
-    if job.spec is not None and (wrong := difference(job.spec, body.spec)):
+    theirs = body.spec
+    if job.spec is not None and job.plan is not None:  # its first values are not used any more
+        theirs = msgspec.structs.replace(theirs, first=job.spec.first)
+    if job.spec is not None and (wrong := difference(job.spec, theirs)):
         return (
             f"worker {up.device} trains something else than job {job.job}: {wrong}; "
             "start all nodes with the same script and options"
@@ -310,6 +313,11 @@ def difference(ours: JobSpec, theirs: JobSpec) -> str:
             continue
         if name == "profile":
             told.append("the profile differs: give every node the same file")
+        elif name == "first":
+            told.append(
+                "its model starts from other values: call torch.manual_seed with the same seed on every rank "
+                "before the model is made, or give init="
+            )
         elif name == "model":
             parts = [part for part in mine.__struct_fields__ if getattr(mine, part) != getattr(other, part)]
             told.append(f"the model differs in {', '.join(parts)}")

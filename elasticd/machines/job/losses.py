@@ -25,7 +25,8 @@ def lost(turn: Turn, gone: WorkerLost) -> None:
     how = f"{who} {'left' if gone.clean else 'died'}: {gone.how}"
     turn.note("worker_lost", how, device=gone.device, clean=gone.clean)
     needed = turn.job.phase in (Phase.ASSEMBLING, Phase.PLANNING) or bound(turn, gone.device, gone.incarnation)
-    if needed and (not gone.clean or worker is None):
+    told = known and worker is not None and bool(worker.leaving)
+    if needed and (not gone.clean or worker is None or told):  # who was told to go, and cannot wait, is lost
         _died(turn, gone, how)
     elif needed and worker is not None:
         turn.worker(worker, left_at=turn.now, farewell=gone.how)
@@ -34,7 +35,9 @@ def lost(turn: Turn, gone: WorkerLost) -> None:
         turn.drop(gone.device)
         # A plan that counted on this standby would name a device that is gone; and the rate was that of its
         # worker, the next may be another.
-        turn.set(decided=None, remedy=None, rates=forget(turn.job.rates, gone.device))
+        turn.set(rates=forget(turn.job.rates, gone.device))
+        if not told:  # no plan counts on who was
+            turn.set(decided=None, remedy=None)
 
 
 def _died(turn: Turn, gone: WorkerLost, how: str) -> None:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from elasticd.machines.job import checkpoints, ending, gather, losses, recovery, replan, snapshots, switch
+from elasticd.machines.job import (
+    checkpoints,
+    ending,
+    gather,
+    leaving,
+    losses,
+    recovery,
+    replan,
+    snapshots,
+    switch,
+)
 from elasticd.machines.job.effects import AgentDown, AgentUp, Effect, Event, Planned, Received
 from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, Worker
 from elasticd.machines.job.turn import Turn
@@ -16,6 +26,7 @@ from elasticd.messages import (
     Join,
     Kept,
     Leave,
+    Leaving,
     Prepared,
     Refused,
     Report,
@@ -133,6 +144,8 @@ def _report(turn: Turn, up: Up) -> None:
         checkpoints.saved(turn, body)
     elif isinstance(body, Finished):
         ending.finished(turn, body)
+    elif isinstance(body, Leaving):
+        leaving.told(turn, worker, body)
     # A Goodbye needs no answer: its WorkerLost follows and says that it was clean.
 
 
@@ -143,6 +156,7 @@ def _due(turn: Turn) -> None:
     _settle(turn)
     gather.answer_late(turn)
     losses.deserted(turn)
+    leaving.all_told(turn)
     recovery.suspect(turn)
     switch.overdue(turn)
     switch.unrecovered(turn)

@@ -148,7 +148,7 @@ def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
         if source.why:
             waits(turn, source.why)
         return
-    if job.plan is None and not any(_copies(worker) for worker in _owners(turn)):
+    if job.plan is None and not any(_copies(turn, worker) for worker in _owners(turn)):
         # The plan that was made meanwhile was to go on from a fence that is no more: another is asked for.
         turn.enter(Phase.PLANNING, proposal=None, fence=None, remedy=None, decided=None)
         return
@@ -166,7 +166,9 @@ def survey(turn: Turn) -> Source | str:
     lacking = "no member that lives holds any copy"
     options = []
     for plan in job.candidates:
-        held = {w.device: copy for w in job.bound(plan) for copy in _copies(w) if copy.number == plan.number}
+        held = {
+            w.device: copy for w in job.bound(plan) for copy in _copies(turn, w) if copy.number == plan.number
+        }
         if held:
             options.append((max(copy.step for copy in held.values()), plan.number, plan, held))
     for step, _, plan, held in sorted(options, key=lambda option: option[:2], reverse=True):
@@ -197,8 +199,12 @@ def _vote(turn: Turn, step: int) -> Vote | None:
     return next((vote for vote in heard if vote is not None and vote.step == step - 1), None)
 
 
-def _copies(worker: Worker) -> tuple[Copy, ...]:
-    return worker.standing.copies if worker.standing is not None else ()
+def _copies(turn: Turn, worker: Worker) -> tuple[Copy, ...]:
+    """What it said after the last fence; what it said after one before may be no more."""
+    fence, standing = turn.job.fence, worker.standing
+    return (
+        standing.copies if standing is not None and fence is not None and standing.fence == fence.number else ()
+    )
 
 
 def _owners(turn: Turn) -> list[Worker]:

@@ -6,6 +6,7 @@ import math
 
 import msgspec
 from elasticd_planner.cluster import Cluster, Device, Node
+from elasticd_planner.expected import expectation
 from elasticd_planner.fit import fit
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.placement import bytes_to_move
@@ -14,11 +15,12 @@ from elasticd_planner.policy import Decision, decide, measured_price
 from elasticd_planner.problem import Freedom, Problem
 from elasticd_planner.profiles import ModelProfile, derive
 from elasticd_planner.rates import observe
-from elasticd_planner.stability import changed, outlook, settled
+from elasticd_planner.stability import changed, corrected, outlook, settled
 from elasticd_planner.value import Invalid
 
 from elasticd.machines.job.effects import CancelPlan, Planned, RequestPlan
 from elasticd.machines.job.ending import stop
+from elasticd.machines.job.leaving import to_leave, words
 from elasticd.machines.job.older import waits
 from elasticd.machines.job.state import Asked, Basis, Deferred, JobState, Phase, Progress, Remedy
 from elasticd.machines.job.switch import propose
@@ -68,14 +70,20 @@ def measured(turn: Turn, report: Report) -> None:
 
 def _observe(turn: Turn, plan: Plan, step: tuple[Measurement, ...]) -> None:
     """A whole step: who became slow or recovered, and one more sample for the profile's fit."""
-    rates, changes = observe(turn.job.rates, step, turn.settings.detect)
+    work = expectation(turn.job.profile, plan) if turn.job.profile is not None else None
+    rates, changes = observe(turn.job.rates, step, turn.settings.detect, work)
     turn.set(rates=rates)
     horizon = turn.settings.policy.horizon_steps
     for change in changes:
-        stability = changed(turn.job.stability, change.device, change.after, change.step, horizon)
+        known_better = change.kind == "corrected"
+        stability = turn.job.stability
+        if known_better:
+            stability = corrected(stability, change.device, change.after)
+        else:
+            stability = changed(stability, change.device, change.after, change.step, horizon)
         turn.set(stability=stability)
         turn.note(
-            "slow" if change.after > change.before else "recovered",
+            "slow" if known_better or change.after > change.before else "recovered",
             change.reason,
             device=change.device,
             before=change.before,
@@ -119,7 +127,8 @@ def _teaches(plan: Plan, profile: ModelProfile) -> bool:
 def request(turn: Turn) -> None:
     """Asks for a plan where one is due: for the start, and whenever rates, profile or devices are not those
     of the last decision. A request about others is stale, and this one takes its place. Until the profile is
-    fitted a running plan stays: derived seconds cannot tell whether a move pays."""
+    fitted a running plan stays: derived seconds cannot tell whether a move pays. It also stays while replanning
+    is paused."""
     job = turn.job
     if job.phase not in (Phase.PLANNING, Phase.RUNNING, Phase.RECOVERING):
         if job.asked is not None:
@@ -142,8 +151,8 @@ def _request(turn: Turn) -> None:
         tokens, flops = job.spec.sample_tokens, turn.settings.flops
         profile = derive(job.spec.model, tokens, job.spec.micro_batch, flops=flops)
     turn.set(profile=profile)
-    guessed = job.plan is not None and not profile.fitted
-    if guessed and job.phase is not Phase.RECOVERING and not _to_leave(turn):
+    stays = job.plan is not None and (not profile.fitted or turn.settings.policy.paused)
+    if stays and job.phase is not Phase.RECOVERING and not to_leave(turn):
         return
     devices = _devices(turn)
     if not devices:
@@ -185,6 +194,9 @@ def answered(turn: Turn, event: Planned) -> None:
     job = turn.job
     asked = job.asked
     if asked is None or asked.token != event.token:
+        return
+    if turn.settings.policy.paused and job.phase is Phase.RUNNING and not to_leave(turn):
+        turn.set(asked=None)  # paused meanwhile: asked again once that ends
         return
     turn.set(asked=None, decided=asked.basis)
     answer = event.answer
@@ -239,8 +251,8 @@ def _weigh(turn: Turn, plan: Plan | None, found: Deferred) -> None:
 
 def _worth_it(turn: Turn, plan: Plan, new: Plan, found: Deferred) -> Decision:
     job, policy = turn.job, turn.settings.policy
-    if leave := _to_leave(turn):
-        return Decision(replan=True, reason=f"node {', '.join(leave)} is to be left")
+    if leave := to_leave(turn):
+        return Decision(replan=True, reason=words(turn, leave))
     if new.strategies == plan.strategies:
         return Decision(replan=False, reason="it is the best plan still")
     seconds = new.prediction.step_seconds if new.prediction is not None else math.inf
@@ -266,19 +278,12 @@ def _all_there(turn: Turn) -> bool:
 
 
 def _devices(turn: Turn) -> tuple[Device, ...]:
-    """The devices that have a worker of this job, by name, on nodes that are not to be left."""
-    there = {worker.device for worker in turn.job.workers.values() if not worker.left}
+    """The devices that have a worker of this job, by name, but for those that are to be left."""
+    there = {worker.device for worker in turn.job.workers.values() if not worker.left and not worker.leaving}
     nodes = {worker.node for worker in turn.job.workers.values()} & turn.nodes.keys()
     nodes = {node for node in nodes if not turn.nodes[node].record.draining}
     found = [device for node in sorted(nodes) for device in turn.nodes[node].record.devices]
     return tuple(device for device in found if device.name in there)
-
-
-def _to_leave(turn: Turn) -> list[str]:
-    """The nodes that are drained, and that the plan in force still uses."""
-    members = turn.job.plan.members if turn.job.plan is not None else ()
-    used = {device.rpartition("/")[0] for device in members} & turn.nodes.keys()
-    return sorted(node for node in used if turn.nodes[node].record.draining)
 
 
 def _rates(turn: Turn, devices: tuple[Device, ...]) -> dict[str, float]:

@@ -150,7 +150,8 @@ class Worker(Value, frozen=True, kw_only=True):
     """A worker process that said hello, and the last that it said about a proposal (0: nothing yet). Once it
     took its leave: since when, and why. `orphan`: its node's agent was started again, and it has not come back
     to that one yet. `bereft_at`: since when it stands still, having lost the others; `standing` what it said
-    after a fence. `checkpoints` are the names of those that it sees, the newest first.
+    after a fence. `checkpoints` are the names of those that it sees, the newest first. `leaving`:
+    it was told to go, and by what.
     """
 
     device: str
@@ -168,6 +169,7 @@ class Worker(Value, frozen=True, kw_only=True):
     frozen: str = ""
     standing: Standing | None = None
     checkpoints: tuple[str, ...] = ()
+    leaving: str = ""
 
     @property
     def left(self) -> bool:

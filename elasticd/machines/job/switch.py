@@ -15,6 +15,7 @@ from elasticd.machines.job.checkpoints import NotShared, offered
 from elasticd.machines.job.ending import aborted, stop
 from elasticd.machines.job.fence import FALLIBLE, fault, resolved
 from elasticd.machines.job.fitting import fit
+from elasticd.machines.job.leaving import hurried
 from elasticd.machines.job.older import waits
 from elasticd.machines.job.source import Source, called
 from elasticd.machines.job.state import Phase, Progress, Setback, Worker
@@ -22,7 +23,7 @@ from elasticd.machines.job.turn import Turn
 from elasticd.messages import Doubt, Kept, Prepared, Refused, Swapped
 from elasticd.records import HistoryRecord, PlanRecord, Proposal
 
-#: Seconds from a recovery that was given up to the next.
+#: Seconds from a recovery that was given up to the next, and from a switch that a worker waits for to leave.
 AGAIN_SECONDS = 1.0
 
 #: Switches whose measured cost the next one is expected to have.
@@ -268,8 +269,9 @@ def all_kept(turn: Turn) -> None:
         return
     members = job.bound(job.plan)
     if len(members) == len(job.plan.binding) and all(w.kept == job.proposal.number for w in members):
-        retry = turn.now + turn.settings.retry_seconds
-        setback = _setback(turn)
+        hurry = hurried(turn)
+        retry = turn.now + (AGAIN_SECONDS if hurry else turn.settings.retry_seconds)
+        setback = _setback(turn) if not hurry else None
         turn.enter(Phase.RUNNING, proposal=None, give_up="", decided=None, not_before=retry, setback=setback)
 
 

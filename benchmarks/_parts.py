@@ -1,0 +1,84 @@
+"""The parts of a benchmark that takes long: each is written as soon as it was measured, beside what was
+measured before, so that a run that is cut off has lost nothing.
+
+The file is as every benchmark's, with one thing more: `parts` says of each when it was measured, on what, and
+how many of the rows, in their order, are its own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from _results import Row, machine, versions
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One part as it was measured: when it ended (UTC), seconds that it took, faults of each kind, the load
+    average at its end, the versions, and how many rows it has."""
+
+    part: str
+    ended: str
+    seconds: float
+    injections: int
+    load_average: float
+    versions: dict[str, str]
+    rows: int
+
+
+class _File(msgspec.Struct, frozen=True):
+    parts: list[Part]
+    rows: list[Row]
+
+
+class Parts:
+    """Those of the file at `path`, in the order of `names`; parts by other names are dropped."""
+
+    def __init__(self, path: Path, names: Sequence[str]) -> None:
+        self._path, self._names = path, tuple(names)
+        self._found: dict[str, tuple[Part, list[Row]]] = {}
+        if path.exists():
+            file = msgspec.json.decode(path.read_bytes(), type=_File)
+            at = 0
+            for part in file.parts:
+                self._found[part.part] = (part, file.rows[at : at + part.rows])
+                at += part.rows
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for name in self._names if name in self._found for row in self._found[name][1]]
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        return {name: self._found[name][0].seconds for name in self._names if name in self._found}
+
+    def put(self, name: str, rows: Sequence[Row], seconds: float, injections: int) -> None:
+        """A part was measured: it takes the place of what was measured of it before, in the file, too."""
+        part = Part(
+            part=name,
+            ended=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
+            seconds=round(seconds, 1),
+            injections=injections,
+            load_average=os.getloadavg()[0],
+            versions=versions(),
+            rows=len(rows),
+        )
+        self._found[name] = (part, list(rows))
+        self._write()
+
+    def _write(self) -> None:
+        body = {
+            "name": self._path.stem,
+            "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+            "machine": machine(),
+            "versions": versions(),
+            "parts": [self._found[name][0] for name in self._names if name in self._found],
+            "rows": self.rows,
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._path.with_suffix(".new")
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n")
+        beside.replace(self._path)

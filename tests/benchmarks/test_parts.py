@@ -1,0 +1,68 @@
+"""A long benchmark's parts: written one by one, each beside what was measured of the others."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+NAMES = ("one", "two", "three")
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("_parts")
+
+
+@pytest.fixture
+def row(module: ModuleType) -> Callable[..., Any]:
+    return importlib.import_module("_results").row  # type: ignore[no-any-return]
+
+
+def written(path: Path) -> list[tuple[str, object]]:
+    return [(row["name"], row["value"]) for row in json.loads(path.read_text())["rows"]]
+
+
+def test_parts_are_written_in_their_order_as_soon_as_each_was_measured(
+    module: ModuleType, row: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "long.json"
+    parts = module.Parts(path, NAMES)
+    parts.put("three", [row("c", 3, "")], 2.0, 60)
+    assert written(path) == [("c", 3)]
+    parts.put("one", [row("a", 1, ""), row("b", 2, "")], 1.0, 60)
+    assert written(path) == [("a", 1), ("b", 2), ("c", 3)]
+    file = json.loads(path.read_text())
+    assert [(part["part"], part["rows"], part["injections"]) for part in file["parts"]] == [
+        ("one", 2, 60),
+        ("three", 1, 60),
+    ]
+    assert file["name"] == "long"
+    assert file["machine"]["cores"] >= 1
+
+
+def test_a_part_that_is_measured_again_takes_the_place_of_its_own_rows_alone(
+    module: ModuleType, row: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "long.json"
+    before = module.Parts(path, NAMES)
+    before.put("one", [row("a", 1, ""), row("b", 2, "")], 1.0, 60)
+    before.put("two", [row("c", 3, "")], 1.0, 60)
+    again = module.Parts(path, NAMES)
+    again.put("one", [row("a", 9, "")], 5.0, 80)
+    assert written(path) == [("a", 9), ("c", 3)]
+    assert dict(module.Parts(path, NAMES).seconds) == {"one": 5.0, "two": 1.0}
+
+
+def test_a_part_that_is_no_more_is_dropped(module: ModuleType, row: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "long.json"
+    module.Parts(path, ("gone", "one")).put("gone", [row("a", 1, "")], 1.0, 60)
+    module.Parts(path, ("one",)).put("one", [row("b", 2, "")], 1.0, 60)
+    assert written(path) == [("b", 2)]

@@ -1,0 +1,79 @@
+"""Workers that are told to go (SIGTERM) in a real job: what they hold moves off first, and nothing is lost."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from elasticd_planner.plan import Plan
+
+from elasticd.machines.job.state import Settings
+from tests.integration import train
+from tests.integration.cluster import Cluster, until
+from tests.integration.test_faults import PLANS
+from tests.integration.test_switches import check_exactness, plan_of, stage
+
+SCRIPT = Path(train.__file__)
+SETTINGS = Settings(retry_seconds=0.5)
+#: b/0 alone holds the last layers and the head.
+STAGES = {
+    "": plan_of((6, [stage(0, 3, ("a/0", 1), ("a/1", 1)), stage(3, 5, ("b/0", 1))])),
+    "without b/0": plan_of((6, [stage(0, 3, ("a/0", 1)), stage(3, 5, ("a/1", 1))])),
+}
+
+
+def texts(cluster: Cluster) -> str:
+    return str([event["text"] for event in cluster.events()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plans", [PLANS, STAGES], ids=["one of two replicas", "the only holder of a stage"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_one_that_is_told_to_go_leaves_and_nothing_is_lost_or_done_twice(
+    plans: dict[str, Plan], zero: int
+) -> None:
+    steps = 60
+    with Cluster({"a": 2, "b": 1}, plans=plans, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=steps, zero=zero)
+        cluster.runs(1, steps=5)
+        pids = {device: worker.pid for device, worker in cluster.workers.items()}
+        cluster.workers["b/0"].send_signal(signal.SIGTERM)
+        assert cluster.workers["b/0"].wait(180) == 0, cluster.log("b/0")[-3000:]
+        until(lambda: cluster.events("worker_lost"), 60, lambda: texts(cluster))
+        (lost,) = cluster.events("worker_lost")
+        assert lost["data"]["clean"]
+        assert "it was told to go, and the job goes on without it" in lost["text"]
+        codes = cluster.wait(120)
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+        assert not cluster.events("fenced"), "nobody was lost"
+        assert {m["pid"] for m in cluster.job()["members"]} == {pids["a/0"], pids["a/1"]}
+        check_exactness(cluster, steps, plans=2)
+
+
+@pytest.mark.slow
+def test_all_that_are_told_to_go_end_the_job_which_says_so() -> None:
+    with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=100_000)
+        cluster.runs(1, steps=5)
+        for worker in cluster.workers.values():
+            worker.send_signal(signal.SIGTERM)
+        codes = cluster.wait(120)
+        assert set(codes.values()) == {1}
+        assert "all workers were told to go (SIGTERM), after step" in cluster.log("a/0")
+        until(lambda: cluster.job()["phase"] == "stopped", 60, lambda: texts(cluster))
+
+
+@pytest.mark.slow
+def test_one_that_cannot_wait_is_a_loss_like_any_other() -> None:
+    """It is in the midst of a step that the grace does not last for: the others go on without it."""
+    steps = 40
+    with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=steps, **{"b/0": {"job": {"grace": 0.0}}})
+        cluster.runs(1, steps=5)
+        cluster.workers["b/0"].send_signal(signal.SIGTERM)
+        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: texts(cluster))
+        codes = cluster.wait(120)
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+        assert cluster.events("fenced")[-1]["data"]["gone"] == ["b/0"]
+        check_exactness(cluster, steps, plans=2)

@@ -1,0 +1,93 @@
+"""SIGTERM as spot nodes and schedulers send it, to a worker and to a torchrun: real torchruns, a real etcd."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration import train
+from tests.integration.fleet import Fleet, until
+from tests.integration.trio import Trio
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+FOREVER = 1_000_000
+NODES = ("a", "b")
+
+
+@contextmanager
+def training() -> Iterator[Fleet]:
+    """A job on two nodes of one device, started by `elasticd run`: two replicas."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ed-") as name,
+        Trio(Path(name)) as trio,
+        Fleet(trio, Path(name), forward=1e-3) as fleet,
+    ):
+        fleet.coordinator("c0")
+        for node in NODES:
+            fleet.agent(node, 1)
+        for node in NODES:
+            fleet.run(node, 1, str(len(NODES)), FOREVER)
+        until(lambda: len(binding(fleet)) == len(NODES), fleet.said, 300)
+        fleet.advanced(10)
+        yield fleet
+
+
+def binding(fleet: Fleet) -> dict[str, str]:
+    plan = fleet.job().get("plan")
+    return dict(plan["binding"]) if plan else {}
+
+
+def kinds(fleet: Fleet) -> list[str]:
+    return [event.kind for event in fleet.events()]
+
+
+def worker(fleet: Fleet, device: str) -> psutil.Process:
+    """The newest process that was given steps on a device."""
+    found = [path for path in fleet.folder.glob(f"ledger-{device.replace('/', ':')}-*") if path.stat().st_size]
+    newest = max(found, key=lambda path: path.stat().st_mtime)
+    return psutil.Process(int(newest.name.rpartition("-")[2]))
+
+
+def each_step_once_with_the_loss_of_one_process(fleet: Fleet) -> None:
+    """Nothing was lost, so that nobody was given a step twice."""
+    known: dict[int, float] = {}
+    for name, ledger in fleet.ledgers().items():
+        steps = [step.step for step in ledger]
+        assert steps == sorted(set(steps)), name
+        for step in ledger:
+            assert known.setdefault(step.step, step.loss) == step.loss, "all ranks are given the same"
+    count = min(len(known), 40)
+    losses, _ = train.reference(count)
+    assert [known[step] for step in range(count)] == pytest.approx(losses, abs=1e-9)
+
+
+def test_a_worker_that_is_told_to_go_is_not_started_again_and_nobody_is_lost() -> None:
+    with training() as fleet:
+        told = worker(fleet, "b/0")
+        told.send_signal(signal.SIGTERM)
+        assert fleet.processes["run-b"].wait(300) == 0, "its torchrun ends with it, in good order"
+        assert not told.is_running()
+        until(lambda: {*binding(fleet)} == {"a/0"}, fleet.said)
+        fleet.advanced(20)
+        assert not {"fenced", "joined"} & {*kinds(fleet)}, fleet.said()
+        each_step_once_with_the_loss_of_one_process(fleet)
+
+
+def test_a_node_that_is_told_to_go_leaves_and_the_other_goes_on() -> None:
+    """As a container's end: every process on the node is told, and then told again by the one above it."""
+    with training() as fleet:
+        for process in reversed(fleet.tree("run-b")):
+            process.send_signal(signal.SIGTERM)
+        assert fleet.processes["run-b"].wait(300) == 128 + signal.SIGTERM
+        until(lambda: {*binding(fleet)} == {"a/0"}, fleet.said)
+        fleet.advanced(20)
+        assert not {"fenced", "joined"} & {*kinds(fleet)}, fleet.said()
+        assert "Unable to shutdown process" not in fleet.log("run-b"), "torchrun had to kill"
+        each_step_once_with_the_loss_of_one_process(fleet)

@@ -1,0 +1,52 @@
+"""A survivor that answered an earlier fence and cannot be reached now may hold what nobody else does."""
+
+from __future__ import annotations
+
+from elasticd.machines.job.state import Phase
+from tests.machines.test_coordinator_faults import recovered, running
+from tests.machines.world import World
+
+
+def alone() -> World:
+    """alpha/1 is the last that lives; it answered the first fence, and its node went away before the second."""
+    world = running()
+    world.planner_waits = True  # so that the first recovery is not proposed before the second fault
+    world.kill("beta/0")
+    world.kill("beta/1")
+    world.settle()
+    standing = world.job.workers["alpha/1"].standing
+    assert standing is not None
+    assert standing.fence == world.job.highest
+    world.cut, world.deaf = {"alpha"}, {"alpha/1"}
+    world.kill("alpha/0")
+    world.disconnect("alpha")
+    standing = world.job.workers["alpha/1"].standing
+    assert standing is not None
+    assert standing.fence < world.job.highest, "it answered the fence before"
+    return world
+
+
+def test_it_is_waited_for_although_it_answered_only_the_fence_before() -> None:
+    world = alone()
+    world.planner_waits = False
+    for _ in range(20):
+        world.tick(1.0)
+    assert world.phase is Phase.RECOVERING
+    assert "alpha/1 may live, and hold what nobody else does" in world.job.reason
+
+
+def test_the_job_goes_on_from_it_when_it_is_back() -> None:
+    world = alone()
+    world.planner_waits = False
+    for _ in range(20):
+        world.tick(1.0)
+    world.cut, world.deaf = set(), set()
+    world.reconnect("alpha")
+    world.thaw("alpha/1")
+    world.settle()
+    for _ in range(5):
+        world.tick(1.0)
+    assert recovered(world), world.job.reason
+    plan = world.plan()
+    assert plan is not None
+    assert plan.members == ("alpha/1",)
