@@ -9,21 +9,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elasticd.runtime.endings import JobStopped
     from elasticd.runtime.job import Job, Step
-    from elasticd.runtime.model import Model, Region, Rule, UnitsOf
-    from elasticd.runtime.switching import JobStopped
+    from elasticd.runtime.model import Model
+    from elasticd.runtime.rules import Add, Column, Row, Rule, Slice, UnitsOf
     from elasticd.runtime.watching import watch
 
-__all__ = ["Job", "JobStopped", "Model", "Region", "Rule", "Step", "UnitsOf", "watch"]
+__all__ = [
+    "Add",
+    "Column",
+    "Job",
+    "JobStopped",
+    "Model",
+    "Row",
+    "Rule",
+    "Slice",
+    "Step",
+    "UnitsOf",
+    "watch",
+]
 
 _HOMES = {
+    "Add": "elasticd.runtime.rules",
+    "Column": "elasticd.runtime.rules",
     "Job": "elasticd.runtime.job",
     "JobStopped": "elasticd.runtime.switching",
     "Model": "elasticd.runtime.model",
-    "Region": "elasticd.runtime.model",
-    "Rule": "elasticd.runtime.model",
+    "Row": "elasticd.runtime.rules",
+    "Rule": "elasticd.runtime.rules",
+    "Slice": "elasticd.runtime.rules",
     "Step": "elasticd.runtime.job",
-    "UnitsOf": "elasticd.runtime.model",
+    "UnitsOf": "elasticd.runtime.rules",
     "watch": "elasticd.runtime.watching",
 }
 

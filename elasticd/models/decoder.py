@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elasticd.runtime.model import Model, Region, Rule, UnitsOf
+from elasticd.runtime.model import Model
+from elasticd.runtime.rules import Column, Row, UnitsOf
 
 #: The target that the loss leaves out (padding).
 IGNORED = -100
@@ -73,14 +74,13 @@ def rotate(x: Tensor, base: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention. `heads` and `kv_heads` are the ones held here, of all by their index:
-    a tensor-parallel member holds a slice of them, and its kv-heads are those its heads read."""
+    """Causal grouped-query attention. `heads` and `kv_heads` are as many as its projections have: a
+    tensor-parallel member's are its own."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.config = config
-        self.heads = range(config.heads)
-        self.kv_heads = range(config.kv_heads)
+        self.head_size, self.rope_base = config.head_size, config.rope_base
+        self.heads, self.kv_heads = config.heads, config.kv_heads
         kv_width = config.kv_heads * config.head_size
         self.q = linear(config.width, config.width, config.dtype)
         self.k = linear(config.width, kv_width, config.dtype)
@@ -88,14 +88,13 @@ class Attention(nn.Module):
         self.o = linear(config.width, config.width, config.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        def split(y: Tensor) -> Tensor:
-            return y.view(*y.shape[:2], -1, self.config.head_size).transpose(1, 2)
+        def split(y: Tensor, heads: int) -> Tensor:
+            return y.view(*y.shape[:2], heads, self.head_size).transpose(1, 2)
 
-        per = self.config.heads // self.config.kv_heads
-        reads = torch.tensor([head // per - self.kv_heads.start for head in self.heads], device=x.device)
-        q = rotate(split(self.q(x)), self.config.rope_base)
-        k = rotate(split(self.k(x)), self.config.rope_base).index_select(1, reads)
-        v = split(self.v(x)).index_select(1, reads)
+        q = rotate(split(self.q(x), self.heads), self.rope_base)
+        k = rotate(split(self.k(x), self.kv_heads), self.rope_base)
+        v = split(self.v(x), self.kv_heads)
+        k, v = (y.repeat_interleave(self.heads // self.kv_heads, dim=1) for y in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.o(y.transpose(1, 2).flatten(2))
         return out
@@ -176,39 +175,26 @@ class Decoder(nn.Module):
     def describe(self) -> Model:
         """This decoder as elasticd trains it."""
         config = self.config
-        column = ("attention.q", "heads"), ("attention.k", "kv_heads"), ("attention.v", "kv_heads")
         return Model(
             name=f"decoder-{config.layers}x{config.width}",
             embed=self.embed,
             blocks=list(self.blocks),
             head=self.head,
-            width=config.width,
-            units={
-                "heads": UnitsOf(config.heads, attribute="blocks.*.attention.heads"),
-                "kv_heads": UnitsOf(config.kv_heads, follows="heads", attribute="blocks.*.attention.kv_heads"),
-                "columns": UnitsOf(config.hidden),
-                "vocabulary": UnitsOf(config.vocabulary),
-            },
-            rules=[
-                *(
-                    Rule(f"blocks.*.{name}.weight", dim=0, units=units, replicas="add")
-                    for name, units in column
-                ),
-                Rule("blocks.*.attention.o.weight", dim=1, units="heads"),
-                Rule("blocks.*.feed_forward.gate.weight", dim=0, units="columns"),
-                Rule("blocks.*.feed_forward.up.weight", dim=0, units="columns"),
-                Rule("blocks.*.feed_forward.down.weight", dim=1, units="columns"),
-                Rule("embed.tokens.weight", dim=0, units="vocabulary"),
-                Rule("head.output.weight", dim=0, units="vocabulary"),
-            ],
-            regions=[
-                Region("blocks.*.attention", "reduce"),
-                Region("blocks.*.feed_forward", "reduce"),
-                Region("embed.tokens", "vocabulary"),
-                Region("head.output", "gather"),
-            ],
-            ties={"head.output.weight": "embed.tokens.weight"},
             init=initial,
+            units={
+                "heads": UnitsOf(attribute="blocks.*.attention.heads"),
+                "kv_heads": UnitsOf(follows="heads", attribute="blocks.*.attention.kv_heads"),
+            },
+            rules={
+                "blocks.*.attention.q.weight": Column("heads"),
+                "blocks.*.attention.[kv].weight": Column("kv_heads"),
+                "blocks.*.attention.o.weight": Row("heads"),
+                "blocks.*.feed_forward.gate.weight": Column("columns"),
+                "blocks.*.feed_forward.up.weight": Column("columns"),
+                "blocks.*.feed_forward.down.weight": Row("columns"),
+                "embed.tokens.weight": Row("vocabulary"),
+                "head.output.weight": Column("vocabulary", gather=True),
+            },
         )
 
 

@@ -1,4 +1,4 @@
-"""A rank's view of the data: samples of a map-style dataset, collated, and the header that travels with them.
+"""A rank's view of the data: samples of a map-style dataset, collated, and a record of what was asked for.
 
 A sample is a mapping of 1-D tensors; `pad` makes a batch of them. Sample ids go with the activations from
 stage to stage, so that the vote's hash proves which samples a forward pass really saw.
@@ -7,25 +7,23 @@ stage to stage, so that the vote's hash proves which samples a forward pass real
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from elasticd.runtime.reader import Dataset as Dataset
+from elasticd.runtime.reader import Reader, SampleError
 from elasticd.runtime.vote import hash_samples
 
 #: What pads each key of a sample: targets by what the loss leaves out, all else by zero.
 PADDING = {"targets": -100}
 
+#: How many of the first samples may stand in for a micro-batch of which none can be read.
+_STAND_INS = 16
+
 Batch = Any
 Collate = Callable[[Sequence[Any]], Batch]
-
-
-class Dataset(Protocol):
-    """A map-style dataset."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def pad(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -36,6 +34,12 @@ def pad(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         )
         for key in samples[0]
     }
+
+
+def length_of(dataset: Dataset) -> Callable[[int], int] | None:
+    """The tokens of a sample by its index, from the dataset's own `lengths`; None where it has none."""
+    lengths: Sequence[int] | None = getattr(dataset, "lengths", None)
+    return None if lengths is None else lambda index: int(lengths[index])
 
 
 def sample_tokens(dataset: Dataset, most: int = 64) -> float:
@@ -57,44 +61,52 @@ def sample_tokens(dataset: Dataset, most: int = 64) -> float:
 
 
 class Loader:
-    """Batches of a dataset, and a record of what was asked of it: the ledger's word for a first stage."""
+    """Batches of a dataset, and a record of what was asked of it: the ledger's word for a first stage.
 
-    def __init__(self, dataset: Dataset, collate: Collate) -> None:
-        self._dataset, self._collate = dataset, collate
+    A sample that cannot be read does not end a step in the middle, where others would wait for ever: another
+    one stands in for it, `failure` tells, and the vote drops the step on all ranks."""
+
+    def __init__(self, reader: Reader, collate: Collate) -> None:
+        self._reader, self._collate = reader, collate
         self.asked: list[int] = []
+        self.failure: SampleError | None = None
+
+    def prepare(self, ids: Sequence[int]) -> None:
+        """These are asked for next, in this order; what was prepared before and is not among them goes."""
+        self._reader.want(ids)
 
     def batch(self, ids: Sequence[int]) -> Batch:
-        samples = []
-        for index in ids:
-            samples.append(self._dataset[index])
+        """Raises SampleError where none of these can be read, and nothing can stand in for them."""
+        found: list[Any] = []
+        missing: list[int] = []
+        for place, index in enumerate(ids):
             self.asked.append(index)
-        return self._collate(samples)
+            try:
+                found.append(self._reader.take(index))
+            except SampleError as error:
+                self.failure = self.failure or error
+                missing.append(place)
+        if missing:
+            stand_in = found[0] if found else self._any()
+            for place in missing:  # the same on every member of a group that read the same
+                found.insert(place, stand_in)
+        return self._collate(found)
 
-    def take(self) -> list[int]:
-        """The ids asked for since the last take, in order."""
-        asked, self.asked = self.asked, []
-        return asked
+    def _any(self) -> Any:
+        """The first sample of the dataset that can be read, of a few."""
+        assert self.failure is not None
+        for index in range(_STAND_INS):
+            try:
+                return self._reader.take(index)
+            except SampleError:
+                continue
+        raise self.failure
 
-
-class Header:
-    """The shape of an activation and the ids of its samples, as one tensor of a fixed size."""
-
-    #: dimensions that an activation may have
-    DIMS = 4
-
-    def __init__(self, micro_batch: int) -> None:
-        self.size = 1 + self.DIMS + micro_batch
-
-    def empty(self) -> Tensor:
-        return torch.empty(self.size, dtype=torch.int64)
-
-    def pack(self, shape: Sequence[int], ids: Sequence[int]) -> Tensor:
-        dims = [*shape, *([0] * (self.DIMS - len(shape)))]
-        return torch.tensor([len(shape), *dims, *ids], dtype=torch.int64)
-
-    def unpack(self, header: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        values = header.tolist()
-        return tuple(values[1 : 1 + values[0]]), tuple(values[1 + self.DIMS :])
+    def take(self) -> tuple[list[int], SampleError | None]:
+        """The ids asked for since the last take, in order, and the first failure among them."""
+        asked, failure = self.asked, self.failure
+        self.asked, self.failure = [], None
+        return asked, failure
 
 
 def expected_hash(micro_batches: Sequence[Sequence[int]]) -> int:

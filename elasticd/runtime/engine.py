@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from elasticd_migration.settings import from_text
@@ -23,9 +25,10 @@ from elasticd_migration.state import (
     install,
     restore_optimizer,
 )
-from elasticd_planner.batch import Sampler, batch_plan
+from elasticd_planner.batch import BatchPlan, Lengths, Sampler, batch_plan
 from elasticd_planner.layouts import Layouts
 from elasticd_planner.measurement import Measurement
+from elasticd_planner.packing import linear_of
 from elasticd_planner.plan import Plan
 from elasticd_planner.reduction import Reduction, reductions
 from torch import nn
@@ -36,7 +39,9 @@ from elasticd.runtime.data import Collate, Dataset, Loader, expected_hash
 from elasticd.runtime.groups import Fabric, Group
 from elasticd.runtime.model import LocalModel, Model
 from elasticd.runtime.ownership import Ownership
+from elasticd.runtime.reader import Reader, SampleError
 from elasticd.runtime.reduce import GradientReducer
+from elasticd.runtime.schedule import Schedule, one_forward_one_backward
 from elasticd.runtime.stage import Loss, Pace, Passed, StageRunner
 from elasticd.runtime.standing_in import Snapshots
 from elasticd.runtime.telemetry import Telemetry
@@ -48,8 +53,9 @@ MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRSch
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the user trains, the same under every plan. `clip` is the largest gradient norm, if any; the folder
-    `checkpoints` has what a job may start from, `snapshots` gives what this node's agent keeps of it."""
+    """What the user trains, the same under every plan. `clip` is the largest gradient norm, if any; `length`
+    gives the tokens of a sample by its index, where they are unequal; `readers` threads read samples ahead; the
+    folder `checkpoints` has what a job may start from, `snapshots` gives what this node's agent keeps of it."""
 
     model: Model
     loss: Loss
@@ -61,6 +67,22 @@ class Recipe:
     scheduler: MakeScheduler | None = None
     checkpoints: Path | None = None
     snapshots: Snapshots = field(default_factory=Snapshots)
+    schedule: Schedule = one_forward_one_backward
+    length: Callable[[int], int] | None = None
+    readers: int = 1
+
+    @cached_property
+    def reader(self) -> Reader:
+        """One under all plans, so that a new one finds what is read already."""
+        return Reader(self.dataset, self.readers)
+
+    def batch(self, plan: Plan, step: int) -> BatchPlan:
+        """The samples of a step under a plan, the same on every rank."""
+        samples = self.sampler.samples(step)
+        if self.length is None:
+            return batch_plan(plan, step, samples)
+        lengths = Lengths(tokens=tuple(map(self.length, samples)), linear=linear_of(self.model.spec))
+        return batch_plan(plan, step, samples, lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +166,18 @@ class Engine:
         self.layouts = layouts
         self._recipe, self._groups = recipe, groups
         self._telemetry = Telemetry(self.device, fabric.stopwatch)
-        self.reducer = GradientReducer(self.device, groups.reductions, groups.holders, local.parameters)
+        self.reducer = GradientReducer(
+            self.device,
+            groups.reductions,
+            groups.holders,
+            local.parameters,
+            local.modules,
+            keep_all=self.plan.state.zero < 2,
+            stopwatch=fabric.stopwatch,
+        )
         self._owns = Ownership(layouts, self.device, local, groups.everyone, self.reducer)
         self._carried: dict[str, str] = {}
+        self._batches: dict[int, BatchPlan] = {}
         self.reduced: int | None = None
         self.last: Vote | None = None
         self.stale = False
@@ -161,13 +192,17 @@ class Engine:
             plan=self.plan,
             device=self.device,
             modules=self.local.modules,
+            drawing=self.local.drawing,
             everyone=self._groups.everyone,
             dtype=self._recipe.model.dtype,
+            talks=self._recipe.model.spec.collectives > 0,
             loss=self._recipe.loss,
-            loader=Loader(self._recipe.dataset, self._recipe.collate),
+            loader=Loader(self._recipe.reader, self._recipe.collate),
             telemetry=self._telemetry,
             stopwatch=self.fabric.stopwatch,
             pace=pace,
+            ready=self.reducer.ready,
+            schedule=self._recipe.schedule,
         )
 
     def _attach(self) -> None:
@@ -226,13 +261,19 @@ class Engine:
         snapshot: Callable[[], bool] = bool,
     ) -> StepDone:
         """Trains step `step` (counted from 0). `prepared`, `saving` and `snapshot` are read once, as the vote's
-        record is made."""
+        record is made. Raises SampleError on every rank where one could not read a sample: the state is then
+        what it was before the step."""
         self._telemetry.begin()
-        batch = batch_plan(self.plan, step, self._recipe.sampler.samples(step))
+        self.local.drawing.begin(self._recipe.sampler.seed, step)
+        batch = self._batch(step)
         passed = Passed(loss=0.0, count=0.0, tokens=0, samples=hash_samples(()))
         if self.runner is not None:
             place = self.plan.places[self.device]
-            passed = self.runner.run(batch.modules[place.module][place.pipeline])
+            mine, next_ = (
+                each.modules[place.module][place.pipeline] for each in (batch, self._batch(step + 1))
+            )
+            self.runner.prepare((*mine, *next_))
+            passed = self.runner.run(mine)
         squares = self._owns.reduce()
         self.reduced = step
         record = Record(
@@ -244,14 +285,17 @@ class Engine:
             tokens=passed.tokens,
             squares=squares,
             loss=passed.loss,
-            count=passed.count,
+            targets=passed.count,
             samples=passed.samples,
+            failed=passed.failure.index + 1 if passed.failure is not None else 0,
         )
         hashes = [[expected_hash(pipeline) for pipeline in module] for module in batch.modules]
         expected = [hashes[p.module][p.pipeline] for p in self.plan.places.values()]
         expected += [hash_samples(())] * len(self.plan.carriers)
         outcome = vote(self._groups.everyone, record, expected)
         self._groups.everyone.received()
+        if outcome.failed is not None:
+            self._drop(*outcome.failed, passed.failure)
         with self._telemetry.compute("optimizer"):
             self.apply(outcome.vote)
         if outcome.apply:
@@ -260,6 +304,21 @@ class Engine:
         self._owns.copy_buffers()
         measurement = self._telemetry.finish(self.plan.number, step)
         return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
+
+    def _batch(self, step: int) -> BatchPlan:
+        """Made once for each step, though it is looked at a step ahead."""
+        self._batches = {at: batch for at, batch in self._batches.items() if at >= step - 1}
+        if step not in self._batches:
+            self._batches[step] = self._recipe.batch(self.plan, step)
+        return self._batches[step]
+
+    def _drop(self, rank: int, index: int, mine: SampleError | None) -> NoReturn:
+        """Of a step with a sample that could not be read nothing stays."""
+        self.reduced = None
+        self._owns.clear()
+        if mine is not None and mine.index == index:
+            raise mine
+        raise SampleError(index, f"see the output of {self.plan.members[rank]}")
 
     def apply(self, vote: Vote) -> None:
         """The update of a decided step, whose reduced gradients are here: divides the summed gradients by the

@@ -17,7 +17,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -100,7 +100,8 @@ class Group:
     def __init__(self, fabric: Fabric, members: tuple[str, ...], me: str, label: str) -> None:
         self.fabric, self.members, self.me, self.label = fabric, members, me, label
         self.rank, self.size = members.index(me), len(members)
-        self._sent: list[tuple[Any, Tensor]] = []
+        self._sent: dict[int, tuple[Any, Tensor]] = {}
+        self._count = 0
 
     def wait(self, work: Any) -> None:
         """Polls a collective until it is complete; the pause grows with the time waited, to at most 0.5 ms."""
@@ -133,6 +134,17 @@ class Group:
                 self.wait(self.backend.allreduce([tensor]))
         return tensor
 
+    def begin_all_reduce(self, tensor: Tensor) -> Any:
+        """Starts to sum in place over the group, beside whatever else runs: `finish` waits. All members start
+        their collectives of a group in one order."""
+        with self._told():
+            return self.backend.allreduce([tensor])
+
+    def finish(self, work: Any) -> None:
+        """Waits for a collective that was started."""
+        with self.fabric.stopwatch.measure(self.label):
+            self.wait(work)
+
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every member's tensor, by rank; all of one shape."""
         if self.size == 1:
@@ -142,15 +154,31 @@ class Group:
             self.wait(self.backend.allgather([out], [tensor]))
         return out
 
-    def send(self, tensor: Tensor, to: int, tag: int, label: str = "boundary") -> None:
-        """Starts to send; the tensor is kept until `received` says that it has arrived."""
+    def send(self, tensor: Tensor, to: int, tag: int, label: str = "boundary") -> int:
+        """Starts to send. The tensor is kept until `received` says that all have arrived, or `arrived` that
+        this one has, by the number that is returned."""
         with self.fabric.stopwatch.measure(label), self._told():
-            self._sent.append((self.backend.send([tensor], to, tag), tensor))
+            self._count += 1
+            self._sent[self._count] = (self.backend.send([tensor], to, tag), tensor)
+        return self._count
+
+    def post(self, tensor: Tensor, source: int, tag: int) -> Any:
+        """Starts to receive into a tensor that is at least as large as what comes; `take` waits for it."""
+        with self._told():
+            return self.backend.recv([tensor], source, tag)
+
+    def take(self, work: Any, label: str = "boundary") -> None:
+        with self.fabric.stopwatch.measure(label), self._told():
+            work.wait()
 
     def receive(self, tensor: Tensor, source: int, tag: int, label: str = "boundary") -> Tensor:
-        with self.fabric.stopwatch.measure(label), self._told():
-            self.backend.recv([tensor], source, tag).wait()
+        self.take(self.post(tensor, source, tag), label)
         return tensor
+
+    def arrived(self, numbers: Iterable[int]) -> None:
+        """Something else proved that these were received: lets their tensors go."""
+        for number in numbers:
+            self._sent.pop(number, None)
 
     def received(self) -> None:
         """A collective over this group completed after all sends were received: lets their tensors go."""

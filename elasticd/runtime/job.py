@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from elasticd.messages import (
     Finished,
     Goodbye,
     Hello,
+    Leaving,
     Published,
     Report,
     ToWorker,
@@ -27,19 +29,24 @@ from elasticd.packets import SLOT_VARIABLE, default_path
 from elasticd.records import JobSpec, Vote
 from elasticd.runtime import parent
 from elasticd.runtime.control import AgentKeyValue, Control
-from elasticd.runtime.data import Collate, Dataset, pad, sample_tokens
+from elasticd.runtime.data import Collate, Dataset, length_of, pad, sample_tokens
 from elasticd.runtime.emulation import Pacer
+from elasticd.runtime.endings import Departed, JobOver, JobStopped
 from elasticd.runtime.engine import Engine, MakeOptimizer, MakeScheduler, Recipe, StepDone
 from elasticd.runtime.groups import Cancelled, PeerLost
 from elasticd.runtime.loading import offered
 from elasticd.runtime.model import Model
+from elasticd.runtime.notice import Notice
+from elasticd.runtime.reader import SampleError
 from elasticd.runtime.saver import Keeping, Saver
 from elasticd.runtime.snapper import Snapper
 from elasticd.runtime.stage import Loss
 from elasticd.runtime.standing_in import Snapshots
-from elasticd.runtime.switching import JobOver, JobStopped, Switcher
+from elasticd.runtime.switching import Switcher
 from elasticd.runtime.vote import LedgerError
 from elasticd.snapshots import Freed
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,15 +76,21 @@ class Job:
     (default 1) of a parameter's holders, on as many nodes, instead of on all; 2 gradients too. dataset:
     map-style, a sample is a mapping of 1-D tensors; collate makes a batch of samples (default: padding).
     global_batch samples make a step, taken micro_batch at a time. clip: the largest norm of the gradient.
+    length(index): a sample's tokens, where samples are of unequal length (default: dataset.lengths[index], if
+    there are any). Then samples of like length share a micro-batch, and all micro-batches are of like work,
+    whatever the number of samples in each. readers: threads that read samples ahead; 0: the training thread
+    reads them. Of a sample that cannot be read its index is named; the state before it is saved, and all end.
     checkpoint: a folder that all nodes share. A state is saved there every checkpoint_every steps and at the
     end, without holding training up; the newest `keep` stay, and those of each checkpoint_keep_every-th step.
     A job that is started anew with the same folder goes on from the newest that is sound, under any layout.
     snapshot_every: the state after every so many steps is also copied into memory of two nodes' agents, without
     holding training up: what no living worker has is gone on from there, and the steps since are given again.
     profile: a file of `elasticd profile` for this model, for a first plan from measured seconds, not guesses.
+    grace: seconds from SIGTERM until this process ends, whatever it is at. Meanwhile its state moves to the
+    others; then the script ends by a SystemExit with code 0. torchrun kills 30 s after it sent the signal on.
 
-    Start the script with `torchrun --rdzv-backend=elasticd`. Raises SystemExit with one line where the job
-    cannot start or go on.
+    Start the script with `elasticd run`, or with `torchrun --rdzv-backend=elasticd`. Raises SystemExit with one
+    line where the job cannot start or go on.
     """
 
     def __init__(
@@ -92,6 +105,8 @@ class Job:
         seed: int = 0,
         clip: float | None = None,
         collate: Collate = pad,
+        length: Callable[[int], int] | None = None,
+        readers: int = 1,
         scheduler: MakeScheduler | None = None,
         zero: int = 0,
         replicas: int | None = None,
@@ -101,11 +116,16 @@ class Job:
         keep: int = 3,
         checkpoint_keep_every: int | None = None,
         snapshot_every: int | None = None,
+        grace: float = 25.0,
     ) -> None:
         try:
             name = _environment("TORCHELASTIC_RUN_ID")
             parent.end_with(os.getppid())
+            if remedy := parent.without_restarts(os.environ):
+                log.warning(remedy)
             keeping = _keeping(checkpoint, checkpoint_every, keep, checkpoint_keep_every)
+            if readers < 0:
+                raise ValueError(f"readers must not be negative, not {readers}")
             tokens = sample_tokens(dataset)
             spec = JobSpec(
                 job=name,
@@ -117,6 +137,7 @@ class Job:
                 seed=seed,
                 state=StatePolicy(zero=zero, replicas=1 if zero and replicas is None else replicas),
                 profile=_profile(profile, model, tokens, micro_batch) if profile is not None else None,
+                first=model.first(),
             )
             self._sampler = Sampler(size=len(dataset), global_batch=global_batch, seed=seed)
             self._snapper = self._make_snapper(snapshot_every, name) if snapshot_every is not None else None
@@ -131,20 +152,30 @@ class Job:
             collate=collate,
             sampler=self._sampler,
             clip=clip,
+            length=length_of(dataset) if length is None else length,
+            readers=readers,
             scheduler=scheduler,
             checkpoints=keeping.folder if keeping is not None else None,
             snapshots=Snapshots(job=name, fetch=self._control.fetch),
         )
         self._saver = self._make_saver(keeping, spec) if keeping is not None else None
-        self._start(recipe, seed)
+        self._start(recipe, seed, grace)
 
-    def _start(self, recipe: Recipe, seed: int) -> None:
+    def _start(self, recipe: Recipe, seed: int, grace: float) -> None:
         """From here on the agent is heard."""
         self._taken = False
         self._pacer = Pacer(self._control.welcome.pace)
         store = AgentKeyValue(self._control)
         self._switcher = Switcher(recipe, self._control, store, self._pacer, seed)
         self._control.start(self._hear)
+        self._notice = Notice(grace, self._told_to_go)
+        self._notice.install()
+
+    def _told_to_go(self) -> None:
+        """On the notice's thread."""
+        log.warning("%s is told to go: it stays until the others have what it holds", self.device)
+        self._control.send(Leaving(reason="SIGTERM"))
+        self._switcher.told_to_go()
 
     def _make_saver(self, keeping: Keeping, spec: JobSpec) -> Saver:
         return Saver(keeping, spec, self.device, self._control.send, lambda: self._control.lost)
@@ -206,8 +237,12 @@ class Job:
                 yield from self._steps(total)
             except JobOver:
                 yield from self._missed()  # the last, it may be
+        except Departed:
+            self._leave("it was told to go, and the job goes on without it")
+            raise
         except BaseException as error:
             self._end_copies()
+            self._notice.restore()
             if isinstance(error, GeneratorExit):
                 self._leave("the script left the loop before the last step")
             raise
@@ -221,6 +256,7 @@ class Job:
     def _leave(self, reason: str) -> None:
         self._end_copies()
         self._switcher.end()
+        self._notice.restore()
         self._control.close(Goodbye(reason=reason))
 
     def _steps(self, total: int) -> Iterator[Step]:
@@ -271,12 +307,16 @@ class Job:
     def _train(self, engine: Engine, step: int, *, last: bool) -> StepDone:
         """One step, and what is kept of the state after it: no snapshot of the last."""
         saver, snapper = self._saver, self._snapper if not last else None
-        done = engine.step(
-            step,
-            self._switcher.prepared,
-            lambda: saver.word if saver else 0,
-            lambda: snapper is not None and snapper.ready(engine.plan.number, step + 1),
-        )
+        try:
+            done = engine.step(
+                step,
+                self._switcher.prepared,
+                lambda: saver.word if saver else 0,
+                lambda: snapper is not None and snapper.ready(engine.plan.number, step + 1),
+            )
+        except SampleError as error:  # on every rank, and nothing of the step is in the state
+            self._finish(engine, step)
+            raise JobStopped(f"elasticd: {error}") from error
         if saver is not None:
             saver.voted(step + 1, done.outcome.saving, engine.layouts, engine.state)
         if snapper is not None:

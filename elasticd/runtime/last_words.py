@@ -12,6 +12,7 @@ from elasticd.messages import (
     Doubt,
     Finished,
     Kept,
+    Leaving,
     Message,
     Prepared,
     Refused,
@@ -21,7 +22,7 @@ from elasticd.messages import (
 )
 
 #: The kinds of words that are kept, of each the newest.
-LASTING = (Prepared, Refused, Swapped, Kept, Doubt, Bereft, Standing, Saved, Finished)
+LASTING = (Prepared, Refused, Swapped, Kept, Doubt, Bereft, Standing, Saved, Finished, Leaving)
 
 
 class LastWords:

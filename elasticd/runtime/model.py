@@ -1,76 +1,51 @@
-"""A model as elasticd trains it: its sections, its tensor-parallel rules, and the local modules of a stage.
+"""A model as elasticd trains it: its sections, its tensor-parallel rules, its first values.
 
-The user's modules stay as they are. They describe the whole model once (kept without storage); `Stage modules`
-are copies of the sections that one device runs, with parameters of the local shape only, the attributes
-that count units set to the local ones, and the TP group's communication hooked around named submodules.
+The user's modules stay as they are. They describe the whole model once (kept without storage); what a device
+runs are copies of the sections (`local`), with parameters of the local shape only, attributes that count units
+set to the local ones, and the TP group's communication hooked around the modules whose parameters are cut.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any
 
 import torch
+from elasticd_migration.exchange import checksum
 from elasticd_planner.boxes import Box
 from elasticd_planner.plan import Stage
-from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units, member_box, unit_range
+from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units
 from torch import Tensor, nn
 
-#: Modules whose running statistics would differ by layout.
-_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+from elasticd.runtime.accepted import ModelError, buffers_of, refuse_module, replace_dropouts, shared
+from elasticd.runtime.local import LocalModel, local_model, whole_units
+from elasticd.runtime.randomness import Dropout
+from elasticd.runtime.rules import Add, Column, Row, Rule, RuleError, Slice, UnitsOf, cut_at
 
-#: Modules whose random masks would differ by layout.
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+__all__ = ["Init", "LocalModel", "Model", "ModelError"]
 
 Init = Callable[[str, tuple[int, ...], torch.Generator], Tensor]
 
 
-class ModelError(ValueError):
-    """The model cannot be trained as it is described: what is wrong and what would be right."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Parameters whose full name matches `pattern` are cut along `dim` in `units`. `replicas` says what
-    copies inside a TP group hold as gradient: the "same", or terms that "add" (see elasticd_planner.rules)."""
-
-    pattern: str
-    dim: int
-    units: str
-    replicas: Literal["same", "add"] = "same"
-
-
-@dataclass(frozen=True)
-class UnitsOf:
-    """`count` units of a kind; `attribute` names the attribute that a local module reads them from: a
-    range gets the local range, a number the local count."""
-
-    count: int
-    follows: str | None = None
-    attribute: str | None = None
-
-
-@dataclass(frozen=True)
-class Region:
-    """A submodule around which a TP group communicates. "reduce": a whole input, outputs that add up;
-    "vocabulary": an nn.Embedding whose rows are cut; "gather": a whole input, the last dimension of the
-    output cut."""
-
-    pattern: str
-    kind: Literal["reduce", "vocabulary", "gather"]
-
-
 class Model:
     """A model in the one shape that elasticd trains: embed, an ordered list of blocks, head, with one
-    activation tensor [batch, tokens, width] between them.
+    activation tensor [samples, tokens, width] between them.
 
-    `embed` is called with the collated batch, each block and `head` with the activation. `init(name, shape,
-    generator)` gives a parameter's whole first value; the generator is keyed by (seed, name), so that every
-    layout starts from the same model. `ties` maps a parameter's full name to the one that it shares.
+    `embed` is called with the collated batch, each block and `head` with the activation. Parameters have full
+    names, "embed.…", "blocks.3.…" or "head.…", as patterns of `rules` match them; without rules the model is
+    not cut, and no TP group is wider than 1. `units`: the kinds that rules cut in; one without attributes need
+    not be named, it is as many as the cut dimension is long. Parameters that several sections share stay
+    shared; `ties` names those that the given modules do not share yet, a later name to an earlier one.
+
+    init: init(name, shape, generator) gives a parameter's whole first value, its generator keyed by (seed,
+    name): only boxes that a device holds are kept. Or a mapping of first values by full name, of which the
+    boxes are read. Or nothing: modules with storage start as they are (every rank must have made the same: the
+    job refuses one that did not), those on the meta device by their own reset_parameters, keyed by (seed,
+    module). width: elements of the activation for a token; read off an nn.Embedding in embed.
     """
 
     def __init__(
@@ -79,187 +54,220 @@ class Model:
         embed: nn.Module,
         blocks: Sequence[nn.Module],
         head: nn.Module,
-        width: int,
-        init: Init,
+        width: int | None = None,
+        init: Init | Mapping[str, Tensor] | None = None,
         name: str = "model",
-        rules: Sequence[Rule] = (),
+        rules: Mapping[str, Rule] | None = None,
         units: Mapping[str, UnitsOf] | None = None,
-        regions: Sequence[Region] = (),
         ties: Mapping[str, str] | None = None,
     ) -> None:
-        if not blocks:
+        if not len(blocks):
             raise ModelError("model: blocks must be a non-empty list of modules, the layers in order")
-        self.name, self.init, self.width = name, init, width
-        self.rules, self.regions = tuple(rules), tuple(regions)
-        self.units, self.ties = dict(units or {}), dict(ties or {})
-        self.sections: dict[str, nn.Module] = {
-            "embed": _without_storage(embed),
-            **{name: _without_storage(block) for name, block in _numbered(blocks)},
-            "head": _without_storage(head),
+        given = {"embed": embed, **{f"blocks.{i}": block for i, block in enumerate(blocks)}, "head": head}
+        for section, module in given.items():
+            for path, submodule in module.named_modules(prefix=section):
+                refuse_module(path, submodule)
+        self.name, self.layers = name, len(blocks)
+        self.rules, self.units = dict(rules or {}), dict(units or {})
+        self.ties = shared(given) | dict(ties or {})
+        self.sections = {
+            section: replace_dropouts(section, _without_storage(module)) for section, module in given.items()
         }
-        self.layers = len(blocks)
-        _refuse_unsaid_ties(self.ties, {"embed": embed, "head": head} | dict(_numbered(blocks)))
+        self.width = _width(embed) if width is None else width
+        self._init = init
+        self._own = _values(given) if init is None else {}
+        #: Parameters of several fused parts, by full name: the dimension that is theirs in what is trained.
+        self.fused: dict[str, int] = {}
+        self._owners: dict[str, dict[str, dict[str, Rule]]] = {section: {} for section in self.sections}
         self._check()
         self.spec = self._describe()
+        if not any(parameter.cut for kind in self.spec.kinds for parameter in kind):
+            warnings.warn(
+                f"elasticd: the model {name!r} has no tensor-parallel rules for its blocks: TP groups are not "
+                "wider than 1. See 'Rules' in docs/training.md.",
+                stacklevel=2,
+            )
+
+    @classmethod
+    def from_hf(cls, model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> Model:
+        """A causal language model of Hugging Face's transformers, by its own tensor- and pipeline-parallel
+        plans: see `elasticd.models.huggingface.from_hf`."""
+        from elasticd.models.huggingface import from_hf
+
+        return from_hf(model, init=init)
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the activation between blocks: that of the first block's parameters."""
         return next(self.sections["blocks.0"].parameters()).dtype
 
+    def first(self) -> str:
+        """A digest of the values that the modules have by themselves; empty where they have none."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, value in sorted(self._own.items()):
+            digest.update(f"{name} {checksum(value.detach().contiguous())}\n".encode())
+        return digest.hexdigest() if self._own else ""
+
+    def rule(self, name: str) -> Rule | None:
+        """The rule of a parameter (or of a dropout) by full name: the first whose pattern matches."""
+        return next((rule for pattern, rule in self.rules.items() if fnmatchcase(name, pattern)), None)
+
+    def pattern(self, name: str) -> str | None:
+        """The pattern of that rule."""
+        return next((pattern for pattern in self.rules if fnmatchcase(name, pattern)), None)
+
+    def owners(self, section: str) -> dict[str, dict[str, Rule]]:
+        """The submodules of a section whose parameters have rules, by path in it: rules by parameter."""
+        return self._owners[section]
+
     def _check(self) -> None:
-        """Refuses what would train wrongly without a word: names that match nothing, and what a layout would
-        change the meaning of."""
-        names = {name for section in self.sections for name, _ in self._named(section)}
-        modules = [(path, m) for section in self.sections for path, m in self._modules(section)]
-        for rule in self.rules:
-            if not any(fnmatchcase(name, rule.pattern) for name in names):
-                raise ModelError(f"rule {rule.pattern!r} matches no parameter of the model")
-        for region in self.regions:
-            if not any(fnmatchcase(path, region.pattern) for path, _ in modules):
-                raise ModelError(f"region {region.pattern!r} matches no submodule of the model")
-        for kind, units in self.units.items():
-            pattern, _, attribute = (units.attribute or "").rpartition(".")
-            found = [hasattr(m, attribute) for path, m in modules if fnmatchcase(path, pattern)]
-            if units.attribute is not None and not (found and all(found)):
-                raise ModelError(f"units {kind!r}: {units.attribute!r} is no attribute of a submodule")
+        """Refuses what would train wrongly without a word: names that match nothing."""
+        names = {name for section, m in self.sections.items() for name, _ in m.named_parameters(prefix=section)}
+        dropouts = {
+            path
+            for section, module in self.sections.items()
+            for path, m in module.named_modules(prefix=section)
+            if isinstance(m, Dropout)
+        }
+        for pattern, rule in self.rules.items():
+            if not isinstance(rule, Column | Row | Slice | Add):
+                raise ModelError(f"rule {pattern!r} must be a Column, Row, Slice or Add, not {rule!r}")
+            named = names | (dropouts if isinstance(rule, Slice) else set())
+            if not any(fnmatchcase(name, pattern) for name in named):
+                raise ModelError(f"rule {pattern!r} matches no parameter of the model, such as {min(names)}")
         for tied in (*self.ties, *self.ties.values()):
             if tied not in names:
                 raise ModelError(f"ties: {tied!r} is not a parameter of the model")
-        for path, module in modules:
-            if isinstance(module, _DROPOUTS) and module.p > 0:
-                raise ModelError(
-                    f"{path} is a dropout of p = {module.p}: its masks would differ by layout; use p = 0"
-                )
-            if isinstance(module, _STATISTICS) and module.track_running_stats:
-                raise ModelError(
-                    f"{path} keeps running statistics, which would differ by layout; use a layer or RMS norm"
-                )
-
-    def _modules(self, section: str) -> Iterator[tuple[str, nn.Module]]:
-        return self.sections[section].named_modules(prefix=section)
-
-    def _named(self, section: str) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.sections[section].named_parameters(prefix=section)
 
     def _describe(self) -> ModelSpec:
-        kinds: list[tuple[Parameter, ...]] = []
-        layers: list[int] = []
-        for i in range(self.layers):
-            kind = tuple(self._parameters(f"blocks.{i}"))
-            if kind not in kinds:
-                kinds.append(kind)
-            layers.append(kinds.index(kind))
-        reduces = sum(
-            1
-            for path, _ in self.sections["blocks.0"].named_modules(prefix="blocks.0")
-            if self._region(path) == "reduce"
-        )
+        sizes: dict[str, list[int]] = {}
+        described = {section: tuple(self._parameters(section, sizes)) for section in self.sections}
+        kinds = list(dict.fromkeys(described[f"blocks.{i}"] for i in range(self.layers)))
+        for kind in sizes:
+            self.units.setdefault(kind, UnitsOf())
+        rows = [rules for rules in self._owners["blocks.0"].values() if _sums(rules)]
         return ModelSpec(
             name=self.name,
-            embed=tuple(self._parameters("embed")),
+            embed=described["embed"],
             kinds=tuple(kinds),
-            layers=tuple(layers),
-            head=tuple(self._parameters("head")),
+            layers=tuple(kinds.index(described[f"blocks.{i}"]) for i in range(self.layers)),
+            head=described["head"],
             units=tuple(
-                Units(kind=kind, count=units.count, follows=units.follows) for kind, units in self.units.items()
+                Units(
+                    kind=kind,
+                    count=whole_units(units, kind, self.sections, sizes.get(kind, [])),
+                    follows=units.follows,
+                )
+                for kind, units in self.units.items()
             ),
             ties=tuple(self.ties.items()),
             width=self.width,
             dtype=str(self.dtype).removeprefix("torch."),
-            collectives=reduces,
+            collectives=len(rows),
         )
 
-    def _parameters(self, section: str) -> Iterator[Parameter]:
-        for name, parameter in self.sections[section].named_parameters():
-            rule = next((r for r in self.rules if fnmatchcase(f"{section}.{name}", r.pattern)), None)
+    def _parameters(self, section: str, sizes: dict[str, list[int]]) -> Iterator[Parameter]:
+        """Describes a section; notes who owns what is cut, and the sizes of what is cut in each kind."""
+        module = self.sections[section]
+        for name, parameter in module.named_parameters():
+            full, (path, _, leaf) = f"{section}.{name}", name.rpartition(".")
+            rule = self.rule(full)
+            shape = tuple(parameter.shape)
+            try:
+                cut = cut_at(rule, module.get_submodule(path), leaf, len(shape))
+            except RuleError as error:
+                raise ModelError(f"rule {self.pattern(full)!r} for {full}: {error}") from None
+            if rule is not None:
+                self._owners[section].setdefault(path, {})[leaf] = rule
+            if cut is not None and cut.dim >= len(shape):
+                raise ModelError(f"rule {self.pattern(full)!r}: {full} {shape} has no dimension {cut.dim}")
+            dim = cut.dim if cut is not None else 0
+            if cut is not None and cut.parts > 1:
+                if shape[dim] % cut.parts:
+                    raise ModelError(f"rule {self.pattern(full)!r}: {full} {shape} is not of {cut.parts} parts")
+                self.fused[full] = dim
+                shape = (*shape[:dim], cut.parts, shape[dim] // cut.parts, *shape[dim + 1 :])
+                dim += 1
+            units = rule.units if rule is not None and not isinstance(rule, Add) else ""
+            if cut is not None:
+                sizes.setdefault(units, []).append(shape[dim])
             yield Parameter(
                 name=name,
-                shape=tuple(parameter.shape),
+                shape=shape,
                 dtype=str(parameter.dtype).removeprefix("torch."),
-                cut=Cut(dim=rule.dim, units=rule.units) if rule else None,
-                replicas=rule.replicas if rule else "same",
+                cut=Cut(dim=dim, units=units) if cut is not None else None,
+                replicas="add" if cut is not None or isinstance(rule, Add) else "same",
                 kind="trained" if parameter.requires_grad else "frozen",
             )
-        persistent = self.sections[section].state_dict().keys()
-        for name, buffer in self.sections[section].named_buffers():
-            if name in persistent:
-                dtype = str(buffer.dtype).removeprefix("torch.")
-                yield Parameter(name=name, shape=tuple(buffer.shape), dtype=dtype, kind="buffer")
-            elif buffer.is_meta:
-                raise ModelError(
-                    f"{section}.{name} is a buffer without values that is not persistent: make the model with "
-                    "storage, let the buffer be persistent, or compute it in forward"
-                )
-
-    def _region(self, path: str) -> str | None:
-        return next((region.kind for region in self.regions if fnmatchcase(path, region.pattern)), None)
+        for name, buffer in buffers_of(section, module):
+            dtype = str(buffer.dtype).removeprefix("torch.")
+            yield Parameter(name=name, shape=tuple(buffer.shape), dtype=dtype, kind="buffer")
 
     def local(self, stage: Stage, position: int) -> LocalModel:
         """The sections of `stage` with parameters of the local shape, values not set."""
-        modules: dict[str, nn.Module] = {}
-        parameters: dict[str, tuple[Box, nn.Parameter]] = {}
-        buffers: dict[str, Tensor] = {}
-        for section in self.spec.sections(stage.start, stage.stop):
-            module = copy.deepcopy(self.sections[section])
-            for rule in self.spec.section(section):
-                name = self.spec.owner(f"{section}.{rule.name}")
-                box = member_box(self.spec, rule, stage.shares, position)
-                empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype))
-                if rule.kind == "buffer":
-                    held: Tensor = buffers.setdefault(name, empty)
-                else:
-                    trained = rule.kind == "trained"
-                    _, held = parameters.setdefault(name, (box, nn.Parameter(empty, requires_grad=trained)))
-                owner, _, leaf = rule.name.rpartition(".")
-                setattr(module.get_submodule(owner), leaf, held)
-            self._set_units(section, module, stage, position)
-            modules[section] = module
-        return LocalModel(modules=modules, parameters=parameters, buffers=buffers)
-
-    def _set_units(self, section: str, module: nn.Module, stage: Stage, position: int) -> None:
-        for kind, units in self.units.items():
-            if units.attribute is None:
-                continue
-            local = unit_range(self.spec, kind, stage.shares, position)
-            pattern, _, attribute = units.attribute.rpartition(".")
-            for path, submodule in module.named_modules(prefix=section):
-                if fnmatchcase(path, pattern):
-                    whole = getattr(submodule, attribute)
-                    setattr(submodule, attribute, local if isinstance(whole, range) else len(local))
-
-    def communicating(self, section: str, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-        """The submodules of a section around which a TP group communicates, and how."""
-        for path, submodule in module.named_modules(prefix=section):
-            kind = self._region(path)
-            if kind is not None:
-                yield submodule, kind
+        return local_model(self, stage, position)
 
     def first_value(self, name: str, box: Box, seed: int) -> Tensor:
-        """The box of a parameter's or buffer's first value, as every layout starts from it. A buffer starts as
-        the module made it, if it has storage there."""
+        """The box of a parameter's or buffer's first value, as every layout starts from it."""
         section, _, rest = _split(name)
         rule = next(parameter for parameter in self.spec.section(section) if parameter.name == rest)
         if rule.kind == "buffer":
-            given = self.sections[section].get_buffer(rest)
-            if not given.is_meta:
-                return given.detach().clone()
-        key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
-        value = self.init(name, rule.shape, generator)
-        if tuple(value.shape) != rule.shape:
-            raise ModelError(f"init({name!r}) gave shape {tuple(value.shape)}, not {rule.shape}")
-        return value[box.slices(Box.whole(rule.shape))].to(getattr(torch, rule.dtype)).contiguous()
+            buffer = self.sections[section].get_buffer(rest)
+            if not buffer.is_meta:
+                return buffer.detach().clone()
+        value, shape = self._whole(name, rule, seed), rule.shape
+        if name in self.fused:
+            value = value.unflatten(self.fused[name], (shape[self.fused[name]], -1))
+        part = value[box.slices(Box.whole(shape))]
+        return part.detach().to(getattr(torch, rule.dtype)).clone(memory_format=torch.contiguous_format)
+
+    def module_shape(self, name: str) -> tuple[int, ...]:
+        """The shape that the user's module gives a parameter: what is trained has another if it is fused."""
+        section, _, rest = _split(name)
+        return tuple(self.sections[section].state_dict(keep_vars=True)[rest].shape)
+
+    def _whole(self, name: str, rule: Parameter, seed: int) -> Tensor:
+        """A whole first value, of the shape that its module gives it."""
+        shape = self.module_shape(name)
+        if isinstance(self._init, Mapping):
+            if name not in self._init:
+                raise ModelError(f"init has no value for {name}; it has {', '.join(list(self._init)[:3])}, ...")
+            value, said = self._init[name], f"init[{name!r}] is of"
+        elif self._init is not None:
+            value, said = self._init(name, shape, _generator(seed, name)), f"init({name!r}) gave"
+        elif name in self._own:
+            value, said = self._own[name], f"{name} has"
+        else:
+            value, said = self._reset(name, seed), f"reset_parameters made of {name}"
+        if tuple(value.shape) != shape:
+            raise ModelError(f"{said} shape {tuple(value.shape)}, not {shape}")
+        return value
+
+    def _reset(self, name: str, seed: int) -> Tensor:
+        """As the module itself would start: its generator is keyed by (seed, module)."""
+        section, _, rest = _split(name)
+        path, _, leaf = rest.rpartition(".")
+        owner = self.sections[section].get_submodule(path)
+        if not hasattr(owner, "reset_parameters"):
+            raise ModelError(
+                f"{name} has no first value: {type(owner).__name__} was made on the meta device and has no "
+                "reset_parameters(); give Model(init=...), or make the model with storage"
+            )
+        made: Any = copy.deepcopy(owner).to_empty(device="cpu")
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(_generator(seed, f"{section}.{path}").initial_seed())
+            made.reset_parameters()
+        value: Tensor = getattr(made, leaf)
+        return value
 
 
-@dataclass(frozen=True)
-class LocalModel:
-    """The sections that one device runs, in order, their parameters by full name with the box held, and their
-    persistent buffers."""
+def _sums(rules: Mapping[str, Rule]) -> bool:
+    return any(isinstance(rule, Row) for rule in rules.values())
 
-    modules: dict[str, nn.Module]
-    parameters: dict[str, tuple[Box, nn.Parameter]]
-    buffers: dict[str, Tensor]
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
 
 
 def _split(name: str) -> tuple[str, str, str]:
@@ -270,26 +278,25 @@ def _split(name: str) -> tuple[str, str, str]:
     return head, dot, rest
 
 
-def _numbered(blocks: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    return ((f"blocks.{index}", block) for index, block in enumerate(blocks))
+def _width(embed: nn.Module) -> int:
+    found = [module.embedding_dim for module in embed.modules() if isinstance(module, nn.Embedding)]
+    if not found:
+        raise ModelError("width must be given: embed has no nn.Embedding to read it off")
+    return found[0]
 
 
-def _refuse_unsaid_ties(ties: Mapping[str, str], sections: Mapping[str, nn.Module]) -> None:
-    """Parameters that the modules share must be named in `ties`, else every layout would untie them."""
-    first: dict[int, str] = {}
-    for section, module in sections.items():
-        for name, parameter in module.named_parameters(prefix=section, remove_duplicate=False):
-            owner = first.setdefault(id(parameter), name)
-            if owner != name and owner.startswith(f"{section}."):
-                raise ModelError(f"{name} and {owner} are one parameter inside {section}: use one name for it")
-            if owner != name and ties.get(name) != owner:
-                raise ModelError(
-                    f"{name} and {owner} are one parameter: say so with ties={{{name!r}: {owner!r}}}"
-                )
+def _values(sections: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """The values of parameters and buffers that have storage; not copied."""
+    return {
+        f"{section}.{name}": value.detach()
+        for section, module in sections.items()
+        for name, value in module.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor) and not value.is_meta
+    }
 
 
 def _without_storage(module: nn.Module) -> nn.Module:
-    """A copy of the module on the meta device: shapes without memory."""
+    """A copy of the module on the meta device: shapes without memory. Buffers keep theirs."""
     memo: dict[int, object] = {
         id(parameter): nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         for parameter in module.parameters()

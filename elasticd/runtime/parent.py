@@ -1,10 +1,16 @@
-"""A worker ends with its torchrun: killed, that leaves its workers behind, and nobody would ever end them."""
+"""A worker and its torchrun: it ends with it, and says where that would not start it again.
+
+Killed, a torchrun leaves its workers behind, and nobody would ever end them.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+from collections.abc import Mapping
+
+from elasticd.packets import SLOT_VARIABLE
 
 #: From <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
@@ -20,3 +26,16 @@ def end_with(parent: int) -> None:
         return
     if done and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def without_restarts(environment: Mapping[str, str]) -> str:
+    """What to say once for each torchrun that starts no worker again, and ends all of its node's when one dies;
+    nothing where `elasticd run` started one for this device alone, for it was told how often."""
+    off = environment.get("TORCHELASTIC_MAX_RESTARTS") == "0"
+    if not off or environment.get(SLOT_VARIABLE) or environment.get("LOCAL_RANK", "0") != "0":
+        return ""
+    return (
+        "torchrun's restarts are off: when one worker of this node dies, torchrun ends the others, and the "
+        "node is lost to the job. Start with 'elasticd run', where one death costs one device, or give "
+        "torchrun --max-restarts=N"
+    )

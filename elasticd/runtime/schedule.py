@@ -1,15 +1,17 @@
 """The order of forward and backward passes on one stage: 1F1B over any number of micro-batches and stages.
 
 1F1B (PipeDream-flush; Narayanan et al., 2021) keeps at most min(micro_batches, stages - stage) activations
-alive on a stage, instead of all micro-batches.
+alive on a stage. GPipe (Huang et al., 2019) keeps those of all micro-batches: tests compare with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 Pass = tuple[Literal["forward", "backward"], int]
+#: (stages, stage, micro-batches): the passes of that stage in order. Backward passes go by ascending index.
+Schedule = Callable[[int, int, int], Iterator[Pass]]
 
 
 def one_forward_one_backward(stages: int, stage: int, micro_batches: int) -> Iterator[Pass]:
@@ -24,6 +26,14 @@ def one_forward_one_backward(stages: int, stage: int, micro_batches: int) -> Ite
         yield "backward", index
 
 
+def all_forward_all_backward(stages: int, stage: int, micro_batches: int) -> Iterator[Pass]:
+    """GPipe's passes, the same on every stage."""
+    for index in range(micro_batches):
+        yield "forward", index
+    for index in range(micro_batches):
+        yield "backward", index
+
+
 def live_activations(stages: int, stage: int, micro_batches: int) -> int:
-    """The most micro-batches whose activations a stage holds at once."""
+    """The most micro-batches whose activations a stage holds at once under 1F1B."""
     return min(micro_batches, stages - stage)

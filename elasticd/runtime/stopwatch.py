@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from time import perf_counter
 
 
 class Stopwatch:
@@ -13,13 +11,9 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    @contextmanager
-    def measure(self, label: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[label] = self.seconds.get(label, 0.0) + time.perf_counter() - start
+    def measure(self, label: str) -> Measure:
+        """A context whose time counts for `label`."""
+        return Measure(self, label)
 
     def read(self, label: str) -> float:
         return self.seconds.get(label, 0.0)
@@ -28,3 +22,19 @@ class Stopwatch:
         """All seconds since the last take."""
         seconds, self.seconds = self.seconds, {}
         return seconds
+
+
+class Measure:
+    """One use of a stopwatch."""
+
+    __slots__ = ("_label", "_start", "_stopwatch")
+
+    def __init__(self, stopwatch: Stopwatch, label: str) -> None:
+        self._stopwatch, self._label = stopwatch, label
+
+    def __enter__(self) -> None:
+        self._start = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = self._stopwatch.seconds
+        seconds[self._label] = seconds.get(self._label, 0.0) + perf_counter() - self._start

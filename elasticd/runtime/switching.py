@@ -23,6 +23,7 @@ from elasticd.records import Proposal, Vote
 from elasticd.runtime.control import Control
 from elasticd.runtime.copies import Copies
 from elasticd.runtime.emulation import Pacer
+from elasticd.runtime.endings import Departed, JobOver, JobStopped
 from elasticd.runtime.engine import Engine, Recipe
 from elasticd.runtime.fabrics import Fabrics
 from elasticd.runtime.groups import Cancelled, Fabric, KeyValue
@@ -32,14 +33,6 @@ log = logging.getLogger(__name__)
 
 #: Seconds after which a rank that waits for the leader's word says again that it waits.
 _REMIND = 60.0
-
-
-class JobStopped(SystemExit):
-    """The job cannot go on; the message says why. As a SystemExit it ends a script with that one line."""
-
-
-class JobOver(Exception):
-    """The job ended while this rank stood by, or had lost the others."""
 
 
 class Switcher:
@@ -91,6 +84,10 @@ class Switcher:
             case _:
                 log.warning("the agent sent %s, which a running worker does not expect", type(message).__name__)
 
+    def told_to_go(self) -> None:
+        """On any thread: `wait` or `voted` raise Departed once nobody needs anything of this rank."""
+        self._feed(sw.ToldToGo())
+
     def _close(self, reason: str) -> None:
         """The last step is made. A rank that is at work ends by itself, or learns it when it loses the others;
         one that waits for them, whatever for, ends now."""
@@ -121,7 +118,7 @@ class Switcher:
             case sw.Stop(reason=reason):
                 self._fabrics.shut()
                 self._todo.put(effect)
-            case sw.Move() | sw.Say() | sw.Swap() | sw.DropOld() | sw.Retire() | sw.Renounce():
+            case sw.Move() | sw.Say() | sw.Swap() | sw.DropOld() | sw.Retire() | sw.Renounce() | sw.Depart():
                 self._todo.put(effect)
             case sw.Interrupt():
                 self._fabrics.shut()
@@ -203,7 +200,7 @@ class Switcher:
         self._rest()
 
     def wait(self) -> Engine:
-        """The engine to train with; a device that is not used stands by. Raises `JobOver` or `JobStopped`."""
+        """The engine to train with; a device that is not used stands by. Raises what `endings` has."""
         while True:
             self._rest()
             if self.engine is not None and self.at_work:
@@ -303,6 +300,8 @@ class Switcher:
                     self._renew()
             case sw.Interrupt():
                 pass
+            case sw.Depart():
+                raise Departed
             case sw.Stop(reason=reason):
                 if self._over is not None:
                     raise JobOver(self._over)

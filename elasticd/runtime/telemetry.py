@@ -2,59 +2,99 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
+from elasticd_planner.lengths import bucket
 from elasticd_planner.measurement import Measurement
 
 from elasticd.runtime.stopwatch import Stopwatch
 
+#: Bytes of a page of memory.
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def resident() -> int:
+    """Bytes of memory that this process has now; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * _PAGE
+    except OSError:
+        return 0
+
 
 class Telemetry:
     """Collects one step's times. Computation of a section is its wall time less what was spent in the
-    tensor-parallel group meanwhile."""
+    tensor-parallel group meanwhile. `memory` gives the bytes in use."""
 
-    def __init__(self, device: str, stopwatch: Stopwatch) -> None:
-        self._device, self._stopwatch = device, stopwatch
+    def __init__(self, device: str, stopwatch: Stopwatch, memory: Callable[[], int] = resident) -> None:
+        self._device, self._stopwatch, self._memory = device, stopwatch, memory
         self.begin()
 
     def begin(self) -> None:
         self._start = time.perf_counter()
         self._stopwatch.take()
-        self._compute = {"embed": 0.0, "blocks": 0.0, "head": 0.0, "optimizer": 0.0}
+        self._compute = dict.fromkeys(("embed", "blocks", "forward", "backward", "head", "optimizer"), 0.0)
+        self._squares, self._longest, self._lengths = 0.0, 0, dict[int, int]()
         self._work, self._tokens, self._micro_batches = 0.0, 0, 0
 
-    @contextmanager
-    def compute(self, kind: str) -> Iterator[None]:
-        """Times a section of kind "embed", "blocks" or "head", or the "optimizer"."""
-        start, communicated = time.perf_counter(), self._stopwatch.read("tensor")
-        yield
-        spent = time.perf_counter() - start
-        self._compute[kind] += spent - (self._stopwatch.read("tensor") - communicated)
+    def compute(self, kind: str) -> Computing:
+        """A context that times a section of kind "embed" or "head", the "forward" or "backward" pass of a block
+        ("blocks": either), or the "optimizer"."""
+        return Computing(self._compute, kind, self._stopwatch)
 
-    def worked(self, tokens: int, layers: int, share: float) -> None:
-        """A micro-batch of `tokens` went through `layers` blocks of which this device holds `share`."""
+    def worked(self, tokens: int, layers: int, share: float, length: int = 0) -> None:
+        """A micro-batch of `tokens`, in sequences of `length` with their padding (0: not known), went through
+        `layers` blocks of which this device holds `share`."""
         self._tokens += tokens
         self._micro_batches += 1
         self._work += tokens * layers * share
+        if length:
+            self._squares += tokens * length
+            self._longest = max(self._longest, length)
+            at = bucket(length)
+            self._lengths[at] = self._lengths.get(at, 0) + tokens // length
 
     def finish(self, plan: int, step: int) -> Measurement:
-        spent = self._stopwatch.take()
+        spent, compute = self._stopwatch.take(), self._compute
         return Measurement(
             device=self._device,
             plan=plan,
             step=step,
             tokens=self._tokens,
-            block_seconds=self._compute["blocks"],
+            block_seconds=compute["blocks"] + compute["forward"] + compute["backward"],
+            forward_seconds=compute["forward"],
+            backward_seconds=compute["backward"],
             block_work=self._work,
-            embed_seconds=self._compute["embed"],
-            head_seconds=self._compute["head"],
-            optimizer_seconds=self._compute["optimizer"],
+            embed_seconds=compute["embed"],
+            head_seconds=compute["head"],
+            optimizer_seconds=compute["optimizer"],
             tensor_seconds=spent.get("tensor", 0.0),
             boundary_seconds=spent.get("boundary", 0.0),
             reduce_seconds=spent.get("reduce", 0.0),
             vote_seconds=spent.get("vote", 0.0),
+            input_seconds=spent.get("input", 0.0),
             step_seconds=time.perf_counter() - self._start,
             micro_batches=self._micro_batches,
+            squares=self._squares,
+            longest=self._longest,
+            lengths=self._lengths,
+            memory_bytes=self._memory(),
         )
+
+
+class Computing:
+    """One section's time: what it took without the communication in it. Nothing is counted where it fails."""
+
+    __slots__ = ("_began", "_compute", "_kind", "_stopwatch")
+
+    def __init__(self, compute: dict[str, float], kind: str, stopwatch: Stopwatch) -> None:
+        self._compute, self._kind, self._stopwatch = compute, kind, stopwatch
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter() - self._stopwatch.read("tensor")
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if failed is None:
+            self._compute[self._kind] += time.perf_counter() - self._stopwatch.read("tensor") - self._began

@@ -1,4 +1,4 @@
-"""Communication inside a TP group, hooked around the submodules that a model names as regions.
+"""Communication inside a TP group, as functions that autograd knows.
 
 Column-parallel input: identity forward, all-reduce backward. Row-parallel output: all-reduce forward,
 identity backward (Shoeybi et al., Megatron-LM, 2019). Any cut is legal, so a gather is of unequal widths.
@@ -6,11 +6,9 @@ identity backward (Shoeybi et al., Megatron-LM, 2019). Any cut is legal, so a ga
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from elasticd_planner.boxes import Box
 from torch import Tensor, nn
 
 from elasticd.runtime.groups import Group
@@ -57,26 +55,27 @@ class _GatherOut(torch.autograd.Function):
         return grad.narrow(-1, *ctx.slice).contiguous(), None, None
 
 
-def attach(module: nn.Module, kind: str, group: Group, boxes: Sequence[Box]) -> None:
-    """Hooks the group's communication around `module`; `boxes` are its weight's, one for each member."""
-    if kind == "vocabulary":
-        if not isinstance(module, nn.Embedding):
-            raise TypeError(
-                f"a region of kind 'vocabulary' must be an nn.Embedding, not {type(module).__name__}"
-            )
-        _attach_vocabulary(module, group, boxes[group.rank].start[0], boxes[group.rank].stop[0])
-        return
-    module.register_forward_pre_hook(lambda _, args: (_CopyIn.apply(args[0], group), *args[1:]))
-    if kind == "reduce":
-        module.register_forward_hook(lambda _, args, output: _SumOut.apply(output, group))
-    else:
-        widths = [box.shape[0] for box in boxes]
-        module.register_forward_hook(lambda _, args, output: _GatherOut.apply(output, group, widths))
+def summing_gradient(x: Tensor, group: Group) -> Tensor:
+    """x as it is; the members' gradients of it are summed."""
+    return _CopyIn.apply(x, group)
 
 
-def _attach_vocabulary(module: nn.Embedding, group: Group, start: int, stop: int) -> None:
+def sum_out(x: Tensor, group: Group) -> Tensor:
+    """The sum of the members' terms."""
+    return _SumOut.apply(x, group)
+
+
+def gather_out(x: Tensor, group: Group, widths: list[int]) -> Tensor:
+    """The members' slices of the last dimension, put together."""
+    return _GatherOut.apply(x, group, widths)
+
+
+def look_up_own(module: nn.Embedding, group: Group, start: int, stop: int) -> None:
     """Looks up the rows [start, stop) that are here; others give zero, and the members' outputs add up."""
     here: list[Tensor] = []
+    if module.padding_idx is not None:
+        held = start <= module.padding_idx < stop
+        module.padding_idx = module.padding_idx - start if held else None
 
     def shift(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         ids = args[0]
@@ -84,7 +83,7 @@ def _attach_vocabulary(module: nn.Embedding, group: Group, start: int, stop: int
         return ((ids - start).clamp(0, stop - start - 1), *args[1:])
 
     def add(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return _SumOut.apply(output * here[0].unsqueeze(-1), group)
+        return sum_out(output * here[0].unsqueeze(-1), group)
 
     module.register_forward_pre_hook(shift)
     module.register_forward_hook(add)

@@ -11,27 +11,27 @@ import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from elasticd.records import Vote
 from elasticd.runtime.groups import Group
 
-#: step, prepared number, saving, snapshot, finite, tokens (int64); squares, loss sum, target count (float64);
-#: samples hash.
-_RECORD = struct.Struct("<qqqqqqdddQ")
+#: A record's fields in their order: integers, but for sums of squares and loss and the count of targets.
+_RECORD = struct.Struct("<qqq??qdddQq")
 
 
 class LedgerError(RuntimeError):
     """The samples that travelled through some rank are not those of the batch plan."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(NamedTuple):
     """What one rank brings. `squares` is the sum of squares of the gradient pieces that it owns; loss sum and
-    count are of the samples whose loss it computed (zero elsewhere); `samples` hashes the ids that came with
+    targets are of the samples whose loss it computed (zero elsewhere); `samples` hashes the ids that came with
     the tensors into its forward; `saving` is the word on its checkpoint (see machines.saving); `snapshot` says
-    that one is due after this step, and that this rank can make it."""
+    that one is due after this step, and that this rank can make it; `failed` is one more than the index of a
+    sample that this rank could not read, or 0."""
 
     step: int
     prepared: int
@@ -41,47 +41,26 @@ class Record:
     tokens: int
     squares: float
     loss: float
-    count: float
+    targets: float
     samples: int
+    failed: int = 0
 
     def pack(self) -> torch.Tensor:
-        data = _RECORD.pack(
-            self.step,
-            self.prepared,
-            self.saving,
-            self.snapshot,
-            self.finite,
-            self.tokens,
-            self.squares,
-            self.loss,
-            self.count,
-            self.samples,
-        )
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        packed = torch.empty(_RECORD.size, dtype=torch.uint8)
+        _RECORD.pack_into(packed.numpy().data, 0, *self)
+        return packed
 
     @classmethod
     def unpack(cls, tensor: torch.Tensor) -> Record:
-        step, prepared, saving, snapshot, finite, tokens, *rest = _RECORD.unpack(bytes(tensor.tolist()))
-        squares, loss, count, samples = rest
-        return cls(
-            step=step,
-            prepared=prepared,
-            saving=saving,
-            snapshot=bool(snapshot),
-            finite=bool(finite),
-            tokens=tokens,
-            squares=squares,
-            loss=loss,
-            count=count,
-            samples=samples,
-        )
+        return cls._make(_RECORD.unpack(tensor.numpy().data))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What the vote decided, the same on every rank: mean loss per target, gradient norm of the mean loss,
     target count, tokens, whether to apply the update, and of every rank the number that it had prepared, its
-    word on checkpoints and its bit on snapshots."""
+    word on checkpoints and its bit on snapshots. `failed`: the first rank that could not read a sample, and the
+    sample's index; nothing is applied then."""
 
     step: int
     loss: float
@@ -92,6 +71,7 @@ class Outcome:
     prepared: tuple[int, ...]
     saving: tuple[int, ...]
     snapshot: tuple[bool, ...]
+    failed: tuple[int, int] | None = None
 
     @property
     def vote(self) -> Vote:
@@ -108,7 +88,8 @@ class Outcome:
 
 def hash_samples(ids: Iterable[int]) -> int:
     """A 64-bit hash of sample ids in order."""
-    data = b"".join(struct.pack("<q", i) for i in ids)
+    listed = tuple(ids)
+    data = struct.pack(f"<{len(listed)}q", *listed)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -116,28 +97,31 @@ def fold(records: Sequence[Record], expected: Sequence[int]) -> Outcome:
     """Folds the records in rank order; `expected` are the hashes that the batch plan gives each rank.
 
     Raises `LedgerError` on every rank alike where samples or steps differ."""
-    steps = sorted({record.step for record in records})
+    steps = {record.step for record in records}
     if len(steps) != 1:
-        raise LedgerError(f"ranks are at different steps: {steps}")
+        raise LedgerError(f"ranks are at different steps: {sorted(steps)}")
+    step = records[0].step
     wrong = [rank for rank, record in enumerate(records) if record.samples != expected[rank]]
     if wrong:
-        raise LedgerError(f"step {steps[0]}: ranks {wrong} did not see the samples of the batch plan")
-    count = math.fsum(record.count for record in records)
+        raise LedgerError(f"step {step}: ranks {wrong} did not see the samples of the batch plan")
+    count = math.fsum(record.targets for record in records)
     if not count:
-        raise LedgerError(f"step {steps[0]}: the loss counted no targets in the whole batch")
+        raise LedgerError(f"step {step}: the loss counted no targets in the whole batch")
     loss = math.fsum(record.loss for record in records)
     squares = math.fsum(record.squares for record in records)
     finite = all(record.finite for record in records) and math.isfinite(squares)
+    failed = next(((rank, record.failed - 1) for rank, record in enumerate(records) if record.failed), None)
     return Outcome(
-        step=steps[0],
+        step=step,
         loss=loss / count,
         norm=math.sqrt(squares) / count if math.isfinite(squares) else math.inf,
         count=count,
         tokens=sum(record.tokens for record in records),
-        apply=finite,
+        apply=finite and failed is None,
         prepared=tuple(record.prepared for record in records),
         saving=tuple(record.saving for record in records),
         snapshot=tuple(record.snapshot for record in records),
+        failed=failed,
     )
 
 

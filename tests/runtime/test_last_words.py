@@ -11,6 +11,7 @@ from elasticd.messages import (
     Doubt,
     Finished,
     Kept,
+    Leaving,
     Message,
     Prepared,
     Refused,
@@ -61,6 +62,11 @@ def test_a_word_outdates_all_about_lower_numbers() -> None:
     assert left(Kept(number=2, step=3), Finished(step=9)) == [Kept(number=2, step=3), Finished(step=9)]
 
 
+def test_that_it_is_told_to_go_outlasts_all_else_that_is_said() -> None:
+    leaving = Leaving(reason="SIGTERM")
+    assert left(leaving, BEREFT, standing(2), swapped(3)) == [leaving, swapped(3)]
+
+
 NUMBERS = st.integers(1, 6)
 WORDS = st.one_of(
     st.builds(Prepared, number=NUMBERS),
@@ -68,6 +74,7 @@ WORDS = st.one_of(
     st.builds(standing, NUMBERS),
     st.builds(Kept, number=NUMBERS, step=st.just(1)),
     st.builds(Finished, step=st.just(9)),
+    st.builds(Leaving, reason=st.just("SIGTERM")),
     st.builds(Bereft, step=st.integers(0, 3), reason=st.just("")),
 )
 

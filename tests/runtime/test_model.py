@@ -9,7 +9,8 @@ from elasticd_planner.plan import Stage
 from torch import nn
 
 from elasticd.models import Decoder, DecoderConfig
-from elasticd.runtime.model import Model, ModelError, Region, Rule, UnitsOf
+from elasticd.runtime.model import Model, ModelError
+from elasticd.runtime.rules import Column, UnitsOf
 
 CONFIG = DecoderConfig(vocabulary=16, width=16, layers=3, heads=4, kv_heads=2, hidden=12)
 
@@ -24,10 +25,11 @@ def test_a_member_holds_its_slices_and_knows_its_units() -> None:
     local = decoder().local(stage, 0)
     assert list(local.modules) == ["embed", "blocks.0", "blocks.1"]
     attention = local.modules["blocks.1"].attention
-    assert (attention.heads, attention.kv_heads) == (range(3), range(2))
+    assert (attention.heads, attention.kv_heads) == (3, 3)  # a kv-head for each: the cut is inside a group
     assert attention.q.weight.shape == (12, 16)
     other = decoder().local(stage, 1).modules["blocks.0"].attention
-    assert (other.heads, other.kv_heads) == (range(3, 4), range(1, 2))
+    assert (other.heads, other.kv_heads) == (1, 1)
+    assert (other.q.out_features, other.o.in_features) == (4, 4)
     assert local.parameters["embed.tokens.weight"][0] == Box(start=(0, 0), stop=(12, 16))
 
 
@@ -113,17 +115,17 @@ def plain(**changes: object) -> Model:
     ("changes", "message"),
     [
         ({"blocks": []}, "blocks must be a non-empty list"),
-        ({"rules": [Rule("blocks.*.wieght", dim=0, units="columns")]}, "matches no parameter"),
+        ({"rules": {"blocks.*.wieght": Column("columns")}}, r"'blocks.\*.wieght' matches no parameter"),
         ({"ties": {"head.weight": "embed.weights"}}, "'embed.weights' is not a parameter"),
-        ({"head": nn.BatchNorm1d(4)}, "keeps running statistics"),
+        ({"head": nn.BatchNorm1d(4)}, "head is a BatchNorm1d: its statistics"),
         ({"head": Scaled(4, persistent=False).to("meta")}, r"head.gain is a buffer without values"),
-        ({"regions": [Region("blocks.*.atention", "reduce")]}, "matches no submodule"),
         ({"units": {"heads": UnitsOf(2, attribute="blocks.*.heads")}}, "is no attribute"),
-        ({"blocks": [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))]}, "dropout of p = 0.1"),
-        ({"blocks": [SHARED, SHARED]}, "are one parameter: say so with ties"),
+        ({"units": {"heads": UnitsOf(3, attribute="blocks.*.out_features")}}, "= 4 is no multiple of 3"),
+        ({"units": {"heads": UnitsOf()}}, "no rule uses them"),
+        ({"blocks": [nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout(0.1))]}, "blocks.0.1 is a AlphaDropout"),
         ({"blocks": [nn.Sequential(SHARED, SHARED)]}, "inside blocks.0: use one name"),
         (
-            {"rules": [Rule("head.weight", dim=0, units="rows")], "units": {"rows": UnitsOf(3)}},
+            {"rules": {"head.weight": Column("rows")}, "units": {"rows": UnitsOf(3)}},
             "does not divide",
         ),
     ],

@@ -21,7 +21,7 @@ def record(**changes: object) -> Record:
         "tokens": 8,
         "squares": 4.0,
         "loss": 2.0,
-        "count": 4.0,
+        "targets": 4.0,
         "samples": 7,
     }
     return Record(**{**given, **changes})  # type: ignore[arg-type]
@@ -43,7 +43,7 @@ def test_a_record_survives_the_wire(**fields: object) -> None:
 
 
 def test_sums_are_divided_once_by_the_global_count() -> None:
-    outcome = fold([record(loss=2.0, count=4.0), record(loss=10.0, count=2.0, squares=5.0)], [7, 7])
+    outcome = fold([record(loss=2.0, targets=4.0), record(loss=10.0, targets=2.0, squares=5.0)], [7, 7])
     assert outcome.loss == pytest.approx(2.0)
     assert outcome.norm == pytest.approx(math.sqrt(9.0) / 6.0)
     assert outcome.apply
@@ -66,7 +66,7 @@ def test_ranks_at_different_steps_are_an_error() -> None:
 
 def test_a_batch_without_a_single_target_is_an_error() -> None:
     with pytest.raises(LedgerError, match="no targets"):
-        fold([record(count=0.0)], [7])
+        fold([record(targets=0.0)], [7])
 
 
 def test_every_rank_learns_whether_all_can_make_a_snapshot() -> None:
@@ -75,3 +75,10 @@ def test_every_rank_learns_whether_all_can_make_a_snapshot() -> None:
 
 def test_the_hash_depends_on_the_order_of_samples() -> None:
     assert hash_samples([1, 2]) != hash_samples([2, 1])
+
+
+def test_a_sample_that_one_rank_could_not_read_is_named_on_all_and_nothing_is_applied() -> None:
+    outcome = fold([record(), record(failed=18), record(failed=3)], [7, 7, 7])
+    assert outcome.failed == (1, 17)
+    assert not outcome.apply
+    assert fold([record()], [7]).failed is None

@@ -1,0 +1,224 @@
+"""One rank of four: what the vote takes beside a bare all-gather, and what telling of a step takes of the CPU.
+
+    python benchmarks/_runtime_cost.py FOLDER RANK ADDRESS PAIRS
+
+CPU seconds are the training thread's own, counted in real steps around the functions that plan the batch, vote,
+keep clocks and report, less what is spent inside the collective. The agent's place is taken by a listener in a
+process of its own, which throws everything away. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from _trained import Text, described, engine_of, plan_of, stage
+
+from elasticd import messages, packets
+from elasticd.messages import Hello, Report, Welcome
+from elasticd.models import DecoderConfig
+from elasticd.records import JobSpec
+from elasticd.runtime import engine as engines
+from elasticd.runtime import stage as stages
+from elasticd.runtime.control import Control
+from elasticd.runtime.groups import Group
+from elasticd.runtime.telemetry import Telemetry
+from elasticd.runtime.vote import Record, fold, vote
+
+CONFIG = DecoderConfig(vocabulary=64, width=64, layers=4, heads=8, kv_heads=4, hidden=176)
+TOKENS = 16
+PLAN = plan_of(
+    (4, [stage(0, 2, a0=1), stage(2, 4, a1=1)]),
+    (4, [stage(0, 2, b0=1), stage(2, 4, b1=1)]),
+    micro_batch=1,
+)
+STEPS, WARM = 60, 10
+
+
+class Meter:
+    """CPU seconds of this thread inside the functions that it is put around; in none of them twice."""
+
+    def __init__(self) -> None:
+        self.seconds, self._depth, self._since, self._own = 0.0, 0, 0.0, 0.0
+        self._own = min(self._nothing() for _ in range(20))
+
+    def _nothing(self) -> float:
+        """What one use counts of itself: two reads of a clock that is a system call."""
+        before = self.seconds
+        for _ in range(100):
+            with self:
+                pass
+        self.seconds, spent = before, self.seconds - before
+        return spent / 100
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._since = time.thread_time()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.thread_time() - self._since - self._own
+
+    @contextmanager
+    def out(self) -> Iterator[None]:
+        """What happens inside is not counted."""
+        depth, self._depth = self._depth, 1
+        self.__exit__()
+        yield
+        self._depth = 0
+        self.__enter__()
+        self._depth = depth
+
+    def around(self, owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return inner(*args, **kwargs)
+
+        setattr(owner, name, counted)
+
+    def around_context(self, owner: Any, name: str) -> None:
+        """The entry and the exit of a context manager, not what it is put around."""
+        inner = getattr(owner, name)
+
+        @contextmanager
+        def counted(*args: Any, **kwargs: Any) -> Iterator[None]:
+            context = inner(*args, **kwargs)
+            with self:
+                context.__enter__()
+            yield
+            with self:
+                context.__exit__(None, None, None)
+
+        setattr(owner, name, counted)
+
+    def not_around(self, owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def uncounted(*args: Any, **kwargs: Any) -> Any:
+            if not self._depth:
+                return inner(*args, **kwargs)
+            with self.out():
+                return inner(*args, **kwargs)
+
+        setattr(owner, name, uncounted)
+
+
+def listen(path: str, ready: Any) -> None:
+    """An agent that welcomes one worker and throws away what it says."""
+    listener = packets.listen(path)
+    listener.setblocking(True)
+    ready.set()
+    sock, _ = listener.accept()
+    packets.receive(sock)
+    packets.send(sock, messages.encode(Welcome(device=PLAN.members[0], incarnation="1", address="127.0.0.1")))
+    while packets.receive(sock) is not None:
+        pass
+
+
+@contextmanager
+def control(folder: Path, rank: int) -> Iterator[Control]:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    path = str(folder / f"agent-{rank}")
+    agent = context.Process(target=listen, args=(path, ready), daemon=True)
+    agent.start()
+    ready.wait(60)
+    spec = JobSpec(
+        job="bench",
+        model=described(CONFIG).spec,
+        global_batch=PLAN.global_batch,
+        micro_batch=1,
+        samples=512,
+        sample_tokens=float(TOKENS),
+        seed=0,
+    )
+    made = Control(path, Hello(job="bench", local_rank=rank, world_size=4, pid=os.getpid(), spec=spec))
+    made.start(lambda message: None)
+    try:
+        yield made
+    finally:
+        agent.kill()
+        agent.join()
+
+
+def cpu_seconds(engine: engines.Engine, talk: Control) -> float:
+    """Of a step, in the mean."""
+    meter = Meter()
+    for name in ("vote", "expected_hash", "hash_samples"):
+        meter.around(engines, name)
+    for owner, name in ((engines.Recipe, "batch"), (stages, "hash_samples")):
+        meter.around(owner, name)
+    for name in ("begin", "worked", "finish"):
+        meter.around(Telemetry, name)
+    meter.around_context(Telemetry, "compute")
+    meter.not_around(Group, "all_gather")
+    meter.around(talk, "send")
+    for index in range(WARM + STEPS):
+        if index == WARM:
+            meter.seconds = 0.0
+        done = engine.step(index, lambda: 0)
+        talk.send(Report(measurement=done.measurement, loss=done.outcome.loss, tokens=done.outcome.tokens))
+    return meter.seconds / STEPS
+
+
+def paired(group: Group, pairs: int) -> dict[str, list[float]]:
+    """Wall seconds of votes and of bare all-gathers of the same size, in turns, each after a barrier."""
+    record = Record(
+        step=1,
+        prepared=0,
+        saving=0,
+        snapshot=False,
+        finite=True,
+        tokens=8,
+        squares=1.0,
+        loss=1.0,
+        targets=1.0,
+        samples=7,
+    )
+    packed = record.pack()
+
+    def bare() -> None:
+        out = [torch.empty_like(packed) for _ in range(group.size)]
+        group.backend.allgather([out], [packed]).wait()
+
+    sides: list[tuple[str, Callable[[], Any]]] = [
+        ("vote", lambda: vote(group, record, [7] * group.size)),
+        ("bare", bare),
+    ]
+    found: dict[str, list[float]] = {"vote": [], "bare": []}
+    for index in range(50 + pairs):
+        for name, work in sides if index % 2 else sides[::-1]:
+            group.backend.barrier().wait()
+            start = time.perf_counter()
+            work()
+            if index >= 50:
+                found[name].append(time.perf_counter() - start)
+    fold([record] * group.size, [7] * group.size)
+    return found
+
+
+def main(folder: Path, rank: int, address: str, pairs: int) -> dict[str, object]:
+    torch.set_num_threads(1)
+    with control(folder, rank) as talk:
+        engine = engine_of(folder, rank, address, PLAN, CONFIG, Text.of(CONFIG.vocabulary, TOKENS))
+        found: dict[str, object] = dict(paired(engine.fabric.group(PLAN.members, "vote"), pairs))
+        found["cpu"] = cpu_seconds(engine, talk)
+        return found
+
+
+if __name__ == "__main__":
+    folder, rank, address, pairs = sys.argv[1:]
+    print(json.dumps(main(Path(folder), int(rank), address, int(pairs))), flush=True)
+    os._exit(0)

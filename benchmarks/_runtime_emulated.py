@@ -1,0 +1,76 @@
+"""One rank of eight emulated devices under an uneven plan, and what the event-driven simulation says of it.
+
+    python benchmarks/_runtime_emulated.py FOLDER RANK ADDRESS STEPS
+
+The table is seconds of a whole block for a micro-batch; one device is three times slower than the others and
+has the smallest share of its group. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from _trained import Text, engine_of, plan_of, stage
+from elasticd_planner.plan import Pipeline
+from elasticd_planner.timeline import simulate
+
+from elasticd.messages import Pace
+from elasticd.models import DecoderConfig
+from elasticd.runtime.emulation import Pacer
+
+CONFIG = DecoderConfig(vocabulary=64, width=32, layers=6, heads=8, kv_heads=8, hidden=48)
+TOKENS = 8
+#: Seconds of one whole block for one micro-batch on a device of rate 1.
+FORWARD, BACKWARD = 0.1, 0.2
+FACTORS = {"a/1": 3.0}
+PLAN = plan_of(
+    (5, [stage(0, 3, a0=3, a1=1), stage(3, 6, a2=1, a3=1)]),
+    (3, [stage(0, 2, b0=1), stage(2, 6, b1=2, b2=1, b3=1)]),
+    micro_batch=1,
+)
+WARM = 2
+
+
+def simulated() -> float:
+    """Seconds of a step of the slowest pipeline, fed with the table."""
+    return max(_pipeline(pipeline) for pipeline in PLAN.modules[0].pipelines)
+
+
+def _pipeline(pipeline: Pipeline) -> float:
+    widest = [
+        stage.layers
+        * max(stage.fraction(i) * FACTORS.get(device, 1.0) for i, device in enumerate(stage.devices))
+        for stage in pipeline.stages
+    ]
+    return simulate(
+        [[FORWARD * each] * pipeline.micro_batches for each in widest],
+        [[BACKWARD * each] * pipeline.micro_batches for each in widest],
+    ).seconds
+
+
+def main(folder: Path, rank: int, address: str, steps: int) -> dict[str, object]:
+    torch.set_num_threads(1)
+    pacer = Pacer(
+        Pace(forward=FORWARD / TOKENS, backward=BACKWARD / TOKENS, factor=FACTORS.get(PLAN.members[rank], 1.0))
+    )
+    engine = engine_of(folder, rank, address, PLAN, CONFIG, Text.of(CONFIG.vocabulary, TOKENS), pacer)
+    seconds = []
+    for index in range(WARM + steps):
+        start = time.perf_counter()
+        engine.step(index, lambda: 0)
+        seconds.append(time.perf_counter() - start)
+        if index < WARM:
+            pacer.take()
+    paced, overruns = pacer.take()
+    return {"seconds": seconds[WARM:], "paced": paced, "overruns": overruns}
+
+
+if __name__ == "__main__":
+    folder, rank, address, steps = sys.argv[1:]
+    print(json.dumps(main(Path(folder), int(rank), address, int(steps))), flush=True)
+    os._exit(0)

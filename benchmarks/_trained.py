@@ -1,0 +1,134 @@
+"""What the benchmark of the runtime trains, our way: a decoder on a rank of a plan, without agent and leader.
+
+The head has a weight of its own: torch's pipelining knows no tied weights, and all are to do the same work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from elasticd_planner.batch import Sampler
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Layouts
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from torch import nn
+
+from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.models.decoder import initial
+from elasticd.runtime.data import pad
+from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.groups import Fabric
+from elasticd.runtime.model import Model
+from elasticd.runtime.stage import Pace
+from tests.migration.files import Files
+
+SEED = 1
+CONFIG = DecoderConfig(vocabulary=256, width=256, layers=4, heads=8, kv_heads=4, hidden=704)
+TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Text:
+    """Sequences of one length, each a function of its index, drawn before anything is measured."""
+
+    ids: torch.Tensor
+
+    @classmethod
+    def of(cls, vocabulary: int, tokens: int, samples: int = 512) -> Text:
+        generator = torch.Generator().manual_seed(SEED)
+        return cls(torch.randint(0, vocabulary, (samples, tokens + 1), generator=generator))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"inputs": self.ids[index, :-1], "targets": self.ids[index, 1:]}
+
+
+def untied(config: DecoderConfig) -> Decoder:
+    decoder = Decoder(config)
+    decoder.head.output.weight = nn.Parameter(torch.empty_like(decoder.embed.tokens.weight))
+    return decoder
+
+
+def described(config: DecoderConfig) -> Model:
+    """The decoder as elasticd trains it, without the tie."""
+    with torch.device("meta"):
+        decoder = untied(config)
+    tied = Decoder(config).describe()
+    return Model(
+        name="bench",
+        embed=decoder.embed,
+        blocks=list(decoder.blocks),
+        head=decoder.head,
+        width=config.width,
+        init=initial,
+        rules=tied.rules,
+        units=tied.units,
+    )
+
+
+def filled(config: DecoderConfig) -> Decoder:
+    """The whole decoder in one process, with the values that every layout starts from."""
+    decoder, model = untied(config), described(config)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(model.first_value(name, Box.whole(parameter.shape), SEED))
+    return decoder
+
+
+def stage(start: int, stop: int, **shares: int) -> Stage:
+    """`stage(0, 2, a0=1, a1=1)`: blocks [0, 2) on the devices a/0 and a/1."""
+    names = tuple(f"{name[:-1]}/{name[-1]}" for name in shares)
+    return Stage(start=start, stop=stop, devices=names, shares=tuple(shares.values()))
+
+
+def plan_of(*pipelines: tuple[int, Sequence[Stage]], micro_batch: int) -> Plan:
+    made = tuple(Pipeline(stages=tuple(stages), micro_batches=m) for m, stages in pipelines)
+    return Plan(
+        number=1,
+        strategies=(Strategy(modules=(ModulePlan(module="model", pipelines=made),)),),
+        micro_batch=micro_batch,
+        global_batch=micro_batch * sum(m for m, _ in pipelines),
+    )
+
+
+def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-3)
+
+
+def unpaced(kind: str, tokens: int, share: float, start: float, communicated: float) -> None:
+    pass
+
+
+def sampler(plan: Plan, data: Text) -> Sampler:
+    return Sampler(size=len(data), global_batch=plan.global_batch, seed=SEED)
+
+
+def engine_of(
+    folder: Path, rank: int, address: str, plan: Plan, config: DecoderConfig, data: Text, pace: Pace = unpaced
+) -> Engine:
+    """The engine of one rank, as a switch makes it."""
+    recipe = Recipe(
+        model=described(config),
+        loss=next_token_loss,
+        optimizer=adamw,
+        dataset=data,
+        collate=pad,
+        sampler=sampler(plan, data),
+    )
+    me = plan.members[rank]
+    layouts = Layouts(recipe.model.spec, plan)
+    fabric = Fabric("bench", me, address, Files(folder / "ours"))
+    groups = connect(fabric, layouts)
+    local = build(recipe.model, plan, me)
+    engine = Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=pace)
+    engine.adopt(first_state(recipe.model, layouts, me, SEED))
+    return engine
+
+
+#: One step of one side; its loss where this rank has it.
+StepOf = Callable[[int], float | None]

@@ -1,0 +1,126 @@
+"""The figures of the runtime: a step beside plain torch's, beside its own simulation, and what telling costs.
+
+make bench NAME=runtime
+
+Our step and torch's run in one process by turns, on the same ranks, model, samples and first values, and their
+losses must agree. A step of ours has its vote in it, and so the global loss and gradient norm; torch's has not.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from _movers import gang  # noqa: E402
+from _pairs import ratio, ratio_rows  # noqa: E402
+from _results import Row, finish, row  # noqa: E402
+from _runtime_emulated import PLAN, simulated  # noqa: E402
+from _runtime_sides import CLOSE  # noqa: E402
+
+PAIRS = 40
+VOTES = 400
+EMULATED_STEPS = 10
+STEP = 0.05  # seconds, of which telling may take a part
+MOST_TOLD = 0.01
+MOST_OVERRUNS = 0.01
+
+PEERS = {
+    "DDP": ("two ranks, data parallel: step over torch DDP's", 1.05),
+    "TP": ("TP 2: step over torch's parallelize_module", 1.10),
+    "1F1B": ("PP 2, 8 micro-batches: step over torch's Schedule1F1B", 1.10),
+    "GPipe": ("PP 2, 8 micro-batches: 1F1B step over torch's ScheduleGPipe", 1.10),
+}
+
+
+def slowest(found: list[dict[str, Any]], key: str) -> list[float]:
+    """Seconds of each turn, of the rank that took longest."""
+    return [max(each) for each in zip(*(rank[key] for rank in found), strict=True)]
+
+
+def peer_rows(scene: str) -> Iterator[Row]:
+    name, most = PEERS[scene]
+    found = gang("_runtime_sides.py", ["127.0.0.1"] * 2, [scene, str(PAIRS)], seconds=900)
+    apart = agreement(found)
+    if apart > CLOSE:
+        raise SystemExit(f"{scene}: losses differ by {apart}: the two sides do not train the same")
+    seconds = {
+        side: slowest([{side: [s for s, _ in rank[side]]} for rank in found], side)
+        for side in ("ours", "theirs")
+    }
+    yield from ratio_rows(name, ratio(seconds["ours"], seconds["theirs"]), most)
+    yield row(f"{name.partition(':')[0]}: our step", statistics.median(seconds["ours"]) * 1e3, "ms")
+
+
+def agreement(found: list[dict[str, Any]]) -> float:
+    """How far the two sides' losses are apart, at most."""
+    apart = 0.0
+    for step, (_, ours) in enumerate(found[0]["ours"]):
+        theirs = [rank["theirs"][step][1] for rank in found]
+        there = [loss for loss in theirs if loss is not None]
+        apart = max(apart, abs(ours - statistics.mean(there)))
+    return apart
+
+
+def emulated_rows() -> Iterator[Row]:
+    ranks = len(PLAN.members)
+    found = gang("_runtime_emulated.py", ["127.0.0.1"] * ranks, [str(EMULATED_STEPS)], seconds=900)
+    seconds = slowest(found, "seconds")
+    middle, expected = statistics.median(seconds), simulated()
+    off = abs(middle / expected - 1)
+    spread = (max(seconds) - min(seconds)) / middle
+    name = f"{ranks} emulated devices, uneven plan"
+    yield row(
+        f"{name}: step's distance from the event-driven simulation",
+        off,
+        "",
+        kind="emulated",
+        goal="<= 0.05",
+        met=off <= 0.05,
+        noise=spread,
+    )
+    yield row(f"{name}: measured step", middle, "s", kind="emulated", noise=spread)
+    yield row(f"{name}: simulated step", expected, "s", kind="simulated")
+    late = sum(rank["overruns"] for rank in found) / sum(rank["paced"] for rank in found)
+    yield row(
+        f"{name}: overruns of the emulation",
+        late,
+        "",
+        kind="emulated",
+        goal="<= 0.01",
+        met=late <= MOST_OVERRUNS,
+    )
+
+
+def cost_rows() -> Iterator[Row]:
+    found = gang("_runtime_cost.py", ["127.0.0.1"] * 4, [str(VOTES)], seconds=900)
+    votes, bare = slowest(found, "vote"), slowest(found, "bare")
+    yield from ratio_rows("four ranks: the vote over a bare all-gather of its size", ratio(votes, bare), 1.3)
+    yield row("four ranks: the vote", statistics.median(votes) * 1e3, "ms")
+    yield row("four ranks: a bare all-gather of its size", statistics.median(bare) * 1e3, "ms")
+    cpu = max(rank["cpu"] for rank in found)
+    part = cpu / STEP
+    yield row(
+        "vote, telemetry and control: CPU time outside the collective, of a step of 50 ms",
+        part,
+        "",
+        goal=f"<= {MOST_TOLD}",
+        met=part <= MOST_TOLD,
+    )
+    yield row("vote, telemetry and control: CPU time outside the collective", cpu * 1e6, "us")
+
+
+def rows() -> Iterator[Row]:
+    for scene in PEERS:
+        yield from peer_rows(scene)
+    yield from emulated_rows()
+    yield from cost_rows()
+
+
+if __name__ == "__main__":
+    sys.exit(finish("runtime", list(rows())))

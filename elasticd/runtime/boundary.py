@@ -1,0 +1,157 @@
+"""What passes between two stages: receives are posted before their pass comes up, sends are never waited for.
+
+Between unequal TP groups each receiver has one sender: activations and their gradients are whole on every
+member of a stage, so receiver j takes them from member j mod (size of the other stage).
+
+An activation's shape is known only when it comes. So a header goes first, and the payload's receive is posted
+with room for the largest that has crossed this boundary in earlier steps of the plan, which both ends know.
+What is larger follows in a second message, once the header has told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elasticd.runtime.groups import Group
+from elasticd.runtime.headers import empty_header, pack_header, unpack_header
+from elasticd.runtime.schedule import Pass
+
+#: Messages of one micro-batch: header, activation, what did not fit, gradient.
+_HEADER, _PAYLOAD, _REST, _GRADIENT, _KINDS = range(5)
+
+
+class Room:
+    """The largest activation that crossed a boundary before this step, in bytes; the same on both ends."""
+
+    def __init__(self) -> None:
+        self.bytes = self._largest = 0
+
+    def crossed(self, size: int) -> None:
+        self._largest = max(self._largest, size)
+
+    def end_step(self) -> None:
+        self.bytes = self._largest
+
+
+@dataclass
+class _Posted:
+    header: Tensor
+    works: list[Any]
+    payload: Tensor | None
+
+
+class Before:
+    """A stage's border with the one before it: activations come, gradients go. `proves`: what one member of
+    that stage did proves what all did, for they talk in each block."""
+
+    def __init__(
+        self, group: Group, source: int, destinations: Sequence[int], dtype: torch.dtype, *, proves: bool
+    ) -> None:
+        self._group, self._source, self._destinations = group, source, tuple(destinations)
+        self._dtype, self._proves = dtype, proves
+        self._room = Room()
+        self._posted: dict[int, _Posted] = {}
+        self._sent: dict[int, list[int]] = {}
+        self._passed: dict[int, int] = {}
+
+    def begin_step(self, order: Iterable[Pass]) -> None:
+        """`order`: the passes of the stage before. When one of its activations comes, the gradients of the
+        backward passes that it ran before are there."""
+        done = 0
+        for kind, index in order:
+            if kind == "backward":
+                done += 1
+            else:
+                self._passed[index] = done
+
+    def post(self, index: int, samples: int) -> None:
+        """Starts to receive the activation of a micro-batch of so many samples, if that was not done."""
+        if index in self._posted:
+            return
+        header = empty_header(samples)
+        works = [self._group.post(header, self._source, index * _KINDS + _HEADER)]
+        payload = None
+        if self._room.bytes:
+            payload = torch.empty(self._room.bytes // self._dtype.itemsize, dtype=self._dtype)
+            works.append(self._group.post(payload, self._source, index * _KINDS + _PAYLOAD))
+        self._posted[index] = _Posted(header, works, payload)
+
+    def activation(self, index: int, samples: int) -> tuple[Tensor, tuple[int, ...]]:
+        """The activation of a micro-batch and its sample ids; waits until it is here."""
+        self.post(index, samples)
+        posted = self._posted.pop(index)
+        for work in posted.works:
+            self._group.take(work)
+        if self._proves:
+            for earlier in [i for i in self._sent if i < self._passed[index]]:
+                self._group.arrived(self._sent.pop(earlier))
+        shape, ids = unpack_header(posted.header)
+        elements = torch.Size(shape).numel()
+        self._room.crossed(elements * self._dtype.itemsize)
+        first = posted.payload if posted.payload is not None else torch.empty(0, dtype=self._dtype)
+        if elements <= first.numel():
+            return first[:elements].view(shape), ids
+        whole = torch.empty(elements, dtype=self._dtype)
+        whole[: first.numel()] = first
+        self._group.receive(whole[first.numel() :], self._source, index * _KINDS + _REST)
+        return whole.view(shape), ids
+
+    def send_gradient(self, index: int, grad: Tensor) -> None:
+        grad = grad.contiguous()
+        tag = index * _KINDS + _GRADIENT
+        self._sent[index] = [self._group.send(grad, rank, tag) for rank in self._destinations]
+
+    def end_step(self) -> None:
+        self._room.end_step()
+        self._sent.clear()
+
+
+class After:
+    """A stage's border with the one after it: activations go, gradients come. With `proves` a gradient that
+    came proves that all members of that stage have its activation."""
+
+    def __init__(self, group: Group, source: int, destinations: Sequence[int], *, proves: bool) -> None:
+        self._group, self._source, self._destinations = group, source, tuple(destinations)
+        self._proves = proves
+        self._room = Room()
+        self._posted: dict[int, tuple[Tensor, Any]] = {}
+        self._sent: dict[int, list[int]] = {}
+
+    def send_activation(self, index: int, x: Tensor, ids: Sequence[int]) -> None:
+        flat, room = x.contiguous().view(-1), self._room.bytes // x.element_size()
+        self._room.crossed(flat.nbytes)
+        header = pack_header(x.shape, ids)
+        parts = [(_HEADER, header)]
+        if room:
+            parts.append((_PAYLOAD, flat[:room]))
+        if flat.numel() > room:
+            parts.append((_REST, flat[room:]))
+        self._sent[index] = [
+            self._group.send(part, rank, index * _KINDS + kind)
+            for rank in self._destinations
+            for kind, part in parts
+        ]
+
+    def post(self, index: int, like: Tensor) -> None:
+        """Starts to receive the gradient of a micro-batch, of the shape of its activation."""
+        if index not in self._posted:
+            grad = torch.empty_like(like, memory_format=torch.contiguous_format)
+            self._posted[index] = grad, self._group.post(grad, self._source, index * _KINDS + _GRADIENT)
+
+    def gradient(self, index: int, like: Tensor) -> Tensor:
+        """Waits until it is here."""
+        self.post(index, like)
+        grad, work = self._posted.pop(index)
+        self._group.take(work)
+        if self._proves:
+            self._group.arrived(self._sent.pop(index, ()))
+        return grad
+
+    def end_step(self) -> None:
+        self._room.end_step()
+        self._sent.clear()

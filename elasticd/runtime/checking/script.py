@@ -1,0 +1,61 @@
+"""A training script run up to its Job: what it gave, without an agent."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from elasticd.runtime import job as jobs
+from elasticd.runtime.checking.trial import Subject
+
+
+class CannotCheck(ValueError):
+    """The script cannot be run up to its Job: one message."""
+
+
+class _Given(BaseException):
+    """What a Job was made of. No Exception, so that the script does not catch it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+def subject_of(script: str, arguments: Sequence[str]) -> Subject:
+    """Runs the script as `python SCRIPT ARGUMENTS` until it makes its Job."""
+    if not Path(script).is_file():
+        raise CannotCheck(f"there is no file {script}")
+    signature = inspect.signature(jobs.Job.__init__)
+
+    class Recorder:
+        def __init__(self, *args: Any, **given: Any) -> None:
+            bound = signature.bind(self, *args, **given)
+            bound.apply_defaults()
+            raise _Given(dict(bound.arguments))
+
+    real, path, argv = jobs.Job, list(sys.path), sys.argv
+    jobs.Job = Recorder  # type: ignore[assignment,misc]
+    sys.argv, sys.path[0:0] = [script, *arguments], [str(Path(script).parent.resolve())]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except _Given as given:
+        found = given.arguments
+        return Subject(
+            **{key: found[key] for key in ("model", "loss", "dataset", "collate", "seed")},
+        )
+    except SystemExit as error:
+        raise CannotCheck(f"{script} ended before it made a Job: {error}") from None
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise CannotCheck(
+            f"{script} failed before it made a Job: {type(error).__name__}: {error} "
+            f"({place.filename}, line {place.lineno})"
+        ) from error
+    finally:
+        jobs.Job, sys.argv, sys.path[:] = real, argv, path  # type: ignore[misc]
+    raise CannotCheck(f"{script} ended without making an elasticd.Job")

@@ -1,0 +1,152 @@
+"""One step of a model under one plan, its members as threads: outputs, gradients and what failed where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from elasticd_planner.batch import Sampler
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Layouts
+from elasticd_planner.plan import Plan
+from torch import Tensor, nn
+
+from elasticd.runtime.data import Collate, Dataset
+from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.groups import Fabric, PeerLost
+from elasticd.runtime.in_memory import MemoryFabric, run_threads, unpaced
+from elasticd.runtime.model import Model
+from elasticd.runtime.stage import Loss
+
+MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a script gave its Job."""
+
+    model: Model
+    loss: Loss
+    dataset: Dataset
+    collate: Collate
+    seed: int
+
+    def recipe(self, batch: int) -> Recipe:
+        return Recipe(
+            model=self.model,
+            loss=self.loss,
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
+            dataset=self.dataset,
+            collate=self.collate,
+            sampler=Sampler(size=len(self.dataset), global_batch=batch, seed=self.seed),
+        )
+
+
+@dataclass(frozen=True)
+class Held:
+    """A member's part of a parameter: its gradient once reduced, and the term of it that was computed here."""
+
+    box: Box
+    reduced: Tensor
+    term: Tensor
+
+
+@dataclass(kw_only=True)
+class Member:
+    """What one member saw in the step: its sections' outputs, its gradients, sections that drew random numbers
+    and buffers that changed, and the modules that it was in when it ended."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Held] = field(default_factory=dict)
+    drew: set[str] = field(default_factory=set)
+    changed: list[str] = field(default_factory=list)
+    inside: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A step under a plan. failed: in which module, and how, where it did."""
+
+    loss: float = float("nan")
+    members: dict[str, Member]
+    failed: tuple[str, BaseException] | None = None
+
+
+def tried(subject: Subject, plan: Plan) -> Trial:
+    """Takes one step under the plan."""
+    layouts = Layouts(subject.model.spec, plan)
+    members = {name: Member() for name in plan.members}
+
+    def worker(memory: MemoryFabric) -> float:
+        fabric, recipe, seen = cast(Fabric, memory), subject.recipe(plan.global_batch), members[memory.me]
+        engine = Engine(
+            recipe=recipe,
+            layouts=layouts,
+            local=build(recipe.model, plan, memory.me),
+            fabric=fabric,
+            groups=connect(fabric, layouts),
+            pace=unpaced,
+        )
+        engine.adopt(first_state(recipe.model, layouts, memory.me, subject.seed))
+        terms: dict[str, Tensor] = {}
+        for name, (_, parameter) in engine.local.parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_keep(terms, name))
+        for section, module in engine.local.modules.items():
+            _follow(section, module, seen)
+
+        def reduced(*_: Any) -> None:
+            for name, (box, parameter) in engine.local.parameters.items():
+                if parameter.grad is not None:
+                    term = terms.get(name, torch.zeros_like(parameter))
+                    seen.gradients[name] = Held(box, parameter.grad.detach().clone(), term)
+
+        engine.optimizer.register_step_pre_hook(reduced)
+        outcome = engine.step(0, lambda: 0, lambda: 0).outcome
+        for held in seen.gradients.values():
+            held.reduced.mul_(outcome.vote.count)
+        seen.drew = engine.local.drawing.drew
+        for name, buffer in engine.local.buffers.items():
+            first = recipe.model.first_value(name, Box.whole(tuple(buffer.shape)), subject.seed)
+            if not torch.equal(buffer, first):
+                seen.changed.append(name)
+        return outcome.loss
+
+    try:
+        losses = run_threads(plan.members, worker)
+    except PeerLost:
+        raise
+    except Exception as error:
+        inside = next((m.inside[-1] for m in members.values() if m.inside), "")
+        return Trial(members=members, failed=(inside, error))
+    return Trial(loss=losses[plan.members[0]], members=members)
+
+
+def _keep(terms: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:
+    def keep(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        terms[name] = parameter.grad.detach().clone()
+
+    return keep
+
+
+def _follow(section: str, module: nn.Module, seen: Member) -> None:
+    """Notes the output of a section, and in which submodule a forward pass is."""
+
+    def entered(path: str) -> Callable[..., None]:
+        return lambda *_: seen.inside.append(path)
+
+    def left(*_: Any) -> None:
+        seen.inside.pop()
+
+    for path, submodule in module.named_modules(prefix=section):
+        submodule.register_forward_pre_hook(entered(path), prepend=True)
+        submodule.register_forward_hook(left)
+
+    def gave(_: nn.Module, args: object, output: Any) -> None:
+        if isinstance(output, Tensor):
+            seen.outputs.setdefault(section, output.detach().clone())
+
+    module.register_forward_hook(gave)

@@ -1,0 +1,157 @@
+"""What a layout's step says of the rules: which parameter went wrong, by which rule, what would be right."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from elasticd_planner.boxes import Box
+from torch import Tensor
+
+from elasticd.runtime.checking.trial import Trial
+from elasticd.runtime.model import Model
+from elasticd.runtime.randomness import Dropout
+from elasticd.runtime.rules import Add
+
+#: Relative differences that rounding explains, by type of the parameters.
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
+
+
+def findings(model: Model, alone: Trial, other: Trial) -> Iterator[str]:
+    """One line for each thing that is wrong, the first causes first; none where all is as in one process."""
+    if other.failed is not None:
+        yield _failure(model, *other.failed)
+        return
+    (one,) = alone.members.values()
+    for section in sorted(one.drew):
+        yield (
+            f"{section}: draws random numbers that no other layout repeats (F.dropout, torch.rand): use "
+            "nn.Dropout, which is keyed by step, sample and place"
+        )
+    for name in one.changed:
+        yield f"{name}: forward changes this buffer, so that replicas' copies would differ: keep it constant"
+    if one.drew or one.changed:
+        return
+    near = _ROUNDING.get(model.dtype, 1e-2)
+    for section in model.sections:
+        outputs = [m.outputs[section] for m in other.members.values() if section in m.outputs]
+        expected = one.outputs[section]
+        if any(out.shape != expected.shape for out in outputs):
+            shapes = sorted({tuple(out.shape) for out in outputs})
+            yield (
+                f"{section}: its output is of shape {shapes[0]}, not {tuple(expected.shape)}: what a Column "
+                f"rule cut, a Row rule must sum (or gather=True). {_rules(model, section)}"
+            )
+            return
+        worst = max((_apart(out, expected) for out in outputs), default=0.0)
+        if worst > near:
+            yield (
+                f"{section}: its output differs from one process's by {worst:.1e} of its size, and its input "
+                f"did not. {_rules(model, section)}{_dropouts(model, section)}"
+            )
+            return
+    yield from _gradients(model, alone, other, near)
+    if not math.isclose(alone.loss, other.loss, rel_tol=near):
+        yield f"the loss is {other.loss:.6g}, not {alone.loss:.6g}, though all outputs agree"
+
+
+def _gradients(model: Model, alone: Trial, other: Trial, near: float) -> Iterator[str]:
+    """Of gradients that went wrong, those of the last section: the backward pass carries them to the rest."""
+    (one,) = alone.members.values()
+    largest: dict[str, float] = {}
+    for name, whole in one.gradients.items():
+        section = _section(name)
+        largest[section] = max(largest.get(section, 0.0), float(whole.reduced.abs().max()))
+    wrong: dict[str, list[str]] = {}
+    for name, whole in one.gradients.items():
+        # One that is zero but for rounding, of a bias of keys say, is measured by its neighbours.
+        scale = max(float(whole.reduced.abs().max()), 1e-3 * largest[_section(name)])
+        for line in _gradient(model, name, whole.reduced, other, near, scale):
+            wrong.setdefault(_section(name), []).append(line)
+    for section in reversed(model.sections):
+        if section in wrong:
+            yield from wrong[section]
+            return
+
+
+def _gradient(model: Model, name: str, whole: Tensor, other: Trial, near: float, scale: float) -> Iterator[str]:
+    held = [m.gradients[name] for m in other.members.values() if name in m.gradients]
+    apart = 0.0
+    for part in held:
+        expected = whole[part.box.slices(Box.whole(tuple(whole.shape)))]
+        apart = max(apart, float((part.reduced - expected).abs().max()) if expected.numel() else 0.0)
+    if apart <= near * scale:
+        return
+    rule, said = model.rule(name), _said(model, name)
+    ratio = [
+        float((p.reduced * whole).sum() / whole.square().sum()) for p in held if p.box.shape == whole.shape
+    ]
+    alike = [part for part in held if part.box.shape == tuple(whole.shape)]
+    terms = [part.term for part in alike]
+    if isinstance(rule, Add) and terms and all(_apart(term, whole) <= near for term in terms):
+        yield (
+            f"{name}: {said} adds what is the same: every member has the whole gradient, so that it came out "
+            f"{ratio[0]:.2f} times too large. Leave the rule out"
+        )
+    elif rule is None and len(terms) > 1 and _apart(torch.stack(terms).sum(0), whole) <= near:
+        yield f"{name}: has no rule, but members hold terms of its gradient, which must be added: give it Add()"
+    else:
+        off = apart / max(scale, 1e-300)
+        yield f"{name}: {said} gives a gradient that is off by {off:.1e} of its size"
+
+
+def _failure(model: Model, where: str, error: BaseException) -> str:
+    rules = _rules(model, where) if where else "It failed outside of the model's modules."
+    text = str(error).splitlines()[0] if str(error) else ""
+    return (
+        f"{where or 'the step'} failed with {type(error).__name__}: {text}. {rules} A Row rule takes an input "
+        "that is cut, a Column rule a whole one; sizes must come from attributes that `units` names"
+    )
+
+
+def _rules(model: Model, path: str) -> str:
+    """The rules of a module, and of what is in it."""
+    section = _section(path)
+    inner = path.removeprefix(section).lstrip(".")
+    found = {}
+    for owner, rules in model.owners(section).items():
+        if owner == inner or owner.startswith(f"{inner}.") or not inner:
+            for leaf in rules:
+                full = f"{section}.{owner}.{leaf}" if owner else f"{section}.{leaf}"
+                found[model.pattern(full)] = _said(model, full)
+    if not found:
+        return "No rule is about it."
+    return "Its rules: " + "; ".join(found.values()) + "."
+
+
+def _dropouts(model: Model, section: str) -> str:
+    found = [
+        path
+        for path, module in model.sections[section].named_modules(prefix=section)
+        if isinstance(module, Dropout) and module.p > 0 and model.rule(path) is None
+    ]
+    if not found:
+        return ""
+    return f" Where the input of {', '.join(found)} is cut, it needs Slice(units, dim=...)."
+
+
+def _said(model: Model, name: str) -> str:
+    rule = model.rule(name)
+    if rule is None:
+        return "no rule"
+    fields = ", ".join(repr(v) if k == "units" else f"{k}={v!r}" for k, v in vars(rule).items() if v)
+    fields = fields.replace(", parts=1", "")
+    return f"the rule {model.pattern(name)!r}: {type(rule).__name__}({fields})"
+
+
+def _section(name: str) -> str:
+    head, _, rest = name.partition(".")
+    return f"blocks.{rest.partition('.')[0]}" if head == "blocks" else head
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference, in units of the largest value."""
+    scale = float(b.abs().max()) if b.numel() else 0.0
+    gap = float((a - b).abs().max()) if b.numel() else 0.0
+    return gap / scale if scale else gap

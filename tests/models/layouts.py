@@ -1,0 +1,155 @@
+"""Runs a model under any plan, its members as threads of this process, and in plain torch in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from elasticd_planner.batch import Sampler
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Layouts
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from torch import Tensor, nn
+
+from elasticd.runtime.data import pad
+from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.groups import Fabric
+from elasticd.runtime.in_memory import MemoryFabric, run_threads, unpaced
+from elasticd.runtime.model import Model
+from elasticd.runtime.randomness import Drawing, Dropout
+
+BATCH, SEED = 8, 3
+
+Run = tuple[list[float], dict[str, Tensor]]
+
+
+def stage(start: int, stop: int, *members: tuple[str, int]) -> Stage:
+    return Stage(
+        start=start, stop=stop, devices=tuple(d for d, _ in members), shares=tuple(s for _, s in members)
+    )
+
+
+def plan_of(*pipelines: tuple[int, Sequence[Stage]], micro_batch: int = 1) -> Plan:
+    made = tuple(Pipeline(stages=tuple(stages), micro_batches=m) for m, stages in pipelines)
+    strategy = Strategy(modules=(ModulePlan(module="model", pipelines=made),))
+    batch = micro_batch * sum(m for m, _ in pipelines)
+    return Plan(number=1, strategies=(strategy,), micro_batch=micro_batch, global_batch=batch)
+
+
+def layouts_of(layers: int) -> dict[str, Plan]:
+    """The kinds of layout that every model is tried under, for a model of so many layers."""
+    half = layers // 2
+    return {
+        "replicas": plan_of(
+            (5, [stage(0, layers, ("a/0", 1))]),
+            (2, [stage(0, layers, ("a/1", 1))]),
+            (1, [stage(0, layers, ("b/0", 1))]),
+        ),
+        "tp3 uneven beside a pipeline": plan_of(
+            (5, [stage(0, layers, ("a/0", 3), ("a/1", 3), ("a/2", 2))]),
+            (3, [stage(0, 1, ("b/0", 1)), stage(1, layers, ("b/1", 1))]),
+        ),
+        "tp1 to tp4 and back": plan_of(
+            (
+                4,
+                [
+                    stage(0, half, ("a/0", 1)),
+                    stage(half, layers - 1, ("a/1", 4), ("a/2", 2), ("a/3", 1), ("b/0", 1)),
+                    stage(layers - 1, layers, ("b/1", 2), ("b/2", 1)),
+                ],
+            ),
+            micro_batch=2,
+        ),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained: a model, its data and its loss."""
+
+    model: Model
+    loss: Callable[[Any, Any], tuple[Tensor, int]]
+    dataset: Any
+    collate: Callable[[Sequence[Any]], Any] = pad
+    steps: int = 2
+
+    def recipe(self) -> Recipe:
+        return Recipe(
+            model=self.model,
+            loss=self.loss,
+            optimizer=optimizer,
+            dataset=self.dataset,
+            collate=self.collate,
+            sampler=Sampler(size=len(self.dataset), global_batch=BATCH, seed=SEED),
+        )
+
+
+def optimizer(named: Any) -> torch.optim.Optimizer:
+    """Plain descent with momentum: an error of a gradient shows as it is."""
+    return torch.optim.SGD(named, lr=0.05, momentum=0.9)
+
+
+def under(training: Training, plan: Plan) -> Run:
+    """Losses, and weights put together from all members' boxes, which must agree where they overlap."""
+    layouts = Layouts(training.model.spec, plan)
+
+    def worker(memory: MemoryFabric) -> tuple[list[float], dict[str, tuple[Box, Tensor]]]:
+        fabric, recipe = cast(Fabric, memory), training.recipe()  # its reader is one rank's
+        engine = Engine(
+            recipe=recipe,
+            layouts=layouts,
+            local=build(recipe.model, plan, memory.me),
+            fabric=fabric,
+            groups=connect(fabric, layouts),
+            pace=unpaced,
+        )
+        engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
+        losses = [engine.step(i, lambda: 0, lambda: 0).outcome.loss for i in range(training.steps)]
+        return losses, {name: (box, p.detach()) for name, (box, p) in engine.local.parameters.items()}
+
+    results = run_threads(plan.members, worker)
+    losses = results[plan.members[0]][0]
+    weights: dict[str, Tensor] = {}
+    for mine, parts in results.values():
+        assert mine == losses, "all ranks fold the same bits"
+        for name, (box, value) in parts.items():
+            shape = layouts.value(name).shape
+            whole = weights.setdefault(name, torch.full(shape, torch.nan, dtype=value.dtype))
+            held = whole[box.slices(Box.whole(shape))]
+            assert torch.equal(held[~held.isnan()], value[~held.isnan()]), f"holders of {name} differ"
+            held.copy_(value)
+    assert set(weights) == set(layouts.names)
+    return losses, weights
+
+
+def alone(training: Training, whole: nn.Module) -> Run:
+    """Plain torch over the user's own module, one batch a step; its dropouts are keyed as elasticd's are."""
+    drawing = Drawing()
+    for module in whole.modules():
+        if isinstance(module, Dropout):
+            module.drawing = drawing
+    update = optimizer(whole.named_parameters())
+    sampler, losses = training.recipe().sampler, []
+    for step in range(training.steps):
+        samples = sampler.samples(step)
+        drawing.begin(SEED, step)
+        drawing.samples = samples
+        drawing.forget()
+        batch = training.collate([training.dataset[i] for i in samples])
+        total, count = training.loss(whole(batch), batch)
+        update.zero_grad()
+        (total / count).backward()
+        update.step()
+        losses.append(float(total.detach()) / count)
+    return losses, {name: p.detach() for name, p in whole.named_parameters()}
+
+
+def furthest(found: Run, expected: Run, names: dict[str, str]) -> tuple[float, str]:
+    """The largest difference of a weight, and its name. `names`: the user's, by elasticd's."""
+    assert set(names) == set(found[1])
+    gaps = {
+        name: found[1][name].reshape(-1) - expected[1][theirs].reshape(-1) for name, theirs in names.items()
+    }
+    return max((float(gap.abs().max()), name) for name, gap in gaps.items())

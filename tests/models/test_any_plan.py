@@ -1,0 +1,71 @@
+"""Any legal plan trains like one process: plans are drawn at random, their members are threads."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+from elasticd_planner.plan import Plan, Stage
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elasticd.models import next_token_loss
+from elasticd.runtime.accepted import replace_dropouts
+from examples.train_gpt2 import GPT, describe
+from tests.models.layouts import BATCH, Run, Training, alone, furthest, plan_of, under
+from tests.models.texts import Text
+
+LAYERS, MOST = 3, 6
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """One to three pipelines of any stages, with TP groups of any shares, on at most so many devices."""
+    micro_batch = draw(st.sampled_from([1, 2]))
+    total = BATCH // micro_batch
+    pipelines: list[tuple[int, list[Stage]]] = []
+    used, left = 0, total
+    count = draw(st.integers(1, 3))
+    for pipeline in range(count):
+        borders = draw(st.sets(st.integers(1, LAYERS - 1)))
+        edges = [0, *sorted(borders), LAYERS]
+        stages = []
+        for start, stop in pairwise(edges):
+            most = MOST - used - (count - pipeline - 1) - (len(edges) - 2 - len(stages))
+            shares = draw(st.lists(st.integers(1, 5), min_size=1, max_size=max(1, min(4, most))))
+            stages.append(
+                Stage(start=start, stop=stop, devices=_names(used, len(shares)), shares=tuple(shares))
+            )
+            used += len(shares)
+        last = pipeline == count - 1
+        passes = left if last else draw(st.integers(1, left - (count - pipeline - 1)))
+        left -= passes
+        pipelines.append((passes, stages))
+    return plan_of(*pipelines, micro_batch=micro_batch)
+
+
+def _names(first: int, count: int) -> tuple[str, ...]:
+    return tuple(f"n/{i:02}" for i in range(first, first + count))
+
+
+@cache
+def trained() -> tuple[Training, Run, tuple[str, ...]]:
+    torch.manual_seed(0)
+    gpt = GPT(vocabulary=23, width=24, layers=LAYERS, heads=6, longest=16, dropout=0.2).double()
+    whole = copy.deepcopy(gpt)
+    for section, module in (("embed", whole.embed), *((f"blocks.{i}", b) for i, b in enumerate(whole.blocks))):
+        replace_dropouts(section, module)
+    training = Training(model=describe(gpt), loss=next_token_loss, dataset=Text(23))
+    return training, alone(training, whole), tuple(name for name, _ in gpt.named_parameters())
+
+
+@given(plans())
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+def test_any_plan_trains_like_one_process(plan: Plan) -> None:
+    training, expected, names = trained()
+    found = under(training, plan)
+    assert found[0] == pytest.approx(expected[0], abs=1e-12)
+    assert furthest(found, expected, {name: name for name in names}) < (1e-11, "")

@@ -1,0 +1,143 @@
+"""`elasticd check`: good rules pass, and each wrong one is named with what would be right."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import elasticd
+from elasticd import Add, Column, Row, Rule, Slice, UnitsOf
+from elasticd.models import next_token_loss
+from elasticd.runtime.checking.__main__ import compared
+from elasticd.runtime.checking.trial import Subject
+from elasticd.runtime.data import pad
+from examples.train_gpt2 import Embed, Head
+from tests.models.texts import Text
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH, HEADS, KV = 24, 6, 2
+RULES: dict[str, Rule] = {
+    "blocks.*.q.*": Column("heads"),
+    "blocks.*.[kv].*": Column("kv_heads"),
+    "blocks.*.scale": Add(),
+    "blocks.*.o.*": Row("heads"),
+    "blocks.*.up.*": Column("columns"),
+    "blocks.*.dropout": Slice("columns", dim=-1),
+    "blocks.*.down.*": Row("columns"),
+}
+
+
+class Block(nn.Module):
+    """Grouped-query attention with one scale for every head's queries; a dropout inside the feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.size = HEADS, KV, WIDTH // HEADS
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = (nn.Linear(WIDTH, KV * self.size) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(self.size))
+        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (
+            part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q(y), self.k(y), self.v(y))
+        )
+        k, v = (part.repeat_interleave(self.heads // self.kv_heads, dim=1) for part in (k, v))
+        y = F.scaled_dot_product_attention(q * self.scale, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(self.dropout(F.gelu(self.up(self.norm2(x)))))
+
+
+class Drawing(Block):
+    """Its dropout is no module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.1)
+
+
+class Pair(Block):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
+def subject(rules: dict[str, Rule | None], block: type[Block] = Block) -> Subject:
+    """The model with these rules changed; None takes one away."""
+    torch.manual_seed(0)
+    changed = {pattern: rule for pattern, rule in {**RULES, **rules}.items() if rule is not None}
+    given: dict[str, Any] = {
+        "embed": Embed(41, WIDTH, 16, 0.1).double(),
+        "blocks": [block().double() for _ in range(2)],
+        "head": Head(41, WIDTH).double(),
+        "width": WIDTH,
+        "rules": changed,
+        "units": {
+            "heads": UnitsOf(attribute="blocks.?.heads"),
+            "kv_heads": UnitsOf(follows="heads", attribute="blocks.?.kv_heads"),
+        },
+    }
+    return Subject(model=elasticd.Model(**given), loss=next_token_loss, dataset=Text(41), collate=pad, seed=0)
+
+
+def said(rules: dict[str, Rule | None], block: type[Block] = Block) -> tuple[bool, str]:
+    lines: list[str] = []
+    return compared(subject(rules, block), lines.append), "\n".join(lines)
+
+
+def test_good_rules_pass_on_every_layout() -> None:
+    good, text = said({})
+    assert good, text
+    assert text.count("ok ") == 3
+    assert "wider than the units that follow" in text
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ({"blocks.*.o.*": Column("heads")}, "blocks.0.o failed with RuntimeError"),
+        ({"blocks.*.o.*": Column("heads")}, "the rule 'blocks.*.o.*': Column('heads')"),
+        ({"blocks.*.scale": None}, "blocks.1.scale: has no rule, but members hold terms"),
+        ({"blocks.*.norm2.*": Add()}, "blocks.1.norm2.weight: the rule 'blocks.*.norm2.*': Add() adds what is"),
+        ({"blocks.*.dropout": None}, "Where the input of blocks.0.dropout is cut, it needs Slice"),
+    ],
+)
+def test_a_wrong_rule_is_named(rules: dict[str, Rule | None], expected: str) -> None:
+    good, text = said(rules)
+    assert not good
+    assert expected in text
+
+
+def test_draws_that_are_no_module_are_named() -> None:
+    good, text = said({}, Drawing)
+    assert not good
+    assert "blocks.0: draws random numbers that no other layout repeats" in text
+
+
+def test_a_block_with_two_outputs_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"blocks.0 gave a tuple of 2: one activation tensor passes"):
+        said({}, Pair)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "code", "expected"),
+    [
+        ("examples/train_vit.py", 0, "ok    TP 2 with shares 2:1"),
+        ("examples/train_ddp_that_is_not_there.py", 2, "there is no file"),
+        ("examples/ddp.py", 2, "before it made a Job"),
+    ],
+)
+def test_the_command_runs_a_script_up_to_its_job(script: str, code: int, expected: str) -> None:
+    command = [sys.executable, "-m", "elasticd", "check", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert expected in done.stdout + done.stderr

@@ -1,0 +1,145 @@
+"""Steps of whole layouts among threads: other schedules, unequal samples, unreadable ones, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from elasticd_planner.batch import BatchPlan
+from elasticd_planner.layouts import Layouts
+from elasticd_planner.plan import Plan
+
+from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.reader import SampleError
+from elasticd.runtime.schedule import all_forward_all_backward
+from tests.runtime.test_parity import SEED, Text, make_recipe, plan_of, stage, unpaced
+
+TWO_STAGES = plan_of((8, [stage(0, 3, ("a/0", 1)), stage(3, 6, ("a/1", 1))]))
+UNEQUAL = plan_of(
+    (3, [stage(0, 2, ("a/0", 1)), stage(2, 6, ("a/1", 1), ("a/2", 2))]),
+    (1, [stage(0, 6, ("b/0", 1))]),
+    micro_batch=2,
+)
+
+
+def engine_on(fabric: Any, recipe: Recipe, plan: Plan) -> Engine:
+    layouts = Layouts(recipe.model.spec, plan)
+    groups = connect(fabric, layouts)
+    local = build(recipe.model, plan, fabric.me)
+    engine = Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=unpaced)
+    engine.adopt(first_state(recipe.model, layouts, fabric.me, SEED))
+    return engine
+
+
+def losses(recipe: Recipe, plan: Plan, steps: int = 3) -> list[float]:
+    def worker(fabric: MemoryFabric) -> list[float]:
+        engine = engine_on(fabric, recipe, plan)
+        return [engine.step(step, lambda: 0).outcome.loss for step in range(steps)]
+
+    found = run_threads(plan.members, worker)
+    assert all(each == found[plan.members[0]] for each in found.values()), "all ranks fold the same bits"
+    return found[plan.members[0]]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """What one device makes of it."""
+    return losses(make_recipe(), plan_of((8, [stage(0, 6, ("a/0", 1))])))
+
+
+def test_gpipe_trains_like_1f1b(alone: list[float]) -> None:
+    recipe = replace(make_recipe(), schedule=all_forward_all_backward)
+    assert losses(recipe, TWO_STAGES) == pytest.approx(alone, abs=1e-12)
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_samples_dealt_by_their_lengths_train_alike(alone: list[float], readers: int) -> None:
+    """Micro-batches of unequal numbers of samples, over pipelines of unequal shape."""
+    recipe = replace(make_recipe(), length=lambda index: 5 + index % 9, readers=readers)
+    sizes = {len(micro) for pipeline in batch(recipe, UNEQUAL).modules[0] for micro in pipeline}
+    assert len(sizes) > 1
+    assert losses(recipe, UNEQUAL) == pytest.approx(alone, abs=1e-12)
+
+
+def batch(recipe: Recipe, plan: Plan) -> BatchPlan:
+    return recipe.batch(plan, 0)
+
+
+class Torn(Text):
+    """One sample cannot be read."""
+
+    def __init__(self, index: int) -> None:
+        self.torn = index
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == self.torn:
+            raise OSError("the disk is gone")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_cannot_be_read_ends_the_step_on_every_rank_and_leaves_the_state(
+    alone: list[float],
+) -> None:
+    recipe = make_recipe()
+    (_, first, second) = (recipe.sampler.samples(step) for step in range(3))
+    torn = replace(recipe, dataset=Torn(next(i for i in second if i not in first)))
+
+    def worker(fabric: MemoryFabric) -> tuple[str, bool, bool]:
+        engine = engine_on(fabric, torn, UNEQUAL)
+        for step in range(2):
+            assert engine.step(step, lambda: 0).outcome.loss == pytest.approx(alone[step], abs=1e-12)
+        before = {name: p.detach().clone() for name, (_, p) in engine.local.parameters.items()}
+        with pytest.raises(SampleError, match=f"sample {torn.dataset.torn} ") as caught:  # type: ignore[attr-defined]
+            engine.step(2, lambda: 0)
+        same = all(torch.equal(before[n], p) for n, (_, p) in engine.local.parameters.items())
+        left = any(p.grad is not None for _, p in engine.local.parameters.values())
+        return str(caught.value), same, left
+
+    found = run_threads(UNEQUAL.members, worker)
+    assert all(same and not left for _, same, left in found.values())
+    assert any("the disk is gone" in text for text, _, _ in found.values())
+
+
+class Counted:
+    """Counts the bytes of tensors that are kept because they were sent and not yet known to have arrived."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.kept, self.most = group, dict[int, int](), 0
+        self._send, self._arrived = group.send, group.arrived
+        self._count = 0
+        group.send, group.arrived = self.send, self.arrived
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int, label: str = "boundary") -> int:
+        self._send(tensor, to, tag, label)
+        self._count += 1
+        self.kept[self._count] = tensor.nbytes
+        self.most = max(self.most, sum(self.kept.values()))
+        return self._count
+
+    def arrived(self, numbers: Any) -> None:
+        for number in numbers:
+            self.kept.pop(number, None)
+
+
+def test_what_was_sent_is_let_go_as_its_answer_comes() -> None:
+    """However many micro-batches a step has, a stage keeps no more than those that are between two stages."""
+    recipe = make_recipe()
+
+    def worker(fabric: MemoryFabric) -> int:
+        make, counted = fabric.group, list[Counted]()
+
+        def group(members: Any, label: str) -> Any:
+            found = make(members, label)
+            if label == "vote":
+                counted.append(Counted(found))
+            return found
+
+        fabric.group = group  # type: ignore[method-assign]
+        engine_on(fabric, recipe, TWO_STAGES).step(0, lambda: 0)
+        return counted[0].most
+
+    longest = 13 * 32 * 8
+    assert max(run_threads(TWO_STAGES.members, worker).values()) <= 4 * longest

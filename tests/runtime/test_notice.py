@@ -1,0 +1,164 @@
+"""SIGTERM as a notice: heard whatever the process is at, and an end when the grace is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+#: Each runs in a process of its own, says what happened on stdout, and is told to go by us.
+HEAD = """
+import os, signal, sys, threading, time
+from elasticd.runtime.notice import Notice
+def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+notice = Notice(float(sys.argv[1]), lambda: say("told"))
+"""
+SLEEPS = "notice.install(); say('ready'); time.sleep(600)"
+#: The main thread is in C and gives nobody its turn but the interpreter's own threads.
+STUCK = """
+import ctypes
+notice.install(); say('ready')
+ctypes.CDLL(None).sleep(600); ctypes.CDLL(None).sleep(600)
+"""
+HANDLED = """
+signal.signal(signal.SIGTERM, lambda number, frame: say('theirs', number))
+notice.install(); say('ready')
+while True: time.sleep(0.01)
+"""
+RESTORED = """
+notice.install(); notice.restore()
+say(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, 'ready')
+time.sleep(600)
+"""
+IGNORED = "signal.signal(signal.SIGTERM, signal.SIG_IGN); notice.install(); say('ready'); time.sleep(600)"
+FORKS = """
+notice.install()
+child = os.fork()
+if child == 0:
+    time.sleep(600)
+os.kill(child, signal.SIGTERM)
+say('child', os.waitpid(child, 0)[1])
+time.sleep(600)
+"""
+LOOP = """
+import asyncio
+notice.install()
+async def main():
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: say('usr1'))
+    say('ready')
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+class Child:
+    def __init__(self, body: str, grace: float) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HEAD + body, str(grace)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL),
+        )
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+
+@pytest.fixture
+def start() -> Iterator[object]:
+    children: list[Child] = []
+
+    def begin(body: str, grace: float = 600.0) -> Child:
+        children.append(Child(body, grace))
+        return children[-1]
+
+    yield begin
+    for child in children:
+        child.process.kill()
+        child.process.wait()
+        assert child.process.stdout is not None
+        child.process.stdout.close()
+
+
+@pytest.mark.parametrize("body", [SLEEPS, STUCK], ids=["in Python", "in C"])
+def test_it_is_heard_at_once_and_the_process_ends_in_good_order_when_the_grace_is_over(start, body) -> None:
+    child = start(body, 0.5)
+    assert child.line() == "ready"
+    child.tell()
+    assert child.line() == "told"
+    assert child.process.wait(60) == 0, "torchrun takes nothing else for an end that it need not mend"
+
+
+def test_an_echo_is_none_and_a_second_signal_ends_the_process_at_once(start) -> None:
+    child = start(SLEEPS)
+    assert child.line() == "ready"
+    child.tell()
+    assert child.line() == "told"
+    child.tell()
+    deadline = time.monotonic() + 60
+    while child.process.poll() is None:  # as somebody who loses patience
+        assert time.monotonic() < deadline
+        child.tell()
+        time.sleep(0.2)
+    assert child.process.wait() == 0
+
+
+def test_the_handler_that_was_there_is_called_too(start) -> None:
+    child = start(HANDLED)
+    assert child.line() == "ready"
+    child.tell()
+    assert {child.line(), child.line()} == {"told", f"theirs {signal.SIGTERM:d}"}
+
+
+def test_restored_the_signal_is_what_it_was(start) -> None:
+    child = start(RESTORED)
+    assert child.line() == "True ready"
+    child.tell()
+    assert child.process.wait(60) == -signal.SIGTERM
+
+
+def test_a_signal_that_was_ignored_stays_so(start) -> None:
+    child = start(IGNORED)
+    assert child.line() == "ready"
+    child.tell()
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.process.wait(1)
+
+
+def test_a_child_by_fork_is_ended_by_it_and_its_parent_is_not_told(start) -> None:
+    child = start(FORKS)
+    assert child.line() == f"child {signal.SIGTERM:d}"
+    child.tell()
+    assert child.line() == "told"
+
+
+def test_other_signals_go_to_a_loop_that_came_later_and_sigterm_to_us(start) -> None:
+    child = start(LOOP)
+    assert child.line() == "ready"
+    child.tell(signal.SIGUSR1)
+    assert child.line() == "usr1"
+    child.tell()
+    assert child.line() == "told"
+
+
+def test_nothing_is_installed_from_another_thread() -> None:
+    import threading
+
+    from elasticd.runtime.notice import Notice
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=Notice(1.0, lambda: None).install)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert os.getpid()

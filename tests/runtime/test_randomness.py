@@ -1,0 +1,80 @@
+"""A dropout's mask is a function of seed, step, sample, place and element."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from elasticd.runtime.randomness import Drawing, Dropout, kept
+
+
+@given(
+    st.integers(-(2**63), 2**63 - 1),
+    st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    st.tuples(st.integers(1, 5), st.integers(1, 5)),
+)
+def test_a_slice_of_a_mask_is_the_mask_of_the_slice(
+    key: int, start: tuple[int, int], size: tuple[int, int]
+) -> None:
+    whole = kept([key], (14, 14), (0, 0), 0.5, "cpu")
+    part = kept([key], size, start, 0.5, "cpu")
+    assert torch.equal(part, whole[:, start[0] : start[0] + size[0], start[1] : start[1] + size[1]])
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_as_many_are_dropped_as_asked_for_and_neighbours_are_independent(p: float) -> None:
+    mask = kept(range(64), (64, 64), (0, 0), p, "cpu").double()
+    assert float(mask.mean()) == pytest.approx(1 - p, abs=0.004)
+    centred = mask - mask.mean()
+    for dim in range(3):
+        shifted = centred.roll(1, dim)
+        assert abs(float((centred * shifted).mean() / centred.var())) < 0.01
+
+
+def masked(samples: list[int], step: int = 0, site: str = "a", seed: int = 0) -> torch.Tensor:
+    dropout = Dropout(0.5, site)
+    dropout.drawing.begin(seed, step)
+    dropout.drawing.samples = samples
+    out: torch.Tensor = dropout(torch.ones(len(samples), 64))
+    return out
+
+
+def test_a_mask_belongs_to_the_sample_not_to_its_batch() -> None:
+    assert torch.equal(masked([7, 3, 5])[1], masked([3])[0])
+    for other in (masked([4]), masked([3], step=1), masked([3], site="b"), masked([3], seed=1)):
+        assert not torch.equal(other[0], masked([3])[0])
+
+
+def test_what_is_kept_is_scaled_and_evaluation_drops_nothing() -> None:
+    assert sorted(masked([1]).unique().tolist()) == [0.0, 2.0]
+    assert torch.equal(Dropout(0.5).eval()(torch.ones(2, 3)), torch.ones(2, 3))
+
+
+def test_an_input_without_the_samples_first_is_refused() -> None:
+    dropout = Dropout(0.5, "blocks.0.dropout")
+    dropout.drawing.samples = [1, 2]
+    with pytest.raises(ValueError, match=r"blocks.0.dropout: .* the samples as its first"):
+        dropout(torch.ones(3, 4))
+
+
+class Draws(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+def test_other_draws_are_a_function_of_step_and_samples_and_leave_the_users_generator_alone() -> None:
+    drawing, modules = Drawing(), {"blocks.0": Draws(), "blocks.1": nn.Linear(3, 3)}
+    for section, module in modules.items():
+        drawing.watch(section, module)
+    drawing.samples = [1, 2]
+    before = torch.get_rng_state()
+    first = modules["blocks.0"](torch.zeros(2, 3))
+    modules["blocks.1"](torch.zeros(2, 3))
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(first, modules["blocks.0"](torch.zeros(2, 3)))
+    drawing.begin(0, 1)
+    assert not torch.equal(first, modules["blocks.0"](torch.zeros(2, 3)))
+    assert drawing.drew == {"blocks.0"}

@@ -1,0 +1,83 @@
+"""Samples read ahead: each once while it is wanted, in the order in which it is wanted, whatever the plan."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from elasticd.runtime.reader import Reader, SampleError
+
+#: Seconds that a thread may take on a busy machine.
+PATIENCE = 60
+
+
+class Counting:
+    """Counts reads; those of `slow` samples wait until they are let through."""
+
+    def __init__(self, *slow: int) -> None:
+        self.reads: list[int] = []
+        self.slow, self.through = slow, threading.Event()
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.slow:
+            assert self.through.wait(PATIENCE)
+        self.reads.append(index)
+        return -index
+
+
+def test_what_is_wanted_is_read_before_it_is_taken() -> None:
+    data = Counting(3)
+    reader = Reader(data)
+    reader.want([1, 2, 3])
+    assert reader.take(2) == -2
+    assert data.reads == [1, 2]
+    data.through.set()
+    assert [reader.take(i) for i in (1, 2, 3)] == [-1, -2, -3]
+    assert data.reads == [1, 2, 3]
+
+
+def test_another_plan_neither_repeats_what_it_still_needs_nor_reads_what_it_does_not() -> None:
+    data = Counting(3)
+    reader = Reader(data)
+    reader.want([1, 2, 3, 4, 5])
+    assert reader.take(2) == -2
+    reader.want([5, 2, 3, 6])  # 4 was not begun, 3 is under way
+    data.through.set()
+    assert [reader.take(i) for i in (2, 3, 5, 6)] == [-2, -3, -5, -6]
+    assert sorted(data.reads) == [1, 2, 3, 5, 6]
+
+
+def test_what_was_never_wanted_is_read_when_it_is_taken() -> None:
+    assert Reader(Counting()).take(7) == -7
+    assert Reader(Counting(), threads=0).take(7) == -7
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_sample_that_raises_is_named(threads: int) -> None:
+    reader = Reader([0, 1], threads)
+    reader.want([1, 5])
+    assert reader.take(1) == 1
+    with pytest.raises(SampleError, match="sample 5 of the dataset could not be read: IndexError"):
+        reader.take(5)
+
+
+def test_threads_end_with_their_reader() -> None:
+    reader = Reader(Counting())
+    assert reader.take(1) == -1
+    mine = [thread for thread in threading.enumerate() if thread.name == "elasticd-reader-0"]
+    assert mine
+    del reader
+    gc.collect()
+    for thread in mine:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in mine)
+
+
+def test_a_negative_number_of_threads_is_refused() -> None:
+    with pytest.raises(ValueError, match="must not be negative"):
+        Reader(Counting(), threads=-1)

@@ -1,0 +1,116 @@
+"""Gradients are reduced beside the backward pass, in one order on all ranks, and each is counted once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from elasticd_planner.boxes import Box
+from elasticd_planner.reduction import Piece, Reduction
+from torch import nn
+
+from elasticd.runtime import buckets
+from elasticd.runtime.buckets import Parameters
+from elasticd.runtime.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.reduce import GradientReducer, sum_of_squares
+
+BOTH = ("a/0", "b/0")
+SECTIONS = ("embed", "blocks.0", "head")
+
+
+def made(tied: bool = False) -> tuple[Parameters, dict[str, nn.Module]]:
+    modules: dict[str, nn.Module] = {section: nn.Linear(3, 2, bias=False) for section in SECTIONS}
+    if tied:
+        modules["head"].weight = modules["embed"].weight  # type: ignore[assignment]
+    box = Box(start=(0, 0), stop=(2, 3))
+    names = SECTIONS[:-1] if tied else SECTIONS
+    return {f"{name}.weight": (box, modules[name].weight) for name in names}, modules  # type: ignore[misc]
+
+
+def reduction(parameters: Parameters, counting: tuple[str, ...] = BOTH) -> Reduction:
+    pieces = tuple(Piece(name=name, box=box, counting=counting) for name, (box, _) in parameters.items())
+    return Reduction(devices=BOTH, pieces=pieces)
+
+
+def train(fabric: MemoryFabric, *, tied: bool = False, counting: tuple[str, ...] = BOTH) -> dict[str, Any]:
+    """What was sent after each section of the backward pass, and the sums."""
+    parameters, modules = made(tied)
+    group = fabric.group(BOTH, "reduce")
+    begin, sent = group.begin_all_reduce, list[int]()
+
+    def count(tensor: torch.Tensor) -> Any:
+        sent.append(tensor.numel())
+        return begin(tensor)
+
+    group.begin_all_reduce = count  # type: ignore[method-assign]
+    reducer = GradientReducer(
+        fabric.me,
+        (reduction(parameters, counting),),
+        {BOTH: group},  # type: ignore[dict-item]
+        parameters,
+        modules,
+    )
+    after = []
+    for number, section in enumerate(reversed(SECTIONS)):
+        name = f"{section}.weight" if f"{section}.weight" in parameters else "embed.weight"
+        weight = parameters[name][1]
+        grad = torch.full((2, 3), float(10**number * (1 + BOTH.index(fabric.me))))
+        weight.grad = grad if weight.grad is None else weight.grad + grad
+        reducer.ready(section)
+        after.append(len(sent))
+    reducer()
+    grads = {name: float(p.grad[0, 0]) for name, (_, p) in parameters.items() if p.grad is not None}
+    return {"after": after, "grads": grads, "squares": reducer.squares()}
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buckets, "BUCKET", 1)
+
+
+def test_each_bucket_is_sent_as_soon_as_its_section_is_done() -> None:
+    found = run_threads(BOTH, train)
+    for result in found.values():
+        assert result["after"] == [1, 2, 3]
+        assert result["grads"] == {"embed.weight": 300.0, "blocks.0.weight": 30.0, "head.weight": 3.0}
+    assert sum(each["squares"] for each in found.values()) == 6 * (300.0**2 + 30.0**2 + 3.0**2)
+    assert all(each["squares"] > 0 for each in found.values()), "devices take turns"
+
+
+def test_a_tied_parameter_waits_for_all_its_sections() -> None:
+    found = run_threads(BOTH, lambda fabric: train(fabric, tied=True))
+    for result in found.values():
+        assert result["after"] == [0, 1, 2]
+        assert result["grads"] == {"embed.weight": 303.0, "blocks.0.weight": 30.0}
+
+
+def test_a_replica_of_the_same_term_is_not_counted_twice() -> None:
+    found = run_threads(BOTH, lambda fabric: train(fabric, counting=("b/0",)))
+    for result in found.values():
+        assert result["grads"] == {"embed.weight": 200.0, "blocks.0.weight": 20.0, "head.weight": 2.0}
+
+
+def test_buckets_are_bounded_of_one_type_and_the_same_on_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, _ = made()
+    head = parameters["head.weight"][1]
+    head.data = head.data.double()
+    monkeypatch.setattr(buckets, "BUCKET", 1000)
+    found = buckets.buckets(reduction(parameters), parameters)
+    assert [[piece.name for piece in bucket.pieces] for bucket in found] == [
+        ["head.weight"],
+        ["blocks.0.weight", "embed.weight"],
+    ]
+    assert [bucket.counter for bucket in found] == ["a/0", "b/0"]
+
+
+def test_squares_are_exact_to_the_gradients_precision_and_do_not_overflow() -> None:
+    drawn = torch.randn(300_000, generator=torch.Generator().manual_seed(1))
+    gradients = [drawn, torch.full((2, 3), 2.0, dtype=torch.bfloat16)]
+    exact = float(drawn.double().square().sum()) + 24.0
+    assert sum_of_squares(gradients) == pytest.approx(exact, rel=1e-6)
+    assert sum_of_squares([each.double() for each in gradients]) == pytest.approx(exact, rel=1e-12)
+    assert sum_of_squares([torch.full((4,), 1e30)]) == pytest.approx(4e60)
+    assert sum_of_squares([torch.full((4,), math.inf)]) == math.inf
+    assert sum_of_squares([]) == 0.0

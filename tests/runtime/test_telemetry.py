@@ -1,0 +1,56 @@
+"""Telemetry: computation without the communication in it, by pass, and what the step's sequences were like."""
+
+import time
+
+import pytest
+
+from elasticd.runtime.stopwatch import Stopwatch
+from elasticd.runtime.telemetry import Telemetry, resident
+
+
+def spend(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+def test_passes_are_told_apart_and_communication_is_no_computation() -> None:
+    stopwatch = Stopwatch()
+    telemetry = Telemetry("n0/0", stopwatch)
+    with telemetry.compute("forward"):
+        spend(0.01)
+        with stopwatch.measure("tensor"):
+            spend(0.05)
+    with telemetry.compute("backward"):
+        spend(0.03)
+    with stopwatch.measure("input"):
+        spend(0.02)
+    made = telemetry.finish(1, 7)
+    assert made.tensor_seconds >= 0.05
+    assert made.input_seconds >= 0.02
+    assert made.forward_seconds >= 0.01
+    assert made.backward_seconds >= 0.03
+    assert made.block_seconds == pytest.approx(made.forward_seconds + made.backward_seconds)
+    assert made.step_seconds >= made.block_seconds + made.tensor_seconds + made.input_seconds
+
+
+def test_sequences_are_counted_by_length_with_the_sum_of_their_squares() -> None:
+    telemetry = Telemetry("n0/0", Stopwatch(), memory=lambda: 123)
+    telemetry.worked(4 * 256, 3, 0.5, 256)
+    telemetry.worked(2 * 1024, 3, 0.5, 1024)
+    made = telemetry.finish(1, 0)
+    assert (made.tokens, made.block_work, made.micro_batches) == (3072, 3072 * 1.5, 2)
+    assert made.squares == 4 * 256**2 + 2 * 1024**2
+    assert (made.longest, made.lengths, made.memory_bytes) == (1024, {32: 4, 40: 2}, 123)
+    assert made.effective_length == pytest.approx(made.squares / 3072)
+    telemetry.begin()
+    again = telemetry.finish(1, 1)
+    assert (again.squares, again.longest, again.lengths) == (0.0, 0, {})
+
+
+def test_a_failed_section_counts_for_nothing_and_memory_is_that_of_the_process() -> None:
+    telemetry = Telemetry("n0/0", Stopwatch())
+    with pytest.raises(RuntimeError, match="lost"), telemetry.compute("forward"):
+        raise RuntimeError("lost")
+    assert telemetry.finish(1, 0).block_seconds == 0.0
+    assert resident() > 1 << 20
