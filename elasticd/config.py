@@ -8,12 +8,13 @@ same checks. `[emulate]` is for agents and workers alone: no section of the plan
 from __future__ import annotations
 
 import difflib
+import logging
 import math
 import os
 import platform
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ from elasticd_planner.policy import PolicySettings
 from elasticd_planner.profiles import GUESSED_FLOPS
 from elasticd_planner.rates import DetectSettings
 from elasticd_planner.value import Value, refuse
+
+from elasticd.security import SecuritySection
 
 #: Names the file where `--config` does not.
 CONFIG_VARIABLE = "ELASTICD_CONFIG"
@@ -34,6 +37,7 @@ _UNITS: dict[str, int] = {"": 1, "B": 1} | {
     for suffix, base in (("B", 1000), ("iB", 1024))
 }
 S = TypeVar("S", bound=msgspec.Struct)
+_log = logging.getLogger(__name__)
 
 
 class ConfigError(ValueError):
@@ -54,9 +58,16 @@ class ClusterSection(Value, frozen=True, kw_only=True):
 
 
 class EtcdSection(Value, frozen=True, kw_only=True):
-    """Where etcd answers, each as host:port."""
+    """Where etcd answers, each as host:port. For TLS the file `ca` that signed its certificate, and `cert` and
+    `key` (PEM) where it asks for ours; a `user`, whose password is in `password_file` or
+    `$ELASTICD_ETCD_PASSWORD`."""
 
     endpoints: tuple[str, ...] = ("127.0.0.1:2379",)
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    user: str | None = None
+    password_file: str | None = None
 
     def __post_init__(self) -> None:
         if not self.endpoints:
@@ -65,6 +76,16 @@ class EtcdSection(Value, frozen=True, kw_only=True):
             host, _, port = endpoint.rpartition("://")[2].rstrip("/").rpartition(":")
             if not host or not port.isdigit() or not 0 < int(port) < 65536:
                 refuse(f"endpoints: {endpoint!r} is not host:port, as in 127.0.0.1:2379")
+            if self.ca is None and endpoint.startswith("https:"):
+                refuse(f"endpoints: {endpoint!r} speaks TLS: give ca, the file that signed its certificate")
+            if self.ca is not None and endpoint.startswith("http:"):
+                refuse(f"endpoints: {endpoint!r} speaks no TLS, but ca is given: write https://, or drop ca")
+        if (self.cert is None) != (self.key is None):
+            refuse("cert and key go together: give both, as PEM files, or neither")
+        if self.cert is not None and self.ca is None:
+            refuse("cert needs ca, the file that signed etcd's own certificate")
+        if self.password_file is not None and self.user is None:
+            refuse("password_file needs user, the name that etcd knows")
 
 
 class CoordinatorSection(Value, frozen=True, kw_only=True):
@@ -91,6 +112,7 @@ class AgentSection(Value, frozen=True, kw_only=True):
     Without `devices` and `memory` (bytes of each device) the machine is asked; without `socket`
     it is `$ELASTICD_SOCKET`, else a path of the user's own. `state` is as for the coordinator. The snapshots
     that other nodes' agents send here may use `snapshot_mib` MiB of memory (default: a quarter of the node's).
+    The socket is for the agent's own user, and for the members of `group` where one is named.
     """
 
     node: str = msgspec.field(default_factory=_host_name)
@@ -100,6 +122,7 @@ class AgentSection(Value, frozen=True, kw_only=True):
     memory: int | None = None
     state: str | None = None
     snapshot_mib: int | None = None
+    group: str | None = None
 
     def __post_init__(self) -> None:
         _check_name("node", self.node)
@@ -184,6 +207,7 @@ class Config(Value, frozen=True, kw_only=True):
     planner: PlannerSection = msgspec.field(default_factory=PlannerSection)
     emulate: EmulateSection = msgspec.field(default_factory=EmulateSection)
     chaos: ChaosSection = msgspec.field(default_factory=ChaosSection)
+    security: SecuritySection = msgspec.field(default_factory=SecuritySection)
 
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
@@ -247,13 +271,34 @@ def with_overrides(config: Config, options: Mapping[str, Any]) -> Config:
     return msgspec.structs.replace(config, **sections)
 
 
+def reloaded(config: Config, reread: Callable[[], Config] | None, sections: Iterable[str]) -> Config:
+    """`config` with these sections as they are in the file now. What else has changed there needs a restart,
+    and a file that is wrong changes nothing: the log says so."""
+    if reread is None:
+        return config
+    try:
+        found = reread()
+    except ConfigError as error:
+        _log.error("the configuration stays as it is: %s", error)
+        return config
+    changed = [name for name in _SECTIONS if getattr(found, name) != getattr(config, name)]
+    here = {name: getattr(found, name) for name in sections}
+    later = [f"[{name}]" for name in changed if name not in here]
+    _log.info("read anew: %s", ", ".join(f"[{name}]" for name in changed if name in here) or "nothing new")
+    if later:
+        _log.warning("%s has changed too, and holds from the next start on", ", ".join(later))
+    return msgspec.structs.replace(config, **here)
+
+
 def section(name: str, base: S, body: Mapping[str, Any], source: str, *, strict: bool = True) -> S:
     """`base` with the keys of `body`, each checked. Not strict, text is read as a number where one is due."""
     fields = {field.name: field for field in msgspec.structs.fields(base)}
     values: dict[str, Any] = {}
     for key, value in body.items():
         if key not in fields:
-            raise ConfigError(f"{source}: [{name}] has no key {key!r} (= {value!r}){_suggest(key, fields)}")
+            # What somebody took for the place of a token or a password is not said aloud.
+            given = "" if name in ("security", "etcd") else f" (= {value!r})"
+            raise ConfigError(f"{source}: [{name}] has no key {key!r}{given}{_suggest(key, fields)}")
         where = f"{source}: [{name}] {key} = {value!r}"
         if fields[key].type is LinkSection:
             values[key] = _link(value, getattr(base, key), f"{name}.{key}", source, where)

@@ -67,19 +67,25 @@ def default_path() -> str:
     return os.path.join(tempfile.gettempdir(), f"elasticd-{os.getuid()}", "agent.sock")
 
 
-def listen(path: str) -> socket.socket:
-    """A non-blocking listening socket at `path`, for this user alone. A dead agent's socket file is replaced.
+def listen(path: str, group: int | None = None) -> socket.socket:
+    """A non-blocking listening socket at `path`, for this user alone, or for the members of `group` too. A dead
+    agent's socket file is replaced.
 
     Raises SocketTaken with the remedy.
     """
     _check_length(path)
-    _make_folder(Path(path).parent)
+    _make_folder(Path(path).parent, group)
+    if _squatted(path):
+        raise SocketTaken(f"{_squatted(path)}; choose another --socket")
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         # Before the bind, so that there is no moment at which others could connect.
         os.fchmod(listener.fileno(), 0o600)
         listener.bind(path)
+        if group is not None:
+            os.chown(path, -1, group)
+            os.chmod(path, 0o660)
         listener.listen(128)
     except OSError as error:
         listener.close()
@@ -94,6 +100,8 @@ def connect(path: str, timeout: float = 0.0) -> socket.socket:
     Raises NoAgent, which says how to start one.
     """
     _check_length(path)
+    if _squatted(path):
+        raise NoAgent(f"{_squatted(path)}; set {SOCKET_VARIABLE} to your agent's socket")
     deadline = time.monotonic() + timeout
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -227,8 +235,27 @@ def _check_length(path: str) -> None:
         )
 
 
-def _make_folder(folder: Path) -> None:
+def _squatted(path: str) -> str:
+    """Why the default path cannot be trusted, or nothing: in a folder that all may write to, another user could
+    make ours first and pass for our agent."""
+    folder = os.path.join(tempfile.gettempdir(), f"elasticd-{os.getuid()}")
+    if os.path.dirname(path) != folder:
+        return ""
     try:
+        found = os.lstat(folder)
+    except OSError:
+        return ""
+    if found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode):
+        return ""
+    return f"{folder} is not this user's folder: another one made it"
+
+
+def _make_folder(folder: Path, group: int | None) -> None:
+    try:
+        if group is not None and not folder.exists():
+            folder.mkdir(mode=0o700, parents=True)
+            os.chown(folder, -1, group)
+            folder.chmod(0o750)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise SocketTaken(

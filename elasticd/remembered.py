@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 from elasticd_planner.value import Value
 
+from elasticd.decoding import decoded_as
 from elasticd.store.protocol import Identity, StoreReplaced
 
 #: Seconds between notes of how far the store has come.
@@ -103,7 +104,7 @@ class StateFile:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return msgspec.json.decode(self.path.read_bytes(), type=Remembered)
+            return decoded_as(Remembered, self.path.read_bytes())
         except FileNotFoundError:
             return Remembered()
         except msgspec.MsgspecError as error:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+from collections.abc import Callable
 
 import click
 
-from elasticd.config import Config, ConfigError, load, with_overrides
+from elasticd.config import Config, ConfigError, load, reloaded, with_overrides
 from elasticd.notify import Supervisor
 from elasticd.packets import PacketError, SocketTaken
 from elasticd.remembered import StateError, StateFile
@@ -65,23 +66,34 @@ def command(
         "cluster.name": cluster,
     }
     try:
-        asyncio.run(run(with_overrides(load(path), options)))
+        asyncio.run(run(lambda: with_overrides(load(path), options)))
     except _EXPECTED as error:
         raise click.ClickException(str(error)) from None
 
 
-async def run(config: Config) -> None:
-    """Serve by `config` on the running loop until a signal comes."""
+async def run(read: Callable[[], Config]) -> None:
+    """Serve on the running loop until SIGINT or SIGTERM; SIGHUP has the configuration read anew."""
+    from elasticd.store.configured import etcd_options
     from elasticd.store.etcd import EtcdStore
-    from elasticd.store.session import EtcdOptions
 
+    config = read()
     memory = StateFile(config.agent.state, config.cluster.name, "agent", config.agent.node)
-    store = EtcdStore(EtcdOptions(endpoints=config.etcd.endpoints), known=memory.identity)
+    store = EtcdStore(etcd_options(config), known=memory.identity)
     try:
-        agent = Agent(config, store, memory=memory, supervisor=Supervisor())
+        supervisor = Supervisor()
+        agent = Agent(config, store, memory=memory, supervisor=supervisor)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, agent.stop)
+
+        def reload() -> None:
+            nonlocal config
+            supervisor.reloading()
+            config = reloaded(config, read, ("chaos",))
+            agent.reconfigure(config)
+            supervisor.ready("the configuration was read anew")
+
+        loop.add_signal_handler(signal.SIGHUP, reload)
         await check_store(store, config.etcd.endpoints)
         await agent.run()
     except StoreReplaced as error:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from msgspec import structs
 
 from elasticd.config import Config
+from elasticd.credentials import credentials
 from elasticd.machines import agent as machine
 from elasticd.machines.agent_state import (
     ClearMember,
@@ -75,6 +76,7 @@ class Agent:
         supervisor: Supervisor | None = None,
     ) -> None:
         self._config = config
+        credentials(config.security)  # what is wrong with them is said now, not at the first connection
         self._memory = memory
         self._supervisor = supervisor or Supervisor({})
         self._store = Severable(store)
@@ -87,10 +89,17 @@ class Agent:
         self._state = State(record=self._node_record(), pace=self._emulated_pace(), epoch=epoch)
         self._end: asyncio.Future[str | None] | None = None
         self._stopped = False
+        self._harms: Harms | None = None
 
     @property
     def record(self) -> NodeRecord:
         return self._state.record
+
+    def reconfigure(self, config: Config) -> None:
+        """Go by a file that was read anew, as far as that is possible: by whether chaos is allowed."""
+        self._config = config
+        if self._harms is not None:
+            self._harms.allowed = config.chaos.enabled
 
     def stop(self) -> None:
         """Let `run` return. To be called on its loop."""
@@ -108,7 +117,7 @@ class Agent:
             loop.call_soon_threadsafe(self._finish, reason)
 
         self._torchruns = Torchruns(self._path)
-        self._workers = Workers(self._path, self.record.node)
+        self._workers = Workers(self._path, self.record.node, self._config.agent.group)
         try:
             self._keeper = self._make_keeper()
         except BaseException:
@@ -133,9 +142,16 @@ class Agent:
 
     async def _serve(self, end: asyncio.Future[str | None]) -> None:
         self._registrar.start()
-        self._link = Link(self._emit, self._keeper.whole, lambda harm: harms.take(harm))
+        security = self._config.security
+        self._link = Link(
+            self._emit, self._keeper.whole, lambda harm: harms.take(harm), lambda: credentials(security)
+        )
         allowed = self._config.chaos.enabled
-        harms = Harms(self.record.node, allowed, self._store, self._pidfd, self._link.follow)
+        harms = Harms(
+            *(self.record.node, allowed, self._store, self._pidfd, self._link.follow),
+            known=lambda: credentials(security),
+        )
+        self._harms = harms
         records = Records(self._store, self._keys, self._emit, harms.follow, self._keeper.read)
         rounds = Rounds(
             self._store,

@@ -17,6 +17,8 @@ from contextlib import suppress
 from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 
+from elasticd.config import ConfigError
+from elasticd.credentials import Credentials
 from elasticd.orders import Harm
 from elasticd_agent.severed import Severable
 
@@ -40,9 +42,11 @@ class Harms:
         store: Severable,
         pidfd: Callable[[str], int | None],
         follow: Callable[[str | None], None],
+        *,
+        known: Callable[[], Credentials] = Credentials,
     ) -> None:
-        self._node, self._allowed, self._store = node, allowed, store
-        self._pidfd, self._follow = pidfd, follow
+        self._node, self.allowed, self._store = node, allowed, store
+        self._pidfd, self._follow, self._known = pidfd, follow, known
         self._url: str | None = None
         self._frozen: dict[str, list[int]] = {}
         self._cut: asyncio.Task[None] | None = None
@@ -55,7 +59,7 @@ class Harms:
 
     def take(self, harm: Harm) -> None:
         """On the agent's loop."""
-        if not self._allowed:
+        if not self.allowed:
             _log.warning("the leader ordered %s: chaos is off here, [chaos] enabled = true allows it", harm.how)
         elif harm.how != "cut":
             self._signal(harm.how, harm.device)
@@ -95,16 +99,19 @@ class Harms:
         self._follow(None)
         address = f"{url.replace('http', 'ws', 1).rstrip('/')}/v1/chaos/cut/{self._node}"
         try:
+            known = self._known()
             async with asyncio.timeout(seconds or None):
                 async with connect(
                     address,
+                    additional_headers=known.headers(),
+                    ssl=known.context,
                     open_timeout=_OPEN_SECONDS,
                     ping_interval=_PING_SECONDS,
                     ping_timeout=_PING_SECONDS,
                     proxy=None,
                 ) as connection:
                     await connection.wait_closed()
-        except (TimeoutError, OSError, WebSocketException):
+        except (TimeoutError, OSError, WebSocketException, ConfigError):
             pass
         finally:
             _log.warning("chaos: the cut is over")

@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import ssl
 from collections.abc import Callable
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import InvalidURI, WebSocketException
+from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
 from elasticd import messages
+from elasticd.config import ConfigError
+from elasticd.credentials import Credentials
 from elasticd.machines.agent_state import Drained, Event, Heard, LinkDown, LinkUp
 from elasticd.messages import (
     ToLeader,
@@ -35,15 +38,19 @@ _log = logging.getLogger(__name__)
 
 class Link:
     """Emits LinkUp, Heard and LinkDown on the running loop; `follow` says where the leader is. What the leader
-    says of snapshots goes to `whole`, chaos to `harm`."""
+    says of snapshots goes to `whole`, chaos to `harm`. `known` gives what we show it, anew for each connection.
+    """
 
     def __init__(
         self,
         emit: Callable[[Event], None],
         whole: Callable[[Whole], None],
         harm: Callable[[Harm], None],
+        known: Callable[[], Credentials] = Credentials,
     ) -> None:
         self._emit, self._whole, self._harm = emit, whole, harm
+        self._known = known
+        self._said = ""
         self._url: str | None = None
         self._moved = asyncio.Event()
         self._outgoing: asyncio.Queue[ToLeader] | None = None
@@ -84,8 +91,13 @@ class Link:
         """One connection from begin to end; whether it stood."""
         address = url.replace("http", "ws", 1).rstrip("/") + "/v1/agent"
         try:
+            known = self._known()
+            if objection := known.objection(url):
+                raise ConfigError(objection)
             connection = await connect(
                 address,
+                additional_headers=known.headers(),
+                ssl=known.context,
                 open_timeout=_OPEN_SECONDS,
                 ping_interval=_PING_SECONDS,
                 ping_timeout=_PING_SECONDS,
@@ -93,9 +105,13 @@ class Link:
                 compression=None,
                 proxy=None,
             )
+        except (ConfigError, InvalidStatus, ssl.SSLError) as error:
+            self._complain(url, error)
+            return False
         except (OSError, TimeoutError, WebSocketException, InvalidURI) as error:
             _log.debug("the leader at %s cannot be reached: %s", url, error)
             return False
+        self._said = ""
         self._outgoing = asyncio.Queue()
         _log.info("linked to the leader at %s", url)
         try:
@@ -108,6 +124,17 @@ class Link:
             # Not the closing handshake: a leader that is stuck would keep us here.
             connection.transport.abort()
         return True
+
+    def _complain(self, url: str, error: Exception) -> None:
+        """Of what a user must cure, once."""
+        said = f"the leader at {url} cannot be linked to: {error}"
+        if isinstance(error, InvalidStatus) and error.response.body:
+            said = f"{said}: {error.response.body.decode(errors='replace')}"
+        elif isinstance(error, ssl.SSLError):
+            said = f"{said}; check [security] ca here, and cert and client_ca at the coordinator"
+        level = logging.DEBUG if said == self._said else logging.WARNING
+        self._said = said
+        _log.log(level, "%s", said)
 
     async def _serve(self, connection: ClientConnection, outgoing: asyncio.Queue[ToLeader]) -> None:
         """Until the connection ends or the leader moves."""

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from elasticd.decoding import decoded_as
 from elasticd.messages import WIRE_VERSION, Message, ToLeader, ToWorker
 from elasticd.records import Keys, NodeRecord, OutRecord, decode
 from elasticd.rounds import (
@@ -79,7 +80,7 @@ class _Job:
         for key, item in self.items.items():
             kind, _, name = key.removeprefix(self.prefix).partition("/")
             if kind == "torchruns":
-                found[name] = msgspec.json.decode(item.value, type=Torchrun)
+                found[name] = decoded_as(Torchrun, item.value)
             elif kind == "out":
                 out[name] = decode(item.value, OutRecord).reason
         for name in out.keys() & found.keys():

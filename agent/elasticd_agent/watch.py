@@ -97,6 +97,7 @@ class Records:
         of_job = key.startswith(self._keys.jobs) and part in _PARTS
         if key != self._keys.leader and not node and not of_job:
             return
+        at = item.mod_revision if item is not None else 0
         (self._known.discard if item is None else self._known.add)(key)
         try:
             if key == self._keys.leader:
@@ -104,15 +105,16 @@ class Records:
             elif node:
                 self._node_read(node, _decoded(item, NodeRecord))
             elif part == "proposal":
-                self._emit(ProposalRead(job=job, proposal=_decoded(item, Proposal)))
+                self._emit(ProposalRead(job=job, proposal=_decoded(item, Proposal), revision=at))
             elif part == "plan":
-                self._emit(PlanRead(job=job, record=_decoded(item, PlanRecord)))
+                self._emit(PlanRead(job=job, record=_decoded(item, PlanRecord), revision=at))
             elif part == "fence":
-                self._emit(FenceRead(job=job, record=_decoded(item, Fence)))
+                self._emit(FenceRead(job=job, record=_decoded(item, Fence), revision=at))
             elif part == "checkpoints":
-                self._emit(CheckpointsRead(job=job, record=_decoded(item, CheckpointsRecord)))
+                record = _decoded(item, CheckpointsRecord)
+                self._emit(CheckpointsRead(job=job, record=record, revision=at))
             else:
-                self._emit(DoneRead(job=job, record=_decoded(item, DoneRecord)))
+                self._emit(DoneRead(job=job, record=_decoded(item, DoneRecord), revision=at))
         except ValueError as error:
             _log.error("the record %s in the store cannot be read: %s", key, error)
 

@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,12 +31,14 @@ from elasticd.messages import (
 )
 from elasticd.pulses import Pong
 from elasticd.snapshots import Fetch, OfSnapshots, Snapped
+from elasticd_agent.admission import Admission, peer
 
 #: Seconds that a process has to end after it closed its connection, before it counts as gone without.
 _LINGER_SECONDS = 2.0
 #: Messages that may wait for a client that does not read; one that is further behind is cut off.
 _MOST_WAITING = 1024
-_PEER = struct.Struct("3i")
+#: Clients at once: workers, torchruns, and those of them that have just ended.
+_MOST_CLIENTS = 1024
 
 _log = logging.getLogger(__name__)
 
@@ -62,12 +63,15 @@ class Workers:
 
     _ears: Ears
 
-    def __init__(self, path: str, node: str) -> None:
+    def __init__(self, path: str, node: str, group: str | None = None) -> None:
+        self._admission = Admission(group)
+        #: Connections of strangers that were refused.
+        self.refused = 0
         self._path = path
         self._node = node
         self._loop = asyncio.get_running_loop()
         self._connections: dict[str, _Connection] = {}
-        self._listener = packets.listen(path)
+        self._listener = packets.listen(path, self._admission.group)
         self._inode = os.stat(path).st_ino
 
     def start(self, ears: Ears) -> None:
@@ -118,9 +122,24 @@ class Workers:
                 _log.error("cannot accept a connection at %s: %s", self._path, error)
                 return
             sock.setblocking(False)
-            pid, _, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            if refusal := self._turn_away(sock):
+                _log.warning("%s", refusal)
+                continue
+            pid, _, _ = peer(sock)
             name = f"{self._node}:{pid}:{secrets.token_hex(4)}"
             self._connections[name] = _Connection(name, pid, sock, self._loop, self._ears, self._forget)
+
+    def _turn_away(self, sock: socket.socket) -> str:
+        """Why, and it is told so; nothing for one that may stay."""
+        refusal = self._admission.refusal(sock)
+        if not refusal and len(self._connections) >= _MOST_CLIENTS:
+            refusal = f"this agent has {_MOST_CLIENTS} clients already: a process opens connections without end"
+        if refusal:
+            self.refused += 1
+            with suppress(OSError):
+                packets.send(sock, messages.encode(Rejected(reason=refusal)))
+            sock.close()
+        return refusal
 
     def _forget(self, name: str) -> None:
         self._connections.pop(name, None)

@@ -12,6 +12,7 @@ from elasticd.cli.chaos import chaos
 from elasticd.cli.check import check
 from elasticd.cli.checkpoint import checkpoint
 from elasticd.cli.completion import completion
+from elasticd.cli.config import config, pause, resume
 from elasticd.cli.coordinator import coordinator
 from elasticd.cli.demo import demo
 from elasticd.cli.doctor import doctor
@@ -55,7 +56,7 @@ def elasticd() -> None:
 
 
 for _command in (
-    *(up, run, coordinator, status, top, why, history, logs, drain, doctor),
+    *(up, run, coordinator, status, top, why, history, logs, drain, pause, resume, config, doctor),
     *(chaos, demo, simulate, plan, profile, check, checkpoint, completion),
 ):
     elasticd.add_command(_command)

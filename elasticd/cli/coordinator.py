@@ -39,4 +39,4 @@ def coordinator(
         "etcd.endpoints": etcd,
         "cluster.name": cluster,
     }
-    sys.exit(serve(with_overrides(load(config), options)))
+    sys.exit(serve(lambda: with_overrides(load(config), options)))

@@ -23,11 +23,12 @@ from rich.text import Text
 from elasticd.cli.options import config_option
 from elasticd.cli.reach import Api, CannotReach, leader_url
 from elasticd.config import CONFIG_VARIABLE, Config, ConfigError, load
+from elasticd.credentials import Credentials, credentials
 from elasticd.packets import default_path
+from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import StoreError
 from elasticd.store.server import EtcdServerError, find_etcd
-from elasticd.store.session import EtcdOptions
 
 #: Seconds by which this clock and the coordinator's may differ: events are read side by side.
 SKEW = 2.0
@@ -148,7 +149,7 @@ def _etcd_program() -> Finding:
 
 def _etcd(config: Config) -> Finding:
     endpoints = ", ".join(config.etcd.endpoints)
-    store = EtcdStore(EtcdOptions(endpoints=config.etcd.endpoints))
+    store = EtcdStore(etcd_options(config))
     try:
         identity = store.identity()
     except StoreError as error:
@@ -166,7 +167,8 @@ def _etcd(config: Config) -> Finding:
 def _coordinator(config: Config) -> Iterator[Finding]:
     try:
         url = leader_url(config)
-        with Api(url) as api:
+        known = credentials(config.security)
+        with Api(url, known) as api:
             status = api.status()
     except CannotReach as error:
         yield Finding(
@@ -178,11 +180,12 @@ def _coordinator(config: Config) -> Iterator[Finding]:
         verdict="ok",
         found=f"{status.leader.name} leads at {url}; nodes: {len(status.nodes)}, jobs: {len(status.jobs)}",
     )
-    yield _clock(url)
+    yield _clock(url, known)
 
 
-def _clock(url: str) -> Finding:
-    answer = httpx.get(f"{url}/livez", trust_env=False)
+def _clock(url: str, known: Credentials) -> Finding:
+    verify = known.context if known.context is not None else True
+    answer = httpx.get(f"{url}/livez", trust_env=False, verify=verify)
     said = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
     skew = abs(time.time() - said - 0.5)  # the header has whole seconds
     if skew > SKEW:

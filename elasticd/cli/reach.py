@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ssl
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -15,11 +16,14 @@ from elasticd_planner.value import Value
 
 from elasticd.config import Config, load
 from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
-from elasticd.records import HistoryRecord, Keys
+from elasticd.credentials import Credentials, credentials
+from elasticd.decoding import decoded_as
+from elasticd.records import ConfigRecord, HistoryRecord, Keys
+from elasticd.security import SecuritySection
+from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.leader import read_leader
 from elasticd.store.protocol import StoreError, StoreRefused
-from elasticd.store.session import EtcdOptions
 
 #: Seconds that one request may take.
 PATIENCE = 10.0
@@ -116,6 +120,14 @@ class ClusterStatus(Value, frozen=True, kw_only=True):
         return next((job for job in self.jobs if job.job == name), None)
 
 
+class Settings(Value, frozen=True, kw_only=True):
+    """The answer of `GET /v1/config`: all values by dotted key, those changed while running, every change."""
+
+    values: dict[str, bool | int | float | str]
+    changed: dict[str, bool | int | float | str]
+    history: tuple[ConfigRecord, ...]
+
+
 class _Events(Value, frozen=True, kw_only=True):
     events: tuple[EventRecord, ...]
 
@@ -132,12 +144,22 @@ class _History(Value, frozen=True, kw_only=True):
 
 
 class Api:
-    """The coordinator's REST as typed calls. All raise `CannotReach`."""
+    """The coordinator's REST as typed calls. All raise `CannotReach`. `known` is what we show it: by default
+    `$ELASTICD_TOKEN`, where that is set."""
 
-    def __init__(self, url: str, *, patience: float = PATIENCE) -> None:
+    def __init__(self, url: str, known: Credentials | None = None, *, patience: float = PATIENCE) -> None:
         self.url = url
+        known = known if known is not None else credentials(SecuritySection())
+        if objection := known.objection(url):
+            raise CannotReach(objection)
         # Loopback and cluster addresses: an HTTP proxy of the environment has no part in this.
-        self._client = httpx.Client(base_url=url, timeout=patience, trust_env=False)
+        self._client = httpx.Client(
+            base_url=url,
+            timeout=patience,
+            trust_env=False,
+            headers=known.headers(),
+            verify=known.context if known.context is not None else True,
+        )
 
     def __enter__(self) -> Api:
         return self
@@ -169,6 +191,13 @@ class Api:
         """Every plan of the job with the problem it answers, oldest first."""
         return self._read(f"/v1/jobs/{job}/history", _History).history
 
+    def settings(self) -> Settings:
+        return self._read("/v1/config", Settings)
+
+    def change(self, values: Mapping[str, bool | int | float | str | None], by: str) -> None:
+        """Changes the configuration while running; None for the file's own value."""
+        self._ask("POST", "/v1/config", msgspec.json.encode({"values": values, "by": by}))
+
     def drain(self, node: str, *, on: bool) -> None:
         """Lets a node's devices be left, or used again."""
         self._ask("POST", f"/v1/nodes/{node}/drain", msgspec.json.encode({"on": on}))
@@ -181,7 +210,7 @@ class Api:
 
     def _read(self, path: str, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(self._ask("GET", path), type=kind)
+            return decoded_as(kind, self._ask("GET", path))
         except msgspec.DecodeError as error:
             raise CannotReach(
                 f"the answer of {self.url} is not that of a coordinator of this release ({error}): "
@@ -192,6 +221,11 @@ class Api:
         try:
             answer = self._client.request(method, path, content=body)
         except httpx.HTTPError as error:
+            if isinstance(error.__context__, ssl.SSLError) or "SSL" in str(error):
+                raise CannotReach(
+                    f"the coordinator at {self.url} and we do not trust each other ({error}): check ca in "
+                    "section [security], and that the coordinator's certificate is for this name"
+                ) from error
             raise CannotReach(
                 f"no coordinator answers at {self.url} ({error or type(error).__name__}): start one with "
                 "'elasticd coordinator', or name a living one with --coordinator"
@@ -217,7 +251,7 @@ def reach(config: str | None, coordinator: str | None) -> Iterator[Api]:
     """The coordinator at this URL, else the one that leads by the configured etcd. Raises `CannotReach`."""
     settings = load(config)
     url = leader_url(settings) if coordinator is None else checked_url(coordinator)
-    with Api(url) as api:
+    with Api(url, credentials(settings.security)) as api:
         yield api
 
 
@@ -226,6 +260,7 @@ def checked_url(url: str) -> str:
     try:
         parts: Any = urlsplit(url)
         complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        complete = complete and parts.username is None
     except ValueError:
         complete = False
     if not complete:
@@ -236,7 +271,7 @@ def checked_url(url: str) -> str:
 def leader_url(config: Config) -> str:
     """Where the leader is reached, by the key that it keeps in etcd. Raises `CannotReach`."""
     endpoints = ", ".join(config.etcd.endpoints)
-    store = EtcdStore(EtcdOptions(endpoints=config.etcd.endpoints))
+    store = EtcdStore(etcd_options(config))
     try:
         leader = read_leader(store, Keys(cluster=config.cluster.name).leader)
     except StoreRefused as error:

@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from elasticd.coordinator.leading import Leading, Refused
+from elasticd.decoding import decoded_as
 from elasticd.machines.job.effects import Harmed
 from elasticd.orders import Harm
 
@@ -84,7 +85,7 @@ def routes(served: Served) -> list[BaseRoute]:
 
     async def chaos(request: Request) -> Response:
         try:
-            body = msgspec.json.decode(await request.body(), type=ChaosRequest, strict=False)
+            body = decoded_as(ChaosRequest, await request.body(), strict=False)
         except msgspec.DecodeError as error:
             raise Refused(
                 400, f'the body must be {{"action", "device" or "node", "factor", "seconds"}}: {error}'

@@ -10,21 +10,25 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import uvicorn
 
-from elasticd.config import Config
+from elasticd.config import Config, ConfigError, reloaded
+from elasticd.coordinator import changes as changed
 from elasticd.coordinator import election
+from elasticd.coordinator.access import Access
 from elasticd.coordinator.election import CannotLead, Deposed, Term
 from elasticd.coordinator.leading import Leading
+from elasticd.coordinator.listening import OPEN_TO_ALL, Server, bind, configured, exposed, url_of
 from elasticd.coordinator.planning import COMMAND
 from elasticd.coordinator.server import application
 from elasticd.coordinator.views import restarting, status
 from elasticd.coordinator.writer import WriteConflict, Writer, ranks, stored
+from elasticd.credentials import load_pair, server_context
 from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.state import Settings
 from elasticd.notify import Supervisor
@@ -32,9 +36,6 @@ from elasticd.records import HistoryRecord, Keys, decode
 from elasticd.remembered import NOTE_SECONDS, StateError, StateFile
 from elasticd.store.leader import Leader, LeadershipLost
 from elasticd.store.protocol import Store, StoreError, StoreRefused
-
-#: Seconds between pings to an agent, and until one that did not answer is away: no packet may say so.
-PING, SILENCE = 0.2, 0.75
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class Coordinator:
         self.keys = Keys(cluster=config.cluster.name)
         self.url = ""
         self.leading: Leading
+        self.access = Access.read(config.security)
+        self._context = server_context(config.security)
         self._store = store
         self._settings = settings or settings_of(config)
         self._planner = planner
@@ -71,9 +74,12 @@ class Coordinator:
     async def start(self) -> None:
         """Leads when it returns. Raises `CannotLead`."""
         try:
-            listener = _bind(self.config.coordinator.host, self.config.coordinator.port)
+            listener = bind(self.config.coordinator.host, self.config.coordinator.port)
             self._exits.callback(listener.close)
-            self.url = _url(self.config.coordinator.host, listener.getsockname()[1])
+            host, port = self.config.coordinator.host, listener.getsockname()[1]
+            self.url = url_of(host, port, secure=self._context is not None)
+            if not self.access.asks and exposed(host):
+                _log.warning("%s: %s", self.url, OPEN_TO_ALL)
             self._lead(await self._elect(listener))
             await self._serve(listener)
         except BaseException:
@@ -91,6 +97,29 @@ class Coordinator:
     def fail(self, error: Exception) -> None:
         if not self._end.done():
             self._end.set_exception(error)
+
+    def reconfigure(self, config: Config) -> None:
+        """Goes by a file that was read anew, as far as that is possible: by detection, policy and chaos."""
+        self.config = msgspec.structs.replace(
+            self.config, detect=config.detect, policy=config.policy, chaos=config.chaos
+        )
+        self._renew()
+        if not self._serving:
+            return
+        changes = msgspec.structs.replace(self.leading.changes, detect=config.detect, policy=config.policy)
+        self.leading.follow(changes, "the file of the configuration was read anew")
+        self.leading.chaos = config.chaos.enabled
+
+    def _renew(self) -> None:
+        """Tokens and certificate as they are in their files now; ones that are wrong change nothing."""
+        try:
+            access = Access.read(self.config.security)
+            if self._context is not None:
+                load_pair(self._context, self.config.security)
+        except ConfigError as error:
+            _log.error("tokens and certificate stay as they are: %s", error)
+            return
+        self.access = access
 
     async def stop(self) -> None:
         """Closes sockets, ends planners, gives the leader's key back. Harmless when called again."""
@@ -138,6 +167,10 @@ class Coordinator:
             jobs = stored(self.keys, term.jobs.items)
         except msgspec.DecodeError as error:
             raise CannotLead(f"the records under {self.keys.jobs} cannot be read: {error}") from error
+        try:
+            changes = changed.of(self.config, self.keys, term.config.items)
+        except ConfigError as error:
+            raise CannotLead(str(error)) from error
         state = takeover(term.leadership.term, jobs, self._settings, time.monotonic())
         leading = Leading(state, chaos=self.config.chaos.enabled, failed=self.fail, planner=self._planner)
         leading.writer = Writer(
@@ -145,11 +178,13 @@ class Coordinator:
             self._executor,
             term.leadership,
             self.keys,
-            term.jobs,
+            (*term.jobs.items, *term.config.items),
             told=leading.tell,
             failed=self.fail,
         )
         leading.remember(ranks(self.keys, term.jobs.items))
+        changes = msgspec.structs.replace(changes, detect=self._settings.detect, policy=self._settings.policy)
+        leading.follow(changes, f"as changed while running: {', '.join(sorted(changes.values))}")
         self.leading = leading
         self._exits.push_async_callback(leading.planning.close)
         self._start(leading.writer.run(), "writer")
@@ -164,18 +199,9 @@ class Coordinator:
             await asyncio.sleep(NOTE_SECONDS)
 
     async def _serve(self, listener: socket.socket) -> None:
-        server = _Server(
-            uvicorn.Config(
-                application(self),
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                ws_per_message_deflate=False,  # reports are small and many
-                ws_ping_interval=PING,
-                ws_ping_timeout=SILENCE,
-                timeout_graceful_shutdown=2,
-            )
-        )
+        security = self.config.security
+        app = application(self, security.requests_per_second)
+        server = Server(configured(app, security, self._context, self.leading.metrics.refused))
         task = asyncio.create_task(server.serve(sockets=[listener]), name="server")
         self._exits.push_async_callback(self._close, server, task)
         while not server.started:
@@ -242,41 +268,12 @@ def settings_of(config: Config) -> Settings:
     )
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to the daemon, which ends the server itself."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A socket that has its port, and does not listen yet."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.setblocking(False)
-    except OSError as error:
-        listener.close()
-        raise CannotLead(
-            f"cannot serve at {host}:{port} ({error.strerror or error}): set host and port in section "
-            "[coordinator] of the configuration to an address of this machine that is free"
-        ) from error
-    return listener
-
-
-def _url(host: str, port: int) -> str:
-    """Where others reach us: a host that stands for all addresses is no address to call."""
-    reachable = socket.gethostname() if host in ("0.0.0.0", "::") else host
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
-
-
-async def run(config: Config, store: Store | None = None) -> None:
-    """Leads, or stands by, until SIGINT or SIGTERM. A leader that was replaced stands by again. Raises
-    `CannotLead` where it cannot lead at all; StateError where it cannot remember its etcd. A store that is
-    given is not remembered."""
+async def run(
+    config: Config, store: Store | None = None, *, reread: Callable[[], Config] | None = None
+) -> None:
+    """Leads, or stands by, until SIGINT or SIGTERM. A leader that was replaced stands by again. SIGHUP has the
+    configuration read anew by `reread`. Raises `CannotLead` where it cannot lead at all; StateError where it
+    cannot remember its etcd. A store that is given is not remembered."""
     loop = asyncio.get_running_loop()
     memory, opened = None, store
     if opened is None:
@@ -290,9 +287,21 @@ async def run(config: Config, store: Store | None = None) -> None:
     supervisor = Supervisor()
     watch = asyncio.create_task(supervisor.watch())
     told = _teller(config, supervisor)
+    running: list[Coordinator] = []
+
+    def reload() -> None:
+        nonlocal config
+        supervisor.reloading()
+        config = reloaded(config, reread, ("detect", "policy", "chaos"))
+        for one in running:
+            one.reconfigure(config)
+        supervisor.ready("the configuration was read anew")
+
+    loop.add_signal_handler(signal.SIGHUP, reload)
     try:
         while not ending.is_set():
             coordinator = Coordinator(config, opened, memory=memory, standing_by=told)
+            running[:] = [coordinator]
             try:
                 await _term(coordinator, ending, supervisor)
             except (Deposed, LeadershipLost) as error:
@@ -300,7 +309,7 @@ async def run(config: Config, store: Store | None = None) -> None:
     finally:
         supervisor.stopping()
         watch.cancel()
-        for number in signals:
+        for number in (*signals, signal.SIGHUP):
             loop.remove_signal_handler(number)
         if store is None:
             await asyncio.to_thread(opened.close)
@@ -339,14 +348,15 @@ def _teller(config: Config, supervisor: Supervisor) -> Callable[[Leader], None]:
     return tell
 
 
-def serve(config: Config) -> int:
+def serve(read: Callable[[], Config]) -> int:
     """The process: 0 after a signal, 1 with one message where it cannot lead."""
+    config = read()
     try:
-        asyncio.run(run(config))
+        asyncio.run(run(config, reread=read))
     except KeyboardInterrupt:
         return 0
     except Exception as error:
-        if not isinstance(error, CannotLead | StateError | StoreError | WriteConflict):
+        if not isinstance(error, CannotLead | ConfigError | StateError | StoreError | WriteConflict):
             _log.exception("the coordinator failed")
         print(f"elasticd coordinator: {error}", file=sys.stderr, flush=True)
         return 1

@@ -13,6 +13,7 @@ from elasticd_planner.value import Value
 from elasticd.config import Config
 from elasticd.records import Keys
 from elasticd.remembered import StateFile
+from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.keeper import LeaseKeeper
 from elasticd.store.leader import AlreadyLed, Leader, Leadership, await_vacancy, campaign
@@ -24,7 +25,6 @@ from elasticd.store.protocol import (
     StoreReplaced,
     StoreUnavailable,
 )
-from elasticd.store.session import EtcdOptions
 
 #: Seconds that the leader's key outlives its last refresh: the least that etcd grants with its default timing.
 LEASE_SECONDS = 2
@@ -43,10 +43,12 @@ class Deposed(CannotLead):
 
 
 class Term(Value, frozen=True, kw_only=True):
-    """One time of leading: the proof of it, and all the jobs' records as they were when it began."""
+    """One time of leading: the proof of it, all the jobs' records as they were when it began, and what was
+    changed of the configuration."""
 
     leadership: Leadership
     jobs: Snapshot
+    config: Snapshot
 
 
 def connect(config: Config, memory: StateFile | None = None) -> Store:
@@ -54,7 +56,7 @@ def connect(config: Config, memory: StateFile | None = None) -> Store:
     is remembered."""
     endpoints = ", ".join(config.etcd.endpoints)
     known = memory.identity if memory is not None else None
-    store = EtcdStore(EtcdOptions(endpoints=config.etcd.endpoints), known=known)
+    store = EtcdStore(etcd_options(config), known=known)
     try:
         store.identity()
     except StoreUnavailable as error:
@@ -110,7 +112,7 @@ def elect(
 def _win(store: Store, keys: Keys, name: str, url: str) -> Term:
     leadership = campaign(store, keys.leader, name, url, LEASE_SECONDS, patience=0.0)
     try:
-        return Term(leadership=leadership, jobs=store.snapshot(keys.jobs))
+        return Term(leadership=leadership, jobs=store.snapshot(keys.jobs), config=store.snapshot(keys.config))
     except StoreError:
         try:
             leadership.resign(store)

@@ -6,14 +6,17 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from elasticd.config import ConfigError
+from elasticd.coordinator.changes import Changes, Scalar
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.journal import Journal
 from elasticd.coordinator.keyvalue import KeyValue
 from elasticd.coordinator.metrics import Metrics
 from elasticd.coordinator.planning import COMMAND, Planning
-from elasticd.coordinator.writer import Rank, Writer
+from elasticd.coordinator.writer import Rank, Setting, Writer
 from elasticd.machines import coordinator, restarts
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import (
@@ -47,6 +50,8 @@ from elasticd.snapshots import Keeps
 
 #: Seconds between the looks at what has become due.
 TICK = 0.1
+#: Seconds that a user waits for etcd to take what he changed.
+WRITE_SECONDS = 5.0
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live).
 RANKS = "rdzv/"
 
@@ -78,11 +83,12 @@ class Leading:
         self.connections = Connections()
         self.planning = Planning(self.apply, command=planner)
         self.writer: Writer | None = None
-        self._chaos = chaos
+        self.chaos = chaos
         self._failed = failed
         self._stores: dict[str, KeyValue] = {}
         self._away_since = self._away_seconds = 0.0
         self.restarts: dict[str, restarts.RestartJob] = {}
+        self.changes = Changes(detect=state.settings.detect, policy=state.settings.policy)
 
     def apply(self, event: Event) -> None:
         """One step of the machine, and its effects. An error in it ends this leader rather than go on with a
@@ -198,10 +204,35 @@ class Leading:
 
     def allow_chaos(self) -> None:
         """Raises `Refused` where the configuration has it off."""
-        if not self._chaos:
+        if not self.chaos:
             raise Refused(
                 403, "chaos is off: set enabled = true in section [chaos] of the coordinator's configuration"
             )
+
+    async def change(self, asked: Mapping[str, Any], by: str) -> None:
+        """Changes detection and policy: written first, then followed. Raises `Refused`."""
+        assert self.writer is not None
+        try:
+            changes = self.changes.changed(asked, time.time(), by)
+        except ConfigError as error:
+            raise Refused(400, str(error)) from error
+        if self.writer.away:
+            raise Refused(503, "etcd does not answer, and a change is kept there: try again when it is back")
+        before, self.changes = self.changes, changes
+        self.writer.put(Setting(record=changes.history[-1]))
+        try:
+            await asyncio.wait_for(self.writer.drained(), WRITE_SECONDS)
+        except TimeoutError:
+            raise Refused(
+                503, "etcd stopped answering meanwhile: the change holds now, and is kept once etcd is back"
+            ) from None
+        finally:
+            self.follow(changes, _words(before.values, changes.values, by))
+
+    def follow(self, changes: Changes, words: str) -> None:
+        """Goes by these from now on."""
+        self.changes = changes
+        self.apply(changes.event(words))
 
     def drain(self, node: str, on: bool) -> None:
         """Lets the devices of a node be left, or used again. Raises `Refused`."""
@@ -237,3 +268,9 @@ class Leading:
             raise Refused(400, f"factor {factor} must be a finite number of at least 1 (1 is normal speed)")
         self.know_device(device)
         self.apply(Paced(device=device, factor=factor))
+
+
+def _words(before: Mapping[str, Scalar], after: Mapping[str, Scalar], by: str) -> str:
+    told = [f"{key} = {value}" for key, value in sorted(after.items()) if before.get(key) != value]
+    told += [f"{key} is the file's again" for key in sorted(before) if key not in after]
+    return f"configuration changed by {by}: {', '.join(told)}"

@@ -33,8 +33,10 @@ class Metrics:
         )
         self._refused = Counter(
             "elasticd_refused",
-            "Connections and messages of agents that were refused: unreadable; silent: no hello came; "
-            "hello: of a version too far, or its name is taken.",
+            "Connections, requests and messages that were refused: unreadable; silent: nothing was asked, "
+            "or no hello came; hello: of a version too far, a name that is taken or of another node; "
+            "impostor: an agent that changed its name; unauthenticated; forbidden; origin: a page of another "
+            "site; oversized; slow: a body that did not come; rate: too often; crowded: too many connections.",
             ["reason"],
             registry=self._registry,
         )

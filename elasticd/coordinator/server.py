@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -19,14 +20,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from elasticd.coordinator import chaos
+from elasticd.coordinator.access import ANYBODY, Access, Caller
+from elasticd.coordinator.changes import Scalar
 from elasticd.coordinator.connections import Connection
+from elasticd.coordinator.gate import CALLER, Bucket, Gate
 from elasticd.coordinator.leading import Leading, Refused
 from elasticd.coordinator.metrics import CONTENT_TYPE
+from elasticd.decoding import decoded_as
 from elasticd.messages import AgentHello, AgentRejected, StoreCall, ToLeader, Up, encode, to_leader
 from elasticd.records import HistoryRecord
+from elasticd.security import Role
 
 #: Seconds that a new connection has to say hello.
 HELLO_SECONDS = 10.0
+#: Messages a second of one agent, twice as many at once; one that sends more is read more slowly, and is cut
+#: off where its answers to pings are stuck behind them.
+MESSAGES_PER_SECOND = 5000.0
+#: The code of a WebSocket that its own side closed over a message above the limit.
+_TOO_BIG = 1009
 
 _log = logging.getLogger(__name__)
 
@@ -37,10 +48,18 @@ class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     on: bool
 
 
+class ConfigRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of `POST /v1/config`: values by dotted key, null for the file's own, and who asks for it."""
+
+    values: dict[str, Scalar | None]
+    by: str
+
+
 class Served(Protocol):
     """What the server shows: the leader, its status, and the history that only the store has."""
 
     leading: Leading
+    access: Access
 
     def status(self) -> dict[str, Any]: ...
 
@@ -51,8 +70,8 @@ class Served(Protocol):
         ...
 
 
-def application(served: Served) -> Starlette:
-    """The ASGI application."""
+def application(served: Served, requests_per_second: float) -> Starlette:
+    """The ASGI application, which lets one address ask so often."""
 
     async def status(request: Request) -> Response:
         return _json(served.status())
@@ -70,11 +89,22 @@ def application(served: Served) -> Starlette:
 
     async def drain(request: Request) -> Response:
         try:
-            body = msgspec.json.decode(await request.body(), type=DrainRequest)
+            body = decoded_as(DrainRequest, await request.body())
         except msgspec.DecodeError as error:
             raise Refused(400, f'the body must be {{"on": true}} or {{"on": false}}: {error}') from error
         served.leading.drain(str(request.path_params["node"]), body.on)
         return _json({"on": body.on})
+
+    async def config(request: Request) -> Response:
+        if request.method == "POST":
+            try:
+                body = decoded_as(ConfigRequest, await request.body())
+            except msgspec.DecodeError as error:
+                raise Refused(
+                    400, f'the body must be {{"values": {{"policy.paused": true}}, "by": "you"}}: {error}'
+                ) from error
+            await served.leading.change(body.values, _by(request, body.by))
+        return _json(served.leading.changes.shown())
 
     async def livez(request: Request) -> Response:
         return _json({"live": True})
@@ -95,6 +125,7 @@ def application(served: Served) -> Starlette:
         Route("/v1/jobs/{job}/steps", steps),
         Route("/v1/jobs/{job}/history", history),
         Route("/v1/nodes/{node}/drain", drain, methods=["POST"]),
+        Route("/v1/config", config, methods=["GET", "POST"]),
         *chaos.routes(served),
         Route("/metrics", metrics),
         Route("/livez", livez),
@@ -107,7 +138,13 @@ def application(served: Served) -> Starlette:
         Exception: _broken,
     }
     counted = Middleware(_Counted, served=served)
-    return Starlette(routes=routes, exception_handlers=handlers, middleware=[counted])
+    gate = Middleware(
+        Gate,
+        access=lambda: served.access,
+        refused=lambda word: served.leading.metrics.refused(word),
+        rate=requests_per_second,
+    )
+    return Starlette(routes=routes, exception_handlers=handlers, middleware=[counted, gate])
 
 
 class _Counted:
@@ -130,7 +167,10 @@ def _json(body: Any, status: int = 200) -> Response:
 
 
 async def _refused(request: Request, error: Refused) -> Response:
-    return _json({"error": str(error)}, error.status)
+    answer = _json({"error": str(error)}, error.status)
+    if error.status in (408, 413):
+        answer.headers["connection"] = "close"  # the rest of the body is not waited for
+    return answer
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
@@ -140,6 +180,12 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 async def _broken(request: Request, error: Exception) -> Response:
     return _json({"error": f"the coordinator failed on {request.url.path}; its log says why"}, 500)
+
+
+def _by(request: Request, said: str) -> str:
+    """Who changed something: what he says of himself, and the name that his token has."""
+    caller: Caller | None = request.scope.get(CALLER)
+    return f"{said} ({caller.name})" if caller is not None and caller.name else said
 
 
 def _number(request: Request, default: int) -> int:
@@ -170,7 +216,7 @@ async def _agent(leading: Leading, socket: WebSocket) -> None:
             leading.metrics.refused("silent")
             await _reject(socket, "an agent's first message must be its hello")
             return
-        refusal = leading.connections.refusal(hello)
+        refusal = _impostor(socket, hello) or leading.connections.refusal(hello)
         if refusal:
             leading.metrics.refused("hello")
             await _reject(socket, refusal)
@@ -183,7 +229,9 @@ async def _agent(leading: Leading, socket: WebSocket) -> None:
         leading.metrics.refused("unreadable")
         await _reject(socket, f"the hello cannot be read ({error}): install the same release on all nodes")
         return
-    except WebSocketDisconnect:
+    except WebSocketDisconnect as gone:
+        if gone.code == _TOO_BIG:
+            leading.metrics.refused("oversized")
         return
     connection = leading.agent_up(hello.record)
     try:
@@ -192,6 +240,17 @@ async def _agent(leading: Leading, socket: WebSocket) -> None:
         leading.agent_down(connection)
         with contextlib.suppress(Exception):  # closed by the other side already
             await socket.close()
+
+
+def _impostor(socket: WebSocket, hello: AgentHello) -> str:
+    """Why this agent's token or certificate is not for this node, or nothing."""
+    caller: Caller = socket.scope.get(CALLER) or ANYBODY
+    if caller.role is not Role.AGENT or caller.name in ("", hello.record.node):
+        return ""
+    return (
+        f"this token or certificate is for node {caller.name!r}, not for {hello.record.node!r}: give each node "
+        "its own, or set node in section [agent]"
+    )
 
 
 async def _reject(socket: WebSocket, reason: str) -> None:
@@ -216,16 +275,33 @@ async def _converse(leading: Leading, socket: WebSocket, connection: Connection)
             if isinstance(outcome, msgspec.DecodeError):
                 leading.metrics.refused("unreadable")
                 _log.warning("node %s: a message cannot be read: %s", connection.node, outcome)
-            elif isinstance(outcome, Exception) and not isinstance(outcome, WebSocketDisconnect):
+            elif isinstance(outcome, WebSocketDisconnect):
+                if outcome.code == _TOO_BIG:
+                    leading.metrics.refused("oversized")
+                    _log.warning("node %s: a message is above [security] message_mib", connection.node)
+            elif isinstance(outcome, _Impostor):
+                leading.metrics.refused("impostor")
+                _log.warning("node %s: its agent calls itself %s now", connection.node, outcome)
+            elif isinstance(outcome, Exception):
                 _log.warning("node %s: its connection ended: %r", connection.node, outcome)
+
+
+class _Impostor(Exception):
+    """An agent that says hello for another node."""
 
 
 async def _listen(leading: Leading, socket: WebSocket, connection: Connection) -> None:
     """Hands every message over in order; a call that waits is left waiting beside the rest."""
     calls: set[asyncio.Task[None]] = set()
+    bucket = Bucket(MESSAGES_PER_SECOND, time.monotonic())
     try:
         while True:
             message = await _read(socket)
+            while wait := bucket.wait(time.monotonic()):
+                leading.metrics.refused("rate")
+                await asyncio.sleep(wait)
+            if isinstance(message, AgentHello) and message.record.node != connection.node:
+                raise _Impostor(message.record.node)
             if isinstance(message, Up) and isinstance(message.body, StoreCall) and message.body.op == "get":
                 call = asyncio.create_task(leading.heard(connection, message))
                 calls.add(call)

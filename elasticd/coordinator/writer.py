@@ -11,12 +11,13 @@ import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 
-import msgspec
 from elasticd_planner.value import Value
 
+from elasticd.decoding import decoded_as
 from elasticd.machines.job.effects import Note, Record, Stored, Write
 from elasticd.records import (
     CheckpointsRecord,
+    ConfigRecord,
     DoneRecord,
     Fence,
     HistoryRecord,
@@ -29,7 +30,7 @@ from elasticd.records import (
     encode,
 )
 from elasticd.store.leader import Leadership, LeadershipLost
-from elasticd.store.protocol import Compare, Delete, KeyValue, Op, Put, Snapshot, Store, StoreUnavailable
+from elasticd.store.protocol import Compare, Delete, KeyValue, Op, Put, Store, StoreUnavailable
 
 #: Records of history that are kept for a job.
 MOST_HISTORY = 256
@@ -48,6 +49,12 @@ class Rank(Value, frozen=True, kw_only=True):
     value: bytes = b""
 
 
+class Setting(Value, frozen=True, kw_only=True):
+    """A change of the configuration."""
+
+    record: ConfigRecord
+
+
 class WriteConflict(Exception):
     """Somebody else changed the leader's records although the leader's key is ours: nobody may."""
 
@@ -64,18 +71,18 @@ class Writer:
         executor: Executor,
         leadership: Leadership,
         keys: Keys,
-        known: Snapshot,
+        known: Iterable[KeyValue],
         *,
         told: Callable[[Note], None],
         failed: Callable[[Exception], None],
     ) -> None:
         self._store, self._executor, self._leadership, self._keys = store, executor, leadership, keys
-        self._revisions = {item.key: item.mod_revision for item in known.items}
+        self._revisions = {item.key: item.mod_revision for item in known}
         self._told, self._failed = told, failed
-        self._queue: asyncio.Queue[Write | Rank] = asyncio.Queue()
+        self._queue: asyncio.Queue[Write | Rank | Setting] = asyncio.Queue()
         self.away = False
 
-    def put(self, write: Write | Rank) -> None:
+    def put(self, write: Write | Rank | Setting) -> None:
         self._queue.put_nowait(write)
 
     async def drained(self) -> None:
@@ -97,9 +104,9 @@ class Writer:
                 self._told(note)
             self._queue.task_done()
 
-    def _attempt(self, write: Write | Rank) -> bool:
+    def _attempt(self, write: Write | Rank | Setting) -> bool:
         """One try, on the store's thread, where encoding holds nobody up; False while the store is away."""
-        ops = operations(self._keys, write) if isinstance(write, Write) else self._of_rank(write)
+        ops = self._of_rank(write) if isinstance(write, Rank) else operations(self._keys, write)
         if not ops:
             return True
         compares = [Compare.modified(op.key, self._revisions.get(op.key, 0)) for op in ops]
@@ -149,9 +156,15 @@ def _landed(op: Op, found: KeyValue | None) -> bool:
     return found is not None and found.value == op.value
 
 
-def operations(keys: Keys, write: Write) -> tuple[Op, ...]:
+def operations(keys: Keys, write: Write | Setting) -> tuple[Op, ...]:
     """What a write does to the store. The plan comes before the proposal's end: agents read in this order."""
     ops: list[Op] = []
+    if isinstance(write, Setting):
+        number = write.record.number
+        ops += (Put(key, encode(write.record)) for key in (keys.config, keys.config_history(number)))
+        if number > MOST_HISTORY:
+            ops.append(Delete(keys.config_history(number - MOST_HISTORY)))
+        return tuple(ops)
     for record in write.records:
         ops.append(Put(_key(keys, write.job, record), encode(record)))
         if isinstance(record, HistoryRecord) and record.number > MOST_HISTORY:
@@ -187,7 +200,7 @@ def ranks(keys: Keys, items: Iterable[KeyValue]) -> list[Rank]:
     """Those in a snapshot of the jobs' prefix."""
     jobs = {item.key.removeprefix(keys.jobs).partition("/")[0] for item in items}
     folders = tuple(_ranks(keys, job) for job in jobs)
-    return [msgspec.json.decode(item.value, type=Rank) for item in items if item.key.startswith(folders)]
+    return [decoded_as(Rank, item.value) for item in items if item.key.startswith(folders)]
 
 
 def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:

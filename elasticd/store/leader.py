@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from elasticd.clock import Clock, WallClock
+from elasticd.decoding import decoded_as
 from elasticd.store.confirm import settle
 from elasticd.store.protocol import (
     Compare,
@@ -55,7 +56,7 @@ class Leader(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, item: KeyValue) -> Leader:
         """From the key as read or watched. Raises ValueError when it is not a leader's record."""
         try:
-            record = msgspec.json.decode(item.value, type=LeaderRecord)
+            record = decoded_as(LeaderRecord, item.value)
         except msgspec.DecodeError as error:
             raise ValueError(f"the key {item.key!r} does not hold a leader's record: {error}") from error
         return cls(name=record.name, value=record.value, term=item.create_revision)

@@ -64,6 +64,10 @@ class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
     call_timeout: float = 2.0
     probe_key: str = "/elasticd/"
 
+    def __repr__(self) -> str:
+        """Without the password: this may stand in a log."""
+        return f"EtcdOptions(endpoints={self.endpoints}, user={self.user!r}, ca_cert={self.ca_cert!r})"
+
     def __post_init__(self) -> None:
         if not self.endpoints:
             raise ValueError("no etcd endpoint is given; name at least one, for example 127.0.0.1:2379")

@@ -68,6 +68,24 @@ def test_chaos_slows_a_device_and_lets_it_recover(configured: str) -> None:
     assert "chaos:" not in call("status", "--config", configured).output
 
 
+def test_configuration_is_changed_shown_and_given_back(configured: str) -> None:
+    where = ("--config", configured)
+    assert call("config", "set", "policy.horizon_steps", "50", *where).exit_code == 0
+    assert call("config", "get", "policy.horizon_steps", *where).output == "50\n"
+    assert "replanning is paused" in call("pause", *where).output
+    assert call("config", "get", "policy.paused", *where).output == "true\n"
+    listed = " ".join(call("config", "get", *where).output.split())
+    assert "policy.horizon_steps 50 changed while running" in listed
+    assert call("resume", *where).exit_code == 0
+    assert call("config", "unset", "policy.horizon_steps", *where).exit_code == 0
+    changes = call("config", "history", *where).output.splitlines()
+    assert "policy.paused = true" in changes[1]
+    assert changes[3].endswith("all as in the file")
+    assert "did you mean 'horizon_steps'?" in refused("config", "set", "policy.horizon", "5", *where)
+    told = call("logs", "--kind", "configured", *where).output
+    assert told.count("configuration changed by") == 4
+
+
 def test_unknown_device_is_named_with_those_that_are_there(configured: str) -> None:
     said = refused("chaos", "slow", "n7/0", "3", "--config", configured)
     assert "there is no device 'n7/0'; there are: n0/0, n0/1" in said

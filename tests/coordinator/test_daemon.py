@@ -265,7 +265,7 @@ def test_port_that_is_taken_is_named_with_the_remedy() -> None:
 
 def test_etcd_that_is_not_there_is_one_message_and_a_failure(capfd: pytest.CaptureFixture[str]) -> None:
     endpoint = f"127.0.0.1:{free_port()}"
-    assert serve(with_overrides(config(), {"etcd.endpoints": (endpoint,)})) == 1
+    assert serve(lambda: with_overrides(config(), {"etcd.endpoints": (endpoint,)})) == 1
     said = capfd.readouterr().err
     assert f"no etcd answers at {endpoint}" in said
     assert "endpoints" in said

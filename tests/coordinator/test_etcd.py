@@ -81,7 +81,7 @@ def test_etcd_that_is_not_the_one_remembered_is_refused_with_the_file_to_delete(
 
     asyncio.run(leads())
     with EtcdServer(fsync=False) as fresh:
-        assert serve(with_overrides(config(), options | {"etcd.endpoints": (fresh.endpoint,)})) == 1
+        assert serve(lambda: with_overrides(config(), options | {"etcd.endpoints": (fresh.endpoint,)})) == 1
     said = capfd.readouterr().err.strip().splitlines()[-1]
     assert said.startswith(f"elasticd coordinator: etcd at {fresh.endpoint} is")
     assert f"{tmp_path}/test-coordinator-c0.json: if this etcd is the right one" in said

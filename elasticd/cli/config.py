@@ -1,0 +1,107 @@
+"""`elasticd config`: detection and policy as they are, and changed while everything runs; `pause`, `resume`."""
+
+from __future__ import annotations
+
+import getpass
+import platform
+import sys
+import time
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.reach import CannotReach, reach
+
+PAUSED = "policy.paused"
+
+
+@click.group()
+def config() -> None:
+    """Show and change detection and policy while running; kept in etcd, over what the file says."""
+
+
+@config.command()
+@config_option
+@coordinator_option
+@click.option("--json", "as_json", is_flag=True)
+@click.argument("key", required=False)
+def get(config: str | None, coordinator: str | None, as_json: bool, key: str | None) -> None:
+    """Show the value of KEY, or all."""
+    with reach(config, coordinator) as api:
+        found = api.settings()
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(found.values).decode() + "\n")
+        return
+    if key is not None:
+        if key not in found.values:
+            raise CannotReach(f"there is no key {key!r}; there are: {', '.join(sorted(found.values))}")
+        click.echo(_text(found.values[key]))
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in sorted(found.values.items()):
+        table.add_row(name, _text(value), "changed while running" if name in found.changed else "")
+    Console(highlight=False).print(table)
+
+
+@config.command("set")
+@config_option
+@coordinator_option
+@click.argument("key")
+@click.argument("value")
+def set_(config: str | None, coordinator: str | None, key: str, value: str) -> None:
+    """Change KEY, as policy.horizon_steps, to VALUE, at once and for every later leader."""
+    _change(config, coordinator, {key: value})
+    click.echo(f"{key} = {value}")
+
+
+@config.command()
+@config_option
+@coordinator_option
+@click.argument("key")
+def unset(config: str | None, coordinator: str | None, key: str) -> None:
+    """Let KEY be as in the coordinator's file again."""
+    _change(config, coordinator, {key: None})
+    click.echo(f"{key} is as in the file again")
+
+
+@config.command()
+@config_option
+@coordinator_option
+def history(config: str | None, coordinator: str | None) -> None:
+    """Show every change: when, by whom, and what differed from the file from then on."""
+    with reach(config, coordinator) as api:
+        found = api.settings()
+    for record in found.history:
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.at))
+        values = ", ".join(f"{key} = {_text(value)}" for key, value in sorted(record.values.items()))
+        click.echo(f"{record.number:>4}  {clock}  {record.by}: {values or 'all as in the file'}")
+
+
+@click.command()
+@config_option
+@coordinator_option
+def pause(config: str | None, coordinator: str | None) -> None:
+    """Let running plans stay as they are, until `elasticd resume`; faults and drains are still answered."""
+    _change(config, coordinator, {PAUSED: True})
+    click.echo("replanning is paused; 'elasticd resume' ends that")
+
+
+@click.command()
+@config_option
+@coordinator_option
+def resume(config: str | None, coordinator: str | None) -> None:
+    """Let plans be replaced by better ones again."""
+    _change(config, coordinator, {PAUSED: None})
+    click.echo("replanning goes on")
+
+
+def _change(config: str | None, coordinator: str | None, values: dict[str, str | bool | None]) -> None:
+    with reach(config, coordinator) as api:
+        api.change(values, by=f"{getpass.getuser()}@{platform.node()}")
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,116 @@
+"""The configuration that can be changed while running: detection and policy, over what the file says.
+
+A change is checked as the file is, written to etcd with its history, and only then followed. A new leader
+follows what it finds there, over its own file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from elasticd_planner.policy import PolicySettings
+from elasticd_planner.rates import DetectSettings
+from elasticd_planner.value import Value
+
+from elasticd.config import Config, ConfigError, section
+from elasticd.machines.job.effects import Configured
+from elasticd.records import ConfigRecord, Keys, decode
+from elasticd.store.protocol import KeyValue
+
+Scalar = bool | int | float | str
+#: The sections whose keys can be changed.
+SECTIONS = ("detect", "policy")
+
+
+class Changes(Value, frozen=True, kw_only=True):
+    """The file's values, and what was changed of them, oldest first; the last is in force."""
+
+    detect: DetectSettings
+    policy: PolicySettings
+    history: tuple[ConfigRecord, ...] = ()
+
+    @property
+    def values(self) -> dict[str, Scalar]:
+        """What differs from the file, by dotted key."""
+        return dict(self.history[-1].values) if self.history else {}
+
+    def effective(self) -> tuple[DetectSettings, PolicySettings]:
+        """Raises ConfigError, as for a value that another release wrote."""
+        return _over(self.detect, self.policy, self.values)
+
+    def changed(self, asked: Mapping[str, Any], at: float, by: str) -> Changes:
+        """With `asked` on top: None takes the file's value again. Raises ConfigError with what would be right,
+        and where nothing would change."""
+        values = self.values
+        for key, value in asked.items():
+            check_key(key)
+            if value is None:
+                values.pop(key, None)
+            else:
+                values[key] = value
+        _over(self.detect, self.policy, values)
+        if values == self.values:
+            raise ConfigError(f"nothing to change: {', '.join(asked) or 'no key was given'} is so already")
+        number = self.history[-1].number + 1 if self.history else 1
+        record = ConfigRecord(number=number, values=values, at=at, by=by)
+        return msgspec.structs.replace(self, history=(*self.history, record))
+
+    def event(self, words: str) -> Configured:
+        """For the machine."""
+        detect, policy = self.effective()
+        return Configured(detect=detect, policy=policy, changes=words)
+
+    def shown(self) -> dict[str, Any]:
+        """The body of `GET /v1/config`."""
+        detect, policy = self.effective()
+        return {
+            "values": {
+                f"{name}.{key}": value
+                for name, found in zip(SECTIONS, (detect, policy), strict=True)
+                for key, value in msgspec.structs.asdict(found).items()
+            },
+            "changed": self.values,
+            "history": self.history,
+        }
+
+
+def of(config: Config, keys: Keys, items: Iterable[KeyValue]) -> Changes:
+    """What the file and the store say. Raises ConfigError for a record that this program cannot read."""
+    folder = f"{keys.config}-history/"
+    found = sorted((item for item in items if item.key.startswith(folder)), key=lambda item: item.key)
+    try:
+        history = tuple(decode(item.value, ConfigRecord) for item in found)
+        changes = Changes(detect=config.detect, policy=config.policy, history=history)
+        changes.effective()
+    except (msgspec.DecodeError, ConfigError) as error:
+        raise ConfigError(
+            f"what was changed of the configuration (under {keys.config} in etcd) cannot be used: {error}; "
+            "delete these keys, or run the release that wrote them"
+        ) from error
+    return changes
+
+
+def check_key(key: str) -> None:
+    """Raises ConfigError where no running coordinator can change it."""
+    name, _, field = key.partition(".")
+    if name not in SECTIONS or not field:
+        raise ConfigError(
+            f"{key!r} cannot be changed while running: give a key of section detect or policy, as "
+            "policy.horizon_steps; the rest is in the file"
+        )
+
+
+def _over(
+    detect: DetectSettings, policy: PolicySettings, values: Mapping[str, Any]
+) -> tuple[DetectSettings, PolicySettings]:
+    bodies: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for key, value in values.items():
+        check_key(key)
+        name, _, field = key.partition(".")
+        bodies[name][field] = value
+    return (
+        section("detect", detect, bodies["detect"], "config", strict=False),
+        section("policy", policy, bodies["policy"], "config", strict=False),
+    )

@@ -1,0 +1,159 @@
+"""The agent's socket is for its user and one group: the file's mode says so, and the kernel is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import grp
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+from elasticd_agent import admission
+from elasticd_agent.admission import Admission
+from elasticd_agent.workers import Ears, Workers
+
+from elasticd import messages, packets
+from elasticd.machines.agent_state import Event
+from elasticd.messages import Rejected
+from elasticd.packets import NoAgent, SocketTaken
+from tests.agent.support import until
+
+STRANGER = 4_000_000
+GROUP = 4_000_001
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def _ears(heard: list[Event]) -> Ears:
+    return Ears(events=heard.append, snapshots=lambda *_: None, pongs=lambda _: None, rounds=lambda *_: False)
+
+
+def test_socket_is_for_its_owner_and_with_a_group_for_its_members(tmp_path: Path) -> None:
+    own = tmp_path / "own" / "agent.sock"
+    with packets.listen(str(own)):
+        assert (mode(own), mode(own.parent)) == (0o600, 0o700)
+    shared = tmp_path / "shared" / "agent.sock"
+    group = os.getgroups()[-1] if os.getgroups() else os.getgid()
+    with packets.listen(str(shared), group):
+        assert (mode(shared), mode(shared.parent)) == (0o660, 0o750)
+        assert (shared.stat().st_gid, shared.parent.stat().st_gid) == (group, group)
+
+
+def test_own_user_is_let_in_and_another_is_told_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        heard: list[Event] = []
+        workers = Workers(str(tmp_path / "agent.sock"), "alpha")
+        try:
+            workers.start(_ears(heard))
+            with packets.connect(str(tmp_path / "agent.sock")) as own:
+                await asyncio.to_thread(until, lambda: len(workers._connections) == 1)
+                assert own.fileno() >= 0
+            monkeypatch.setattr(admission, "peer", lambda _: (7, STRANGER, STRANGER))
+            with packets.connect(str(tmp_path / "agent.sock")) as other:
+                said = await asyncio.to_thread(packets.receive, other)
+                assert said is not None
+                refused = messages.to_worker(said)
+                assert isinstance(refused, Rejected)
+                assert "of user 4000000 may not speak to this agent" in refused.reason
+                assert await asyncio.to_thread(packets.receive, other) is None
+            assert workers.refused == 1
+            assert heard == []
+        finally:
+            workers.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("group", "peer", "further", "in_"),
+    [
+        (None, (1, os.geteuid(), STRANGER), [], True),
+        (None, (1, 0, 0), [], True),
+        (None, (1, STRANGER, os.getgid()), [], False),
+        (str(GROUP), (1, STRANGER, GROUP), [], True),
+        (str(GROUP), (1, STRANGER, STRANGER), [5, GROUP], True),
+        (str(GROUP), (1, STRANGER, STRANGER), [5], False),
+    ],
+)
+def test_owner_root_and_members_are_let_in(
+    monkeypatch: pytest.MonkeyPatch,
+    group: str | None,
+    peer: tuple[int, int, int],
+    further: list[int],
+    in_: bool,
+) -> None:
+    monkeypatch.setattr(admission, "peer", lambda _: peer)
+    monkeypatch.setattr(admission, "_groups", lambda _: further)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        assert (Admission(group).refusal(sock) == "") is in_
+
+
+def test_kernel_tells_process_user_and_groups() -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        assert admission.peer(other) == (os.getpid(), os.geteuid(), os.getegid())
+        assert set(admission._groups(other)) == set(os.getgroups())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_true_stranger_is_turned_away_by_the_kernels_word() -> None:
+    async def body() -> int:
+        folder = Path(exits.enter_context(tempfile.TemporaryDirectory()))
+        folder.chmod(0o755)  # pytest's own are closed to other users
+        path = folder / "agent.sock"
+        workers = Workers(str(path), "alpha")
+        workers.start(_ears([]))
+        path.chmod(0o666)  # the careless chmod
+        try:
+            child = os.fork()
+            if child == 0:
+                os._exit(_as_stranger(str(path)))
+            _, status = await asyncio.to_thread(os.waitpid, child, 0)
+            assert workers.refused == 1
+            return os.waitstatus_to_exitcode(status)
+        finally:
+            workers.close()
+
+    with contextlib.ExitStack() as exits:
+        assert asyncio.run(body()) == 0
+
+
+def _as_stranger(path: str) -> int:
+    """0 where it is refused in words."""
+    try:
+        os.setgroups([])
+        os.setgid(STRANGER)
+        os.setuid(STRANGER)
+        with packets.connect(path) as sock:
+            said = packets.receive(sock)
+        return 0 if said is not None and b"may not speak to this agent" in said else 1
+    except BaseException:
+        return 2
+
+
+def test_group_that_does_not_exist_is_named() -> None:
+    with pytest.raises(SocketTaken, match=r"group = 'no-such-group' is no group of this machine"):
+        Admission("no-such-group")
+    name = grp.getgrgid(os.getgid()).gr_name
+    assert Admission(name).group == os.getgid()
+
+
+def test_default_folder_that_another_user_made_is_trusted_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packets.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("ELASTICD_SOCKET", raising=False)
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / f"elasticd-{os.getuid()}").symlink_to(elsewhere)
+    with pytest.raises(NoAgent, match="another one made it"):
+        packets.connect(packets.default_path())
+    with pytest.raises(SocketTaken, match="another one made it"):
+        packets.listen(packets.default_path())

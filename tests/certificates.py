@@ -1,0 +1,84 @@
+"""Certificates for tests: an authority of its own, and what it signs."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Paths of a certificate and its key, both PEM."""
+
+    cert: str
+    key: str
+
+
+class Authority:
+    """Signs what it is asked to; `ca` is the path of its own certificate."""
+
+    def __init__(self, folder: Path, name: str = "tests") -> None:
+        self._folder = folder
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        made = _builder(self._name, self._name, self._key).add_extension(
+            x509.BasicConstraints(ca=True, path_length=None), critical=True
+        )
+        self.ca = str(folder / f"{name}.ca.pem")
+        _write(self.ca, made.sign(self._key, hashes.SHA256()))
+
+    def server(self, name: str = "server") -> Pair:
+        """For 127.0.0.1 and localhost."""
+        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
+        return self._pair(name, [(NameOID.COMMON_NAME, name)], names)
+
+    def client(self, name: str, *units: str) -> Pair:
+        """With its common name, and organizational units."""
+        return self._pair(
+            name, [(NameOID.COMMON_NAME, name), *((NameOID.ORGANIZATIONAL_UNIT_NAME, unit) for unit in units)]
+        )
+
+    def _pair(
+        self,
+        file: str,
+        subject: list[tuple[x509.ObjectIdentifier, str]],
+        names: list[x509.GeneralName] | None = None,
+    ) -> Pair:
+        key = ec.generate_private_key(ec.SECP256R1())
+        name = x509.Name([x509.NameAttribute(kind, value) for kind, value in subject])
+        made = _builder(name, self._name, key)
+        if names:
+            made = made.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        pair = Pair(cert=str(self._folder / f"{file}.pem"), key=str(self._folder / f"{file}.key"))
+        _write(pair.cert, made.sign(self._key, hashes.SHA256()))
+        Path(pair.key).touch(mode=0o600)
+        Path(pair.key).write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        return pair
+
+
+def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+    )
+
+
+def _write(path: str, certificate: x509.Certificate) -> None:
+    Path(path).write_bytes(certificate.public_bytes(serialization.Encoding.PEM))

@@ -1,0 +1,169 @@
+"""What is too large, too many, too often or too slow is refused and counted; the others do not notice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+from websockets.exceptions import ConnectionClosed, WebSocketException
+
+from elasticd.coordinator import gate, server
+from elasticd.coordinator.gate import LARGEST_BODY, Bucket
+from elasticd.coordinator.listening import configured
+from elasticd.messages import AgentHello, encode
+from elasticd.security import SecuritySection
+from tests.coordinator.agents import until
+from tests.coordinator.secured import ask, bearer, link, refusals, secured
+from tests.machines.cast import node_record
+
+DRAIN = "/v1/nodes/alpha/drain"
+
+
+def test_message_above_the_limit_costs_its_connection_and_is_counted() -> None:
+    async def body() -> None:
+        async with secured(SecuritySection(message_mib=1)) as coordinator:
+            for hello in (True, False):
+                async with link(coordinator, bearer("")) as socket:
+                    if hello:
+                        await socket.send(encode(AgentHello(record=node_record("alpha"))))
+                    with contextlib.suppress(ConnectionClosed):
+                        await socket.send(b" " * (1 << 20) + b"{}")
+                    await asyncio.wait_for(socket.wait_closed(), 60)
+                    assert socket.close_code in (1009, 1006)
+            await until(lambda: refusals(coordinator) == {"oversized": 2}, 60)
+
+    asyncio.run(body())
+
+
+def test_body_above_the_limit_is_refused_however_it_comes() -> None:
+    async def body() -> None:
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(5):
+                yield b" " * (LARGEST_BODY // 4)
+
+        async with secured(SecuritySection()) as coordinator:
+            large = b" " * (LARGEST_BODY + 1)
+            for content in (large, parts()):
+                answer = await ask(coordinator, DRAIN, method="POST", content=content)
+                assert answer.status_code == 413
+                assert "at most 65536 bytes" in answer.json()["error"]
+            whole = b" " * (LARGEST_BODY - 12) + b'{"on": true}'
+            assert (await ask(coordinator, DRAIN, method="POST", content=whole)).status_code == 404
+            assert refusals(coordinator) == {"oversized": 2}
+
+    asyncio.run(body())
+
+
+def test_address_that_asks_too_often_is_told_to_wait() -> None:
+    async def body() -> None:
+        async with secured(SecuritySection(requests_per_second=1.0)) as coordinator:
+            answers = [await ask(coordinator, "/livez") for _ in range(5)]
+            refused = next(answer for answer in answers if answer.status_code == 429)
+            assert refused.headers["retry-after"] == "1"
+            assert refusals(coordinator)["rate"] >= 1
+
+    asyncio.run(body())
+
+
+def test_agent_that_floods_is_read_more_slowly_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MESSAGES_PER_SECOND", 100.0)
+
+    async def body() -> None:
+        async with secured(SecuritySection()) as coordinator, link(coordinator, bearer("")) as socket:
+            for memory in range(1, 221):
+                await socket.send(encode(AgentHello(record=node_record("alpha", memory=memory))))
+
+            def last() -> bool:
+                node = coordinator.leading.state.nodes.get("alpha")
+                return node is not None and node.record.devices[0].memory == 220
+
+            await until(last, 60)
+            assert refusals(coordinator)["rate"] >= 1
+
+    asyncio.run(body())
+
+
+def test_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "BODY_SECONDS", 0.2)
+
+    async def body() -> None:
+        async with secured(SecuritySection()) as coordinator:
+            host, port = coordinator.url.removeprefix("http://").split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"POST {DRAIN} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 9\r\n\r\n{{".encode())
+            answer = await asyncio.wait_for(reader.read(), 60)
+            writer.close()
+            assert answer.startswith(b"HTTP/1.1 408 ")
+            assert refusals(coordinator) == {"slow": 1}
+
+    asyncio.run(body())
+
+
+def test_connections_above_the_limit_are_dropped_and_the_others_stay() -> None:
+    async def body() -> None:
+        async with secured(SecuritySection(connections=2)) as coordinator:
+            async with link(coordinator, bearer("")) as socket, link(coordinator, bearer("")):
+                await socket.send(encode(AgentHello(record=node_record("alpha"))))
+                await until(lambda: "alpha" in coordinator.leading.state.nodes)
+                with pytest.raises((OSError, EOFError, WebSocketException)):
+                    await link(coordinator, bearer(""), open_timeout=60)
+                await until(lambda: refusals(coordinator).get("crowded", 0) >= 1, 60)
+                assert coordinator.leading.state.nodes["alpha"].connected
+            await until(lambda: not coordinator.leading.state.nodes["alpha"].connected, 60)
+
+    asyncio.run(body())
+
+
+def test_connection_that_asks_for_nothing_is_dropped() -> None:
+    async def body() -> None:
+        refused: list[str] = []
+
+        async def application(scope: object, receive: object, send: object) -> None:
+            raise AssertionError("nobody has asked")
+
+        config = configured(application, SecuritySection(), None, refused.append, silent_seconds=0.2)
+        serving = uvicorn.Server(config)
+        config.load()
+        serving.lifespan = config.lifespan_class(config)
+        listening = await asyncio.get_running_loop().create_server(
+            lambda: config.http_protocol_class(config, serving.server_state, {}),  # type: ignore[call-arg]
+            "127.0.0.1",
+        )
+        host, port = listening.sockets[0].getsockname()
+        for said in (b"", b"GET /livez HTTP/1.1\r\nHost: "):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(said)
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(reader.read(), 60) == b""
+            writer.close()
+        assert refused == ["silent", "silent"]
+        listening.close()
+
+    asyncio.run(body())
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=60), st.floats(1, 100))
+def test_bucket_never_lets_more_through_than_its_rate_and_one_burst(pauses: list[float], rate: float) -> None:
+    now, taken = 0.0, 0
+    bucket = Bucket(rate, now)
+    for pause in pauses:
+        now += pause
+        wait = bucket.wait(now)
+        assert wait >= 0
+        taken += wait == 0
+        assert taken <= 2 * rate + rate * now + 1e-6
+
+
+def test_limits_that_make_no_sense_are_refused() -> None:
+    for wrong in ({"message_mib": 0}, {"connections": 0}, {"requests_per_second": 0.5}):
+        with pytest.raises(ValueError, match=str(next(iter(wrong)))):
+            SecuritySection(**wrong)  # type: ignore[arg-type]
+    for half in ({"cert": "a"}, {"client_cert": "a"}, {"client_ca": "a"}, {"key": "a"}):
+        with pytest.raises(ValueError, match=r"go together|needs c"):
+            msgspec.structs.replace(SecuritySection(), **half)
