@@ -213,11 +213,12 @@ def test_highest_epoch_outlasts_the_agent_and_orders_below_it_are_refused(node: 
     until(lambda: memory().epoch == leader.epoch)
     until(lambda: memory().identity == MemoryStore(node.server).known())
     running.stop()
-    memory().note(epoch=leader.epoch + 100)  # as if a later leader had been seen
+    later = node.store.put(KEYS.root + "another", b"")  # as if a later leader had been seen, of this revision
+    memory().note(epoch=later)
     node.agent(memory=memory())
     trainer = node.trainer()
     binding = {"n0/0": trainer.welcomed(0).incarnation}
-    for number, epoch in ((1, leader.epoch), (2, leader.epoch + 100)):
+    for number, epoch in ((1, leader.epoch), (2, later)):
         record = Proposal(number=number, epoch=epoch, plan=plan(number, binding), old=None)
         node.store.put(KEYS.job("job", "proposal"), encode(record))
     answer = trainer.hear()

@@ -46,7 +46,7 @@ class Desk:
                     executor,
                     self.leadership,
                     KEYS,
-                    self.store.snapshot(KEYS.jobs),
+                    self.store.snapshot(KEYS.jobs).items,
                     told=lambda note: self.told.append(note.text),
                     failed=self.failures.append,
                 )

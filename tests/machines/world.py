@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from elasticd_planner.lengths import bucket
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
 
@@ -83,6 +84,7 @@ class World(Checked):
         self.numbers: list[int] = []
         self.recorded: dict[int, Plan] = {}
         self.rates: dict[str, float] = {}
+        self.length = 64  # tokens of each sequence
         self.refuse: set[str] = set()
         self.deaf: set[str] = set()
         self.forgotten: set[str] = set()
@@ -342,7 +344,8 @@ class World(Checked):
         """A measurement as a device of this rate would make it: 1 ms for a token in a whole layer."""
         place = plan.places[device]
         stage, pipeline = plan.stage(place), plan.modules[0].pipelines[place.pipeline]
-        tokens = 64 * plan.micro_batch * pipeline.micro_batches
+        samples = plan.micro_batch * pipeline.micro_batches
+        tokens = self.length * samples
         work = tokens * stage.layers * stage.fraction(place.position)
         rank_zero = plan.members[0] == device
         total, reduction = true_seconds(plan, self.records, self.rates)
@@ -353,11 +356,14 @@ class World(Checked):
             tokens=tokens,
             block_seconds=work * 1e-3 * self.rates.get(device, 1.0),
             block_work=work,
+            squares=float(tokens * self.length),
+            longest=self.length,
+            lengths={bucket(self.length): samples},
             step_seconds=total,
             reduce_seconds=reduction,
             micro_batches=pipeline.micro_batches,
         )
-        all_tokens = 64 * plan.global_batch
+        all_tokens = self.length * plan.global_batch
         return Report(
             measurement=measured, loss=2.0 if rank_zero else None, tokens=all_tokens if rank_zero else None
         )

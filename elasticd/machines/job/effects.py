@@ -48,6 +48,7 @@ EventKind = Literal[
     "joined",
     "slow",
     "recovered",
+    "shifted",
     "kept_plan",
     "put_off",
     "refused",

@@ -18,6 +18,7 @@ from elasticd_planner.rates import observe
 from elasticd_planner.stability import changed, corrected, outlook, settled
 from elasticd_planner.value import Invalid
 
+from elasticd.machines.job import lengths
 from elasticd.machines.job.effects import CancelPlan, Planned, RequestPlan
 from elasticd.machines.job.ending import stop
 from elasticd.machines.job.leaving import to_leave, words
@@ -73,6 +74,7 @@ def _observe(turn: Turn, plan: Plan, step: tuple[Measurement, ...]) -> None:
     work = expectation(turn.job.profile, plan) if turn.job.profile is not None else None
     rates, changes = observe(turn.job.rates, step, turn.settings.detect, work)
     turn.set(rates=rates)
+    lengths.measured(turn, step)
     horizon = turn.settings.policy.horizon_steps
     for change in changes:
         known_better = change.kind == "corrected"

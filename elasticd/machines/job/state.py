@@ -36,12 +36,14 @@ import math
 import msgspec
 from elasticd_planner.cluster import Device, Link
 from elasticd_planner.fit import STEPS
+from elasticd_planner.lengths import Lengths
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
 from elasticd_planner.policy import Moved, PolicySettings
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiles import GUESSED_FLOPS, ModelProfile
 from elasticd_planner.rates import DetectSettings, RateState
+from elasticd_planner.shift import ShiftState
 from elasticd_planner.stability import Stability
 from elasticd_planner.value import Value, refuse
 
@@ -243,7 +245,8 @@ class JobState(Value, frozen=True, kw_only=True):
     fault: `fence` is the one that no recorded plan has followed yet, `remedy` the plan that is to; `gone` are
         all that were ever fenced off, by device the last of them: their words count no more.
     measuring: `partial` steps that some members have not reported yet; `samples` for the fit, from the step
-        after `first_step` on; `taught_by` the plan that the profile was last fitted to.
+        after `first_step` on; `taught_by` the plan that the profile was last fitted to. `shifts` watches the
+        data's lengths; the profile is for such as `lengths` (None: as the spec says, all alike).
     end: `done_epoch` is that of the record in the store.
     older state: `snapshots` in the agents' memory, checkpoints `published`, the newest last; when a worker last
         `arrived`. Until `patient_until` a new leader takes nothing for lost that it has not heard of.
@@ -281,6 +284,8 @@ class JobState(Value, frozen=True, kw_only=True):
     first_step: int | None = None
     taught_by: int = 0
     samples: tuple[tuple[Measurement, ...], ...] = ()
+    shifts: ShiftState = msgspec.field(default_factory=ShiftState)
+    lengths: Lengths | None = None
     progress: Progress = Progress()
     done_epoch: int = 0
     snapshots: Snapshots = msgspec.field(default_factory=Snapshots)

@@ -1,0 +1,43 @@
+"""The lengths of the data's sequences: a lasting change of them is another problem to plan for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elasticd_planner.lengths import Lengths, attention_rise, evaluated, even, lengths_of
+from elasticd_planner.measurement import Measurement
+from elasticd_planner.shift import watch
+
+from elasticd.machines.job.turn import Turn
+
+#: How far measured lengths may be from those that the first profile was made for.
+OFF = 0.1
+
+
+def measured(turn: Turn, step: Sequence[Measurement]) -> None:
+    """Takes in the lengths of a whole step. Where they have shifted, the profile is evaluated anew for what
+    they are now; a plan for it is asked for as for any other profile."""
+    job = turn.job
+    state, shift = watch(job.shifts, step[0].step, lengths_of(step), turn.settings.detect)
+    turn.set(shifts=state)
+    if job.profile is None or job.spec is None:
+        return
+    before = job.lengths or even(job.spec.sample_tokens)
+    if shift is not None:
+        after, reason = shift.after, shift.reason
+    elif job.lengths is None and len(state.recent) >= turn.settings.detect.settle and state.lengths is not None:
+        after, reason = state.lengths, f"the data's lengths were measured: {state.lengths}; assumed, {before}"
+    else:
+        return
+    turn.set(lengths=after)
+    if shift is None and not _off(before, after):
+        return
+    rise = attention_rise(job.spec.model, job.rates.curve)
+    profile = evaluated(job.profile, before, after, rise)
+    turn.set(profile=profile, samples=(), first_step=None)
+    turn.note("shifted", reason, step=step[0].step, mean=after.mean, longest=after.longest)
+
+
+def _off(before: Lengths, after: Lengths) -> bool:
+    pairs = ((before.mean, after.mean), (before.effective, after.effective), (before.longest, after.longest))
+    return any(abs(new / old - 1) > OFF for old, new in pairs)

@@ -1,0 +1,66 @@
+"""A lasting change of the data's lengths is another problem to plan for, and nobody's slowness."""
+
+from __future__ import annotations
+
+from elasticd.machines.job.state import Phase
+from tests.machines.test_coordinator_faults import running
+from tests.machines.world import World
+
+
+def shifted() -> World:
+    world = running()
+    world.train(40)
+    assert "shifted" not in world.kinds(), "as long as the spec says"
+    before = world.job.profile
+    assert before is not None
+    world.length = 256
+    world.train(10)
+    after = world.job.profile
+    assert after is not None
+    assert round(after.tokens / before.tokens, 6) == 4
+    return world
+
+
+def test_the_profile_is_evaluated_anew_and_nobody_is_called_slow() -> None:
+    world = shifted()
+    assert world.kinds().count("shifted") == 1
+    assert "slow" not in world.kinds()
+    assert world.phase is Phase.RUNNING
+
+
+def test_a_plan_is_asked_for_and_made_where_that_pays() -> None:
+    world = shifted()
+    world.train(30)
+    kinds = world.kinds()
+    after = kinds[kinds.index("shifted") :]
+    assert "planning" in after
+    assert {"proposed", "kept_plan"} & {*after}
+
+
+def test_back_again_is_a_shift_too_and_gives_the_profile_that_was() -> None:
+    world = running()
+    world.train(40)
+    before = world.job.profile
+    assert before is not None
+    world.length = 256
+    world.train(60)
+    world.length = 64
+    world.train(60)
+    assert world.kinds().count("shifted") == 2
+    profile = world.job.profile
+    assert profile is not None
+    assert abs(profile.block.cut_activation / before.block.cut_activation - 1) < 1e-9
+    assert abs(profile.tokens / before.tokens - 1) < 1e-9
+
+
+def test_lengths_that_are_not_those_of_the_spec_are_told_once_they_are_known() -> None:
+    world = World(("alpha", "beta"), memory=60_000_000)
+    world.length = 128
+    world.start()
+    world.settle()
+    world.train(40)
+    assert world.kinds().count("shifted") == 1
+    assert "assumed, 64 tokens in the mean" in next(n.text for n in world.notes if n.kind == "shifted")
+    assert world.job.profile is not None
+    assert world.job.lengths is not None
+    assert round(world.job.lengths.mean) == 128
