@@ -100,13 +100,13 @@ class Leader:
 
     def hang_up(self) -> None:
         """Break every connection, as a network would."""
-        for connection in self.connections:
+        for connection in list(self.connections):  # each takes itself out as it ends
             with contextlib.suppress(OSError):
                 connection.socket.shutdown(socket.SHUT_RDWR)
 
     def send(self, message: ToAgent) -> None:
         """To every agent that is connected; each drops what is not for it."""
-        for connection in self.connections:
+        for connection in list(self.connections):
             with contextlib.suppress(ConnectionClosed):
                 connection.send(messages.encode(message))
 

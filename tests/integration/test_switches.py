@@ -79,7 +79,7 @@ def until_third(cluster: Cluster) -> None:
         plan = cluster.job().get("plan")
         return bool(plan) and plan["number"] >= 3 and "a/2" in plan["binding"]
 
-    until(there, 60, lambda: f"a/2 joins again: {[e['text'] for e in cluster.events()]}")
+    until(there, 180, lambda: f"a/2 joins again: {[e['text'] for e in cluster.events()]}")
 
 
 def check_exactness(cluster: Cluster, steps: int, plans: int = 3) -> None:

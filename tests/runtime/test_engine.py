@@ -29,7 +29,9 @@ def engine_on(fabric: Any, recipe: Recipe, plan: Plan) -> Engine:
     layouts = Layouts(recipe.model.spec, plan)
     groups = connect(fabric, layouts)
     local = build(recipe.model, plan, fabric.me)
-    engine = Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=unpaced)
+    engine = Engine(
+        recipe=replace(recipe), layouts=layouts, local=local, fabric=fabric, groups=groups, pace=unpaced
+    )
     engine.adopt(first_state(recipe.model, layouts, fabric.me, SEED))
     return engine
 
