@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import msgspec
 from elasticd_planner.cluster import Cluster, Device, Node
 from elasticd_planner.cost import step_seconds
+from elasticd_planner.lengths import bucket
+from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiled import ProfileCost
@@ -147,3 +149,29 @@ def true_seconds(plan: Plan, records: dict[str, NodeRecord], rates: dict[str, fl
         total = step_seconds(plan, cluster, rates, ProfileCost(TRUTH))
         SECONDS[key] = (total, total - step_seconds(plan, cluster, rates, free))
     return SECONDS[key]
+
+
+def measurement(
+    plan: Plan, device: str, records: dict[str, NodeRecord], rates: dict[str, float], *, length: int, step: int
+) -> Measurement:
+    """As a device of this rate would make it: 1 ms for a token in a whole layer, sequences of `length`."""
+    place = plan.places[device]
+    stage, pipeline = plan.stage(place), plan.modules[0].pipelines[place.pipeline]
+    samples = plan.micro_batch * pipeline.micro_batches
+    tokens = length * samples
+    work = tokens * stage.layers * stage.fraction(place.position)
+    total, reduction = true_seconds(plan, records, rates)
+    return Measurement(
+        device=device,
+        plan=plan.number,
+        step=step,
+        tokens=tokens,
+        block_seconds=work * 1e-3 * rates.get(device, 1.0),
+        block_work=work,
+        squares=float(tokens * length),
+        longest=length,
+        lengths={bucket(length): samples},
+        step_seconds=total,
+        reduce_seconds=reduction,
+        micro_batches=pipeline.micro_batches,
+    )

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 
-from elasticd_planner.lengths import bucket
-from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
 
 from elasticd.coordinator.writer import operations, stored
@@ -54,7 +52,7 @@ from elasticd.messages import (
 )
 from elasticd.records import Fence, Proposal, decode
 from elasticd.store.memory import MemoryStore
-from tests.machines.cast import JOB, MEMORY, FakeWorker, Outcome, answer_to, node_record, spec, true_seconds
+from tests.machines.cast import JOB, MEMORY, FakeWorker, Outcome, answer_to, measurement, node_record, spec
 from tests.machines.checked import KEYS, Checked
 
 
@@ -341,32 +339,11 @@ class World(Checked):
                     self.outcome(worker, swapped)
 
     def report(self, plan: Plan, device: str) -> Report:
-        """A measurement as a device of this rate would make it: 1 ms for a token in a whole layer."""
-        place = plan.places[device]
-        stage, pipeline = plan.stage(place), plan.modules[0].pipelines[place.pipeline]
-        samples = plan.micro_batch * pipeline.micro_batches
-        tokens = self.length * samples
-        work = tokens * stage.layers * stage.fraction(place.position)
-        rank_zero = plan.members[0] == device
-        total, reduction = true_seconds(plan, self.records, self.rates)
-        measured = Measurement(
-            device=device,
-            plan=plan.number,
-            step=self.steps - 1,
-            tokens=tokens,
-            block_seconds=work * 1e-3 * self.rates.get(device, 1.0),
-            block_work=work,
-            squares=float(tokens * self.length),
-            longest=self.length,
-            lengths={bucket(self.length): samples},
-            step_seconds=total,
-            reduce_seconds=reduction,
-            micro_batches=pipeline.micro_batches,
-        )
-        all_tokens = self.length * plan.global_batch
-        return Report(
-            measurement=measured, loss=2.0 if rank_zero else None, tokens=all_tokens if rank_zero else None
-        )
+        """What a device of this rate would report of a step."""
+        measured = measurement(plan, device, self.records, self.rates, length=self.length, step=self.steps - 1)
+        if plan.members[0] != device:
+            return Report(measurement=measured, loss=None, tokens=None)
+        return Report(measurement=measured, loss=2.0, tokens=self.length * plan.global_batch)
 
     def lost(self, worker: FakeWorker, clean: bool = False, how: str = "") -> WorkerLost:
         return WorkerLost(
