@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import click
 
 from elasticd.cli.options import config_option
 from elasticd.cli.reach import CannotReach, leader_url
-from elasticd.config import Config, load
+from elasticd.config import CONFIG_VARIABLE, Config, load
 from elasticd.demo.processes import Child, Interrupted, Processes
 from elasticd.demo.scenario import DemoError
 from elasticd.packets import default_path
@@ -37,7 +38,8 @@ def up(config: str | None, devices: int | None, memory: str | None, folder: str 
     try:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         with EtcdServer(place) as etcd, Processes(place) as processes, processes.interruptible():
-            written = _configuration(place, config, etcd.endpoint)
+            named = config or os.environ.get(CONFIG_VARIABLE)
+            written = _configuration(place, named, etcd.endpoint)
             children = _start(processes, written, devices, memory)
             _wait(processes, children, load(written))
             click.echo(_advice(load(written), written, devices))
@@ -62,7 +64,7 @@ def _configuration(place: Path, named: str | None, endpoint: str) -> Path:
     lines, inside = [], False
     for line in text.splitlines():
         if line.strip().startswith("["):
-            inside = line.strip() == "[etcd]"
+            inside = line.strip().startswith("[etcd]")
         if not inside:
             lines.append(line)
     written.write_text("\n".join([*lines, "[etcd]", f'endpoints = ["{endpoint}"]', ""]))

@@ -20,6 +20,8 @@ from elasticd.records import ConfigRecord, Keys, decode
 from elasticd.store.protocol import KeyValue
 
 Scalar = bool | int | float | str
+#: Changes that are kept.
+MOST_HISTORY = 256
 #: The sections whose keys can be changed.
 SECTIONS = ("detect", "policy")
 
@@ -55,7 +57,7 @@ class Changes(Value, frozen=True, kw_only=True):
             raise ConfigError(f"nothing to change: {', '.join(asked) or 'no key was given'} is so already")
         number = self.history[-1].number + 1 if self.history else 1
         record = ConfigRecord(number=number, values=values, at=at, by=by)
-        return msgspec.structs.replace(self, history=(*self.history, record))
+        return msgspec.structs.replace(self, history=(*self.history, record)[-MOST_HISTORY:])
 
     def event(self, words: str) -> Configured:
         """For the machine."""

@@ -10,12 +10,12 @@ import pytest
 from elasticd_planner.policy import PolicySettings
 
 from elasticd.config import Config, ConfigError, parse, reloaded
-from elasticd.coordinator.changes import Changes, of
+from elasticd.coordinator.changes import MOST_HISTORY, Changes, of
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.records import Keys, encode
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Put
-from tests.coordinator.agents import config, coordinating, get, post, until
+from tests.coordinator.agents import config, coordinating, get, post
 
 
 def changes(text: str = "") -> Changes:
@@ -110,16 +110,18 @@ def test_a_record_that_cannot_be_used_is_named_with_its_keys() -> None:
     store.close()
 
 
-def test_history_is_bounded_in_the_store() -> None:
+def test_history_is_bounded_in_the_leader_and_in_the_store() -> None:
     async def body() -> None:
         server = MemoryServer()
         async with coordinating(server) as coordinator:
-            for number in range(260):
-                coordinator.leading.changes = coordinator.leading.changes.changed(
-                    {"policy.horizon_steps": number + 1}, 1.0, "me"
-                )
-            await change(coordinator, policy__horizon_steps=999)
-            await until(lambda: policy(coordinator).horizon_steps == 999)
+            for number in range(1, MOST_HISTORY + 4):
+                await coordinator.leading.change({"policy.horizon_steps": number}, "me")
+            kept = [record.number for record in coordinator.leading.changes.history]
+            store = MemoryStore(server)
+            found = store.snapshot(f"{coordinator.keys.config}-history/").items
+            store.close()
+        assert kept == list(range(4, MOST_HISTORY + 4))
+        assert [item.key[-8:] for item in found] == [f"{number:08d}" for number in kept]
 
     asyncio.run(body())
 
