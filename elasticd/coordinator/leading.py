@@ -114,6 +114,7 @@ class Leading:
         return now - self._away_seconds
 
     async def ticks(self) -> None:
+        self.planning.warm()
         while True:
             await asyncio.sleep(TICK)
             self.apply(Tick())

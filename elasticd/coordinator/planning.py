@@ -1,7 +1,8 @@
 """Plans in a child process: the planner may take seconds, the coordinator's loop never waits for it.
 
 The child reads a Problem as JSON and writes an Answer. One at a time for a job: a newer request ends the
-child of the older one, and so does `cancel`.
+child of the older one, and so does `cancel`. One child is started ahead and waits for its problem: to start
+Python and import the planner takes longer than a small plan, and survivors stand still meanwhile.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 
 import msgspec
@@ -21,9 +23,13 @@ COMMAND = (sys.executable, "-m", "elasticd_planner")
 #: A planner that has not answered after this many seconds is ended, and its request failed.
 PATIENCE = 120.0
 
+#: Seconds after an answer until the next child is started ahead: the switch that follows needs the processor.
+BREATH = 2.0
+
 
 class Planning:
-    """Runs planners; `answer` is called on the loop with each result that is still wanted."""
+    """Runs planners; `answer` is called on the loop with each result that is still wanted. With `warm` a child
+    is there for the next request from then on."""
 
     def __init__(
         self,
@@ -36,6 +42,13 @@ class Planning:
         self._command = command
         self._patience = patience
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._spare: asyncio.Task[Process] | None = None
+        self._later: asyncio.TimerHandle | None = None
+
+    def warm(self) -> None:
+        """Starts a child ahead, if there is none."""
+        if self._spare is None:
+            self._spare = asyncio.create_task(start(self._command), name="a planner started ahead")
 
     def request(self, job: str, token: int, problem: Problem) -> None:
         self.cancel(job)
@@ -55,6 +68,13 @@ class Planning:
         for job in list(self._tasks):
             self.cancel(job)
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._later is not None:
+            self._later.cancel()
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.cancel()
+            with contextlib.suppress(asyncio.CancelledError, PlannerFailed):
+                await ended(await spare)
 
     def _forget(self, job: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(job) is task:
@@ -63,39 +83,61 @@ class Planning:
     async def _run(self, job: str, token: int, problem: Problem) -> None:
         try:
             async with asyncio.timeout(self._patience):
-                answer = await ask(problem, self._command)
+                answer = await self._asked(problem)
             self._answer(Planned(job=job, token=token, answer=answer))
         except TimeoutError:
             error = f"the planner did not answer within {self._patience:g} s"
             self._answer(Planned(job=job, token=token, error=error))
         except PlannerFailed as failure:
             self._answer(Planned(job=job, token=token, error=str(failure)))
+        finally:
+            if self._later is not None:
+                self._later.cancel()
+            self._later = asyncio.get_running_loop().call_later(BREATH, self.warm)
+
+    async def _asked(self, problem: Problem) -> Answer:
+        """Of the child that was started ahead; of another where that one is not there, or fails: it may have
+        been ended while it waited."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            with contextlib.suppress(PlannerFailed):
+                return await ask(problem, await spare)
+        return await ask(problem, await start(self._command))
 
 
 class PlannerFailed(Exception):
     """The child ended without an answer; the message has the end of what it said."""
 
 
-async def ask(problem: Problem, command: tuple[str, ...] = COMMAND) -> Answer:
-    """The answer of one planner process, which ends with this call, cancelled or not."""
-    text = await asyncio.to_thread(msgspec.json.encode, problem)
+async def start(command: tuple[str, ...] = COMMAND) -> Process:
+    """A planner that waits for its problem. Raises PlannerFailed."""
     try:
-        child = await asyncio.create_subprocess_exec(
+        return await asyncio.create_subprocess_exec(
             *command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
             start_new_session=True,  # the terminal's Ctrl-C is ours, who end the child
         )
     except OSError as error:
         raise PlannerFailed(f"the planner {command[0]} did not start: {error}") from error
+
+
+async def ended(child: Process) -> None:
+    """Returns when the child is gone, by force if need be."""
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await asyncio.shield(child.wait())
+
+
+async def ask(problem: Problem, child: Process) -> Answer:
+    """The answer of one planner process, which ends with this call, cancelled or not."""
     try:
+        text = await asyncio.to_thread(msgspec.json.encode, problem)
         out, err = await child.communicate(text)
     finally:
-        if child.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            await asyncio.shield(child.wait())
+        await ended(child)
     if child.returncode != 0:
         said = err.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
         raise PlannerFailed(f"the planner ended with {child.returncode}: {said[0]}")

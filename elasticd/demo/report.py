@@ -302,15 +302,17 @@ def _other_checks(
 ) -> tuple[Check, ...]:
     device = record.scenario.slow_device
     given, back = work(replanned.plan, device), work(final.plan, device)
+    equal = 1 / (record.scenario.devices * len(record.scenario.nodes))
     ran = {step.plan for step in record.steps}
     plans = [entry.number for entry in record.history if entry.number in ran and unequal(entry.plan)]
     wire = sum(switch.bytes_wire for switch in made.switches)
     lacking = sum(switch.bytes_lacking for switch in made.switches)
     return (
         Check(
-            name="unequal shares",
-            met=bool(plans),
-            text=f"plans with unequal shares: {', '.join(map(str, plans)) or 'none'}",
+            name="unequal work",
+            met=given < equal,
+            text=f"{device} did {given:.0%} of the work while it was slow, an equal part is {equal:.0%} "
+            f"(plans with unequal shares of a TP group: {', '.join(map(str, plans)) or 'none'})",
         ),
         Check(
             name="work given back",

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import psutil
 import pytest
 from elasticd_planner.cluster import Cluster, Node
-from elasticd_planner.problem import Problem
+from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiles import derive
 
-from elasticd.coordinator.planning import PlannerFailed, Planning, ask
+from elasticd.coordinator.planning import COMMAND, PlannerFailed, Planning, ask, start
 from elasticd.machines.job.effects import Planned
 from tests.machines.cast import model, node_record
 
@@ -37,8 +37,12 @@ async def until(reached: Callable[[], bool], seconds: float = 20.0) -> None:
         await asyncio.sleep(0.01)
 
 
+async def asked(command: tuple[str, ...] = COMMAND) -> Answer:
+    return await ask(problem(), await start(command))
+
+
 def test_child_answers_with_a_plan() -> None:
-    answer = asyncio.run(ask(problem()))
+    answer = asyncio.run(asked())
     assert answer.plan is not None
     assert answer.plan.global_batch == 8
 
@@ -46,17 +50,17 @@ def test_child_answers_with_a_plan() -> None:
 def test_child_that_fails_is_told_with_its_last_words() -> None:
     command = (sys.executable, "-c", "import sys; sys.stderr.write('first\\nno memory left\\n'); sys.exit(3)")
     with pytest.raises(PlannerFailed, match="ended with 3: no memory left"):
-        asyncio.run(ask(problem(), command))
+        asyncio.run(asked(command))
 
 
 def test_answer_that_cannot_be_read_is_told() -> None:
     with pytest.raises(PlannerFailed, match="cannot be read"):
-        asyncio.run(ask(problem(), (sys.executable, "-c", "print('{}x')")))
+        asyncio.run(asked((sys.executable, "-c", "print('{}x')")))
 
 
 def test_planner_that_is_not_there_is_told() -> None:
     with pytest.raises(PlannerFailed, match="did not start"):
-        asyncio.run(ask(problem(), ("/no/such/planner",)))
+        asyncio.run(asked(("/no/such/planner",)))
 
 
 def test_newer_request_ends_the_older_child_and_only_it_is_answered() -> None:
@@ -92,3 +96,53 @@ def test_cancel_and_close_leave_no_child_behind() -> None:
 
     assert asyncio.run(body()) == []
     assert not children()
+
+
+def test_request_takes_the_child_that_was_started_ahead() -> None:
+    """And one that died meanwhile is no loss."""
+
+    async def body() -> list[Planned]:
+        answers: list[Planned] = []
+        planning = Planning(answers.append)
+        planning.warm()
+        await until(lambda: len(started()) == 1)
+        ahead = started()[0]
+        planning.request("demo", 1, problem())
+        await until(lambda: bool(answers), 180)
+        assert not ahead.is_running() or ahead.status() == psutil.STATUS_ZOMBIE
+        planning.warm()
+        await until(lambda: len(started()) == 1)
+        started()[0].kill()
+        await until(lambda: not started())
+        planning.request("demo", 2, problem())
+        await until(lambda: len(answers) == 2, 180)
+        planning.warm()
+        await until(lambda: len(started()) == 1)
+        await planning.close()
+        return answers
+
+    first, second = asyncio.run(body())
+    assert first.answer is not None
+    assert first.answer.plan is not None
+    assert second.answer == first.answer
+    assert not started()
+
+
+def test_child_ahead_that_cannot_be_started_fails_the_request_alone() -> None:
+    async def body() -> list[Planned]:
+        answers: list[Planned] = []
+        planning = Planning(answers.append, command=("/no/such/planner",))
+        planning.warm()
+        planning.request("demo", 1, problem())
+        await until(lambda: bool(answers))
+        await planning.close()
+        return answers
+
+    (answer,) = asyncio.run(body())
+    assert "did not start" in answer.error
+
+
+def started() -> list[psutil.Process]:
+    """Planners of this process that live."""
+    mine = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in mine if "elasticd_planner" in child.cmdline()]

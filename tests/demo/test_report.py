@@ -106,6 +106,12 @@ def test_plan_that_gives_no_work_back_fails() -> None:
     assert "work given back" in failed(changed(GOOD, history=stuck))
 
 
+def test_plan_that_leaves_the_slow_device_an_equal_part_fails() -> None:
+    assert work(history()[0].plan, SCENARIO.slow_device) == pytest.approx(0.25)
+    same = (GOOD.history[0], msgspec.structs.replace(GOOD.history[0], number=2), *GOOD.history[2:])
+    assert "unequal work" in failed(changed(GOOD, history=same))
+
+
 @pytest.mark.parametrize("kind", ["chaos", "slow", "swapped"])
 def test_record_without_an_event_of_the_story_is_refused(kind: str) -> None:
     events = tuple(event for event in GOOD.events if event.kind != kind)

@@ -15,9 +15,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-#: Checks that need the machine for themselves: other tests run beside this one. Whether the best plan has
-#: unequal shares is one of them, as it hangs on what an all-reduce was measured to cost.
-SPEED = {"as predicted", "better than without", "replan pays", "emulation in time", "unequal shares"}
+#: Checks that need the machine for themselves: other tests run beside this one.
+SPEED = {"as predicted", "better than without", "replan pays", "emulation in time"}
 DEADLINE = 60.0
 
 
