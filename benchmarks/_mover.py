@@ -4,7 +4,8 @@
 
 The group is the runtime's own (`Fabric`), bootstrapped over files in FOLDER. In each repetition all ranks first
 send the bytes of the move plainly: from pair to pair in messages of 64 MiB, nothing checked, nothing cut. Then
-they move. Memory for what comes is asked for anew both times. Prints one JSON object.
+they make the rounds, as in a job they do while training goes on, and move. Memory for what comes is asked for
+anew both times. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from _scenes import SCENES, SPEC
-from elasticd_migration.execute import Moved, migrate
+from elasticd_migration.execute import Foreseen, Moved, foresee, migrate
 from elasticd_migration.reshard import bytes_lacking, reshard
 from elasticd_migration.state import LocalState, LocalTensor, Shard
 from elasticd_migration.transport import ProcessGroupTransport
@@ -144,31 +146,42 @@ def main(folder: str, rank: int, address: str, scene: str, repeats: int) -> dict
     plain = Plain(group, pairs)
     result: list[Moved] = []
 
-    def move() -> None:
-        """As a switch does: with fresh layouts, until all have said ok."""
+    def move(rounds: Foreseen | None) -> None:
+        """As a switch does, until all have said ok."""
         transport = ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
-        result.append(migrate(Layouts(SPEC, before), Layouts(SPEC, after), state, transport))
+        result.append(migrate(old, new, state, transport, foreseen=rounds))
         group.all_gather(torch.ones(1))
         transport.drain()
 
+    def prepared() -> Foreseen | None:
+        """What is made while training goes on, with fresh layouts."""
+        transport = ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
+        return foresee(Layouts(SPEC, before), Layouts(SPEC, after), state.schema(), transport)
+
     seconds: list[tuple[float, float]] = []
     cpu: list[tuple[float, float]] = []
+    ahead: list[float] = []
     for turn in range(repeats + 1):
         sent, sent_cpu = timed(group, plain)
         wire = acknowledged()
-        moved, moved_cpu = timed(group, move)
+        began = time.perf_counter()
+        rounds = prepared()
+        took = time.perf_counter() - began
+        moved, moved_cpu = timed(group, partial(move, rounds))
         wire = acknowledged() - wire
         if turn == 0:
             check(result[0].state, new, group.me)
             continue  # memory was touched for the first time, which takes most of the time
         seconds.append((sent, moved))
         cpu.append((sent_cpu, moved_cpu))
+        ahead.append(took)
         result[:-1] = []
         last = result.pop()
     group.all_gather(torch.ones(1))
     return {
         "seconds": seconds,
         "cpu": cpu,
+        "ahead": ahead,
         "lacking": lacking,
         "wire": wire,
         "sent": last.bytes_sent,

@@ -54,6 +54,8 @@ def loopback_rows(scene: str, ranks: int) -> Iterator[Row]:
     goal = 0.7 if scene == "join" else None
     yield ratio_row(f"loopback, {WORDS[scene]}: speed over plain gloo", ratios, goal)
     yield speed_row(f"loopback, {WORDS[scene]}: speed", found)
+    ahead = statistics.median(found[0]["ahead"])
+    yield row(f"loopback, {WORDS[scene]}: rounds made ahead, while training goes on", ahead, "s")
     yield from byte_rows(f"loopback, {WORDS[scene]}", found)
     if scene == "join":
         yield from disk_rows([move for _, move in seconds])

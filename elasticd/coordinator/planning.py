@@ -24,7 +24,7 @@ COMMAND = (sys.executable, "-m", "elasticd_planner")
 PATIENCE = 120.0
 
 #: Seconds after an answer until the next child is started ahead: the switch that follows needs the processor.
-BREATH = 2.0
+BREATH = 0.5
 
 
 class Planning:

@@ -217,6 +217,7 @@ class Fabric:
         self._store = _BootstrapStore(store, f"{name}/", lambda: self.dead, seconds)
         self._peers: set[Address] = set()
         self.backends: dict[tuple[str, ...], Any] = {}
+        self._users: list[object] = []
         self._open(address)
 
     def _open(self, address: str) -> None:
@@ -284,10 +285,15 @@ class Fabric:
                 sock.close()
         return mine
 
+    def keep(self, user: object) -> None:
+        """Is let go with the groups, which it holds: whoever lets the last holder go destroys them."""
+        self._users.append(user)
+
     def park(self) -> threading.Thread:
-        """Lets the groups go, in a thread of their own: destroying one may block on a stuck payload."""
-        held: list[Any] = [self.backends, self._device]
-        self.backends, self._device, self.dead = {}, None, True
+        """Lets the groups go, in a thread of their own: destroying one takes long, or blocks on a stuck
+        payload."""
+        held: list[Any] = [self._users, self.backends, self._device]
+        self._users, self.backends, self._device, self.dead = [], {}, None, True
         thread = threading.Thread(target=_let_go, args=(held,), name=f"park-{self.name}", daemon=True)
         thread.start()
         return thread

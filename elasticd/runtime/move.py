@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from elasticd_migration.execute import Corrupt, Incomplete, Moved, agree, migrate
+from elasticd_migration.execute import Corrupt, Foreseen, Incomplete, Moved, agree, foresee, migrate
 from elasticd_migration.reshard import Lost, bytes_lacking, whole_bytes
-from elasticd_migration.schema import Disagreement
+from elasticd_migration.schema import Disagreement, Schema
 from elasticd_migration.state import LocalState, NotElementWise, trimmed
 from elasticd_migration.transport import ProcessGroupTransport
 from elasticd_planner.layouts import Layouts
@@ -35,7 +35,8 @@ SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise, NoCheckpoint)
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     """All that a proposal needs here before the switch: `engine` for a member of its plan, without state.
-    snapshot: what was read here for those that this rank stands in for, where snapshots are gone on from."""
+    snapshot: what was read here for those that this rank stands in for, where snapshots are gone on from.
+    foreseen: who will send what to whom, where training goes on until the switch."""
 
     old: Layouts | None
     new: Layouts
@@ -46,15 +47,14 @@ class Prepared:
     recovery: Recovery | None = None
     snapshot: LocalState | None = None
     in_place: bool = False
+    foreseen: Foreseen | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """Where a move leads, and what it cost. It keeps the transport, whose last messages may still be on their
-    way, until all ranks have said ok."""
+    """Where a move leads, and what it cost."""
 
     step: int
-    transport: ProcessGroupTransport | None = None
     bytes_sent: int = 0
     bytes_lacking: int = 0
     bytes_state: int = 0
@@ -63,10 +63,16 @@ class Side:
 
 
 def prepare(
-    proposal: Proposal, recipe: Recipe, device: str, pace: Pace, fabric_of: Callable[[str], Fabric]
+    proposal: Proposal,
+    recipe: Recipe,
+    device: str,
+    pace: Pace,
+    fabric_of: Callable[[str], Fabric],
+    training: Engine | None = None,
 ) -> Prepared:
     """New groups and modules, and the snapshots to go on from, then the transition group: it stands only when
-    all members are ready. `fabric_of` makes the fabrics, by the part that they are for."""
+    all members are ready. `fabric_of` makes the fabrics, by the part that they are for. `training`: the engine
+    in force here, which goes on meanwhile."""
     spec, plan, old, recovery = recipe.model.spec, proposal.plan, proposal.old, proposal.recovery
     _check_supported(plan)
     layouts = Layouts(spec, plan)
@@ -80,17 +86,32 @@ def prepare(
     if old is not None and recovery is not None and recovery.snapshots:
         snapshot = recipe.snapshots.state(old, recovery, device)
     transition = fabric_of("transition")
+    group = transition.group(_members(old, plan, recovery), "transition")
+    source = _source(spec, old, recovery) if old else None
     return Prepared(
-        old=_source(spec, old, recovery) if old else None,
+        old=source,
         new=layouts,
         engine=engine,
         transition=transition,
-        group=transition.group(_members(old, plan, recovery), "transition"),
+        group=group,
         checkpoints=proposal.checkpoints,
         recovery=recovery,
         snapshot=snapshot,
         in_place=proposal.in_place,
+        foreseen=_foreseen(source, layouts, group, training) if source and recovery is None else None,
     )
+
+
+def _foreseen(old: Layouts, new: Layouts, group: Group, training: Engine | None) -> Foreseen | None:
+    try:
+        mine = training.state().schema() if training is not None else Schema()
+    except (NotElementWise, RuntimeError) as error:  # its optimizer makes its state at this moment
+        mine = Schema(refused=str(error))
+    return foresee(old, new, mine, _transport(group))
+
+
+def _transport(group: Group) -> ProcessGroupTransport:
+    return ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
 
 
 def _members(old: Plan | None, plan: Plan, recovery: Recovery | None) -> tuple[str, ...]:
@@ -146,14 +167,14 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
             clear(recipe.checkpoints)
         new.adopt(first_state(recipe.model, prepared.new, group.me, seed))
         return Side(step=step, began=began)
-    transport = ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
+    transport = _transport(group)
+    group.fabric.keep(transport)  # whose last messages may still be on their way until all ranks have said ok
     moved = _migrated(prepared, prepared.old, engine, transport)
     if new is not None:
         new.adopt(moved.state)
     sizes = moved.schema.sizes
     return Side(
         step=step,
-        transport=transport,
         bytes_sent=transport.bytes_sent,
         bytes_lacking=bytes_lacking(prepared.old, prepared.new, sizes).get(group.me, 0),
         bytes_state=whole_bytes(prepared.new, sizes),
@@ -173,12 +194,19 @@ def _migrated(
         if recovery is not None and me in recovery.stale:
             state = trimmed(state, old.held(me))
     except NotElementWise as error:
-        agree(transport, LocalState(), refused=str(error))  # raises it on every rank alike
+        agree(transport, Schema(refused=str(error)))  # raises it on every rank alike
         raise
     if engine is not None:
         engine.spent = prepared.in_place
     try:
-        return migrate(old, prepared.new, state, transport, in_place=prepared.in_place)
+        return migrate(
+            old,
+            prepared.new,
+            state,
+            transport,
+            in_place=prepared.in_place,
+            foreseen=prepared.foreseen,
+        )
     except (Disagreement, Lost):
         if engine is not None:
             engine.spent = False  # on every rank alike: nothing was moved

@@ -13,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+from functools import partial
 
 import torch
 
@@ -156,9 +157,8 @@ class Switcher:
         self._feed(sw.Stands(number=number))
 
     def _make(self, proposal: Proposal) -> Prepared:
-        return prepare(
-            proposal, self._recipe, self._device, self._pacer, lambda part: self._fabric(proposal.number, part)
-        )
+        fabric_of = partial(self._fabric, proposal.number)
+        return prepare(proposal, self._recipe, self._device, self._pacer, fabric_of, self.engine)
 
     def _fabric(self, number: int, part: str) -> Fabric:
         """A fabric that a cancellation of `number` shuts, also one that came while this was under way."""

@@ -8,15 +8,19 @@ The order of a move, on every rank alike:
 4. the caller all-gathers whether all went well, drains the transport, and installs the moved state or drops
    it. Until then nothing that the old layout uses has changed.
 
-`migrate` does 1 to 3. With `in_place`, for states that do not fit twice, old boxes give their memory back
-during 3: such a move has no way back, and whoever asks for it must know where to fetch what a failure loses.
+`migrate` does 1 to 3. What is agreed on in 1 changes from step to step only in its scalars, so that 2 can be
+done ahead, while training goes on (`foresee`); if 1 then finds other planes, 2 is done again. With `in_place`,
+for states that do not fit twice, old boxes give their memory back during 3: such a move has no way back, and
+whoever asks for it must know where to fetch what a failure loses.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -25,9 +29,9 @@ from elasticd_planner.boxes import Box
 from elasticd_planner.layouts import Item, Layouts
 
 from elasticd_migration.exchange import Exchange, checksum
-from elasticd_migration.reshard import renewed, reshard
+from elasticd_migration.reshard import Lost, renewed, reshard
 from elasticd_migration.rounds import ROUND_LIMIT, Round, schedule
-from elasticd_migration.schema import Disagreement, Schema, check_covers, merge
+from elasticd_migration.schema import Disagreement, Plane, Schema, check_covers, merge
 from elasticd_migration.side import Incomplete, Side
 from elasticd_migration.state import LocalState
 from elasticd_migration.transport import Transport
@@ -64,15 +68,22 @@ class Moved:
     bytes_staged: int
 
 
-def agree(transport: Transport, state: LocalState, *, refused: str = "") -> Schema:
-    """One schema for all ranks. A rank that cannot take part says why in `refused`, and all raise it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Foreseen:
+    """The rounds of a move that is not yet to be made, and the planes for which they hold."""
+
+    planes: dict[Item, tuple[Plane, ...]]
+    rounds: tuple[Round, ...]
+
+
+def agree(transport: Transport, mine: Schema) -> Schema:
+    """One schema for all ranks. A rank that cannot take part says why in `mine.refused`, and all raise it.
 
     Few bytes are gathered. A schema falls into sections; all gather the digests of theirs, then each section
     goes over the wire once, in as many parts as ranks have it, each part from one of them. A part is packed
     after it was cut, since two machines may pack the same bytes differently.
     Raises `Disagreement`, on every rank or on none.
     """
-    mine = Schema(refused=refused) if refused else state.schema()
     texts = {_digest(text): text for text in (section.to_json() for section in _sections(mine))}
     told = [_Section(digest, len(text)) for digest, text in texts.items()]
     heard = [
@@ -114,32 +125,70 @@ def migrate(
     without: Collection[str] = (),
     device: torch.device | None = None,
     in_place: bool = False,
+    foreseen: Foreseen | None = None,
 ) -> Moved:
     """Everything from old layout to verified side buffers; the caller then votes, and installs or drops.
 
     Every member of the transport calls it, with a leaver's or joiner's part empty. limit: bytes that a rank
     sends, and receives, in a round; besides both states a move takes at most four times as much memory.
     without: devices whose copies are gone. device: where the new state is to lie. in_place: memory of the old
-    state is given back on the way, and `state` is of no use afterwards.
+    state is given back on the way, and `state` is of no use afterwards. foreseen: what `foresee` gave for these
+    layouts; it is used if it still holds.
     Raises, on every rank alike, `Disagreement` or `Lost`; on the rank concerned `Corrupt` or `Incomplete`.
     """
     me = transport.members[transport.rank]
     if me in {*without, *renewed(old.plan, new.plan)}:
         state = LocalState()  # what it may still hold is of another history
-    schema = agree(transport, state)
-    check_covers(schema, new.items)
-    transfers = reshard(old, new, schema.sizes, without=without)
-    rounds = schedule(transfers, schema.planes, limit=limit, me=me)
-    return execute(
-        rounds,
-        state,
-        new.held(me),
-        transport,
-        schema,
-        number=new.plan.number,
-        device=device,
-        in_place=in_place,
-    )
+    with _without_collections():
+        schema = agree(transport, state.schema())
+        check_covers(schema, new.items)
+        if foreseen is not None and not without and foreseen.planes == schema.planes:
+            rounds = foreseen.rounds
+        else:
+            transfers = reshard(old, new, schema.sizes, without=without)
+            rounds = schedule(transfers, schema.planes, limit=limit, me=me)
+        return execute(
+            rounds,
+            state,
+            new.held(me),
+            transport,
+            schema,
+            number=new.plan.number,
+            device=device,
+            in_place=in_place,
+        )
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A move makes many objects, and none that only a collection would free; Python, which counts them, would
+    go through all that the process has, again and again, while training stands still."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def foresee(
+    old: Layouts, new: Layouts, mine: Schema, transport: Transport, *, limit: int = ROUND_LIMIT
+) -> Foreseen | None:
+    """The rounds of a move that may follow, by all ranks together while they train. `mine`: what this rank
+    holds; its scalars do not matter. None, on every rank alike, where the ranks do not agree: why, `migrate`
+    will say. Raises what the transport raises.
+    """
+    me = transport.members[transport.rank]
+    if me in renewed(old.plan, new.plan):
+        mine = Schema()
+    try:
+        schema = agree(transport, mine.still())
+        check_covers(schema, new.items)
+        transfers = reshard(old, new, schema.sizes)
+    except (Disagreement, Lost):
+        return None
+    return Foreseen(planes=schema.planes, rounds=schedule(transfers, schema.planes, limit=limit, me=me))
 
 
 def execute(
@@ -198,4 +247,15 @@ def _digest(text: bytes) -> bytes:
     return hashlib.blake2b(text, digest_size=16).digest()
 
 
-__all__ = ["Corrupt", "Disagreement", "Incomplete", "Moved", "agree", "checksum", "execute", "migrate"]
+__all__ = [
+    "Corrupt",
+    "Disagreement",
+    "Foreseen",
+    "Incomplete",
+    "Moved",
+    "agree",
+    "checksum",
+    "execute",
+    "foresee",
+    "migrate",
+]

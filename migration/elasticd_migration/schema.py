@@ -89,6 +89,16 @@ class Schema(Value, frozen=True, kw_only=True):
         """Planes by item: what `schedule` cuts into pieces."""
         return {item: tensor.planes for item, tensor in self._items()}
 
+    def still(self) -> Schema:
+        """What no step changes: the planes alone."""
+        return Schema(
+            tensors={
+                role: {name: TensorSchema(planes=tensor.planes) for name, tensor in named.items()}
+                for role, named in self.tensors.items()
+            },
+            refused=self.refused,
+        )
+
     def _items(self) -> Iterable[tuple[Item, TensorSchema]]:
         return (
             (Item(name, role), tensor)

@@ -7,6 +7,7 @@ error says why. Without any input nothing is done: who was to send it is gone.
 
 from __future__ import annotations
 
+import os
 import sys
 
 import msgspec
@@ -30,4 +31,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # whoever waits for the answer waits for the end of this process: nothing is tidied up

@@ -42,7 +42,7 @@ def agreed(states: Sequence[LocalState], members: Sequence[str]) -> tuple[list[o
     """What each rank came to, and the bytes that went over the wire in all."""
     counted = [Counted(end) for end in MemoryTransport.connect(members)]
     by_rank = dict(zip(members, states, strict=True))
-    found = together(counted, lambda end: agree(end, by_rank[end.members[end.rank]]))  # type: ignore[arg-type]
+    found = together(counted, lambda end: agree(end, by_rank[end.members[end.rank]].schema()))  # type: ignore[arg-type]
     return list(found), sum(end.carried for end in counted)
 
 

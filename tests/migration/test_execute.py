@@ -9,7 +9,7 @@ import torch
 from elasticd_migration.execute import Corrupt, Incomplete, Moved, agree, checksum, execute, migrate
 from elasticd_migration.reshard import Lost, bytes_lacking, reshard
 from elasticd_migration.rounds import Message, Round, schedule
-from elasticd_migration.schema import Disagreement
+from elasticd_migration.schema import Disagreement, Schema
 from elasticd_migration.settings import from_text
 from elasticd_migration.state import LocalState, install, own, restore_optimizer
 from elasticd_migration.transport import MemoryTransport
@@ -180,7 +180,7 @@ def agreed_sizes() -> dict[Item, int]:
 def run(end: MemoryTransport, rounds: tuple[Round, ...], number: int) -> Moved:
     device = end.members[end.rank]
     state = held(OLD, device)
-    return execute(rounds, state, NEW.held(device), end, agree(end, state), number=number)
+    return execute(rounds, state, NEW.held(device), end, agree(end, state.schema()), number=number)
 
 
 def all_rounds() -> tuple[Round, ...]:
@@ -244,7 +244,7 @@ def test_ranks_that_took_different_steps_all_refuse_alike() -> None:
 
 def test_a_rank_that_cannot_take_part_tells_all_others_why() -> None:
     ends = MemoryTransport.connect(("n0/0", "n0/1"))
-    results = together(ends, lambda end: agree(end, LocalState(), refused="LBFGS" if end.rank else ""))
+    results = together(ends, lambda end: agree(end, Schema(refused="LBFGS" if end.rank else "")))
     assert [str(result) for result in results] == ["n0/1: LBFGS"] * 2
 
 
@@ -305,7 +305,7 @@ def test_the_death_of_a_rank_ends_the_others_wait() -> None:
 
     def work(end: MemoryTransport) -> Moved:
         state = held(OLD, end.members[end.rank])
-        schema = agree(end, state)
+        schema = agree(end, state.schema())
         agreed.wait()
         if end.members[end.rank] == "n1/0":
             end.close("n1/0 died")
