@@ -9,37 +9,51 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elasticd.runtime.averages import average
+    from elasticd.runtime.callbacks import Callback, Metrics
     from elasticd.runtime.endings import JobStopped
-    from elasticd.runtime.job import Job, Step
+    from elasticd.runtime.evaluation import Evaluation, HeldOut
+    from elasticd.runtime.job import Job
     from elasticd.runtime.model import Model
     from elasticd.runtime.rules import Add, Column, Row, Rule, Slice, UnitsOf
+    from elasticd.runtime.step import Step
     from elasticd.runtime.watching import watch
 
 __all__ = [
     "Add",
+    "Callback",
     "Column",
+    "Evaluation",
+    "HeldOut",
     "Job",
     "JobStopped",
+    "Metrics",
     "Model",
     "Row",
     "Rule",
     "Slice",
     "Step",
     "UnitsOf",
+    "average",
     "watch",
 ]
 
 _HOMES = {
     "Add": "elasticd.runtime.rules",
+    "Callback": "elasticd.runtime.callbacks",
     "Column": "elasticd.runtime.rules",
+    "Evaluation": "elasticd.runtime.evaluation",
+    "HeldOut": "elasticd.runtime.evaluation",
     "Job": "elasticd.runtime.job",
-    "JobStopped": "elasticd.runtime.switching",
+    "JobStopped": "elasticd.runtime.endings",
+    "Metrics": "elasticd.runtime.callbacks",
     "Model": "elasticd.runtime.model",
     "Row": "elasticd.runtime.rules",
     "Rule": "elasticd.runtime.rules",
     "Slice": "elasticd.runtime.rules",
-    "Step": "elasticd.runtime.job",
+    "Step": "elasticd.runtime.step",
     "UnitsOf": "elasticd.runtime.rules",
+    "average": "elasticd.runtime.averages",
     "watch": "elasticd.runtime.watching",
 }
 

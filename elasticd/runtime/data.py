@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from elasticd.runtime.feed import Samples
 from elasticd.runtime.reader import Dataset as Dataset
-from elasticd.runtime.reader import Reader, SampleError
+from elasticd.runtime.reader import SampleError
 from elasticd.runtime.vote import hash_samples
 
 #: What pads each key of a sample: targets by what the loss leaves out, all else by zero.
@@ -66,7 +67,7 @@ class Loader:
     A sample that cannot be read does not end a step in the middle, where others would wait for ever: another
     one stands in for it, `failure` tells, and the vote drops the step on all ranks."""
 
-    def __init__(self, reader: Reader, collate: Collate) -> None:
+    def __init__(self, reader: Samples, collate: Collate) -> None:
         self._reader, self._collate = reader, collate
         self.asked: list[int] = []
         self.failure: SampleError | None = None

@@ -25,7 +25,7 @@ from elasticd_migration.state import (
     install,
     restore_optimizer,
 )
-from elasticd_planner.batch import BatchPlan, Lengths, Sampler, batch_plan
+from elasticd_planner.batch import BatchPlan, Sampler
 from elasticd_planner.layouts import Layouts
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.packing import linear_of
@@ -36,6 +36,7 @@ from torch import nn
 from elasticd.records import Vote
 from elasticd.runtime import regions
 from elasticd.runtime.data import Collate, Dataset, Loader, expected_hash
+from elasticd.runtime.feed import Feed, Mapped
 from elasticd.runtime.groups import Fabric, Group
 from elasticd.runtime.model import LocalModel, Model
 from elasticd.runtime.ownership import Ownership
@@ -47,6 +48,9 @@ from elasticd.runtime.standing_in import Snapshots
 from elasticd.runtime.telemetry import Telemetry
 from elasticd.runtime.vote import Outcome, Record, hash_samples, vote
 
+#: What of a state says where its data is to be read on: see `feed`.
+DATA = "data"
+
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
@@ -55,7 +59,8 @@ MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRSch
 class Recipe:
     """What the user trains, the same under every plan. `clip` is the largest gradient norm, if any; `length`
     gives the tokens of a sample by its index, where they are unequal; `readers` threads read samples ahead; the
-    folder `checkpoints` has what a job may start from, `snapshots` gives what this node's agent keeps of it."""
+    folder `checkpoints` has what a job may start from, `snapshots` gives what this node's agent keeps of it;
+    `source` gives the samples, where they are not those of a map-style dataset."""
 
     model: Model
     loss: Loss
@@ -70,19 +75,21 @@ class Recipe:
     schedule: Schedule = one_forward_one_backward
     length: Callable[[int], int] | None = None
     readers: int = 1
+    source: Feed | None = None
 
     @cached_property
     def reader(self) -> Reader:
         """One under all plans, so that a new one finds what is read already."""
         return Reader(self.dataset, self.readers)
 
+    @cached_property
+    def feed(self) -> Feed:
+        """One under all plans, too."""
+        return self.source or Mapped(self.sampler, self.reader, self.length, linear_of(self.model.spec))
+
     def batch(self, plan: Plan, step: int) -> BatchPlan:
         """The samples of a step under a plan, the same on every rank."""
-        samples = self.sampler.samples(step)
-        if self.length is None:
-            return batch_plan(plan, step, samples)
-        lengths = Lengths(tokens=tuple(map(self.length, samples)), linear=linear_of(self.model.spec))
-        return batch_plan(plan, step, samples, lengths)
+        return self.feed.batch(plan, step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +157,8 @@ class Engine:
     reducer: its gradients' reduction, which says what it took. A device that only carries replicas of state has
     no runner. stale: under ZeRO, the parameters are new only where their state is kept. reduced: the step whose
     gradients are reduced here and wait for their update; last: the vote that the last update followed. spent:
-    its memory went to the state of another plan, in a move in place: there is nothing here to go back to."""
+    its memory went to the state of another plan, in a move in place: there is nothing here to go back to.
+    meets: its plan came by a recovery, so that its members may have been at different things (`interludes`)."""
 
     def __init__(
         self,
@@ -177,6 +185,8 @@ class Engine:
         )
         self._owns = Ownership(layouts, self.device, local, groups.everyone, self.reducer)
         self._carried: dict[str, str] = {}
+        self._after: str | None = None
+        self.meets = False
         self._batches: dict[int, BatchPlan] = {}
         self.reduced: int | None = None
         self.last: Vote | None = None
@@ -197,7 +207,7 @@ class Engine:
             dtype=self._recipe.model.dtype,
             talks=self._recipe.model.spec.collectives > 0,
             loss=self._recipe.loss,
-            loader=Loader(self._recipe.reader, self._recipe.collate),
+            loader=Loader(self._recipe.feed, self._recipe.collate),
             telemetry=self._telemetry,
             stopwatch=self.fabric.stopwatch,
             pace=pace,
@@ -242,6 +252,20 @@ class Engine:
     def rank(self) -> int:
         return self.plan.rank(self.device)
 
+    @property
+    def everyone(self) -> Group:
+        """All members of the plan."""
+        return self._groups.everyone
+
+    @property
+    def linear(self) -> int:
+        """See `packing.linear_of`."""
+        return linear_of(self._recipe.model.spec)
+
+    def return_values(self) -> None:
+        """By all members: whoever computes with a parameter gets its values from where its state is kept."""
+        self._owns.return_values()
+
     def settle(self) -> None:
         """After the last step, by all members: returns when every one has the values that were sent to it."""
         if self.plan.state.zero:
@@ -265,14 +289,14 @@ class Engine:
         what it was before the step."""
         self._telemetry.begin()
         self.local.drawing.begin(self._recipe.sampler.seed, step)
+        self._after = self._recipe.feed.begin(step, self.plan, self.everyone, self._carried.get(DATA))
         batch = self._batch(step)
         passed = Passed(loss=0.0, count=0.0, tokens=0, samples=hash_samples(()))
         if self.runner is not None:
             place = self.plan.places[self.device]
-            mine, next_ = (
-                each.modules[place.module][place.pipeline] for each in (batch, self._batch(step + 1))
-            )
-            self.runner.prepare((*mine, *next_))
+            batches = (batch, self._batch(step + 1)) if self._recipe.feed.ahead else (batch,)
+            mine, *next_ = (each.modules[place.module][place.pipeline] for each in batches)
+            self.runner.prepare(micro for micros in (mine, *next_) for micro in micros)
             passed = self.runner.run(mine)
         squares = self._owns.reduce()
         self.reduced = step
@@ -307,6 +331,8 @@ class Engine:
 
     def _batch(self, step: int) -> BatchPlan:
         """Made once for each step, though it is looked at a step ahead."""
+        if not self._recipe.feed.ahead:
+            return self._recipe.batch(self.plan, step)
         self._batches = {at: batch for at, batch in self._batches.items() if at >= step - 1}
         if step not in self._batches:
             self._batches[step] = self._recipe.batch(self.plan, step)
@@ -326,6 +352,8 @@ class Engine:
         if self.reduced != vote.step:
             raise RuntimeError(f"the gradients here are of step {self.reduced}, the vote is of {vote.step}")
         self.reduced, self.last = None, vote
+        if self._after is not None:
+            self._carried[DATA], self._after = self._after, None
         self.stale = vote.apply and self.plan.state.zero > 0
         scale = 1.0 / vote.count
         if self._recipe.clip is not None:

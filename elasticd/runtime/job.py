@@ -1,70 +1,50 @@
-"""The training loop: `elasticd.Job`, which is all that a training script needs to know."""
+"""`elasticd.Job`, which is all that a training script needs to know."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from elasticd_planner.batch import Sampler
 from elasticd_planner.boxes import Box
-from elasticd_planner.plan import Plan, StatePolicy
-from elasticd_planner.profiles import ModelProfile
-from elasticd_planner.value import Invalid
 from torch import Tensor
 
-from elasticd.messages import (
-    Finished,
-    Goodbye,
-    Hello,
-    Leaving,
-    Published,
-    Report,
-    ToWorker,
-    Welcome,
-)
-from elasticd.packets import SLOT_VARIABLE, default_path
-from elasticd.records import JobSpec, Vote
-from elasticd.runtime import parent
+from elasticd.messages import Goodbye, Leaving, Published, ToWorker, Welcome
+from elasticd.packets import default_path
+from elasticd.records import JobSpec
+from elasticd.runtime import parent, whole
+from elasticd.runtime.callbacks import Callback, Callbacks
 from elasticd.runtime.control import AgentKeyValue, Control
-from elasticd.runtime.data import Collate, Dataset, length_of, pad, sample_tokens
+from elasticd.runtime.data import Collate, Dataset, pad
 from elasticd.runtime.emulation import Pacer
 from elasticd.runtime.endings import Departed, JobOver, JobStopped
-from elasticd.runtime.engine import Engine, MakeOptimizer, MakeScheduler, Recipe, StepDone
-from elasticd.runtime.groups import Cancelled, PeerLost
-from elasticd.runtime.loading import offered
+from elasticd.runtime.engine import Engine, MakeOptimizer, MakeScheduler, Recipe
+from elasticd.runtime.evaluation import Evaluation, HeldOut, evaluate
+from elasticd.runtime.feed import Mapped
+from elasticd.runtime.interludes import Interludes, Run
+from elasticd.runtime.loop import Loop, Next
 from elasticd.runtime.model import Model
 from elasticd.runtime.notice import Notice
+from elasticd.runtime.options import Options, environment, held_out_sets, hello
 from elasticd.runtime.reader import SampleError
 from elasticd.runtime.saver import Keeping, Saver
+from elasticd.runtime.seat import Seat
 from elasticd.runtime.snapper import Snapper
 from elasticd.runtime.stage import Loss
 from elasticd.runtime.standing_in import Snapshots
+from elasticd.runtime.step import Step as Step
 from elasticd.runtime.switching import Switcher
-from elasticd.runtime.vote import LedgerError
 from elasticd.snapshots import Freed
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """A finished step, the same on every rank: `loss` is the mean over all targets of the global batch, `norm`
-    the gradient's before clipping, `samples` the dataset indices that were trained on (the vote compared what
-    travelled through every rank with them), `plan` the number of the plan that it ran under."""
-
-    index: int
-    loss: float
-    norm: float
-    tokens: int
-    samples: tuple[int, ...]
-    plan: int
-    applied: bool
+#: The weights that an evaluation may be of.
+WEIGHTS = ("value", "average")
 
 
-class Job:
+class Job(Seat):
     """Trains `model` under whatever plan the coordinator has in force, switching in place.
 
     model: an `elasticd.Model`. loss(output, batch) -> (sum, count) over a micro-batch; sums are divided once
@@ -85,6 +65,8 @@ class Job:
     A job that is started anew with the same folder goes on from the newest that is sound, under any layout.
     snapshot_every: the state after every so many steps is also copied into memory of two nodes' agents, without
     holding training up: what no living worker has is gone on from there, and the steps since are given again.
+    held_out: a map-style dataset to evaluate on, a `HeldOut`, or several of them by name; see `evaluate`.
+    callbacks: see `Callback`; they are told of plans, steps and evaluations on every rank.
     profile: a file of `elasticd profile` for this model, for a first plan from measured seconds, not guesses.
     grace: seconds from SIGTERM until this process ends, whatever it is at. Meanwhile its state moves to the
     others; then the script ends by a SystemExit with code 0. torchrun kills 30 s after it sent the signal on.
@@ -110,6 +92,8 @@ class Job:
         scheduler: MakeScheduler | None = None,
         zero: int = 0,
         replicas: int | None = None,
+        held_out: Dataset | HeldOut | Mapping[str, Dataset | HeldOut] | None = None,
+        callbacks: Sequence[Callback] = (),
         profile: str | os.PathLike[str] | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int = 1000,
@@ -118,55 +102,43 @@ class Job:
         snapshot_every: int | None = None,
         grace: float = 25.0,
     ) -> None:
+        given = {key: value for key, value in locals().items() if key in Options.__dataclass_fields__}
         try:
-            name = _environment("TORCHELASTIC_RUN_ID")
+            name = environment("TORCHELASTIC_RUN_ID")
             parent.end_with(os.getppid())
             if remedy := parent.without_restarts(os.environ):
                 log.warning(remedy)
-            keeping = _keeping(checkpoint, checkpoint_every, keep, checkpoint_keep_every)
-            if readers < 0:
-                raise ValueError(f"readers must not be negative, not {readers}")
-            tokens = sample_tokens(dataset)
-            spec = JobSpec(
-                job=name,
-                model=model.spec,
-                global_batch=global_batch,
-                micro_batch=micro_batch,
-                samples=len(dataset),
-                sample_tokens=tokens,
-                seed=seed,
-                state=StatePolicy(zero=zero, replicas=1 if zero and replicas is None else replicas),
-                profile=_profile(profile, model, tokens, micro_batch) if profile is not None else None,
-                first=model.first(),
-            )
-            self._sampler = Sampler(size=len(dataset), global_batch=global_batch, seed=seed)
+            options = Options(**given)
+            self._held_out = held_out_sets(held_out)
+            keeping, spec = options.keeping(), options.spec(name)
             self._snapper = self._make_snapper(snapshot_every, name) if snapshot_every is not None else None
-            self._control = Control(default_path(), _hello(spec, keeping))
+            self._control = Control(default_path(), hello(spec, keeping))
         except (ValueError, TypeError, RuntimeError, ConnectionError) as error:
             raise JobStopped(f"elasticd: {error}") from error
-        recipe = Recipe(
-            model=model,
-            loss=loss,
-            optimizer=optimizer,
-            dataset=dataset,
-            collate=collate,
-            sampler=self._sampler,
-            clip=clip,
-            length=length_of(dataset) if length is None else length,
-            readers=readers,
-            scheduler=scheduler,
-            checkpoints=keeping.folder if keeping is not None else None,
-            snapshots=Snapshots(job=name, fetch=self._control.fetch),
-        )
         self._saver = self._make_saver(keeping, spec) if keeping is not None else None
+        self._callbacks = Callbacks(tuple(callbacks))
+        snapshots = Snapshots(job=name, fetch=self._control.fetch)
+        recipe = options.recipe(keeping.folder if keeping is not None else None, snapshots)
         self._start(recipe, seed, grace)
 
     def _start(self, recipe: Recipe, seed: int, grace: float) -> None:
         """From here on the agent is heard."""
-        self._taken = False
-        self._pacer = Pacer(self._control.welcome.pace)
-        store = AgentKeyValue(self._control)
-        self._switcher = Switcher(recipe, self._control, store, self._pacer, seed)
+        self._taken = self._ended = False
+        self._running: Generator[Next | Step, None, None] | None = None
+        self._now: Next | None = None
+        self._recipe = recipe
+        pacer = Pacer(self._control.welcome.pace)
+        self._switcher = Switcher(recipe, self._control, AgentKeyValue(self._control), pacer, seed)
+        self._interludes = Interludes(self._switcher, list(self._known().values()))
+        self._loop = Loop(
+            switcher=self._switcher,
+            control=self._control,
+            pacer=pacer,
+            feed=recipe.feed,
+            interludes=self._interludes,
+            saver=self._saver,
+            snapper=self._snapper,
+        )
         self._control.start(self._hear)
         self._notice = Notice(grace, self._told_to_go)
         self._notice.install()
@@ -198,45 +170,60 @@ class Job:
             case _:
                 self._switcher.handle(message)
 
-    @property
-    def device(self) -> str:
-        """This worker's device, "node/index"."""
-        return self._control.welcome.device
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force; None while this device stands by."""
-        return self._switcher.engine.plan if self._switcher.engine else None
-
-    @property
-    def rank(self) -> int | None:
-        """The rank under the plan in force (torchrun's RANK is stale after the first switch)."""
-        return self._switcher.engine.rank if self._switcher.engine else None
-
-    @property
-    def world_size(self) -> int | None:
-        return len(self.plan.members) if self.plan else None
-
-    def parameters(self) -> dict[str, tuple[Box, Tensor]]:
-        """The parameters held here under the plan in force, by full name: the box of the global tensor that
-        this device holds, and its values (not a copy). Empty while this device stands by."""
-        engine = self._switcher.engine
-        held = engine.local.parameters if engine is not None else {}
-        return {name: (box, parameter.detach()) for name, (box, parameter) in held.items()}
+    # -- the loop --------------------------------------------------------------------------------------------
 
     def steps(self, total: int) -> Iterator[Step]:
         """Trains until `total` updates were made, and gives each step after it is done.
 
         A device that the plan does not use waits here; when it is used, the steps go on from there. A job's
         steps are taken once: raises RuntimeError the second time."""
+        for each in self._begun(total):
+            if isinstance(each, Step):
+                yield each
+
+    def next(self, total: int) -> int | None:
+        """The index of the step that `step` trains next, None once `total` updates were made. A device that the
+        plan does not use waits here. The lower level of `steps`: a job's script uses one or the other."""
+        if self._running is None:
+            self._running = self._begun(total)
+        while self._now is None:
+            each = next(self._running, None)
+            if each is None:
+                return None
+            self._now = each if isinstance(each, Next) else None
+        return self._now.index
+
+    def step(self, batch: Sequence[Any]) -> Step | None:
+        """Trains the step whose index `next` gave on `batch`: all samples of the global batch, as indices of
+        the dataset or as samples, the same on every rank (they compare a hash first, and all stop with
+        JobStopped where one differs). None where a fault came between: ask `next` again, it may be an earlier
+        step.
+
+        Raises ValueError or TypeError for what is no global batch, RuntimeError where `next` was not asked."""
+        if self._running is None or self._now is None:
+            raise RuntimeError("ask job.next(total) which step it is before each job.step(batch)")
+        feed = self._recipe.feed
+        assert isinstance(feed, Mapped)
+        feed.give(self._now.index, batch)
+        self._now = None
+        each = next(self._running, None)
+        self._now = each if isinstance(each, Next) else None
+        return each if isinstance(each, Step) else None
+
+    def close(self) -> None:
+        """Leaves the lower level of the loop before its last step: the job goes on without this process."""
+        if self._running is not None:
+            self._running.close()
+
+    def _begun(self, total: int) -> Generator[Next | Step, None, None]:
         if self._taken:
             raise RuntimeError("a Job's steps are taken once: ask for all of them in one call of steps()")
         self._taken = True
         try:
             try:
-                yield from self._steps(total)
+                yield from self._told(self._loop.run(total))
             except JobOver:
-                yield from self._missed()  # the last, it may be
+                yield from self._told(self._loop.missed())  # the last, it may be
         except Departed:
             self._leave("it was told to go, and the job goes on without it")
             raise
@@ -248,7 +235,17 @@ class Job:
             raise
         self._leave("")
 
+    def _told(self, running: Iterator[Next | Step]) -> Iterator[Next | Step]:
+        """Callbacks hear of it first."""
+        for each in running:
+            if self.plan is not None:
+                self._callbacks.on_plan(self, self.plan)
+            if isinstance(each, Step):
+                self._callbacks.on_step(self, each)
+            yield each
+
     def _end_copies(self) -> None:
+        self._ended = True
         for maker in (self._saver, self._snapper):
             if maker is not None:
                 maker.end()
@@ -258,127 +255,71 @@ class Job:
         self._switcher.end()
         self._notice.restore()
         self._control.close(Goodbye(reason=reason))
+        self._callbacks.on_end(self)
 
-    def _steps(self, total: int) -> Iterator[Step]:
-        switcher, saver = self._switcher, self._saver
-        while True:
-            if switcher.engine is None and saver is not None:
-                saver.left()
-            engine = switcher.wait()
-            yield from self._missed()
-            try:
-                done, made = None, switcher.step
-                if made < total:
-                    done = self._train(engine, made, last=made + 1 >= total)
-                    made += 1
-                if made >= total:
-                    self._finish(engine, made)
-                switcher.step = made  # until here the vote alone tells of it, to whoever loses the others
-            except (PeerLost, Cancelled) as error:
-                switcher.bereaved(error)
-                continue
-            except LedgerError as error:  # the same on every rank
-                raise JobStopped(f"elasticd: {error}") from error
-            if done is not None:
-                self._report(done, first=engine.rank == 0)
-            if made >= total:
-                self._control.send(Finished(step=made))
-            if done is not None:
-                yield self._step(engine.plan.number, done.outcome.vote)
-            if done is None or made >= total:
-                return
-            switcher.voted(done.outcome.prepared)
+    # -- between two steps -----------------------------------------------------------------------------------
 
-    def _missed(self) -> Iterator[Step]:
-        for plan, vote in self._switcher.taken():
-            yield self._step(plan, vote)
+    def evaluate(self, name: str | None = None, *, weights: str = "value") -> Evaluation | None:
+        """The mean loss, and the set's other measures, over the whole of the held-out set `name` (None: the
+        only one) under the plan in force: each sample counts once. weights: "average" for the running mean that
+        `elasticd.average` keeps.
 
-    def _step(self, plan: int, vote: Vote) -> Step:
-        return Step(
-            index=vote.step,
-            loss=vote.loss,
-            norm=vote.norm,
-            tokens=vote.tokens,
-            samples=self._sampler.samples(vote.step),
-            plan=plan,
-            applied=vote.apply,
-        )
+        Call it in the loop's body, at the same place on every rank: all members of the plan take part and get
+        the same result. None on a device that stands by, or that a fault left out meanwhile; a fault that
+        leaves it in is recovered from, and the evaluation is made anew under the next plan. Raises JobStopped,
+        with the state saved, where a sample cannot be read."""
+        if name is None and len(self._held_out) == 1:
+            (name,) = self._held_out
+        if name not in self._held_out:
+            there = ", ".join(self._held_out) or "none: give Job(held_out=...)"
+            raise ValueError(f"there is no held-out set {name!r}; there are: {there}")
+        if weights not in WEIGHTS:
+            raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+        found: Evaluation | None = self._together("evaluate", name, weights)
+        if found is not None:
+            self._callbacks.on_evaluation(self, found)
+        return found
 
-    def _train(self, engine: Engine, step: int, *, last: bool) -> StepDone:
-        """One step, and what is kept of the state after it: no snapshot of the last."""
-        saver, snapper = self._saver, self._snapper if not last else None
+    def state_dict(
+        self, contents: str = "value", *, sharded: bool = False
+    ) -> dict[str, Tensor] | dict[str, list[tuple[Box, Tensor]]] | None:
+        """The state between two steps. contents: "value", parameters and buffers by full name; "average", with
+        the running mean in the parameters' place; "all", with what the optimizer keeps beside them, as
+        "optimizer.state.NAME.PLANE".
+
+        Whole (the default): new tensors on the host of the plan's first rank, an empty dict on the others. All
+        members of the plan take part, at the same place of the loop's body; None as of `evaluate`.
+        sharded: what this device holds, each as (box of the global tensor, values, not a copy), empty while it
+        stands by; nobody else takes part."""
+        if contents not in whole.CONTENTS:
+            raise ValueError(f"contents must be one of {', '.join(whole.CONTENTS)}, not {contents!r}")
+        engine = self._switcher.engine
+        if sharded:
+            return whole.named(whole.of(engine.state(), contents), contents) if engine is not None else {}
+        found: dict[str, Tensor] | None = self._together("state", contents)
+        return found
+
+    def _known(self) -> dict[tuple[str, ...], Run]:
+        """All that can be asked for between steps, in one order in every process."""
+        known: dict[tuple[str, ...], Run] = {}
+        for name in self._held_out:
+            for weights in WEIGHTS:
+                known["evaluate", name, weights] = partial(self._evaluate, name, weights)
+        for contents in whole.CONTENTS:
+            known["state", contents] = partial(self._whole, contents)
+        return known
+
+    def _together(self, *what: str) -> Any:
+        if not self._taken or self._ended:
+            raise RuntimeError(f"{what[0]}: ask for it in the body of the loop, between two steps")
+        return self._interludes.run(list(self._known()).index(what))
+
+    def _evaluate(self, name: str, weights: str, engine: Engine, step: int) -> Evaluation:
+        recipe = self._recipe
         try:
-            done = engine.step(
-                step,
-                self._switcher.prepared,
-                lambda: saver.word if saver else 0,
-                lambda: snapper is not None and snapper.ready(engine.plan.number, step + 1),
-            )
-        except SampleError as error:  # on every rank, and nothing of the step is in the state
-            self._finish(engine, step)
-            raise JobStopped(f"elasticd: {error}") from error
-        if saver is not None:
-            saver.voted(step + 1, done.outcome.saving, engine.layouts, engine.state)
-        if snapper is not None:
-            snapper.voted(step + 1, done.outcome.snapshot, engine.layouts, engine.state)
-        return done
+            return evaluate(engine, self._held_out[name], name, step, recipe.loss, recipe.collate, weights)
+        except SampleError as error:
+            raise self._loop.unreadable(engine, step, error) from error
 
-    def _finish(self, engine: Engine, step: int) -> None:
-        """After the last step, by all members of the plan: also of one that recovered from it."""
-        if self._saver is not None and step > 0 and not self._switcher.untouched:
-            self._saver.finish(step, engine.gather, engine.layouts, engine.state)
-        engine.settle()
-
-    def _report(self, done: StepDone, *, first: bool) -> None:
-        paced, overruns = self._pacer.take()
-        self._control.send(
-            Report(
-                measurement=done.measurement,
-                loss=done.outcome.loss if first else None,
-                tokens=done.outcome.tokens if first else None,
-                paced=paced,
-                overruns=overruns,
-            )
-        )
-
-
-def _keeping(
-    folder: str | os.PathLike[str] | None, every: int, keep: int, keep_every: int | None
-) -> Keeping | None:
-    if folder is None:
-        return None
-    return Keeping(folder=Path(folder).absolute(), every=every, keep=keep, keep_every=keep_every)
-
-
-def _hello(spec: JobSpec, keeping: Keeping | None) -> Hello:
-    """What this worker says of itself first. Raises ValueError where torchrun did not start it."""
-    return Hello(
-        job=spec.job,
-        # A torchrun for one device of several calls its worker's rank 0, whichever device that is.
-        local_rank=int(os.environ.get(SLOT_VARIABLE) or _environment("LOCAL_RANK")),
-        world_size=int(_environment("WORLD_SIZE")),
-        pid=os.getpid(),
-        spec=spec,
-        checkpoints=offered(keeping.folder, spec) if keeping is not None else (),
-    )
-
-
-def _profile(path: str | os.PathLike[str], model: Model, tokens: float, micro_batch: int) -> ModelProfile:
-    """Raises ValueError, with the file's name, where it cannot be read or is no profile of this model."""
-    from elasticd_planner.given import given_profile  # of no use to jobs without a profile
-
-    try:
-        return given_profile(Path(path).read_bytes(), model.spec, tokens, micro_batch)
-    except OSError as error:
-        raise ValueError(f"profile {os.fspath(path)} cannot be read: {error.strerror}") from None
-    except Invalid as error:
-        raise ValueError(f"profile {os.fspath(path)}: {error}") from None
-
-
-def _environment(name: str) -> str:
-    value = os.environ.get(name)
-    if value is None:
-        raise ValueError(
-            f"{name} is not set: start the script with torchrun --rdzv-backend=elasticd --rdzv-id=JOB ..."
-        )
-    return value
+    def _whole(self, contents: str, engine: Engine, step: int) -> dict[str, Tensor]:
+        return whole.gathered(engine, contents)

@@ -82,6 +82,7 @@ def prepare(
         groups = connect(fabric, layouts)
         local = build(recipe.model, plan, device)
         engine = Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=pace)
+        engine.meets = recovery is not None
     snapshot = None
     if old is not None and recovery is not None and recovery.snapshots:
         snapshot = recipe.snapshots.state(old, recovery, device)

@@ -34,6 +34,12 @@ def all_forward_all_backward(stages: int, stage: int, micro_batches: int) -> Ite
         yield "backward", index
 
 
+def all_forward(stages: int, stage: int, micro_batches: int) -> Iterator[Pass]:
+    """The passes of an evaluation, which has no way back."""
+    for index in range(micro_batches):
+        yield "forward", index
+
+
 def live_activations(stages: int, stage: int, micro_batches: int) -> int:
     """The most micro-batches whose activations a stage holds at once under 1F1B."""
     return min(micro_batches, stages - stage)

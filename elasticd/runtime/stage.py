@@ -21,7 +21,7 @@ from elasticd.runtime.data import Loader
 from elasticd.runtime.groups import Group
 from elasticd.runtime.randomness import Drawing
 from elasticd.runtime.reader import SampleError
-from elasticd.runtime.schedule import Pass, Schedule, one_forward_one_backward
+from elasticd.runtime.schedule import Pass, Schedule, all_forward, one_forward_one_backward
 from elasticd.runtime.stopwatch import Stopwatch
 from elasticd.runtime.telemetry import Telemetry
 from elasticd.runtime.vote import hash_samples
@@ -121,8 +121,9 @@ class StageRunner:
                 self._post(ahead, micro_batches, alive)
             if kind == "forward":
                 passage, counted = self._forward(index, micro_batches[index])
-                alive[index] = passage
-                self.most_alive = max(self.most_alive, len(alive))
+                if torch.is_grad_enabled():  # else there is no way back
+                    alive[index] = passage
+                    self.most_alive = max(self.most_alive, len(alive))
                 received.extend(passage.ids)
                 tokens += passage.tokens
                 if passage.loss is not None and self._position == 0:
@@ -144,6 +145,17 @@ class StageRunner:
             samples=hash_samples(seen),
             failure=failure,
         )
+
+    def forward(self, micro_batches: Sequence[MicroBatch], loader: Loader, loss: Loss) -> Passed:
+        """The forward passes alone, of samples of another set, without gradients. The losses and targets are
+        `loss`'s own matter."""
+        mine = self._loader, self._loss, self._schedule
+        self._loader, self._loss, self._schedule = loader, loss, all_forward
+        try:
+            with torch.no_grad():
+                return self.run(micro_batches)
+        finally:
+            self._loader, self._loss, self._schedule = mine
 
     def prepare(self, micro_batches: Iterable[MicroBatch]) -> None:
         """Has the samples of these read ahead, where this stage reads any."""

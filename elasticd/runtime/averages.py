@@ -1,0 +1,93 @@
+"""A running mean of the parameters (EMA), kept as a plane of the optimizer's own state.
+
+So it moves with a switch, is cut and sharded like the moments, survives faults and is in checkpoints, without a
+rule of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elasticd.runtime.engine import Engine
+from elasticd.runtime.reader import SampleError
+from elasticd.runtime.vote import LedgerError
+
+#: The plane's name.
+AVERAGE = "average"
+VALUE = "value"
+
+
+def average(optimizer: torch.optim.Optimizer, decay: float) -> torch.optim.Optimizer:
+    """Lets `optimizer` keep, after each of its steps, average = decay x average + (1 - decay) x parameter for
+    every parameter, beginning with its values after the first step. Gives the same optimizer back:
+
+        optimizer=lambda named: elasticd.average(torch.optim.AdamW(named, lr=1e-3), decay=0.999)
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(f"average: decay must be at least 0 and below 1, not {decay}")
+
+    def keep(made: torch.optim.Optimizer, *_: Any) -> None:
+        with torch.no_grad():
+            for parameter in (each for group in made.param_groups for each in group["params"]):
+                state = made.state.get(parameter, {})
+                if AVERAGE in state:
+                    state[AVERAGE].lerp_(parameter.detach(), 1 - decay)
+                elif parameter.grad is not None:  # optimizers begin where there is no state at all
+                    made.state[parameter][AVERAGE] = parameter.detach().clone()
+
+    optimizer.register_step_post_hook(keep)
+    optimizer.averages = True  # type: ignore[attr-defined]
+    return optimizer
+
+
+@contextmanager
+def averaged(engine: Engine, weights: str) -> Iterator[None]:
+    """The model computes with the parameters' average inside; called by all members of the plan alike.
+
+    Should it end by a fault, parameters are what they were where their state is kept; under ZeRO the others
+    come from there (the engine is `stale` until then). Raises ValueError where no average is kept.
+    """
+    if weights == VALUE:
+        yield
+        return
+    if weights != AVERAGE:
+        raise ValueError(f"weights must be {VALUE!r} or {AVERAGE!r}, not {weights!r}")
+    if not getattr(engine.optimizer, "averages", False):
+        raise ValueError(
+            "there is no average: let the optimizer's function return elasticd.average(optimizer, decay)"
+        )
+    pairs = _pairs(engine)
+    engine.stale = engine.plan.state.zero > 0
+    _exchange(pairs)
+    together = True
+    try:
+        engine.return_values()
+        yield
+    except BaseException as error:
+        together = isinstance(error, SampleError | LedgerError)
+        raise
+    finally:
+        _exchange(pairs)
+        if together:
+            engine.return_values()
+            engine.stale = False
+
+
+def _pairs(engine: Engine) -> list[tuple[nn.Parameter, Tensor]]:
+    """What was never stepped on is its own average."""
+    kept = ((part.parameter, engine.optimizer.state.get(part.parameter, {})) for part in engine.owned)
+    return [(parameter, state[AVERAGE]) for parameter, state in kept if AVERAGE in state and parameter.numel()]
+
+
+def _exchange(pairs: list[tuple[nn.Parameter, Tensor]]) -> None:
+    """Bit by bit, so that a second time gives back what was."""
+    with torch.no_grad():
+        for parameter, kept in pairs:
+            aside = parameter.detach().clone()
+            parameter.copy_(kept)
+            kept.copy_(aside)

@@ -1,0 +1,151 @@
+"""What a script asks of its Job, and what follows from it: the job's spec, its checkpoints, the recipe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elasticd_planner.batch import Sampler
+from elasticd_planner.plan import StatePolicy
+from elasticd_planner.profiles import ModelProfile
+from elasticd_planner.value import Invalid
+
+from elasticd.messages import Hello
+from elasticd.packets import SLOT_VARIABLE
+from elasticd.records import JobSpec
+from elasticd.runtime.data import Collate, Dataset, length_of, sample_tokens
+from elasticd.runtime.elementwise import refuse_others
+from elasticd.runtime.engine import MakeOptimizer, MakeScheduler, Recipe
+from elasticd.runtime.evaluation import HeldOut
+from elasticd.runtime.loading import offered
+from elasticd.runtime.model import Model
+from elasticd.runtime.saver import Keeping
+from elasticd.runtime.stage import Loss
+from elasticd.runtime.standing_in import Snapshots
+
+#: What a held-out set is called that was given without a name.
+HELD_OUT = "held_out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The arguments of `elasticd.Job`, which says what they mean. Raises ValueError or TypeError."""
+
+    model: Model
+    loss: Loss
+    optimizer: MakeOptimizer
+    dataset: Dataset
+    global_batch: int
+    micro_batch: int
+    seed: int
+    clip: float | None
+    collate: Collate
+    length: Callable[[int], int] | None
+    readers: int
+    scheduler: MakeScheduler | None
+    zero: int
+    replicas: int | None
+    profile: str | os.PathLike[str] | None
+    checkpoint: str | os.PathLike[str] | None
+    checkpoint_every: int
+    keep: int
+    checkpoint_keep_every: int | None
+
+    def __post_init__(self) -> None:
+        if self.readers < 0:
+            raise ValueError(f"readers must not be negative, not {self.readers}")
+        spec, dims = self.model.spec, dict[str, int]()
+        for section in spec.sections(0, len(spec.layers)):
+            for parameter in spec.section(section):
+                if parameter.kind == "trained":
+                    dims[spec.owner(f"{section}.{parameter.name}")] = len(parameter.shape)
+        refuse_others(self.optimizer, list(dims.items()))
+
+    def spec(self, name: str) -> JobSpec:
+        tokens = sample_tokens(self.dataset)
+        return JobSpec(
+            job=name,
+            model=self.model.spec,
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+            samples=len(self.dataset),
+            sample_tokens=tokens,
+            seed=self.seed,
+            state=StatePolicy(
+                zero=self.zero, replicas=1 if self.zero and self.replicas is None else self.replicas
+            ),
+            profile=self._profile(tokens),
+            first=self.model.first(),
+        )
+
+    def keeping(self) -> Keeping | None:
+        if self.checkpoint is None:
+            return None
+        return Keeping(
+            folder=Path(self.checkpoint).absolute(),
+            every=self.checkpoint_every,
+            keep=self.keep,
+            keep_every=self.checkpoint_keep_every,
+        )
+
+    def recipe(self, checkpoints: Path | None, snapshots: Snapshots) -> Recipe:
+        return Recipe(
+            model=self.model,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            dataset=self.dataset,
+            collate=self.collate,
+            sampler=Sampler(size=len(self.dataset), global_batch=self.global_batch, seed=self.seed),
+            clip=self.clip,
+            length=length_of(self.dataset) if self.length is None else self.length,
+            readers=self.readers,
+            scheduler=self.scheduler,
+            checkpoints=checkpoints,
+            snapshots=snapshots,
+        )
+
+    def _profile(self, tokens: float) -> ModelProfile | None:
+        """Raises ValueError, with the file's name, where it cannot be read or is no profile of this model."""
+        from elasticd_planner.given import given_profile  # of no use to jobs without a profile
+
+        if self.profile is None:
+            return None
+        path = os.fspath(self.profile)
+        try:
+            return given_profile(Path(path).read_bytes(), self.model.spec, tokens, self.micro_batch)
+        except OSError as error:
+            raise ValueError(f"profile {path} cannot be read: {error.strerror}") from None
+        except Invalid as error:
+            raise ValueError(f"profile {path}: {error}") from None
+
+
+def held_out_sets(given: Dataset | HeldOut | Mapping[str, Dataset | HeldOut] | None) -> dict[str, HeldOut]:
+    """By name, in the order in which they were given."""
+    if given is None:
+        return {}
+    named = given if isinstance(given, Mapping) else {HELD_OUT: given}
+    return {name: each if isinstance(each, HeldOut) else HeldOut(dataset=each) for name, each in named.items()}
+
+
+def hello(spec: JobSpec, keeping: Keeping | None) -> Hello:
+    """What this worker says of itself first. Raises ValueError where torchrun did not start it."""
+    return Hello(
+        job=spec.job,
+        # A torchrun for one device of several calls its worker's rank 0, whichever device that is.
+        local_rank=int(os.environ.get(SLOT_VARIABLE) or environment("LOCAL_RANK")),
+        world_size=int(environment("WORLD_SIZE")),
+        pid=os.getpid(),
+        spec=spec,
+        checkpoints=offered(keeping.folder, spec) if keeping is not None else (),
+    )
+
+
+def environment(name: str) -> str:
+    value = os.environ.get(name)
+    if value is None:
+        raise ValueError(
+            f"{name} is not set: start the script with torchrun --rdzv-backend=elasticd --rdzv-id=JOB ..."
+        )
+    return value
