@@ -1,0 +1,183 @@
+"""Evaluation on a held-out set: the exact mean over all of it, whatever the plan, and training as if it were not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from elasticd_planner.boxes import Box
+from elasticd_planner.plan import Plan, StatePolicy
+from torch import Tensor
+
+import elasticd
+from elasticd.models import Decoder, next_token_loss
+from elasticd.runtime.data import pad
+from elasticd.runtime.engine import Recipe
+from elasticd.runtime.evaluation import Evaluation, HeldOut, evaluate, rounds
+from elasticd.runtime.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.reader import SampleError
+from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, Torn, engine_on
+from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
+
+DECAY, STEPS = 0.75, 3
+PLANS = {
+    "two stages": TWO_STAGES,
+    "unequal pipelines and groups": UNEQUAL,
+    "zero 2": UNEQUAL.replace(state=StatePolicy(zero=2, replicas=1)),
+}
+
+
+class Held(Text):
+    """Fewer samples than a whole number of steps, of other indices than the training's."""
+
+    def __len__(self) -> int:
+        return 27
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return super().__getitem__(1000 + index)
+
+
+class Known(Held):
+    """With their lengths."""
+
+    lengths = tuple(5 + (1000 + index) % 9 for index in range(27))
+
+
+def right(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    targets = batch["targets"]
+    counted = targets != -100
+    return ((output.argmax(-1) == targets) & counted).sum(), int(counted.sum())
+
+
+def optimizer(named: Any) -> torch.optim.Optimizer:
+    return elasticd.average(torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1), DECAY)
+
+
+def recipe() -> Recipe:
+    return replace(make_recipe(), optimizer=optimizer, clip=None)
+
+
+def plain() -> dict[str, list[tuple[float, float]]]:
+    """Loss and accuracy after each step in one process, of the weights and of their running mean."""
+    made = recipe()
+    model, mean = Decoder(CONFIG), Decoder(CONFIG)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(made.model.first_value(name, Box.whole(parameter.shape), SEED))
+    update = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    found: dict[str, list[tuple[float, float]]] = {"value": [], "average": []}
+    for step in range(STEPS):
+        batch = pad([Text()[i] for i in made.sampler.samples(step)])
+        total, count = next_token_loss(model(batch), batch)
+        update.zero_grad()
+        (total / count).backward()
+        update.step()
+        with torch.no_grad():
+            for kept, parameter in zip(mean.parameters(), model.parameters(), strict=True):
+                kept.copy_(parameter if step == 0 else DECAY * kept + (1 - DECAY) * parameter)
+            held = pad([Held()[i] for i in range(len(Held()))])
+            for weights, each in (("value", model), ("average", mean)):
+                output = each(held)
+                (loss, targets), (hits, counted) = next_token_loss(output, held), right(output, held)
+                found[weights].append((float(loss) / targets, float(hits) / counted))
+    return found
+
+
+def under(plan: Plan, dataset: Any) -> dict[str, list[tuple[float, float]]]:
+    """The same under a plan; every member has the same bits, and training goes on as without evaluations."""
+
+    def worker(fabric: MemoryFabric) -> dict[str, list[Evaluation]]:
+        engine = engine_on(fabric, recipe(), plan)
+        held, found = HeldOut(dataset=dataset, measures={"right": right}), dict[str, list[Evaluation]]()
+        for step in range(STEPS):
+            engine.step(step, lambda: 0)
+            for weights in ("average", "value"):
+                done = evaluate(engine, held, "held", step + 1, next_token_loss, pad, weights)
+                found.setdefault(weights, []).append(done)
+        assert not engine.stale
+        assert all(part.training for module in engine.local.modules.values() for part in module.modules())
+        return found
+
+    results = run_threads(plan.members, worker)
+    first = results[plan.members[0]]
+    assert all(each == first for each in results.values()), "all members have the same bits"
+    assert [each.samples for each in first["value"]] == [len(dataset)] * STEPS
+    return {
+        weights: [(each.loss, each.means["right"]) for each in evaluations]
+        for weights, evaluations in first.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[tuple[float, float]]]:
+    return plain()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_plan_gives_the_mean_over_the_whole_set_of_weights_and_of_their_average(
+    name: str, expected: dict[str, list[tuple[float, float]]]
+) -> None:
+    found = under(PLANS[name], Held())
+    for weights, values in expected.items():
+        assert [pair for each in found[weights] for pair in each] == pytest.approx(
+            [pair for each in values for pair in each], abs=1e-10
+        )
+
+
+def test_a_set_of_known_lengths_is_dealt_by_them_and_gives_the_same(
+    expected: dict[str, list[tuple[float, float]]],
+) -> None:
+    found = under(UNEQUAL, Known())
+    assert found["value"][-1] == pytest.approx(expected["value"][-1], abs=1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 27, 64])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_sample_is_dealt_once(name: str, size: int) -> None:
+    plan = PLANS[name]
+    dealt = list(rounds(plan, [{}] * size, 1))
+    assert sorted(i for each in dealt for pipeline in each for micro in pipeline for i in micro) == [*range(size)]
+    for each in dealt:
+        for pipeline, micro in zip(plan.modules[0].pipelines, each, strict=True):
+            assert len(micro) <= pipeline.micro_batches
+            assert all(len(samples) <= plan.micro_batch for samples in micro)
+
+
+@pytest.mark.parametrize("weights", ["value", "average"])
+@pytest.mark.parametrize("name", ["two stages", "zero 2"])
+def test_a_sample_that_cannot_be_read_is_named_on_every_member_and_the_weights_are_as_they_were(
+    name: str, weights: str
+) -> None:
+    plan = PLANS[name]
+
+    def worker(fabric: MemoryFabric) -> tuple[str, bool, bool]:
+        engine = engine_on(fabric, recipe(), plan)
+        for step in range(2):
+            engine.step(step, lambda: 0)
+        before = {n: p.detach().clone() for n, (_, p) in engine.local.parameters.items()}
+        with pytest.raises(SampleError, match="sample 19 ") as caught:
+            evaluate(engine, HeldOut(dataset=Torn(19)), "held", 2, next_token_loss, pad, weights)
+        same = all(torch.equal(before[n], p) for n, (_, p) in engine.local.parameters.items())
+        return str(caught.value), same, engine.stale
+
+    found = run_threads(plan.members, worker)
+    assert all(same and not stale for _, same, stale in found.values())
+    assert any("the disk is gone" in text for text, _, _ in found.values())
+
+
+def test_an_average_that_nobody_keeps_is_refused() -> None:
+    def worker(fabric: MemoryFabric) -> None:
+        engine = engine_on(fabric, make_recipe(), TWO_STAGES)
+        with pytest.raises(ValueError, match=r"elasticd.average\(optimizer, decay\)"):
+            evaluate(engine, HeldOut(dataset=Held()), "held", 0, next_token_loss, pad, "average")
+
+    run_threads(TWO_STAGES.members, worker)
+
+
+def test_an_empty_set_and_a_measure_of_the_losss_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="the dataset is empty"):
+        HeldOut(dataset=[])
+    with pytest.raises(ValueError, match="give the measure another name"):
+        HeldOut(dataset=[{}], measures={"loss": right})

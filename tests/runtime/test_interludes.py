@@ -1,0 +1,162 @@
+"""What members do together between steps, and how they find together again after a fault in the midst of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+
+from elasticd.runtime.endings import JobOver
+from elasticd.runtime.groups import PeerLost
+from elasticd.runtime.in_memory import MemoryFabric, MemoryGroup, run_threads
+from elasticd.runtime.interludes import Interludes
+from elasticd.runtime.switching import Switcher
+
+MEMBERS = ("a/0", "a/1", "a/2")
+EVALUATE, GATHER = 0, 1
+
+
+@dataclass
+class Plain:
+    """As much of an engine as interludes use."""
+
+    everyone: MemoryGroup
+    meets: bool = False
+
+
+@dataclass
+class Held:
+    """As much of a switcher: `recover` is what a fault leads to."""
+
+    engine: Plain | None
+    recover: Callable[[], Plain | None] = lambda: None
+    step: int = 7
+    at_work: bool = True
+    lost: list[str] = field(default_factory=list)
+
+    def bereaved(self, error: Exception) -> None:
+        self.lost.append(str(error))
+        self.engine = self.recover()
+
+
+class Member:
+    """One member's script: which kinds it runs here is written down; all that are in one must be in the same."""
+
+    def __init__(self, fabric: MemoryFabric, *, meets: bool) -> None:
+        self.fabric, self.ran = fabric, list[int]()
+        self.held = Held(Plain(fabric.group(MEMBERS, "vote"), meets=meets))
+        self.interludes = Interludes(
+            cast(Switcher, self.held), [self._kind(EVALUATE), self._kind(GATHER)]
+        )
+
+    def _kind(self, kind: int) -> Callable[[Any, int], int]:
+        def run(engine: Plain, step: int) -> int:
+            self.ran.append(kind)
+            together = [int(each) for each in engine.everyone.all_gather(torch.tensor([kind]))]
+            assert together == [kind] * len(MEMBERS), "members are at different things"
+            return 10 * step + kind
+
+        return run
+
+    def train(self) -> None:
+        engine = self.held.engine
+        assert engine is not None
+        self.interludes.begin_step(cast(Any, engine))
+        assert not engine.meets
+        self.ran.append(-1)
+        engine.everyone.all_gather(torch.tensor([-1]))
+
+
+def run(scripts: dict[str, Callable[[Member], Any]], *, meets: bool) -> dict[str, tuple[Any, list[int]]]:
+    def worker(fabric: MemoryFabric) -> tuple[Any, list[int]]:
+        member = Member(fabric, meets=meets)
+        return scripts[fabric.me](member), member.ran
+
+    return run_threads(MEMBERS, worker)
+
+
+def asks(*kinds: int) -> Callable[[Member], list[Any]]:
+    def script(member: Member) -> list[Any]:
+        found = [member.interludes.run(kind) for kind in kinds]
+        member.train()
+        return found
+
+    return script
+
+
+def test_members_of_a_plan_that_no_fault_made_need_not_meet() -> None:
+    found = run(dict.fromkeys(MEMBERS, asks(GATHER, EVALUATE)), meets=False)
+    assert found == dict.fromkeys(MEMBERS, ([71, 70], [GATHER, EVALUATE, -1]))
+
+
+def test_who_comes_in_by_a_recovery_takes_part_until_all_train() -> None:
+    """One is still in the first interlude, one is past both, one knows of nothing."""
+    found = run({"a/0": asks(EVALUATE, GATHER), "a/1": asks(), "a/2": asks()}, meets=True)
+    assert found["a/0"] == ([70, 71], [EVALUATE, GATHER, -1])
+    assert found["a/1"] == found["a/2"] == ([], [EVALUATE, GATHER, -1])
+
+
+def test_who_is_past_the_first_interlude_takes_part_in_it_again() -> None:
+    def second(member: Member) -> list[Any]:
+        member.interludes._asked = 1  # the first one came out here before the fault
+        return asks(GATHER)(member)
+
+    scripts: dict[str, Callable[[Member], Any]] = {
+        "a/0": asks(EVALUATE, GATHER),
+        "a/1": second,
+        "a/2": asks(),
+    }
+    found = run(scripts, meets=True)
+    assert found["a/1"] == ([71], [EVALUATE, GATHER, -1])
+    assert {name: ran for name, (_, ran) in found.items()} == dict.fromkeys(MEMBERS, [EVALUATE, GATHER, -1])
+
+
+def alone(known: Sequence[Callable[[Any, int], Any]], recover: Callable[[], Plain | None]) -> tuple[Any, Held]:
+    def worker(fabric: MemoryFabric) -> tuple[Any, Held]:
+        held = Held(Plain(fabric.group(("a/0",), "vote")), recover)
+        return Interludes(cast(Switcher, held), known).run(0), held
+
+    return run_threads(("a/0",), worker)["a/0"]
+
+
+def test_a_fault_in_the_midst_of_it_is_recovered_from_and_it_is_done_anew() -> None:
+    recovered = Plain(MemoryFabric(cast(Any, None), "a/0").group(("a/0",), "vote"))
+    tries: list[Any] = []
+
+    def once(engine: Plain, step: int) -> str:
+        tries.append(engine)
+        if len(tries) == 1:
+            raise PeerLost("connection closed")
+        return "done"
+
+    found, held = alone([once], lambda: recovered)
+    assert (found, held.lost) == ("done", ["connection closed"])
+    assert tries[1] is recovered
+
+
+def test_who_is_left_out_by_the_recovery_gets_nothing() -> None:
+    def fails(engine: Plain, step: int) -> str:
+        raise PeerLost("connection closed")
+
+    found, held = alone([fails], lambda: None)
+    assert found is None
+    assert held.engine is None
+
+
+def test_after_the_last_step_the_others_may_be_gone() -> None:
+    def fails(engine: Plain, step: int) -> str:
+        raise PeerLost("connection closed")
+
+    def over() -> Plain | None:
+        raise JobOver("the job finished at step 7")
+
+    found, _ = alone([fails], over)
+    assert found is None
+
+
+def test_a_device_that_stands_by_takes_no_part() -> None:
+    held = Held(None)
+    assert Interludes(cast(Switcher, held), [lambda engine, step: pytest.fail("it took part")]).run(0) is None
