@@ -13,7 +13,12 @@ from torch import nn
 import elasticd
 from elasticd.runtime.elementwise import refuse_others
 
-NAMES = [("embed.tokens.weight", 2), ("blocks.0.norm.weight", 1), ("blocks.0.conv.weight", 4), ("blocks.0.scale", 0)]
+NAMES = [
+    ("embed.tokens.weight", 2),
+    ("blocks.0.norm.weight", 1),
+    ("blocks.0.conv.weight", 4),
+    ("blocks.0.scale", 0),
+]
 Named = Iterable[tuple[str, nn.Parameter]]
 
 

@@ -138,7 +138,9 @@ def test_a_set_of_known_lengths_is_dealt_by_them_and_gives_the_same(
 def test_every_sample_is_dealt_once(name: str, size: int) -> None:
     plan = PLANS[name]
     dealt = list(rounds(plan, [{}] * size, 1))
-    assert sorted(i for each in dealt for pipeline in each for micro in pipeline for i in micro) == [*range(size)]
+    assert sorted(i for each in dealt for pipeline in each for micro in pipeline for i in micro) == [
+        *range(size)
+    ]
     for each in dealt:
         for pipeline, micro in zip(plan.modules[0].pipelines, each, strict=True):
             assert len(micro) <= pipeline.micro_batches

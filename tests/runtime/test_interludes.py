@@ -48,9 +48,7 @@ class Member:
     def __init__(self, fabric: MemoryFabric, *, meets: bool) -> None:
         self.fabric, self.ran = fabric, list[int]()
         self.held = Held(Plain(fabric.group(MEMBERS, "vote"), meets=meets))
-        self.interludes = Interludes(
-            cast(Switcher, self.held), [self._kind(EVALUATE), self._kind(GATHER)]
-        )
+        self.interludes = Interludes(cast(Switcher, self.held), [self._kind(EVALUATE), self._kind(GATHER)])
 
     def _kind(self, kind: int) -> Callable[[Any, int], int]:
         def run(engine: Plain, step: int) -> int:

@@ -1,0 +1,117 @@
+"""A script's own loop on real processes: what it asks for between steps, its own batches, a sample that is torn."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elasticd_planner.batch import Sampler
+
+from elasticd.checkpoints.folder import damages, scan
+from elasticd.machines.job.state import Settings
+from tests.integration import train, train_loop
+from tests.integration.cluster import Cluster, until
+from tests.integration.test_checkpoints import ledger
+from tests.integration.test_switches import check_exactness, plan_of, stage
+
+SCRIPT = Path(train_loop.__file__)
+SETTINGS = Settings(retry_seconds=0.5)
+#: a/2 stands by, and comes in by the recovery from b/0's death.
+PLANS = {
+    "": plan_of((3, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (3, [stage(0, 5, ("b/0", 1))]), idle=("a/2",)),
+    "without b/0": plan_of((6, [stage(0, 3, ("a/0", 1)), stage(3, 5, ("a/1", 1), ("a/2", 1))])),
+}
+
+
+def noted(cluster: Cluster, device: str) -> list[list[Any]]:
+    path = cluster.folder / f"noted-{cluster.workers[device].pid}"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_evaluations_and_state_dicts_are_those_of_one_process_though_a_worker_dies_in_the_midst_of_one() -> (
+    None
+):
+    steps = 20
+    with Cluster({"a": 3, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        # Each evaluation reads its sample 3 there: the fourth is of the weights after ten steps.
+        cluster.run(SCRIPT, steps=steps, **{"b/0": {"deadly": [3, 4]}})
+        codes = cluster.wait(240)
+        assert codes.pop("b/0") == -signal.SIGKILL
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+        check_exactness(cluster, steps, plans=2)
+        lines = {device: noted(cluster, device) for device in codes}
+        expected = train_loop.reference(steps)
+        every = sorted({(step, weights) for step, weights in expected})
+        for device in ("a/0", "a/1"):
+            told = [(step, weights, loss) for kind, step, weights, loss in _of(lines[device], "evaluation")]
+            assert sorted((step, weights) for step, weights, _ in told) == every, "each once"
+            assert [loss for *_, loss in told] == pytest.approx(
+                [expected[step, weights] for step, weights, _ in told], abs=1e-10
+            )
+            assert [line[1] for line in _of(lines[device], "step")] == list(range(steps))
+        joined = [step for _, step, *_ in _of(lines["a/2"], "evaluation")]
+        assert joined == [15, 15, 20, 20], "it took part in the one that was under way, and was not told of it"
+        assert [line[-1] for line in _of(lines["a/2"], "plan")] == [True]
+        assert [line[3:] for line in _of(lines["a/0"], "plan")] == [[0, 0, True], [0, 0, False]]
+        written = [line[1] for each in lines.values() for line in _of(each, "metrics") if "loss" in line[2]]
+        assert sorted(written) == [4, 9, 14, 19], "by the first rank alone"
+        assert all(each[-1] == ["end"] for each in lines.values())
+        _, weights = train.reference(steps)
+        whole = torch.load(cluster.folder / f"all-{steps}")
+        for name, value in weights.items():
+            assert float((whole[name] - value).abs().max()) < 1e-10, name
+            assert whole[f"optimizer.state.{name}.exp_avg"].shape == value.shape
+        mean = torch.load(cluster.folder / f"average-{steps}")
+        assert set(mean) == set(weights), "under the parameters' own names"
+        assert any(float((mean[name] - value).abs().max()) > 1e-6 for name, value in weights.items())
+
+
+def _of(lines: list[list[Any]], kind: str) -> list[list[Any]]:
+    return [line for line in lines if line[0] == kind]
+
+
+@pytest.mark.slow
+def test_a_script_that_gives_its_own_batches_makes_each_step_once_though_a_worker_dies() -> None:
+    steps = 30
+    with Cluster({"a": 3, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=steps, own=True)
+        cluster.runs(1, steps=6)
+        cluster.workers["b/0"].kill()
+        codes = cluster.wait(240)
+        assert codes.pop("b/0") == -signal.SIGKILL
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+        lines = ledger(cluster)
+        assert [line["step"] for line in lines] == list(range(steps)), "each step once"
+        assert [tuple(line["samples"]) for line in lines] == [train_loop.samples(step) for step in range(steps)]
+
+
+@pytest.mark.slow
+def test_a_sample_that_cannot_be_read_is_named_by_all_and_the_state_before_it_is_saved(tmp_path: Path) -> None:
+    folder, steps = tmp_path / "checkpoints", 15
+    sampler = Sampler(size=len(train.Text()), global_batch=train.BATCH, seed=train.SEED)
+    torn, job = sampler.samples(7)[4], {"checkpoint": str(folder), "checkpoint_every": 100}
+    with Cluster({"a": 2}) as cluster:
+        cluster.run(SCRIPT, steps=steps, torn=torn, job=job)
+        codes = cluster.wait(240)
+        assert codes == {"a/0": 1, "a/1": 1}
+        last = [cluster.log(device).strip().splitlines()[-1] for device in codes]
+        assert all(
+            line.startswith(f"elasticd: sample {torn} of the dataset could not be read") for line in last
+        )
+        assert any(line.endswith("OSError: the disk is gone") for line in last)
+        assert [line["step"] for line in ledger(cluster)] == list(range(7))
+        until(lambda: scan(folder))
+    saved = scan(folder)[0]
+    assert (saved.step, damages(saved.path)) == (7, ())
+    with Cluster({"a": 1}) as cluster:
+        cluster.run(SCRIPT, steps=steps, job=job)
+        assert cluster.wait(240) == {"a/0": 0}, cluster.log("a/0")[-3000:]
+        lines = ledger(cluster)
+    losses, _ = train.reference(steps)
+    assert [line["step"] for line in lines] == list(range(7, steps))
+    assert [line["loss"] for line in lines] == pytest.approx(losses[7:], abs=1e-10)
