@@ -18,8 +18,9 @@ from torch import nn
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.models.decoder import initial
-from elasticd.runtime.data import pad
+from elasticd.runtime.data import Dataset, pad
 from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.feed import Feed
 from elasticd.runtime.groups import Fabric
 from elasticd.runtime.model import Model
 from elasticd.runtime.stage import Pace
@@ -104,12 +105,19 @@ def unpaced(kind: str, tokens: int, share: float, start: float, communicated: fl
     pass
 
 
-def sampler(plan: Plan, data: Text) -> Sampler:
+def sampler(plan: Plan, data: Dataset) -> Sampler:
     return Sampler(size=len(data), global_batch=plan.global_batch, seed=SEED)
 
 
 def engine_of(
-    folder: Path, rank: int, address: str, plan: Plan, config: DecoderConfig, data: Text, pace: Pace = unpaced
+    folder: Path,
+    rank: int,
+    address: str,
+    plan: Plan,
+    config: DecoderConfig,
+    data: Dataset,
+    pace: Pace = unpaced,
+    source: Feed | None = None,
 ) -> Engine:
     """The engine of one rank, as a switch makes it."""
     recipe = Recipe(
@@ -119,6 +127,7 @@ def engine_of(
         dataset=data,
         collate=pad,
         sampler=sampler(plan, data),
+        source=source,
     )
     me = plan.members[rank]
     layouts = Layouts(recipe.model.spec, plan)

@@ -21,11 +21,14 @@ from _movers import gang  # noqa: E402
 from _pairs import ratio, ratio_rows  # noqa: E402
 from _results import Row, finish, row  # noqa: E402
 from _runtime_emulated import PLAN, simulated  # noqa: E402
+from _runtime_lengths import PLAN as TWO_PIPELINES  # noqa: E402
+from _runtime_lengths import Windows, files  # noqa: E402
 from _runtime_sides import CLOSE  # noqa: E402
 
 PAIRS = 40
 VOTES = 400
 EMULATED_STEPS = 10
+LENGTH_STEPS = 8
 STEP = 0.05  # seconds, of which telling may take a part
 MOST_TOLD = 0.01
 MOST_OVERRUNS = 0.01
@@ -97,6 +100,45 @@ def emulated_rows() -> Iterator[Row]:
     )
 
 
+def length_rows() -> Iterator[Row]:
+    """Files as they are beside the same tokens in equal windows, which the emulation alone paces."""
+    rate, noise, late = {}, 0.0, 0.0
+    for side in ("files", "windows"):
+        found = gang(
+            "_runtime_lengths.py",
+            ["127.0.0.1"] * len(TWO_PIPELINES.members),
+            [side, str(LENGTH_STEPS)],
+            seconds=900,
+        )
+        seconds, tokens = slowest(found, "seconds"), found[0]["tokens"]
+        rate[side] = sum(tokens) / sum(seconds)
+        each = [count / second for count, second in zip(tokens, seconds, strict=True)]
+        noise = max(noise, statistics.stdev(each) / rate[side])
+        late = max(late, sum(rank["overruns"] for rank in found) / sum(rank["paced"] for rank in found))
+    ratio_ = rate["files"] / rate["windows"]
+    lengths = sorted(map(len, files()))
+    yield row(
+        f"{len(lengths)} files of {lengths[0]} to {lengths[-1]} bytes as they are: tokens/s over those of the "
+        f"same tokens in windows of {len(Windows()[0]['inputs'])}, two pipelines of two stages",
+        ratio_,
+        "",
+        kind="emulated",
+        goal=">= 0.9",
+        met=ratio_ >= 0.9,
+        noise=noise,
+    )
+    for side, value in rate.items():
+        yield row(f"the standard library's {side}: throughput", value, "tokens/s", kind="emulated", noise=noise)
+    yield row(
+        "the standard library: overruns of the emulation",
+        late,
+        "",
+        kind="emulated",
+        goal="<= 0.01",
+        met=late <= MOST_OVERRUNS,
+    )
+
+
 def cost_rows() -> Iterator[Row]:
     found = gang("_runtime_cost.py", ["127.0.0.1"] * 4, [str(VOTES)], seconds=900)
     votes, bare = slowest(found, "vote"), slowest(found, "bare")
@@ -119,6 +161,7 @@ def rows() -> Iterator[Row]:
     for scene in PEERS:
         yield from peer_rows(scene)
     yield from emulated_rows()
+    yield from length_rows()
     yield from cost_rows()
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from elasticd.runtime.model import Model
     from elasticd.runtime.rules import Add, Column, Row, Rule, Slice, UnitsOf
     from elasticd.runtime.step import Step
+    from elasticd.runtime.stream import Stream
     from elasticd.runtime.watching import watch
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "Rule",
     "Slice",
     "Step",
+    "Stream",
     "UnitsOf",
     "average",
     "watch",
@@ -52,6 +54,7 @@ _HOMES = {
     "Rule": "elasticd.runtime.rules",
     "Slice": "elasticd.runtime.rules",
     "Step": "elasticd.runtime.step",
+    "Stream": "elasticd.runtime.stream",
     "UnitsOf": "elasticd.runtime.rules",
     "average": "elasticd.runtime.averages",
     "watch": "elasticd.runtime.watching",

@@ -35,6 +35,7 @@ from elasticd.runtime.snapper import Snapper
 from elasticd.runtime.stage import Loss
 from elasticd.runtime.standing_in import Snapshots
 from elasticd.runtime.step import Step as Step
+from elasticd.runtime.stream import Stream
 from elasticd.runtime.switching import Switcher
 from elasticd.snapshots import Freed
 
@@ -47,29 +48,29 @@ WEIGHTS = ("value", "average")
 class Job(Seat):
     """Trains `model` under whatever plan the coordinator has in force, switching in place.
 
-    model: an `elasticd.Model`. loss(output, batch) -> (sum, count) over a micro-batch; sums are divided once
-    by the global count. optimizer(named parameters) makes a torch optimizer with element-wise state; it is
-    called after every switch with every trained parameter by name: the slices that this device steps on, which
-    may be several of one parameter, and an empty tensor for what others step on. Its state and its groups'
-    settings are restored, so group parameters by name. scheduler(optimizer) makes a learning-rate scheduler,
-    which is stepped after every step and carried over switches. zero: 1 keeps optimizer state on `replicas`
-    (default 1) of a parameter's holders, on as many nodes, instead of on all; 2 gradients too. dataset:
-    map-style, a sample is a mapping of 1-D tensors; collate makes a batch of samples (default: padding).
+    model: an `elasticd.Model`. loss(output, batch) -> (sum, count) over a micro-batch; sums are divided once by
+    the global count. optimizer(named parameters) makes a torch optimizer with element-wise state; it is called
+    after every switch with every trained parameter by name: the slices that this device steps on, which may be
+    several of one parameter, and an empty tensor for what others step on. Its state and its groups' settings
+    are restored, so group parameters by name. scheduler(optimizer) makes a learning-rate scheduler, which is
+    stepped after every step and carried over switches. zero: 1 keeps optimizer state on `replicas` (default 1)
+    of a parameter's holders, on as many nodes, instead of on all; 2 gradients too. dataset: map-style, or a
+    `Stream`; a sample is a mapping of 1-D tensors; collate makes a batch of samples (default: padding).
     global_batch samples make a step, taken micro_batch at a time. clip: the largest norm of the gradient.
     length(index): a sample's tokens, where samples are of unequal length (default: dataset.lengths[index], if
     there are any). Then samples of like length share a micro-batch, and all micro-batches are of like work,
     whatever the number of samples in each. readers: threads that read samples ahead; 0: the training thread
     reads them. Of a sample that cannot be read its index is named; the state before it is saved, and all end.
     checkpoint: a folder that all nodes share. A state is saved there every checkpoint_every steps and at the
-    end, without holding training up; the newest `keep` stay, and those of each checkpoint_keep_every-th step.
-    A job that is started anew with the same folder goes on from the newest that is sound, under any layout.
+    end, without holding training up; the newest `keep` stay, and those of each checkpoint_keep_every-th step. A
+    job that is started anew with the same folder goes on from the newest that is sound, under any layout.
     snapshot_every: the state after every so many steps is also copied into memory of two nodes' agents, without
     holding training up: what no living worker has is gone on from there, and the steps since are given again.
     held_out: a map-style dataset to evaluate on, a `HeldOut`, or several of them by name; see `evaluate`.
-    callbacks: see `Callback`; they are told of plans, steps and evaluations on every rank.
-    profile: a file of `elasticd profile` for this model, for a first plan from measured seconds, not guesses.
-    grace: seconds from SIGTERM until this process ends, whatever it is at. Meanwhile its state moves to the
-    others; then the script ends by a SystemExit with code 0. torchrun kills 30 s after it sent the signal on.
+    callbacks: see `Callback`; they are told of plans, steps and evaluations on every rank. profile: a file of
+    `elasticd profile` for this model, for a first plan from measured seconds, not guesses. grace: seconds from
+    SIGTERM until this process ends, whatever it is at. Meanwhile its state moves to the others; then the script
+    ends by a SystemExit with code 0. torchrun kills 30 s after it sent the signal on.
 
     Start the script with `elasticd run`, or with `torchrun --rdzv-backend=elasticd`. Raises SystemExit with one
     line where the job cannot start or go on.
@@ -81,7 +82,7 @@ class Job(Seat):
         model: Model,
         loss: Loss,
         optimizer: MakeOptimizer,
-        dataset: Dataset,
+        dataset: Dataset | Stream,
         global_batch: int,
         micro_batch: int = 1,
         seed: int = 0,
@@ -203,7 +204,8 @@ class Job(Seat):
         if self._running is None or self._now is None:
             raise RuntimeError("ask job.next(total) which step it is before each job.step(batch)")
         feed = self._recipe.feed
-        assert isinstance(feed, Mapped)
+        if not isinstance(feed, Mapped):
+            raise RuntimeError("a stream's samples are trained on in its own order: loop over job.steps(total)")
         feed.give(self._now.index, batch)
         self._now = None
         each = next(self._running, None)

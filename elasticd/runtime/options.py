@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elasticd_planner.batch import Sampler
+from elasticd_planner.packing import linear_of
 from elasticd_planner.plan import StatePolicy
 from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.value import Invalid
@@ -24,6 +25,7 @@ from elasticd.runtime.model import Model
 from elasticd.runtime.saver import Keeping
 from elasticd.runtime.stage import Loss
 from elasticd.runtime.standing_in import Snapshots
+from elasticd.runtime.stream import Stream, Streamed
 
 #: What a held-out set is called that was given without a name.
 HELD_OUT = "held_out"
@@ -36,7 +38,7 @@ class Options:
     model: Model
     loss: Loss
     optimizer: MakeOptimizer
-    dataset: Dataset
+    dataset: Dataset | Stream
     global_batch: int
     micro_batch: int
     seed: int
@@ -56,6 +58,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.readers < 0:
             raise ValueError(f"readers must not be negative, not {self.readers}")
+        if isinstance(self.dataset, Stream) and self.length is not None:
+            raise ValueError("length is of a map-style dataset's samples; a stream's are dealt by their tokens")
         spec, dims = self.model.spec, dict[str, int]()
         for section in spec.sections(0, len(spec.layers)):
             for parameter in spec.section(section):
@@ -64,13 +68,13 @@ class Options:
         refuse_others(self.optimizer, list(dims.items()))
 
     def spec(self, name: str) -> JobSpec:
-        tokens = sample_tokens(self.dataset)
+        tokens = self.dataset.tokens if isinstance(self.dataset, Stream) else sample_tokens(self.dataset)
         return JobSpec(
             job=name,
             model=self.model.spec,
             global_batch=self.global_batch,
             micro_batch=self.micro_batch,
-            samples=len(self.dataset),
+            samples=0 if isinstance(self.dataset, Stream) else len(self.dataset),
             sample_tokens=tokens,
             seed=self.seed,
             state=StatePolicy(
@@ -91,15 +95,20 @@ class Options:
         )
 
     def recipe(self, checkpoints: Path | None, snapshots: Snapshots) -> Recipe:
+        source, dataset = None, self.dataset
+        if isinstance(dataset, Stream):
+            linear = linear_of(self.model.spec)
+            source, dataset = Streamed(dataset, self.global_batch, linear, self.readers), [None]
         return Recipe(
             model=self.model,
             loss=self.loss,
             optimizer=self.optimizer,
-            dataset=self.dataset,
+            dataset=dataset,
+            source=source,
             collate=self.collate,
-            sampler=Sampler(size=len(self.dataset), global_batch=self.global_batch, seed=self.seed),
+            sampler=Sampler(size=len(dataset), global_batch=self.global_batch, seed=self.seed),
             clip=self.clip,
-            length=length_of(self.dataset) if self.length is None else self.length,
+            length=length_of(dataset) if self.length is None else self.length,
             readers=self.readers,
             scheduler=self.scheduler,
             checkpoints=checkpoints,

@@ -20,10 +20,10 @@ class NotPlain(TypeError):
     """A value that no text stands for; the message says where it lies."""
 
 
-def to_text(value: object, what: str = "value") -> str:
-    """Raises `NotPlain` for anything but numbers, strings, None, small tensors, and lists, tuples and mappings
-    of those; `what` names the value in the message."""
-    return msgspec.json.encode(_written(value, what)).decode()
+def to_text(value: object, what: str = "value", most: int = MOST_ELEMENTS) -> str:
+    """Raises `NotPlain` for anything but numbers, strings, bytes, None, tensors of up to `most` elements, and
+    lists, tuples and mappings of those; `what` names the value in the message."""
+    return msgspec.json.encode(_written(value, what, most)).decode()
 
 
 def from_text(text: str, device: torch.device | None = None) -> Any:
@@ -31,23 +31,27 @@ def from_text(text: str, device: torch.device | None = None) -> Any:
     return _read(msgspec.json.decode(text), device or torch.device("cpu"))
 
 
-def _written(value: object, what: str) -> Any:
+def _written(value: object, what: str, most: int) -> Any:
     if value is None or isinstance(value, bool | str) or type(value) is int:
         return value
     if isinstance(value, float):
         return {"float": float(value).hex()}
     if isinstance(value, torch.Tensor):
-        if value.numel() > MOST_ELEMENTS:
+        if value.numel() > most:
             raise NotPlain(f"{what}: a tensor of {value.numel()} elements is no setting")
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         dtype = str(value.dtype).removeprefix("torch.")
         return {"tensor": [dtype, list(value.shape), value.device.type, bytes(raw.tolist()).hex()]}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
     if isinstance(value, list):
-        return [_written(item, f"{what}[{i}]") for i, item in enumerate(value)]
+        return [_written(item, f"{what}[{i}]", most) for i, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {"tuple": [_written(item, f"{what}[{i}]") for i, item in enumerate(value)]}
+        return {"tuple": [_written(item, f"{what}[{i}]", most) for i, item in enumerate(value)]}
     if isinstance(value, dict):
-        pairs = [[_written(k, f"{what} key"), _written(v, f"{what}[{k!r}]")] for k, v in value.items()]
+        pairs = [
+            [_written(k, f"{what} key", most), _written(v, f"{what}[{k!r}]", most)] for k, v in value.items()
+        ]
         return {"counter" if isinstance(value, Counter) else "dict": pairs}
     raise NotPlain(f"{what}: a {type(value).__name__} cannot be carried to other ranks")
 
@@ -60,6 +64,8 @@ def _read(written: Any, device: torch.device) -> Any:
     ((tag, body),) = written.items()
     if tag == "float":
         return float.fromhex(body)
+    if tag == "bytes":
+        return bytes.fromhex(body)
     if tag == "tensor":
         dtype, shape, kind, raw = body
         flat = torch.frombuffer(bytearray.fromhex(raw), dtype=torch.uint8) if raw else torch.empty(0)

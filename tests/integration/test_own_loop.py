@@ -1,4 +1,4 @@
-"""A script's own loop on real processes: what it asks for between steps, its own batches, a sample that is torn."""
+"""A script's own loop on real processes: what it asks for between steps, its own batches, a torn sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation on a held-out set: the exact mean over all of it, whatever the plan, and training as if it were not."""
+"""Evaluation on a held-out set: the exact mean over all of it under any plan, and training as without it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Held:
 
 
 class Member:
-    """One member's script: which kinds it runs here is written down; all that are in one must be in the same."""
+    """One member's script: which kinds it runs is written down; members must be in the same at once."""
 
     def __init__(self, fabric: MemoryFabric, *, meets: bool) -> None:
         self.fabric, self.ran = fabric, list[int]()
@@ -109,7 +109,7 @@ def test_who_is_past_the_first_interlude_takes_part_in_it_again() -> None:
     }
     found = run(scripts, meets=True)
     assert found["a/1"] == ([71], [EVALUATE, GATHER, -1])
-    assert {name: ran for name, (_, ran) in found.items()} == dict.fromkeys(MEMBERS, [EVALUATE, GATHER, -1])
+    assert {name: ran for name, (_, ran) in found.items()} == {name: [EVALUATE, GATHER, -1] for name in MEMBERS}
 
 
 def alone(known: Sequence[Callable[[Any, int], Any]], recover: Callable[[], Plain | None]) -> tuple[Any, Held]:

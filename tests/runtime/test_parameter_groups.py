@@ -1,4 +1,4 @@
-"""Parameter groups by name: their settings survive a switch to any layout, and so does what a scheduler made."""
+"""Parameter groups by name: their settings survive a switch to any layout, and a scheduler's work too."""
 
 from __future__ import annotations
 

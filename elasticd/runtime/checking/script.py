@@ -12,6 +12,10 @@ from typing import Any
 
 from elasticd.runtime import job as jobs
 from elasticd.runtime.checking.trial import Subject
+from elasticd.runtime.stream import Stream, first_samples
+
+#: Of a stream, what is tried.
+_SAMPLES = 8
 
 
 class CannotCheck(ValueError):
@@ -44,10 +48,10 @@ def subject_of(script: str, arguments: Sequence[str]) -> Subject:
     try:
         runpy.run_path(script, run_name="__main__")
     except _Given as given:
-        found = given.arguments
-        return Subject(
-            **{key: found[key] for key in ("model", "loss", "dataset", "collate", "seed")},
-        )
+        found = {key: given.arguments[key] for key in ("model", "loss", "dataset", "collate", "seed")}
+        if isinstance(found["dataset"], Stream):
+            found["dataset"] = first_samples(found["dataset"], _SAMPLES)
+        return Subject(**found)
     except SystemExit as error:
         raise CannotCheck(f"{script} ended before it made a Job: {error}") from None
     except Exception as error:

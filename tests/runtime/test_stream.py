@@ -1,0 +1,266 @@
+"""Iterable datasets: read once by the first rank, handed out, and gone on from wherever the state says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+import torch
+from elasticd_migration.execute import migrate
+from elasticd_migration.state import LocalState
+from elasticd_migration.transport import MemoryTransport
+from elasticd_planner.batch import Sampler
+from elasticd_planner.layouts import Layouts
+from elasticd_planner.plan import Plan, StatePolicy
+
+from elasticd.runtime.engine import DATA, Engine, Recipe
+from elasticd.runtime.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.reader import SampleError
+from elasticd.runtime.stream import Stream, Streamed, _Handed, _packed, _unpacked, first_samples
+from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, engine_on
+from tests.runtime.test_parity import BATCH, SEED, Text, make_recipe
+
+STEPS = 6
+
+
+class Counted:
+    """The samples of `Text` in passes of `size`, each pass begun at another place; counts what it gives."""
+
+    given: ClassVar[dict[str, list[int]]] = {}
+
+    def __init__(self, owner: str = "", size: int = 20, torn: int = -1) -> None:
+        self.owner, self.size, self.torn = owner, size, torn
+        self.passes, self.at = 0, 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while self.at < self.size:
+            number = self.passes * self.size + self.at
+            if number == self.torn:
+                raise OSError("the line is dead")
+            self.at += 1
+            self.given.setdefault(self.owner, []).append(number)
+            yield sample(number)
+        self.passes, self.at = self.passes + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "passes": self.passes,
+            "at": self.at,
+            "generator": torch.zeros(5056, dtype=torch.uint8),
+            "x": b"\0",
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["generator"].shape == (5056,)
+        self.passes, self.at = state["passes"], state["at"]
+
+
+def sample(number: int) -> dict[str, torch.Tensor]:
+    return Text()[(3 * number) % 64]
+
+
+class InOrder:
+    """What a map-style dataset of the same samples in the same order is."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return sample(index)
+
+
+def recipe(owner: str, **changes: Any) -> Recipe:
+    made = make_recipe()
+    source = Streamed(Stream(dataset=Counted(owner, **changes), tokens=8.0), BATCH, 100)
+    return replace(made, source=source, sampler=Sampler(size=1, global_batch=BATCH, seed=SEED))
+
+
+@pytest.fixture(autouse=True)
+def begun() -> None:
+    Counted.given.clear()
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """Losses of a plain job on the same samples in the same order."""
+
+    class Straight:
+        def samples(self, step: int) -> tuple[int, ...]:
+            return tuple(range(step * BATCH, (step + 1) * BATCH))
+
+        seed = SEED
+
+    one = TWO_STAGES
+    made = replace(make_recipe(), dataset=InOrder(), sampler=Straight())  # type: ignore[arg-type]
+
+    def worker(fabric: MemoryFabric) -> list[float]:
+        engine = engine_on(fabric, made, one)
+        return [engine.step(step, lambda: 0).outcome.loss for step in range(STEPS)]
+
+    return run_threads(one.members, worker)["a/0"]
+
+
+@pytest.mark.parametrize("plan", [TWO_STAGES, UNEQUAL, UNEQUAL.replace(state=StatePolicy(zero=2, replicas=1))])
+def test_a_stream_trains_like_its_samples_in_order_and_one_rank_reads_each_once(
+    plan: Plan, alone: list[float]
+) -> None:
+    def worker(fabric: MemoryFabric) -> list[float]:
+        engine = engine_on(fabric, recipe(fabric.me), plan)
+        return [engine.step(step, lambda: 0).outcome.loss for step in range(STEPS)]
+
+    found = run_threads(plan.members, worker)
+    assert found["a/0"] == pytest.approx(alone, abs=1e-12)
+    assert set(Counted.given) == {"a/0"}, "nobody else reads"
+    read = Counted.given["a/0"]
+    assert read[: STEPS * BATCH] == list(range(STEPS * BATCH)), "three passes, each sample once"
+    assert len(read) <= (STEPS + 1) * BATCH, "a step ahead"
+
+
+def test_the_position_moves_with_the_state_and_another_rank_reads_on_from_there(alone: list[float]) -> None:
+    """The first rank of the first plan is no member of the second."""
+    after = UNEQUAL.replace(number=2)
+    before = renamed(TWO_STAGES, {"a/0": "c/0", "a/1": "a/0"})
+    members = tuple(dict.fromkeys((*before.members, *after.members)))
+    transports = dict(zip(members, MemoryTransport.connect(members, timeout=180.0), strict=True))
+
+    def worker(fabric: MemoryFabric) -> list[float]:
+        made, me = recipe(fabric.me), fabric.me
+        engine = engine_on(fabric, made, before) if me in before.members else None
+        found = []
+        for step in range(3):
+            if engine is not None:
+                found.append(engine.step(step, lambda: 0).outcome.loss)
+        old, new = (Layouts(made.model.spec, plan) for plan in (before, after))
+        moved = migrate(old, new, engine.state() if engine is not None else LocalState(), transports[me])
+        if me not in after.members:
+            return found
+        assert set(moved.state.extras) == {DATA}
+        engine = engine_on(fabric, made, after)
+        engine.adopt(moved.state)
+        return [*found, *(engine.step(step, lambda: 0).outcome.loss for step in range(3, STEPS))]
+
+    results = run_threads(members, worker)
+    assert results["a/0"] == pytest.approx(alone, abs=1e-12)
+    assert results["c/0"] == pytest.approx(alone[:3], abs=1e-12)
+    assert Counted.given["c/0"][: 3 * BATCH] == list(range(3 * BATCH))
+    assert Counted.given["a/0"][: 3 * BATCH] == list(range(3 * BATCH, STEPS * BATCH)), "on, not again"
+
+
+def renamed(plan: Plan, names: dict[str, str]) -> Plan:
+    text = msgspec.json.encode(plan.strategies).decode()
+    for name, other in names.items():
+        text = text.replace(f'"{name}"', f'"new {other}"')
+    strategies = msgspec.json.decode(text.replace("new ", ""), type=tuple[type(plan.strategies[0]), ...])  # type: ignore[misc]
+    return plan.replace(strategies=strategies)
+
+
+def test_a_step_that_was_undone_is_given_the_same_samples_by_the_reader_that_lives(alone: list[float]) -> None:
+    """And by one that goes back to a state before it, too."""
+
+    def worker(fabric: MemoryFabric) -> list[float]:
+        made = recipe(fabric.me)
+        engine: Engine = engine_on(fabric, made, TWO_STAGES)
+        found, early = [], LocalState()
+        for step in range(STEPS):
+            if step == 2:
+                kept = engine.state()
+                early = LocalState(
+                    tensors={item: replace_planes(tensor) for item, tensor in kept.tensors.items()},
+                    groups=kept.groups,
+                    extras=kept.extras,
+                )
+            if step == 3:  # it began, and what was read for it is dropped with it
+                made.feed.begin(3, engine.plan, engine.everyone, engine._carried.get(DATA))
+            found.append(engine.step(step, lambda: 0).outcome.loss)
+        again = engine_on(fabric, made, TWO_STAGES)
+        again.adopt(early)
+        found += [again.step(step, lambda: 0).outcome.loss for step in range(2, STEPS)]
+        return found
+
+    found = run_threads(TWO_STAGES.members, worker)["a/0"]
+    assert found == pytest.approx([*alone, *alone[2:]], abs=1e-12)
+    read = Counted.given["a/0"]
+    ahead = read[STEPS * BATCH : (STEPS + 1) * BATCH]
+    assert read[: STEPS * BATCH] == list(range(STEPS * BATCH)), "the repeated step was not read again"
+    assert ahead == list(range(STEPS * BATCH, (STEPS + 1) * BATCH))
+    assert read[(STEPS + 1) * BATCH :][: 4 * BATCH] == list(range(2 * BATCH, STEPS * BATCH))
+
+
+def replace_planes(tensor: Any) -> Any:
+    shards = [
+        replace(shard, planes={name: plane.clone() for name, plane in shard.planes.items()})
+        for shard in tensor.shards
+    ]
+    scalars = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in tensor.scalars.items()
+    }
+    return replace(tensor, shards=tuple(shards), scalars=scalars)
+
+
+def test_what_the_stream_raises_names_the_sample_on_every_rank_before_anything_is_computed() -> None:
+    torn = 2 * BATCH + 3
+
+    def worker(fabric: MemoryFabric) -> tuple[str, str | None]:
+        engine = engine_on(fabric, recipe(fabric.me, torn=torn), UNEQUAL)
+        for step in range(2):
+            engine.step(step, lambda: 0)
+        with pytest.raises(
+            SampleError, match=f"sample {torn} of the dataset.*OSError: the line is dead"
+        ) as caught:
+            engine.step(2, lambda: 0)
+        assert caught.value.index == torn
+        return str(caught.value), engine._carried.get(DATA)
+
+    found = run_threads(UNEQUAL.members, worker)
+    (position,) = {position for _, position in found.values()}
+    assert position is not None
+
+
+def test_samples_of_another_form_and_a_dataset_that_gives_none_are_named() -> None:
+    class Strange(Counted):
+        def __iter__(self) -> Iterator[Any]:
+            yield from self.gives
+
+        gives: ClassVar[list[Any]] = []
+
+    for gives, why in (
+        ([torch.zeros(3)], "a sample must be a mapping of 1-D tensors"),
+        ([{"inputs": torch.zeros(3), "more": object()}], "NotImplementedError: a object in a sample"),
+        ([], "the dataset gives no sample"),
+    ):
+        Strange.gives = gives
+        feed = Streamed(Stream(dataset=Strange(), tokens=8.0), BATCH, 100, readers=0)
+        group = MemoryFabric(None, "a/0").group(("a/0",), "vote")  # type: ignore[arg-type]
+        with pytest.raises(SampleError, match=why):
+            feed.begin(0, TWO_STAGES, group, None)  # type: ignore[arg-type]
+
+
+def test_a_sample_goes_over_the_wire_bit_by_bit() -> None:
+    whole = {
+        "inputs": torch.arange(5),
+        "scale": torch.tensor(0.1, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3, dtype=torch.float16),
+        "name": "x",
+        "bytes": b"\xff",
+    }
+    sent = msgspec.msgpack.encode(_Handed(samples={7: whole}), enc_hook=_packed)
+    came = msgspec.msgpack.Decoder(_Handed, ext_hook=_unpacked).decode(sent).samples[7]
+    assert came.keys() == whole.keys()
+    for key, value in whole.items():
+        if isinstance(value, torch.Tensor):
+            assert (came[key].dtype, came[key].shape) == (value.dtype, value.shape)
+            assert torch.equal(came[key], value)
+        else:
+            assert came[key] == value
+
+
+def test_a_dataset_without_a_position_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"has no state_dict: .* use torchdata's StatefulDataLoader"):
+        Stream(dataset=[1, 2, 3], tokens=8.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be positive"):
+        Stream(dataset=Counted(), tokens=0)
+    assert len(first_samples(Stream(dataset=Counted(), tokens=8.0), 8)) == 8
