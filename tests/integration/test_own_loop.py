@@ -14,7 +14,7 @@ from elasticd_planner.batch import Sampler
 from elasticd.checkpoints.folder import damages, scan
 from elasticd.machines.job.state import Settings
 from tests.integration import train, train_loop
-from tests.integration.cluster import Cluster, until
+from tests.integration.cluster import ROOT, Cluster, until
 from tests.integration.test_checkpoints import ledger
 from tests.integration.test_switches import check_exactness, plan_of, stage
 
@@ -115,3 +115,70 @@ def test_a_sample_that_cannot_be_read_is_named_by_all_and_the_state_before_it_is
     losses, _ = train.reference(steps)
     assert [line["step"] for line in lines] == list(range(7, steps))
     assert [line["loss"] for line in lines] == pytest.approx(losses[7:], abs=1e-10)
+
+
+#: a/0 is the first rank, which reads.
+WITH_READER = {
+    "": plan_of((3, [stage(0, 5, ("a/0", 1))]), (3, [stage(0, 2, ("b/0", 1)), stage(2, 5, ("b/1", 1))])),
+    "without a/0": plan_of((6, [stage(0, 5, ("b/0", 1), ("b/1", 1))])),
+}
+
+
+@pytest.mark.slow
+def test_a_stream_is_trained_on_once_in_order_though_its_reader_dies_and_the_job_starts_anew(
+    tmp_path: Path,
+) -> None:
+    folder, steps, more = tmp_path / "checkpoints", 24, 6
+    job = {"checkpoint": str(folder), "checkpoint_every": 5}
+    losses = train_loop.in_order(steps + more)
+    with Cluster({"a": 1, "b": 2}, plans=WITH_READER, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, steps=steps, stream=True, job=job)
+        cluster.runs(1, steps=6)
+        reader = cluster.workers["a/0"]
+        reader.kill()
+        codes = cluster.wait(240)
+        assert codes.pop("a/0") == -signal.SIGKILL
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+        lines = ledger(cluster)
+        assert [line["step"] for line in lines] == list(range(steps))
+        assert [line["loss"] for line in lines] == pytest.approx(losses[:steps], abs=1e-10)
+        assert [i for line in lines for i in line["samples"]] == list(range(steps * train.BATCH))
+        first, second = (read(cluster, device) for device in ("a/0", "b/0"))
+        assert first == list(range(len(first))), "no sample twice"
+        assert second == list(range(second[0], second[0] + len(second)))
+        assert len(first) - 3 * train.BATCH < second[0] <= len(first), (
+            "no more than was under way is read again"
+        )
+        assert not (cluster.folder / f"read-{cluster.workers['b/1'].pid}").exists(), "one rank reads"
+    with Cluster({"a": 1}) as cluster:
+        cluster.run(SCRIPT, steps=steps + more, stream=True, job=job)
+        assert cluster.wait(240) == {"a/0": 0}, cluster.log("a/0")[-3000:]
+        lines = ledger(cluster)
+        assert [line["step"] for line in lines] == list(range(steps, steps + more))
+        assert [line["loss"] for line in lines] == pytest.approx(losses[steps:], abs=1e-10)
+        assert read(cluster, "a/0")[0] == steps * train.BATCH
+
+
+def read(cluster: Cluster, device: str) -> list[int]:
+    path = cluster.folder / f"read-{cluster.workers[device].pid}"
+    return [int(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_the_example_of_a_loop_evaluates_writes_for_tensorboard_and_leaves_the_weights(tmp_path: Path) -> None:
+    example, logs = ROOT / "examples" / "own_loop.py", tmp_path / "logs"
+    given = ["--steps", "4", "--every", "2", "--tokens", "16", "--held-out", "10", "--logs", str(logs)]
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import runpy, sys\nsys.path.insert(0, {str(example.parent)!r})\nsys.argv = {[str(example), *given]!r}\n"
+        f"runpy.run_path({str(example)!r}, run_name='__main__')\n"
+    )
+    with Cluster({"a": 2}, forward=1e-5) as cluster:
+        cluster.run(script)
+        codes = cluster.wait(240)
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+        printed = "".join(cluster.log(device) for device in codes)
+        assert "step 1: held-out loss" in printed
+    assert list(logs.glob("events.out.tfevents.*"))
+    weights = torch.load(logs / "weights.pt")
+    assert weights["blocks.0.attention.qkv.weight"].isfinite().all()

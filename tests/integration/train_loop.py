@@ -51,6 +51,27 @@ class Held(train.Text):
         return super().__getitem__(5000 + index)
 
 
+class Line:
+    """The samples of `train.Text` one after the other, in passes of 50; it writes down what it gives."""
+
+    def __init__(self, out: Path) -> None:
+        self._out, self.at = out, 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        last = (self.at // 50 + 1) * 50
+        while self.at < last:
+            number, self.at = self.at, self.at + 1
+            with self._out.open("a") as file:
+                file.write(f"{number}\n")
+            yield train.Text()[number]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
 def optimizer(named: Any) -> torch.optim.Optimizer:
     return elasticd.average(train.optimizer(named), DECAY)
 
@@ -100,11 +121,14 @@ def main() -> None:
     with torch.device("meta"):
         model = Decoder(train.CONFIG).describe()
     noted = Noted(out / f"noted-{os.getpid()}")
+    dataset: Any = Text(options.get("torn", -1))
+    if options.get("stream"):
+        dataset = elasticd.Stream(dataset=Line(out / f"read-{os.getpid()}"), tokens=10)
     job = elasticd.Job(
         model=model,
         loss=next_token_loss,
         optimizer=optimizer,
-        dataset=Text(options.get("torn", -1)),
+        dataset=dataset,
         held_out=Held(*options.get("deadly", ())),
         global_batch=train.BATCH,
         seed=train.SEED,
@@ -134,6 +158,28 @@ def between(job: elasticd.Job, out: Path, step: int) -> None:
         whole = job.state_dict(contents)
         if whole:
             torch.save(whole, out / f"{contents}-{step}")
+
+
+def in_order(steps: int) -> list[float]:
+    """The losses of one process of plain torch on the samples one after the other."""
+    model = Decoder(train.CONFIG)
+    first = model.describe().first_value
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(first(name, Box.whole(parameter.shape), train.SEED))
+    update = train.optimizer(model.named_parameters())
+    rates = train.scheduler(update)
+    losses = []
+    for step in range(steps):
+        batch = pad([train.Text()[i] for i in range(step * train.BATCH, (step + 1) * train.BATCH)])
+        total, count = next_token_loss(model(batch), batch)
+        update.zero_grad()
+        (total / count).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.CLIP)
+        update.step()
+        rates.step()
+        losses.append(float(total.detach()) / count)
+    return losses
 
 
 def reference(steps: int) -> dict[tuple[int, str], float]:
