@@ -53,8 +53,8 @@ class Loop:
             made, done = switcher.step, None
             if made < total:
                 yield Next(made)
-                if switcher.engine is not engine or not switcher.at_work:
-                    continue  # a fault in what the script asked for meanwhile
+            if switcher.engine is not engine:
+                continue  # a fault in what the script asked for meanwhile
             try:
                 if made < total:
                     self.interludes.begin_step(engine)
@@ -76,7 +76,7 @@ class Loop:
                 yield self._step(engine.plan.number, done.outcome.vote)
             if done is None or made >= total:
                 return
-            if switcher.engine is engine and switcher.at_work:  # else a recovery came after this vote
+            if switcher.engine is engine:  # else a recovery came after this vote
                 switcher.voted(done.outcome.prepared)
 
     def missed(self) -> Iterator[Step]:

@@ -170,8 +170,8 @@ def test_the_example_of_a_loop_evaluates_writes_for_tensorboard_and_leaves_the_w
     given = ["--steps", "4", "--every", "2", "--tokens", "16", "--held-out", "10", "--logs", str(logs)]
     script = tmp_path / "script.py"
     script.write_text(
-        f"import runpy, sys\nsys.path.insert(0, {str(example.parent)!r})\nsys.argv = {[str(example), *given]!r}\n"
-        f"runpy.run_path({str(example)!r}, run_name='__main__')\n"
+        f"import runpy, sys\nsys.path.insert(0, {str(example.parent)!r})\n"
+        f"sys.argv = {[str(example), *given]!r}\nrunpy.run_path({str(example)!r}, run_name='__main__')\n"
     )
     with Cluster({"a": 2}, forward=1e-5) as cluster:
         cluster.run(script)
