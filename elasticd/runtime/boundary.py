@@ -6,23 +6,39 @@ member of a stage, so receiver j takes them from member j mod (size of the other
 An activation's shape is known only when it comes. So a header goes first, and the payload's receive is posted
 with room for the largest that has crossed this boundary in earlier steps of the plan, which both ends know.
 What is larger follows in a second message, once the header has told so.
+
+In an interleaved pipeline two stages have a border for each chunk (`Lane`), each with messages of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from elasticd_planner.passes import Pass
 from torch import Tensor
 
 from elasticd.runtime.groups import Group
 from elasticd.runtime.headers import empty_header, pack_header, unpack_header
-from elasticd.runtime.schedule import Pass
 
 #: Messages of one micro-batch: header, activation, what did not fit, gradient.
 _HEADER, _PAYLOAD, _REST, _GRADIENT, _KINDS = range(5)
+
+
+class Lane(NamedTuple):
+    """Which border of two stages: the chunk that activations come from, of so many."""
+
+    chunk: int = 0
+    chunks: int = 1
+
+    def tag(self, index: int, kind: int) -> int:
+        return (index * self.chunks + self.chunk) * _KINDS + kind
+
+
+#: The one border of two stages that are not interleaved.
+ONLY = Lane()
 
 
 class Room:
@@ -50,10 +66,17 @@ class Before:
     that stage did proves what all did, for they talk in each block."""
 
     def __init__(
-        self, group: Group, source: int, destinations: Sequence[int], dtype: torch.dtype, *, proves: bool
+        self,
+        group: Group,
+        source: int,
+        destinations: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        proves: bool,
+        lane: Lane = ONLY,
     ) -> None:
         self._group, self._source, self._destinations = group, source, tuple(destinations)
-        self._dtype, self._proves = dtype, proves
+        self._dtype, self._proves, self._lane = dtype, proves, lane
         self._room = Room()
         self._posted: dict[int, _Posted] = {}
         self._sent: dict[int, list[int]] = {}
@@ -63,7 +86,9 @@ class Before:
         """`order`: the passes of the stage before. When one of its activations comes, the gradients of the
         backward passes that it ran before are there."""
         done = 0
-        for kind, index in order:
+        for kind, index, chunk in order:
+            if chunk != self._lane.chunk:
+                continue
             if kind == "backward":
                 done += 1
             else:
@@ -74,11 +99,11 @@ class Before:
         if index in self._posted:
             return
         header = empty_header(samples)
-        works = [self._group.post(header, self._source, index * _KINDS + _HEADER)]
+        works = [self._group.post(header, self._source, self._lane.tag(index, _HEADER))]
         payload = None
         if self._room.bytes:
             payload = torch.empty(self._room.bytes // self._dtype.itemsize, dtype=self._dtype)
-            works.append(self._group.post(payload, self._source, index * _KINDS + _PAYLOAD))
+            works.append(self._group.post(payload, self._source, self._lane.tag(index, _PAYLOAD)))
         self._posted[index] = _Posted(header, works, payload)
 
     def activation(self, index: int, samples: int) -> tuple[Tensor, tuple[int, ...]]:
@@ -98,12 +123,12 @@ class Before:
             return first[:elements].view(shape), ids
         whole = torch.empty(elements, dtype=self._dtype)
         whole[: first.numel()] = first
-        self._group.receive(whole[first.numel() :], self._source, index * _KINDS + _REST)
+        self._group.receive(whole[first.numel() :], self._source, self._lane.tag(index, _REST))
         return whole.view(shape), ids
 
     def send_gradient(self, index: int, grad: Tensor) -> None:
         grad = grad.contiguous()
-        tag = index * _KINDS + _GRADIENT
+        tag = self._lane.tag(index, _GRADIENT)
         self._sent[index] = [self._group.send(grad, rank, tag) for rank in self._destinations]
 
     def end_step(self) -> None:
@@ -115,9 +140,11 @@ class After:
     """A stage's border with the one after it: activations go, gradients come. With `proves` a gradient that
     came proves that all members of that stage have its activation."""
 
-    def __init__(self, group: Group, source: int, destinations: Sequence[int], *, proves: bool) -> None:
+    def __init__(
+        self, group: Group, source: int, destinations: Sequence[int], *, proves: bool, lane: Lane = ONLY
+    ) -> None:
         self._group, self._source, self._destinations = group, source, tuple(destinations)
-        self._proves = proves
+        self._proves, self._lane = proves, lane
         self._room = Room()
         self._posted: dict[int, tuple[Tensor, Any]] = {}
         self._sent: dict[int, list[int]] = {}
@@ -132,7 +159,7 @@ class After:
         if flat.numel() > room:
             parts.append((_REST, flat[room:]))
         self._sent[index] = [
-            self._group.send(part, rank, index * _KINDS + kind)
+            self._group.send(part, rank, self._lane.tag(index, kind))
             for rank in self._destinations
             for kind, part in parts
         ]
@@ -141,7 +168,7 @@ class After:
         """Starts to receive the gradient of a micro-batch, of the shape of its activation."""
         if index not in self._posted:
             grad = torch.empty_like(like, memory_format=torch.contiguous_format)
-            self._posted[index] = grad, self._group.post(grad, self._source, index * _KINDS + _GRADIENT)
+            self._posted[index] = grad, self._group.post(grad, self._source, self._lane.tag(index, _GRADIENT))
 
     def gradient(self, index: int, like: Tensor) -> Tensor:
         """Waits until it is here."""

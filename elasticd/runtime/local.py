@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import sections_of
 from elasticd_planner.plan import Stage
 from elasticd_planner.rules import member_box, unit_range
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ class LocalModel:
 def local_model(model: Model, stage: Stage, position: int) -> LocalModel:
     """The sections of `stage` for the member at `position` of its group, values not set."""
     local = LocalModel(modules={}, parameters={}, buffers={})
-    for section in model.spec.sections(stage.start, stage.stop):
+    for section in sections_of(model.spec, stage):
         module = copy.deepcopy(model.sections[section])
         for rule in model.spec.section(section):
             name = model.spec.owner(f"{section}.{rule.name}")

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 from elasticd_planner.batch import MicroBatch
+from elasticd_planner.passes import Pass
 from elasticd_planner.plan import Plan
 from torch import Tensor, nn
 
-from elasticd.runtime.boundary import After, Before
+from elasticd.runtime.boundary import After, Before, Lane
 from elasticd.runtime.data import Loader
 from elasticd.runtime.groups import Group
 from elasticd.runtime.randomness import Drawing
 from elasticd.runtime.reader import SampleError
-from elasticd.runtime.schedule import Pass, Schedule, all_forward, one_forward_one_backward
+from elasticd.runtime.schedule import Schedule, all_forward, one_forward_one_backward
 from elasticd.runtime.stopwatch import Stopwatch
 from elasticd.runtime.telemetry import Telemetry
 from elasticd.runtime.vote import hash_samples
@@ -36,12 +37,22 @@ AHEAD = 2
 
 @dataclass
 class _Passage:
-    """What one micro-batch leaves on a stage between its forward and its backward pass."""
+    """What one micro-batch leaves on a chunk of a stage between its forward and its backward pass."""
 
     tokens: int
     ids: Sequence[int]
     segments: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
     loss: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """Consecutive sections that a micro-batch passes through in one turn, and what is before and after them: a
+    stage has one, in an interleaved pipeline several."""
+
+    modules: dict[str, nn.Module]
+    before: Before | None
+    after: After | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,69 +91,86 @@ class StageRunner:
         ready: Callable[[str], None],
         schedule: Schedule = one_forward_one_backward,
     ) -> None:
-        self._modules, self._drawing, self._loss, self._loader = modules, drawing, loss, loader
+        self._drawing, self._loss, self._loader = drawing, loss, loader
         self._telemetry, self._stopwatch, self._pace, self._ready = telemetry, stopwatch, pace, ready
         self._schedule = schedule
         place = plan.places[device]
-        stages = plan.modules[place.module].pipelines[place.pipeline].stages
-        self._stage, self._stages, self._position = place.stage, len(stages), place.position
-        self._share = stages[place.stage].fraction(place.position)
-        self._layers = stages[place.stage].layers
-        self._before: Before | None = None
-        self._after: After | None = None
-        size = len(stages[place.stage].devices)
+        pipeline = plan.modules[place.module].pipelines[place.pipeline]
+        mine = pipeline.stages[place.stage]
+        self._stage, self._stages, self._position = place.stage, len(pipeline.stages), place.position
+        self._share, self._layers = mine.fraction(place.position), mine.layers
 
         def border(other: int) -> tuple[Group, int, list[int], bool]:
-            ranks = [plan.rank(device) for device in stages[other].devices]
-            mine = [rank for j, rank in enumerate(ranks) if j % size == place.position]
-            return everyone, ranks[place.position % len(ranks)], mine, talks or len(ranks) == 1
+            ranks = [plan.rank(device) for device in pipeline.stages[other % self._stages].devices]
+            to = [rank for j, rank in enumerate(ranks) if j % len(mine.devices) == place.position]
+            return everyone, ranks[place.position % len(ranks)], to, talks or len(ranks) == 1
 
-        if place.stage > 0:
-            group, source, mine, proves = border(place.stage - 1)
-            self._before = Before(group, source, mine, dtype, proves=proves)
-        if place.stage + 1 < len(stages):
-            group, source, mine, proves = border(place.stage + 1)
-            self._after = After(group, source, mine, proves=proves)
+        def chunk(number: int) -> _Chunk:
+            start, stop = mine.chunks[number]
+            before: Before | None = None
+            after: After | None = None
+            if start > 0:
+                group, source, to, proves = border(place.stage - 1)
+                lane = Lane(number - (place.stage == 0), pipeline.chunks)
+                before = Before(group, source, to, dtype, proves=proves, lane=lane)
+            if stop < pipeline.layers:
+                group, source, to, proves = border(place.stage + 1)
+                after = After(group, source, to, proves=proves, lane=Lane(number, pipeline.chunks))
+            names = [f"blocks.{layer}" for layer in range(start, stop)]
+            names = ["embed"] * (before is None) + names + ["head"] * (after is None)
+            return _Chunk(modules={name: modules[name] for name in names}, before=before, after=after)
+
+        self._chunks = [chunk(number) for number in range(pipeline.chunks)]
+        self._reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
         self.most_alive = 0
 
     def run(self, micro_batches: Sequence[MicroBatch]) -> Passed:
         """All passes of one step; gradients accumulate in the parameters."""
-        count = len(micro_batches)
-        order = list(self._schedule(self._stages, self._stage, count))
-        alive: dict[int, _Passage] = {}
+        count, chunks = len(micro_batches), len(self._chunks)
+        order = list(self._schedule(self._stages, self._stage, count, chunks))
+        last = {at.chunk: position for position, at in enumerate(order) if at.kind == "backward"}
+        alive: dict[tuple[int, int], _Passage] = {}
         received: list[int] = []
+        strayed: list[int] = []
         losses: list[Tensor] = []
         tokens = targets = 0
         self._loader.take()
-        if self._before is not None:
-            self._before.begin_step(self._schedule(self._stages, self._stage - 1, count))
-        for position, (kind, index) in enumerate(order):
+        for chunk in self._chunks:
+            if chunk.before is not None:
+                stage_before = (self._stage - 1) % self._stages
+                chunk.before.begin_step(self._schedule(self._stages, stage_before, count, chunks))
+        for position, (kind, index, number) in enumerate(order):
             for ahead in order[position : position + 1 + AHEAD]:
                 self._post(ahead, micro_batches, alive)
+            chunk = self._chunks[number]
             if kind == "forward":
-                passage, counted = self._forward(index, micro_batches[index])
+                passage, counted = self._forward(index, micro_batches[index], chunk)
                 if torch.is_grad_enabled():  # else there is no way back
-                    alive[index] = passage
+                    alive[number, index] = passage
                     self.most_alive = max(self.most_alive, len(alive))
-                received.extend(passage.ids)
-                tokens += passage.tokens
+                if number == 0:
+                    received.extend(passage.ids)
+                    tokens += passage.tokens
+                elif passage.ids != micro_batches[index]:
+                    strayed.extend(passage.ids)  # so that the vote tells
                 if passage.loss is not None and self._position == 0:
                     losses.append(passage.loss.detach())
                     targets += counted
             else:
-                self._backward(index, alive.pop(index), last=position == len(order) - 1)
-        for border in (self._before, self._after):
-            if border is not None:
-                border.end_step()
+                self._backward(index, alive.pop((number, index)), chunk, last=position == last[number])
+        for chunk in self._chunks:
+            for border in (chunk.before, chunk.after):
+                if border is not None:
+                    border.end_step()
         # What came with the activations; where the pipeline begins, what the dataset was asked for.
         asked, failure = self._loader.take()
-        seen = received if self._before else asked
+        seen = received if self._stage else asked
         counts_tokens = self._stage == 0 and self._position == 0
         return Passed(
             loss=sum(map(float, losses)),
             count=float(targets),
             tokens=tokens if counts_tokens else 0,
-            samples=hash_samples(seen),
+            samples=hash_samples((*seen, *strayed)),
             failure=failure,
         )
 
@@ -159,44 +187,48 @@ class StageRunner:
 
     def prepare(self, micro_batches: Iterable[MicroBatch]) -> None:
         """Has the samples of these read ahead, where this stage reads any."""
-        if self._before is None or self._after is None:
+        if self._reads:
             self._loader.prepare([index for micro in micro_batches for index in micro])
 
-    def _post(self, ahead: Pass, micro_batches: Sequence[MicroBatch], alive: dict[int, _Passage]) -> None:
-        kind, index = ahead
-        if kind == "forward" and self._before is not None:
-            self._before.post(index, len(micro_batches[index]))
-        elif kind == "backward" and self._after is not None and index in alive:
-            self._after.post(index, alive[index].segments[-1][2])
+    def _post(
+        self, ahead: Pass, micro_batches: Sequence[MicroBatch], alive: dict[tuple[int, int], _Passage]
+    ) -> None:
+        kind, index, number = ahead
+        chunk = self._chunks[number]
+        if kind == "forward" and chunk.before is not None:
+            chunk.before.post(index, len(micro_batches[index]))
+        elif kind == "backward" and chunk.after is not None and (number, index) in alive:
+            chunk.after.post(index, alive[number, index].segments[-1][2])
 
-    def _forward(self, index: int, micro: MicroBatch) -> tuple[_Passage, int]:
+    def _forward(self, index: int, micro: MicroBatch, chunk: _Chunk) -> tuple[_Passage, int]:
         ids: Sequence[int] = micro
         batch = None
-        if self._before is None or self._after is None:
+        if chunk.before is None or chunk.after is None:
             with self._stopwatch.measure("input"):
                 batch = self._loader.batch(micro)
         self._drawing.samples = ids
-        if self._before is not None:
-            x, ids = self._before.activation(index, len(micro))
+        if chunk.before is not None:
+            x, ids = chunk.before.activation(index, len(micro))
         else:
             with self._telemetry.compute("embed"):
-                x = self._modules["embed"](batch)
+                x = chunk.modules["embed"](batch)
         passage = _Passage(tokens=x.shape[0] * x.shape[1], ids=ids)
         passage.segments.append(("embed", x, x))
-        self._telemetry.worked(passage.tokens, self._layers, self._share, x.shape[1])
-        for section, module in self._modules.items():
+        if chunk is self._chunks[0]:
+            self._telemetry.worked(passage.tokens, self._layers, self._share, x.shape[1])
+        for section, module in chunk.modules.items():
             if section.startswith("blocks."):
                 start, communicated = time.perf_counter(), self._stopwatch.read("tensor")
                 with self._telemetry.compute("forward"):
                     x = self._segment(passage, section, module, x)
                     self._end_pace("forward", passage.tokens, start, communicated)
         counted = 0
-        if self._after is None:
+        if chunk.after is None:
             with self._telemetry.compute("head"):
-                logits = self._segment(passage, "head", self._modules["head"], x)
+                logits = self._segment(passage, "head", chunk.modules["head"], x)
                 passage.loss, counted = self._loss(logits, batch)
         else:
-            self._after.send_activation(index, x.detach(), ids)
+            chunk.after.send_activation(index, x.detach(), ids)
         return passage, counted
 
     @staticmethod
@@ -206,7 +238,7 @@ class StageRunner:
         passage.segments.append((section, entered, out))
         return out
 
-    def _backward(self, index: int, passage: _Passage, *, last: bool) -> None:
+    def _backward(self, index: int, passage: _Passage, chunk: _Chunk, *, last: bool) -> None:
         """`last`: all gradients that this device adds to a section are there when the pass leaves it."""
         self._drawing.samples = passage.ids
         first, *rest = passage.segments
@@ -219,8 +251,8 @@ class StageRunner:
             if last:
                 self._ready(section)
         else:
-            assert self._after is not None
-            grad = self._after.gradient(index, rest[-1][2])
+            assert chunk.after is not None
+            grad = chunk.after.gradient(index, rest[-1][2])
         while rest:
             section, entered, out = rest.pop()
             start, communicated = time.perf_counter(), self._stopwatch.read("tensor")
@@ -231,8 +263,8 @@ class StageRunner:
             if last:
                 self._ready(section)
         assert grad is not None
-        if self._before is not None:
-            self._before.send_gradient(index, grad)
+        if chunk.before is not None:
+            chunk.before.send_gradient(index, grad)
             return
         with self._telemetry.compute("embed"):
             if first[2].requires_grad:  # it may be frozen

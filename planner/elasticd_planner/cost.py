@@ -5,7 +5,8 @@ A stage with n blocks takes, for one micro-batch, forward and backward,
     t = n x (tokens x seconds x max over members(share x rate) + collectives) + embed, head
 
 and a pipeline what the model's `timing` makes of its stages and the boundaries between them. A step takes as
-long as its slowest pipeline, then reduces gradients between pipelines, then has a fixed overhead.
+long as its slowest pipeline, then reduces gradients between pipelines, then has a fixed overhead. Of an interleaved
+pipeline each chunk of a stage has such a time.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 
 from elasticd_planner.bound import Paces
 from elasticd_planner.cluster import Cluster, Link, Rates
-from elasticd_planner.plan import Pipeline, Plan
+from elasticd_planner.passes import most_alive
+from elasticd_planner.plan import Pipeline, Plan, Stage
 from elasticd_planner.timing import FORWARD, Times, Timing
 
 
@@ -105,44 +108,58 @@ def rate_of(rates: Rates, device: str) -> float:
 
 
 def stage_times(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel) -> Times:
-    """Seconds that one micro-batch spends on each stage, and between them."""
-    stages = pipeline.stages
-    forward, backward, boundary = [], [], []
-    for index, stage in enumerate(stages):
-        speed = [rate_of(rates, device) for device in stage.devices]
-        group = cost.recomputing(stage.recompute).group(speed, stage.shares, reach(cluster, stage.devices))
-        spent = stage.layers * group.block
-        if index == 0:
+    """Seconds that one micro-batch spends on each stage, and between them; of an interleaved pipeline on each
+    chunk, in the order in which the micro-batch meets them."""
+    stages, spans = pipeline.stages, pipeline.spans
+    groups = [
+        cost.recomputing(stage.recompute).group(
+            [rate_of(rates, device) for device in stage.devices], stage.shares, reach(cluster, stage.devices)
+        )
+        for stage in stages
+    ]
+    around = (*stages, stages[0]) if pipeline.chunks > 1 else stages
+    hops = [
+        cost.boundary(reach(cluster, (*stage.devices, *after.devices))) / 2
+        for stage, after in pairwise(around)
+    ]
+    forward, backward = [], []
+    for place, (start, stop) in enumerate(spans):
+        group = groups[place % len(stages)]
+        spent = (stop - start) * group.block
+        if place == 0:
             spent += group.embed
-        if index == len(stages) - 1:
+        if place == len(spans) - 1:
             spent += group.head
-        else:
-            link = reach(cluster, (*stage.devices, *stages[index + 1].devices))
-            boundary.append(cost.boundary(link) / 2)
         forward.append(spent * group.forward)
         backward.append(spent - forward[-1])
+    boundary = (hops * pipeline.chunks)[: len(spans) - 1]
     return Times(forward=np.array(forward), backward=np.array(backward), boundary=np.array(boundary))
 
 
 def stage_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel) -> tuple[float, ...]:
     """Seconds that one micro-batch spends on each stage; a boundary is charged to the sender."""
-    return tuple(map(float, stage_times(pipeline, cluster, rates, cost).charged))
+    charged = stage_times(pipeline, cluster, rates, cost).charged
+    return tuple(map(float, charged.reshape(pipeline.chunks, -1).sum(0)))
+
+
+def pipeline_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
+    """Seconds of a step of one pipeline by its schedule, before what comes after it."""
+    times = stage_times(pipeline, cluster, rates, cost)
+    if pipeline.chunks > 1:
+        return cost.timing.interleaved(times, pipeline.micro_batches, pipeline.chunks)
+    return float(cost.timing.seconds(times, pipeline.micro_batches))
 
 
 def step_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
     """Seconds of one step under a plan."""
-    pipelines = plan.modules[0].pipelines
-    slowest = max(
-        float(cost.timing.seconds(stage_times(p, cluster, rates, cost), p.micro_batches)) for p in pipelines
-    )
+    slowest = max(pipeline_seconds(p, cluster, rates, cost) for p in plan.modules[0].pipelines)
     return slowest + after_seconds(plan, cluster, cost)
 
 
 def steady_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
     """The same without fill and drain: each pipeline takes its micro-batches times its slowest stage."""
     slowest = max(
-        p.micro_batches * float(stage_times(p, cluster, rates, cost).charged.max())
-        for p in plan.modules[0].pipelines
+        p.micro_batches * max(stage_seconds(p, cluster, rates, cost)) for p in plan.modules[0].pipelines
     )
     return slowest + after_seconds(plan, cluster, cost)
 
@@ -155,25 +172,37 @@ def after_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> float:
 
 
 def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
-    """Bytes that each member needs: its state, and activations of min(m, stages - position) micro-batches."""
+    """Bytes that each member needs: its state, and the activations that its schedule keeps (`passes.most_alive`;
+    in plain 1F1B those of min(m, stages - position) micro-batches)."""
     needed: dict[str, int] = {}
     cost = cost.under(plan)
     for pipeline in plan.modules[0].pipelines:
-        depth = len(pipeline.stages)
         for index, stage in enumerate(pipeline.stages):
+            again = cost.recomputing(stage.recompute)
             for position, device in enumerate(stage.devices):
-                size = cost.recomputing(stage.recompute).memory(
-                    stage.layers,
-                    stage.shares,
-                    position,
-                    first=index == 0,
-                    last=index == depth - 1,
-                    in_flight=min(pipeline.micro_batches, depth - index),
-                )
-                needed[device] = math.ceil(size)
+                needed[device] = math.ceil(_needs(pipeline, index, stage, position, again))
     if plan.carriers:
         nodes = [len({name.rpartition("/")[0] for name in names}) for names in (plan.places, plan.carriers)]
         copies = min((plan.state.replicas or 0) - nodes[0], nodes[1])
         carried = math.ceil(cost.carried(max(0, copies), len(plan.carriers)))
         needed |= dict.fromkeys(plan.carriers, carried)
     return needed
+
+
+def _needs(pipeline: Pipeline, index: int, stage: Stage, position: int, cost: CostModel) -> float:
+    """Bytes that one member of the stage at `index` needs."""
+    depth, first, last = len(pipeline.stages), index == 0, index == len(pipeline.stages) - 1
+    if pipeline.chunks == 1:
+        flying = min(pipeline.micro_batches, depth - index)
+        return cost.memory(
+            stage.layers, stage.shares, position, first=first, last=last, in_flight=flying
+        )
+    sizes = []
+    for chunk, (start, stop) in enumerate(stage.chunks):
+        edges = {"first": first and chunk == 0, "last": last and chunk == pipeline.chunks - 1}
+        none, one = (
+            cost.memory(stop - start, stage.shares, position, **edges, in_flight=n) for n in (0, 1)
+        )
+        sizes.append(one - none)
+    state = cost.memory(stage.layers, stage.shares, position, first=first, last=last, in_flight=0)
+    return state + most_alive(depth, index, pipeline.micro_batches, tuple(sizes))

@@ -36,6 +36,7 @@ def describe(plan: Plan, rates: Rates) -> str:
 def _form(pipeline: Pipeline) -> str:
     stages = " + ".join(
         f"TP{len(s.devices)} x {s.layers} layer{'s' if s.layers > 1 else ''}"
+        + (f" in {len(s.chunks)} chunks" if s.later else "")
         + (f" (shares {':'.join(map(str, s.shares))})" if len(set(s.shares)) > 1 else "")
         + (" recomputing" if s.recompute else "")
         for s in pipeline.stages

@@ -137,7 +137,7 @@ class Layouts:
             self.spec.owner(f"{section}.{parameter.name}"): member_box(
                 self.spec, parameter, stage.shares, place.position
             )
-            for section in self.spec.sections(stage.start, stage.stop)
+            for section in sections_of(self.spec, stage)
             for parameter in self.spec.section(section)
             if parameter.kind != "buffer"
         }
@@ -159,11 +159,16 @@ class Layouts:
         return self._family[name]
 
 
+def sections_of(spec: ModelSpec, stage: Stage) -> tuple[str, ...]:
+    """The sections that a stage holds, chunk by chunk."""
+    return tuple(section for start, stop in stage.chunks for section in spec.sections(start, stop))
+
+
 def _stages_by_section(spec: ModelSpec, plan: Plan, module: int) -> dict[str, list[tuple[int, int, Stage]]]:
     found: dict[str, list[tuple[int, int, Stage]]] = defaultdict(list)
     for p, pipeline in enumerate(plan.modules[module].pipelines):
         for s, stage in enumerate(pipeline.stages):
-            for section in spec.sections(stage.start, stage.stop):
+            for section in sections_of(spec, stage):
                 found[section].append((p, s, stage))
     return found
 

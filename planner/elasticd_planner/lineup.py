@@ -136,9 +136,8 @@ class _Group:
 
     def _had(self, name: str) -> int | None:
         held = self.before.get(name)
-        if held is None or held.stop <= self.stage.start or self.stage.stop <= held.start:
-            return None
-        return held.low
+        stage = self.stage
+        return held.low if held is not None and held.common(stage.start, stage.stop, stage.later) else None
 
     def _least(self, old: Sequence[str], new: Sequence[str], slots: Mapping[tuple[Kind, int], int]) -> Line:
         """The line that lacks least of all that keep the order of the old members, and that of the new ones:
@@ -173,6 +172,8 @@ class _Group:
         return total
 
     def _bytes(self, name: str, low: int, high: int) -> float:
-        start, stop = self.stage.start, self.stage.stop
-        wanted = Held(start=start, stop=stop, low=low, high=high, embed=start == 0, head=self.last)
+        start, stop, later = self.stage.start, self.stage.stop, self.stage.later
+        wanted = Held(
+            start=start, stop=stop, later=later, low=low, high=high, embed=start == 0, head=self.last
+        )
         return lacking(self.profile, self.before.get(name), wanted)

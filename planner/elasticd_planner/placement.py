@@ -7,12 +7,12 @@ migration counts exactly.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from elasticd_planner.grouping import Alike, by_name
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Span, Stage, Strategy
 from elasticd_planner.profiled import to_units
 from elasticd_planner.profiles import ModelProfile, SectionProfile
 from elasticd_planner.shape import Shape
@@ -21,7 +21,8 @@ from elasticd_planner.zero import Zero
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """What a device holds: layers [start, stop), share units [low, high), embed and head."""
+    """What a device holds: layers [start, stop), in an interleaved pipeline `later` ones too, share units
+    [low, high), embed and head."""
 
     start: int
     stop: int
@@ -29,6 +30,22 @@ class Held:
     high: int
     embed: bool
     head: bool
+    later: tuple[Span, ...] = ()
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return ((self.start, self.stop), *self.later)
+
+    @property
+    def layers(self) -> int:
+        return sum(stop - start for start, stop in self.spans)
+
+    def common(self, start: int, stop: int, later: Sequence[Span] = ()) -> int:
+        """How many layers it has of [start, stop) and `later` ones."""
+        if not self.later and not later:
+            return max(0, min(self.stop, stop) - max(self.start, start))
+        spans = ((start, stop), *later)
+        return sum(max(0, min(b, d) - max(a, c)) for a, b in self.spans for c, d in spans)
 
 
 Holders = dict[str, Held]
@@ -64,7 +81,8 @@ def held_by(pipelines: Sequence[Pipeline], units: int) -> Holders:
                     low=low,
                     high=low + share,
                     embed=stage.start == 0,
-                    head=stage.stop == pipeline.layers,
+                    head=stage is pipeline.stages[-1],
+                    later=stage.later,
                 )
                 low += share
     return held
@@ -112,8 +130,8 @@ def lacking(profile: ModelProfile, old: Held | None, new: Held) -> float:
         return per_unit * (wanted - kept) if has else per_unit * wanted + section.whole_bytes
 
     tied = profile.tied_bytes > 0
-    common = max(0, min(old.stop, new.stop) - max(old.start, new.start)) if old else 0
-    total = common * lack(profile.block, True) + (new.stop - new.start - common) * lack(profile.block, False)
+    common = old.common(new.start, new.stop, new.later) if old else 0
+    total = common * lack(profile.block, True) + (new.layers - common) * lack(profile.block, False)
     had_embed = old is not None and (old.embed or (tied and old.head))
     if new.embed or (tied and new.head):
         total += lack(profile.embed, had_embed)
@@ -160,8 +178,7 @@ def estimate(profile: ModelProfile, old: Held | None, new: Held) -> float:
         return lacking(profile, None, new)
     size = new.high - new.low
     high = min(old.low + size, profile.share_units)
-    moved = Held(start=new.start, stop=new.stop, low=high - size, high=high, embed=new.embed, head=new.head)
-    return lacking(profile, old, moved)
+    return lacking(profile, old, replace(new, low=high - size, high=high))
 
 
 def assign(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:

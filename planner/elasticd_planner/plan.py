@@ -5,37 +5,58 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
 
 from elasticd_planner.value import Value, refuse
 
-#: Version of the JSON form of a plan; a reader accepts its own and one older.
-PLAN_VERSION = 1
+#: Version of the JSON form of a plan; a reader accepts its own and one older. Of version 2 are the plans with
+#: interleaved stages alone, so that whoever does not know them refuses them.
+PLAN_VERSION = 2
+
+#: Blocks [start, stop).
+Span = tuple[int, int]
 
 
 class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
     """Blocks [start, stop) on one TP group; `shares` is an integer weight for each member. With `recompute`
-    a block's activations are made again in the backward pass instead of kept."""
+    a block's activations are made again in the backward pass instead of kept. In an interleaved pipeline the
+    group has `later` blocks, too: one more chunk for each further turn of a micro-batch through the stages."""
 
     start: int
     stop: int
     devices: tuple[str, ...]
     shares: tuple[int, ...]
     recompute: bool = False
+    later: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
-            refuse(f"stage: layers [{self.start}, {self.stop}) must not be empty")
+        before = 0
+        for start, stop in self.chunks:
+            if not before <= start < stop:
+                refuse(f"stage: layers [{start}, {stop}) must not be empty, and come after those before them")
+            before = stop
         if not self.devices or len(self.devices) != len(self.shares):
             refuse(f"stage: {len(self.devices)} devices need as many shares, not {len(self.shares)}")
         if any(share < 1 for share in self.shares):
             refuse(f"stage: shares must be positive integers, not {self.shares}")
 
     @property
+    def chunks(self) -> tuple[Span, ...]:
+        """Its blocks, a span for each turn of a micro-batch through the pipeline."""
+        return ((self.start, self.stop), *self.later)
+
+    @property
     def layers(self) -> int:
-        return self.stop - self.start
+        """How many blocks it has, in all chunks."""
+        return sum(stop - start for start, stop in self.chunks)
+
+    @property
+    def spans(self) -> str:
+        """Its blocks for people: "0-3", or "0-1, 4-5" of two chunks."""
+        return ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in self.chunks)
 
     def fraction(self, position: int) -> float:
         """The part of each layer that the member at `position` holds."""
@@ -43,7 +64,8 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Pipeline(Value, frozen=True, kw_only=True):
-    """Stages in order, and how many micro-batches of a step pass through them."""
+    """Stages in order, and how many micro-batches of a step pass through them: once, or in an interleaved
+    pipeline once for each chunk that its stages have (Narayanan et al., 2021, section 2.2)."""
 
     stages: tuple[Stage, ...]
     micro_batches: int
@@ -51,15 +73,29 @@ class Pipeline(Value, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.stages or self.stages[0].start != 0:
             refuse("pipeline: the first stage must start at layer 0")
-        for before, after in zip(self.stages, self.stages[1:], strict=False):
-            if before.stop != after.start:
-                refuse(f"pipeline: a stage ends at layer {before.stop}, the next starts at {after.start}")
+        if len({len(stage.chunks) for stage in self.stages}) != 1:
+            refuse("pipeline: its stages are interleaved, so that all need the same number of chunks")
+        if self.chunks > 1 and len(self.stages) == 1:
+            refuse("pipeline: a single stage has nothing to interleave with; give it one chunk")
+        for before, after in pairwise(self.spans):
+            if before[1] != after[0]:
+                refuse(f"pipeline: a stage ends at layer {before[1]}, the next starts at {after[0]}")
         if self.micro_batches < 1:
             refuse(f"pipeline: micro_batches must be at least 1, not {self.micro_batches}")
 
     @property
+    def chunks(self) -> int:
+        """How often a micro-batch passes through the stages: 1 but in an interleaved pipeline."""
+        return len(self.stages[0].chunks)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The blocks of all chunks as a micro-batch meets them: of each stage the first, of each the second."""
+        return tuple(stage.chunks[c] for c in range(self.chunks) for stage in self.stages)
+
+    @property
     def layers(self) -> int:
-        return self.stages[-1].stop
+        return self.spans[-1][1]
 
 
 class ModulePlan(Value, frozen=True, kw_only=True):
@@ -152,7 +188,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     binding: dict[str, str] = msgspec.field(default_factory=dict)
     prediction: Prediction | None = None
     reason: str = ""
-    version: int = PLAN_VERSION
+    version: int = 1
 
     def __post_init__(self) -> None:
         if len(self.strategies) != 1:
@@ -162,6 +198,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
                 f"plan {self.number}: version {self.version} of the format; this elasticd reads version "
                 f"{PLAN_VERSION} and one older: upgrade it"
             )
+        interleaved = any(pipeline.chunks > 1 for module in self.modules for pipeline in module.pipelines)
+        msgspec.structs.force_setattr(self, "version", PLAN_VERSION if interleaved else 1)
         if self.number < 0 or self.micro_batch < 1:
             refuse(f"plan {self.number}: number and micro-batch size must be positive")
         devices = [*(name for name, _ in self._walk()), *self.carriers]

@@ -29,7 +29,8 @@ from typing import Protocol
 
 import numpy as np
 
-from elasticd_planner.timeline import Floats, one_f_one_b_curve, one_f_one_b_seconds
+from elasticd_planner.timeline import Floats, interleaved_seconds, one_f_one_b_curve, one_f_one_b_seconds
+from elasticd_planner.value import refuse
 
 #: The part of a stage's work that is its forward pass: two operations of six per element (Kaplan et al. 2020).
 #: So a block that runs forward once more in the backward pass takes a third longer.
@@ -39,7 +40,7 @@ FORWARD = 1 / 3
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
     """Seconds of one micro-batch on each stage, [..., stage], and between stages one way, [..., stage - 1].
-    Leading indices are pipelines with as many stages."""
+    Leading indices are pipelines with as many stages. Of one interleaved pipeline: by chunk, as it meets them."""
 
     forward: Floats
     backward: Floats
@@ -73,6 +74,10 @@ class Timing(Protocol):
         """The same for 1 to `most` micro-batches: [most, ...]."""
         ...
 
+    def interleaved(self, times: Times, micro_batches: int, chunks: int) -> float:
+        """Of one interleaved pipeline, each stage of so many chunks."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Formula:
@@ -92,6 +97,9 @@ class Formula:
         found: Floats = counts * stages.max(-1) + stages.sum(-1)
         return found
 
+    def interleaved(self, times: Times, micro_batches: int, chunks: int) -> float:
+        refuse("a problem in units says what equal stages take, not interleaved ones: give it model.times")
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -104,6 +112,9 @@ class Schedule:
 
     def curve(self, times: Times, most: int) -> Floats:
         return one_f_one_b_curve(times.forward, times.backward, times.boundary, most)
+
+    def interleaved(self, times: Times, micro_batches: int, chunks: int) -> float:
+        return interleaved_seconds(times.forward, times.backward, times.boundary, micro_batches, chunks)
 
 
 def closed(stages: Sequence[float] | Floats, micro_batches: int) -> Floats:

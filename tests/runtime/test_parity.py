@@ -9,13 +9,13 @@ import torch
 from elasticd_planner.batch import Sampler
 from elasticd_planner.boxes import Box
 from elasticd_planner.layouts import Layouts
+from elasticd_planner.passes import most_alive
 from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.data import pad
 from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
 from elasticd.runtime.groups import Fabric
-from elasticd.runtime.schedule import live_activations
 from tests.runtime import gang
 
 CONFIG = DecoderConfig(
@@ -37,10 +37,11 @@ class Text:
         return {"inputs": ids[:-1], "targets": ids[1:]}
 
 
-def stage(start: int, stop: int, *members: tuple[str, int]) -> Stage:
-    return Stage(
-        start=start, stop=stop, devices=tuple(d for d, _ in members), shares=tuple(s for _, s in members)
-    )
+def stage(
+    start: int, stop: int, *members: tuple[str, int], later: tuple[tuple[int, int], ...] = ()
+) -> Stage:
+    devices, shares = (tuple(each) for each in zip(*members, strict=True))
+    return Stage(start=start, stop=stop, devices=devices, shares=shares, later=later)
 
 
 def plan_of(*pipelines: tuple[int, list[Stage]], micro_batch: int = 1) -> Plan:
@@ -71,6 +72,16 @@ PLANS = {
             ],
         ),
         micro_batch=2,
+    ),
+    "interleaved and uneven beside a plain pipeline": plan_of(
+        (
+            5,
+            [
+                stage(0, 2, ("a/0", 5), ("a/1", 3), later=((3, 4),)),
+                stage(2, 3, ("b/0", 1), later=((4, 6),)),
+            ],
+        ),
+        (3, [stage(0, 4, ("c/0", 1)), stage(4, 6, ("c/1", 1))]),
     ),
 }
 
@@ -104,19 +115,19 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
     assert engine.runner is not None
     place = plan.places[device]
-    stages = plan.modules[0].pipelines[place.pipeline].stages
+    pipeline = plan.modules[0].pipelines[place.pipeline]
     return {
         "losses": [d.outcome.loss for d in done],
         "norms": [d.outcome.norm for d in done],
         "weights": {n: (box.start, box.stop, p.detach().numpy()) for n, (box, p) in local.parameters.items()},
         "alive": engine.runner.most_alive,
-        "promised": live_activations(
-            len(stages), place.stage, plan.modules[0].pipelines[place.pipeline].micro_batches
+        "promised": most_alive(
+            len(pipeline.stages), place.stage, pipeline.micro_batches, (1,) * pipeline.chunks
         ),
     }
 
 
-def reference() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def reference(steps: int = STEPS) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Plain torch: the whole nn.Module, torch.optim, clip_grad_norm_; one sample at a time."""
     recipe = make_recipe()
     model = Decoder(CONFIG)
@@ -125,7 +136,7 @@ def reference() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
             parameter.copy_(recipe.model.first_value(name, Box.whole(parameter.shape), SEED))
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1)
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(steps):
         batch = pad([Text()[i] for i in recipe.sampler.samples(step)])
         total, count = next_token_loss(model(batch), batch)
         optimizer.zero_grad()

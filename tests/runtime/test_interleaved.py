@@ -1,0 +1,126 @@
+"""Interleaved stages at work: engines among threads train as one process does, to the last bits of float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from elasticd_planner.boxes import Box
+from elasticd_planner.passes import most_alive
+from elasticd_planner.plan import Plan, StatePolicy
+
+from elasticd.runtime.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.schedule import all_forward_all_backward
+from tests.runtime.test_engine import engine_on
+from tests.runtime.test_parity import CLIP, make_recipe, plan_of, reference, stage
+
+PLANS = {
+    "two stages, two chunks": plan_of(
+        (8, [stage(0, 2, ("a/0", 1), later=((3, 4),)), stage(2, 3, ("a/1", 1), later=((4, 6),))])
+    ),
+    "two stages, three chunks, micro-batches left over": plan_of(
+        (
+            5,
+            [
+                stage(0, 1, ("a/0", 1), later=((2, 3), (4, 5))),
+                stage(1, 2, ("a/1", 1), later=((3, 4), (5, 6))),
+            ],
+        ),
+        (3, [stage(0, 6, ("b/0", 1))]),
+    ),
+    "three stages, two chunks, unequal groups": plan_of(
+        (
+            7,
+            [
+                stage(0, 1, ("a/0", 5), ("a/1", 3), later=((3, 4),)),
+                stage(1, 2, ("b/0", 1), later=((4, 5),)),
+                stage(2, 3, ("c/0", 3), ("c/1", 3), ("c/2", 2), later=((5, 6),)),
+            ],
+        ),
+        (1, [stage(0, 4, ("d/0", 1)), stage(4, 6, ("d/1", 1))]),
+    ),
+    "fewer micro-batches than stages": plan_of(
+        (
+            2,
+            [
+                stage(0, 1, ("a/0", 1), later=((3, 4),)),
+                stage(1, 2, ("b/0", 1), later=((4, 5),)),
+                stage(2, 3, ("c/0", 1), later=((5, 6),)),
+            ],
+        ),
+        micro_batch=4,
+    ),
+    "zero 2 beside another interleaved pipeline": plan_of(
+        (4, [stage(0, 2, ("a/0", 1), later=((3, 4),)), stage(2, 3, ("a/1", 1), later=((4, 6),))]),
+        (4, [stage(0, 1, ("b/0", 1), later=((2, 5),)), stage(1, 2, ("b/1", 1), later=((5, 6),))]),
+    ).replace(state=StatePolicy(zero=2, replicas=1)),
+}
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Plain torch in one process."""
+    return reference(STEPS)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_an_interleaved_layout_trains_like_one_process(
+    name: str, alone: tuple[list[float], list[float], dict[str, torch.Tensor]]
+) -> None:
+    plan = PLANS[name]
+    losses, norms, weights = alone
+    assert max(norms) > CLIP, "clipping must be active"
+
+    def worker(fabric: MemoryFabric) -> dict[str, Any]:
+        engine = engine_on(fabric, make_recipe(), plan)
+        done = [engine.step(step, lambda: 0) for step in range(STEPS)]
+        engine.settle()
+        assert engine.runner is not None
+        return {
+            "losses": [each.outcome.loss for each in done],
+            "norms": [each.outcome.norm for each in done],
+            "weights": {n: (box, p.detach()) for n, (box, p) in engine.local.parameters.items()},
+            "alive": engine.runner.most_alive,
+            "measured": done[-1].measurement,
+        }
+
+    found = run_threads(plan.members, worker)
+    seen = set()
+    for device, result in found.items():
+        assert result["losses"] == found[plan.members[0]]["losses"], "all ranks fold the same bits"
+        assert result["losses"] == pytest.approx(losses, abs=1e-10)
+        assert result["norms"] == pytest.approx(norms, abs=1e-9)
+        for parameter, (box, value) in result["weights"].items():
+            whole = weights[parameter]
+            worst = float((value - whole[box.slices(Box.whole(whole.shape))]).abs().max())
+            assert worst < 1e-10, f"{device} {parameter}: {worst}"
+            seen.add(parameter)
+        place = plan.places[device]
+        pipeline = plan.modules[0].pipelines[place.pipeline]
+        promised = most_alive(
+            len(pipeline.stages), place.stage, pipeline.micro_batches, (1,) * pipeline.chunks
+        )
+        assert result["alive"] == promised, f"{device}: activations as the schedule promises"
+        # What a device did counts once for a micro-batch, whatever its chunks.
+        measured = result["measured"]
+        assert measured.micro_batches == pipeline.micro_batches
+        part = plan.stage(place).layers * plan.stage(place).fraction(place.position)
+        assert measured.block_work == pytest.approx(measured.tokens * part)
+    assert seen == set(weights)
+
+
+def test_gpipe_by_chunks_trains_alike(
+    alone: tuple[list[float], list[float], dict[str, torch.Tensor]],
+) -> None:
+    recipe = replace(make_recipe(), schedule=all_forward_all_backward)
+
+    def worker(fabric: MemoryFabric) -> list[float]:
+        engine = engine_on(fabric, recipe, PLANS["three stages, two chunks, unequal groups"])
+        return [engine.step(step, lambda: 0).outcome.loss for step in range(STEPS)]
+
+    plan: Plan = PLANS["three stages, two chunks, unequal groups"]
+    for losses in run_threads(plan.members, worker).values():
+        assert losses == pytest.approx(alone[0], abs=1e-10)
