@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 from elasticd_planner.placement import Held, bytes_by_member, holders, strategy
-from elasticd_planner.plan import Pipeline, Plan, Stage, StatePolicy
+from elasticd_planner.plan import Pipeline, Plan, Stage, StatePolicy, spanned
 from elasticd_planner.value import Invalid, refuse
 from elasticd_planner.weights import PARTS, StateBytes
 from rich.console import Group
@@ -19,6 +19,7 @@ class _StageView(msgspec.Struct):
     shares: list[float]
     layers: tuple[int, int]
     recompute: bool = False
+    later: tuple[tuple[int, int], ...] = ()
 
 
 class _PipelineView(msgspec.Struct):
@@ -80,6 +81,7 @@ def _plan(view: _PlanView) -> Plan:
                     devices=tuple(stage.devices),
                     shares=tuple(max(1, round(share * PARTS)) for share in stage.shares),
                     recompute=stage.recompute,
+                    later=stage.later,
                 )
                 for stage in pipeline.stages
             ),
@@ -100,9 +102,9 @@ def _plan(view: _PlanView) -> Plan:
 
 def lacking(old: Held | None, new: Held, units: int) -> float:
     """Layers' worth of state that a holder of `new` lacks when it holds `old`."""
-    size = (new.stop - new.start) * (new.high - new.low)
+    size = new.layers * (new.high - new.low)
     if old is not None:
-        layers = max(0, min(old.stop, new.stop) - max(old.start, new.start))
+        layers = old.common(new.start, new.stop, new.later)
         size -= layers * max(0, min(old.high, new.high) - max(old.low, new.low))
     return size / units
 
@@ -190,5 +192,4 @@ def _words(held: Held | None, units: int) -> str:
         return "idle"
     low, high = 100 * held.low / units, 100 * held.high / units
     part = "" if high - low > 99.99 else f", {low:.4g}-{high:.4g} %"
-    span = f"layer {held.start}" if held.stop - held.start == 1 else f"layers {held.start}-{held.stop - 1}"
-    return f"{span}{part}"
+    return f"layer{'s' if held.layers > 1 else ''} {spanned(held.spans)}{part}"

@@ -117,8 +117,7 @@ def cell(stage: Stage, rates: Mapping[str, float], load: float | None) -> Text:
 
 def layers(stage: Stage) -> Text:
     """Which, how many, and whether they make their activations again."""
-    span = f"{stage.start}-{stage.stop - 1}" if stage.layers > 1 else str(stage.start)
-    text = Text.assemble((span, "bold"), f" ({stage.layers})")
+    text = Text.assemble((stage.named, "bold"), f" ({stage.layers})")
     if stage.recompute:
         text.append(" recompute", style="yellow")
     return text

@@ -35,6 +35,12 @@ from elasticd.cli.reach import reach
     metavar="OLD",
     help="An answer written with --json: stay close to its plan, and say what moves.",
 )
+@click.option(
+    "--interleave",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Let stages have up to N chunks of layers, where that takes less time (pins.interleave).",
+)
 @click.option("--diff", nargs=2, metavar="OLD NEW", help="What moves between two answers written with --json.")
 @config_option
 @coordinator_option
@@ -43,6 +49,7 @@ def plan(
     objective: Any,
     as_json: bool,
     current: str | None,
+    interleave: int | None,
     diff: tuple[str, str] | None,
     config: str | None,
     coordinator: str | None,
@@ -56,9 +63,10 @@ def plan(
         old, new = (answered(_text(path), path) for path in diff)
         console.print(shown(old, new))
     elif problem is not None:
-        _solve(_text(problem), objective, as_json, current, console)
-    elif current is not None:
-        raise click.UsageError("--current goes with a problem: name the file of one")
+        _solve(_text(problem), objective, as_json, current, interleave, console)
+    elif current is not None or interleave is not None:
+        option = "--current" if current is not None else "--interleave"
+        raise click.UsageError(f"{option} goes with a problem: name the file of one")
     else:
         _running(config, coordinator, as_json, console)
 
@@ -70,11 +78,16 @@ def _text(path: str) -> bytes:
         raise click.ClickException(f"cannot read {path}: {error.strerror}") from None
 
 
-def _solve(text: bytes, objective: Any, as_json: bool, current: str | None, console: Console) -> None:
+def _solve(
+    text: bytes, objective: Any, as_json: bool, current: str | None, interleave: int | None, console: Console
+) -> None:
     from elasticd_planner import formats, solve, staying
     from elasticd_planner.cost import stage_seconds
 
     given = formats.load(text)
+    if interleave is not None:
+        pins = msgspec.structs.replace(given.pins, interleave=interleave)
+        given = msgspec.structs.replace(given, pins=pins)
     start = time.perf_counter()
     near = None
     if current is not None:

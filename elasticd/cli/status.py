@@ -142,4 +142,4 @@ def plan_table(plan: Plan) -> Table:
 def stage_text(stage: Stage) -> str:
     """A stage in a few words: its layers, its devices, their shares where they differ."""
     shares = f" (shares {':'.join(map(str, stage.shares))})" if len(set(stage.shares)) > 1 else ""
-    return f"layers {stage.start}-{stage.stop - 1} on {' + '.join(stage.devices)}{shares}"
+    return f"layers {stage.named} on {' + '.join(stage.devices)}{shares}"

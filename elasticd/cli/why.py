@@ -129,7 +129,7 @@ def _use(made: Plan, name: str) -> str:
                 share = stage.shares[stage.devices.index(name)]
                 count = pipeline.micro_batches
                 return (
-                    f"pipeline {index}, layers {stage.start}-{stage.stop - 1}, "
+                    f"pipeline {index}, layers {stage.named}, "
                     f"{share} of {sum(stage.shares)} shares, {count} micro-batch{'es' * (count > 1)} a step"
                 )
     return "state alone" if name in made.carriers else "idle" if name in made.idle else "no part of it"

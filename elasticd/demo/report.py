@@ -12,9 +12,9 @@ from statistics import median
 
 import msgspec
 from elasticd_planner.plan import Plan
-from elasticd_planner.problem import Problem
+from elasticd_planner.problem import Problem, ideal_ratio, without
 from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.search import ideal_ratio, plan, without
+from elasticd_planner.search import plan
 from elasticd_planner.shortfall import readable
 from elasticd_planner.value import Value
 

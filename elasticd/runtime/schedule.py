@@ -1,4 +1,4 @@
-"""Which passes a stage runs in which order: 1F1B, plain and interleaved (`elasticd_planner.passes`), and GPipe's
+"""Which passes a stage runs in which order: 1F1B, plain and interleaved (`elasticd_planner.passes`), or GPipe's
 (Huang et al., 2019), which keeps the activations of all micro-batches: tests compare with it.
 """
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 from elasticd_planner.passes import Pass, passes
 
-#: (stages, stage, micro-batches, chunks): the passes of that stage in order. Backward passes through one chunk go
-#: by ascending index.
+#: (stages, stage, micro-batches, chunks): the passes of that stage in order. Backward passes through one chunk
+#: go by ascending index.
 Schedule = Callable[[int, int, int, int], Iterator[Pass]]
 
 one_forward_one_backward: Schedule = passes

@@ -210,6 +210,11 @@ def _scenario(table: Mapping[str, Any], source: str) -> Scenario:
         raise ScenarioError(f"{source}: fault must be a list: write [[fault]] above each one")
     faults = [_read(Fault, body, f"{source}: fault {n}") for n, body in enumerate(given, start=1)]
     made = _read(Scenario, {**rest, **values, "faults": tuple(faults)}, source)
+    if made.policy.interleave > 1:
+        said = (
+            f"{source}: [policy] interleave = {made.policy.interleave}: the simulator plays plain stages alone"
+        )
+        raise ScenarioError(f"{said}; leave it out")
     if not drawn.any:
         return made
     if made.seconds is None:

@@ -5,8 +5,8 @@ A stage with n blocks takes, for one micro-batch, forward and backward,
     t = n x (tokens x seconds x max over members(share x rate) + collectives) + embed, head
 
 and a pipeline what the model's `timing` makes of its stages and the boundaries between them. A step takes as
-long as its slowest pipeline, then reduces gradients between pipelines, then has a fixed overhead. Of an interleaved
-pipeline each chunk of a stage has such a time.
+long as its slowest pipeline, then reduces gradients between pipelines, then has a fixed overhead. Of an
+interleaved pipeline each chunk of a stage has such a time.
 """
 
 from __future__ import annotations
@@ -119,8 +119,7 @@ def stage_times(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostMo
     ]
     around = (*stages, stages[0]) if pipeline.chunks > 1 else stages
     hops = [
-        cost.boundary(reach(cluster, (*stage.devices, *after.devices))) / 2
-        for stage, after in pairwise(around)
+        cost.boundary(reach(cluster, (*stage.devices, *after.devices))) / 2 for stage, after in pairwise(around)
     ]
     forward, backward = [], []
     for place, (start, stop) in enumerate(spans):
@@ -172,15 +171,12 @@ def after_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> float:
 
 
 def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
-    """Bytes that each member needs: its state, and the activations that its schedule keeps (`passes.most_alive`;
-    in plain 1F1B those of min(m, stages - position) micro-batches)."""
+    """Bytes that each member needs: its state, and the activations that its schedule keeps (in plain 1F1B those
+    of min(m, stages - position) micro-batches; else see `passes.most_alive`)."""
     needed: dict[str, int] = {}
     cost = cost.under(plan)
     for pipeline in plan.modules[0].pipelines:
-        for index, stage in enumerate(pipeline.stages):
-            again = cost.recomputing(stage.recompute)
-            for position, device in enumerate(stage.devices):
-                needed[device] = math.ceil(_needs(pipeline, index, stage, position, again))
+        needed |= pipeline_memory(pipeline, cost)
     if plan.carriers:
         nodes = [len({name.rpartition("/")[0] for name in names}) for names in (plan.places, plan.carriers)]
         copies = min((plan.state.replicas or 0) - nodes[0], nodes[1])
@@ -189,20 +185,25 @@ def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
     return needed
 
 
+def pipeline_memory(pipeline: Pipeline, cost: CostModel) -> dict[str, int]:
+    """Bytes that each device of one pipeline needs, by the cost of its plan."""
+    return {
+        device: math.ceil(_needs(pipeline, index, stage, position, cost.recomputing(stage.recompute)))
+        for index, stage in enumerate(pipeline.stages)
+        for position, device in enumerate(stage.devices)
+    }
+
+
 def _needs(pipeline: Pipeline, index: int, stage: Stage, position: int, cost: CostModel) -> float:
     """Bytes that one member of the stage at `index` needs."""
     depth, first, last = len(pipeline.stages), index == 0, index == len(pipeline.stages) - 1
     if pipeline.chunks == 1:
         flying = min(pipeline.micro_batches, depth - index)
-        return cost.memory(
-            stage.layers, stage.shares, position, first=first, last=last, in_flight=flying
-        )
+        return cost.memory(stage.layers, stage.shares, position, first=first, last=last, in_flight=flying)
     sizes = []
     for chunk, (start, stop) in enumerate(stage.chunks):
         edges = {"first": first and chunk == 0, "last": last and chunk == pipeline.chunks - 1}
-        none, one = (
-            cost.memory(stop - start, stage.shares, position, **edges, in_flight=n) for n in (0, 1)
-        )
+        none, one = (cost.memory(stop - start, stage.shares, position, **edges, in_flight=n) for n in (0, 1))
         sizes.append(one - none)
     state = cost.memory(stage.layers, stage.shares, position, first=first, last=last, in_flight=0)
     return state + most_alive(depth, index, pipeline.micro_batches, tuple(sizes))

@@ -184,13 +184,15 @@ class BatchEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Pins(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is not searched: TP size on nodes of normal devices, number of pipelines, ZeRO stage, replicas of
-    the optimizer state (with ZeRO), and whether blocks make their activations again."""
+    the optimizer state (with ZeRO), and whether blocks make their activations again. `interleave`: stages may
+    have up to so many chunks of layers, where that takes less time; without it they have one."""
 
     tp: int | None = None
     dp: int | None = None
     zero: int | None = None
     replicas: int | None = None
     recompute: bool | None = None
+    interleave: int | None = None
 
     def __post_init__(self) -> None:
         if self.zero not in (None, 0, 1, 2):
@@ -199,7 +201,7 @@ class Pins(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
             positive("replicas", self.replicas)
             if self.zero == 0:
                 refuse(f"replicas {self.replicas} go with zero 1 or 2; with 0 every holder has its state")
-        for name in ("tp", "dp"):
+        for name in ("tp", "dp", "interleave"):
             if getattr(self, name) is not None:
                 positive(name, getattr(self, name))
 
@@ -261,7 +263,7 @@ class TableProblem(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 #: Pins of problems in seconds alone.
-TIMED_PINS = ("zero", "replicas", "recompute")
+TIMED_PINS = ("zero", "replicas", "recompute", "interleave")
 
 
 def positive(name: str, value: float) -> None:
@@ -340,6 +342,7 @@ def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
                             "devices": list(stage.devices),
                             "shares": [stage.fraction(i) for i in range(len(stage.devices))],
                             "layers": [stage.start, stage.stop],
+                            **({"later": [list(span) for span in stage.later]} if stage.later else {}),
                             **({"recompute": True} if stage.recompute else {}),
                         }
                         for stage in pipeline.stages

@@ -19,6 +19,7 @@ equal stages but for (p - 1) / v of a micro-batch's time. Larger groups keep mor
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 Kind = Literal["forward", "backward"]
@@ -33,8 +34,8 @@ class Pass(NamedTuple):
 
 
 def passes(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> Iterator[Pass]:
-    """The passes of `stage` (0 is the first) of a pipeline of `stages`, in order. Those of each kind through one
-    chunk go by ascending index of micro-batches."""
+    """The passes of `stage` (0 is the first) of a pipeline of `stages`, in order. Those of each kind through
+    one chunk go by ascending index of micro-batches."""
     if chunks == 1:
         warm = min(micro_batches, stages - stage - 1)
         ahead = [Pass("forward", index) for index in range(micro_batches)]
@@ -57,7 +58,7 @@ def _groups(stages: int, micro_batches: int) -> list[range]:
     count = max(1, micro_batches // stages)
     size, more = divmod(micro_batches, count)
     starts = [index * size + min(index, more) for index in range(count + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    return [range(a, b) for a, b in pairwise(starts)]
 
 
 def most_alive(stages: int, stage: int, micro_batches: int, sizes: tuple[float, ...] = (1,)) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -18,6 +19,11 @@ PLAN_VERSION = 2
 
 #: Blocks [start, stop).
 Span = tuple[int, int]
+
+
+def spanned(spans: Iterable[Span]) -> str:
+    """Blocks for people, the last ones included: "0-3, 6"."""
+    return ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in spans)
 
 
 class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
@@ -54,9 +60,9 @@ class Stage(Value, frozen=True, kw_only=True, omit_defaults=True):
         return sum(stop - start for start, stop in self.chunks)
 
     @property
-    def spans(self) -> str:
+    def named(self) -> str:
         """Its blocks for people: "0-3", or "0-1, 4-5" of two chunks."""
-        return ", ".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in self.chunks)
+        return spanned(self.chunks)
 
     def fraction(self, position: int) -> float:
         """The part of each layer that the member at `position` holds."""

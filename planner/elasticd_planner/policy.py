@@ -13,17 +13,21 @@ class PolicySettings(Value, frozen=True, kw_only=True):
     """horizon_steps: how long a plan is expected to last, where no device is restless. minimum_saving:
     fraction of a step below which nothing is worth the trouble. bandwidth: bytes a second at which state
     moves, and pause_seconds: what a switch costs besides the moving, both until they were measured. paused:
-    running plans stay as they are; only faults, and devices that are to be left, are answered by new ones."""
+    running plans stay as they are; only faults, and devices that are to be left, are answered by new ones.
+    interleave: the most chunks of layers that a stage of a pipeline may have, where that takes less time."""
 
     horizon_steps: int = 200
     minimum_saving: float = 0.03
     bandwidth: float = 1e8
     pause_seconds: float = 0.5
     paused: bool = False
+    interleave: int = 1
 
     def __post_init__(self) -> None:
         if self.horizon_steps < 1:
             refuse(f"policy: horizon_steps must be at least 1, not {self.horizon_steps}")
+        if self.interleave < 1:
+            refuse(f"policy: interleave must be at least 1 (plain stages), not {self.interleave}")
         if not 0 <= self.minimum_saving < 1:
             refuse(f"policy: minimum_saving is a fraction from 0 to below 1, not {self.minimum_saving}")
         if not self.bandwidth > 0 or self.pause_seconds < 0:

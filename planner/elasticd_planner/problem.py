@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
-from elasticd_planner.cluster import Cluster, check_rates
+from elasticd_planner.cluster import Cluster, Node, check_rates
 from elasticd_planner.plan import Plan, StatePolicy
 from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.value import Value, refuse
@@ -15,12 +16,14 @@ from elasticd_planner.value import Value, refuse
 class Freedom(Value, frozen=True, kw_only=True):
     """What the search may choose besides the layout. micro_batches: sizes in samples (empty: the problem's
     alone); states: policies in the order of preference; recompute: whether stages may make their activations
-    again where memory demands it, or must (always). Of the layout are pinned, where given: tp, the size of
-    groups on nodes whose devices are all normal, and dp, the number of pipelines."""
+    again where memory demands it, or must (always). interleave: the most chunks of layers that a stage may
+    have, where that takes less time. Of the layout are pinned, where given: tp, the size of groups on nodes
+    whose devices are all normal, and dp, the number of pipelines."""
 
     micro_batches: tuple[int, ...] = ()
     states: tuple[StatePolicy, ...] = (StatePolicy(),)
     recompute: bool | Literal["always"] = False
+    interleave: int = 1
     tp: int | None = None
     dp: int | None = None
 
@@ -29,6 +32,8 @@ class Freedom(Value, frozen=True, kw_only=True):
             refuse("freedom: states must name one state policy at least")
         if any(size < 1 for size in self.micro_batches):
             refuse(f"freedom: sizes of micro-batches must be positive, not {self.micro_batches}")
+        if self.interleave < 1:
+            refuse(f"freedom: interleave {self.interleave} must be at least 1: chunks of layers of a stage")
         if any(pin is not None and pin < 1 for pin in (self.tp, self.dp)):
             refuse(f"freedom: tp {self.tp} and dp {self.dp} must be positive where they are pinned")
 
@@ -63,3 +68,27 @@ class Answer(Value, frozen=True, kw_only=True):
     refusal: str = ""
     current_seconds: float | None = None
     candidates: int = 0
+
+
+def without(problem: Problem, device: str) -> Problem:
+    """The same problem with one device gone."""
+    problem.cluster.device(device)  # refuses a name that is not there
+    nodes = (
+        Node(name=node.name, devices=tuple(d for d in node.devices if d.name != device))
+        for node in problem.cluster.nodes
+    )
+    left = tuple(node for node in nodes if node.devices)
+    if not left:
+        refuse(f"device {device} is the only one of the cluster")
+    return msgspec.structs.replace(
+        problem,
+        cluster=msgspec.structs.replace(problem.cluster, nodes=left),
+        rates={name: rate for name, rate in problem.rates.items() if name != device},
+    )
+
+
+def ideal_ratio(rates: Iterable[float]) -> float:
+    """N / sum(1 / x) over the rates of all devices: how much longer a step would take if the work could be
+    divided perfectly. A yardstick, not a bound."""
+    listed = list(rates)
+    return len(listed) / sum(1 / rate for rate in listed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
@@ -11,9 +11,8 @@ from typing import cast
 
 import msgspec
 
-from elasticd_planner import tight
+from elasticd_planner import interleave, tight
 from elasticd_planner.assign import EQUAL, Floats, split_micro_batches
-from elasticd_planner.cluster import Node
 from elasticd_planner.cost import (
     CostModel,
     memory_by_device,
@@ -37,7 +36,6 @@ from elasticd_planner.shape import Combination
 from elasticd_planner.sharding import with_carriers
 from elasticd_planner.shortfall import explain
 from elasticd_planner.task import EXACT_DEVICES, Chained, Group, Task
-from elasticd_planner.value import refuse
 from elasticd_planner.walk import Form, Walk, form
 from elasticd_planner.wide import Wide
 
@@ -62,7 +60,16 @@ def plan(
     """The plan with the least step time (`steady`: without fill and drain), under the best of the settings that
     the problem's freedom allows; within `tolerance` of it, the one nearest to the current plan.
     Up to EXACT_DEVICES devices the least of all; beyond, the best that the search finds, `stop` being asked now
-    and then whether to end with that. A refusal says what does not fit and what would help."""
+    and then whether to end with that. Where its stages may be interleaved, it is what the best plan of plain
+    ones becomes with them (`interleave`). A refusal says what does not fit and what would help."""
+    found = _plain(interleave.plain_problem(problem), number, tolerance, stop, steady=steady)
+    return interleave.answer(problem, found, tolerance, steady=steady)
+
+
+def _plain(
+    problem: Problem, number: int, tolerance: float, stop: Callable[[], bool] | None, *, steady: bool
+) -> Answer:
+    """The plan of stages that are not interleaved."""
     if all(math.isinf(rate_of(problem.rates, device.name)) for device in problem.cluster.devices):
         return Answer(plan=None, refusal="no device to plan for: every device is dead; add a node")
     settings = Settings(problem, steady=steady)
@@ -368,27 +375,3 @@ class _Planning:
         rates = [rate_of(task.rates, device.name) for device in task.cluster.devices]
         alive = [rate for rate in rates if math.isfinite(rate)]
         return max(task.cost.bound(alive, task.micro_batches), Wide(task).lower())
-
-
-def without(problem: Problem, device: str) -> Problem:
-    """The same problem with one device gone."""
-    problem.cluster.device(device)  # refuses a name that is not there
-    nodes = (
-        Node(name=node.name, devices=tuple(d for d in node.devices if d.name != device))
-        for node in problem.cluster.nodes
-    )
-    left = tuple(node for node in nodes if node.devices)
-    if not left:
-        refuse(f"device {device} is the only one of the cluster")
-    return msgspec.structs.replace(
-        problem,
-        cluster=msgspec.structs.replace(problem.cluster, nodes=left),
-        rates={name: rate for name, rate in problem.rates.items() if name != device},
-    )
-
-
-def ideal_ratio(rates: Iterable[float]) -> float:
-    """N / sum(1 / x) over the rates of all devices: how much longer a step would take if the work could be
-    divided perfectly. A yardstick, not a bound."""
-    listed = list(rates)
-    return len(listed) / sum(1 / rate for rate in listed)

@@ -109,6 +109,7 @@ def freedom_of(given: TableProblem) -> Freedom:
         micro_batches=tuple(size for size in sizes if batch.global_batch // size >= least),
         states=tuple(_states(given)),
         recompute="always" if pins.recompute else may,
+        interleave=pins.interleave or 1,
         tp=pins.tp,
         dp=pins.dp,
     )

@@ -96,8 +96,8 @@ def _stages(places: int, chunks: int) -> int:
 
 
 class _Schedule:
-    """One simulation under way. An event is the end of a pass, or the arrival of a micro-batch. Chunk c of stage
-    s is place c x stages + s."""
+    """One simulation under way. An event is the end of a pass, or the arrival of a micro-batch. Chunk c of
+    stage s is place c x stages + s."""
 
     def __init__(self, forward: Floats, backward: Floats, boundary: Floats, stages: int) -> None:
         self._times = {"forward": forward, "backward": backward}

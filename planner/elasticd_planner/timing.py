@@ -40,7 +40,7 @@ FORWARD = 1 / 3
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
     """Seconds of one micro-batch on each stage, [..., stage], and between stages one way, [..., stage - 1].
-    Leading indices are pipelines with as many stages. Of one interleaved pipeline: by chunk, as it meets them."""
+    Leading indices are pipelines with as many stages. Of an interleaved pipeline: by chunk, as they come."""
 
     forward: Floats
     backward: Floats

@@ -102,3 +102,43 @@ def test_memory_that_does_not_suffice_is_refused_with_the_shortfall(tmp_path: Pa
     result = run(written(tmp_path / "p.json", model={**PROBLEM["model"], "memory": memory}))
     assert result.exit_code == 1
     assert "more on" in result.output
+
+
+TIMED: dict[str, Any] = {
+    "cluster": {"nodes": [{"name": f"n{i}", "devices": 1, "memory_mib": 1000} for i in range(4)]},
+    "model": {
+        "name": "m",
+        "layers": 8,
+        "times": {"block": {"seconds_per_token": 1e-3, "tp_slowdown": {"1": 1.0}}},
+        "state": {"block": {"whole_bytes": 2**20}, "optimizer": 2.0},
+    },
+    "batch": {"global_batch": 8, "micro_batch": 1, "sequence": 10},
+    "pins": {"dp": 1, "zero": 0},
+    "rates": {},
+}
+
+
+def test_stages_are_interleaved_where_one_asks_and_the_answer_is_read_back(tmp_path: Path) -> None:
+    problem = written(tmp_path / "p.json", **TIMED)
+    plain, interleaved = run(problem, "--json"), run(problem, "--json", "--interleave", "2")
+    assert interleaved.exit_code == 0, interleaved.output
+    (tmp_path / "old").write_text(plain.output)
+    (tmp_path / "new").write_text(interleaved.output)
+    assert "later" not in plain.output
+    steps = [json.loads(text)["figures"]["step"] for text in (plain.output, interleaved.output)]
+    assert steps[1] < 0.9 * steps[0]
+    shown = run(problem, "--interleave", "2").output
+    assert "0, 4 (2)" in shown
+    moved = run("--diff", str(tmp_path / "old"), str(tmp_path / "new")).output
+    assert "layers 0-1" in moved
+    assert "layers 0, 4" in moved
+    assert "in all 6.00 of 8 layers" in moved
+    stays = run(problem, "--interleave", "2", "--json", "--current", str(tmp_path / "new"))
+    assert json.loads(stays.output)["current"]["moved_bytes"] == 0
+
+
+def test_interleaved_stages_are_refused_where_nothing_says_what_they_take(tmp_path: Path) -> None:
+    result = run(written(tmp_path / "p.json"), "--interleave", "2")
+    assert result.exit_code == 1
+    assert "pins.interleave goes with model.times" in result.output
+    assert "--interleave goes with a problem" in run("--interleave", "2").output

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from elasticd_planner.search import plan, without
+from elasticd_planner.problem import without
+from elasticd_planner.search import plan
 from rich.console import Console
 
 from elasticd.coordinator.journal import Pacing

@@ -11,8 +11,8 @@ from elasticd_planner.value import Invalid
 
 
 def drawn(seed: int) -> tuple[Floats, Floats, Floats, int, int]:
-    """A random pipeline: forward, backward and boundary by place, micro-batches, chunks. The boundary between two
-    stages is the same in each turn."""
+    """A random pipeline: forward, backward and boundary by place, micro-batches, chunks. The boundary between
+    two stages is the same in each turn."""
     rng = np.random.default_rng(seed)
     stages, chunks, micro_batches = (int(rng.integers(*limits)) for limits in ((2, 7), (1, 5), (1, 30)))
     forward = rng.uniform(0.2, 2.0, stages * chunks)

@@ -1,4 +1,4 @@
-"""1F1B, plain and interleaved: every pass once, after what it needs, no circle of waiting, memory as promised."""
+"""1F1B, plain and interleaved: every pass once, after what it needs, nobody in a circle, memory as promised."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def orders(stages: int, chunks: int, micro_batches: int) -> list[list[Pass]]:
 
 
 def played(stages: int, chunks: int, micro_batches: int) -> list[tuple[str, int, int]]:
-    """All stages against each other: what is done in which order, (kind, place, micro-batch), until nothing that
-    is next anywhere has what it needs."""
+    """All stages against each other: what is done in which order, (kind, place, micro-batch), until nothing
+    that is next anywhere has what it needs."""
     left = orders(stages, chunks, micro_batches)
     last = stages * chunks - 1
     done: dict[tuple[str, int, int], None] = {}
@@ -86,9 +86,7 @@ def test_equal_stages_wait_for_no_more_than_filling_and_draining_by_the_chunk(st
     """(m + (p - 1) / v) (f + b), for every m >= p, also where p does not divide it."""
     places = stages * chunks
     for micro_batches in range(stages, 4 * stages):
-        seconds = interleaved_seconds(
-            [1 / chunks] * places, [2 / chunks] * places, (), micro_batches, chunks
-        )
+        seconds = interleaved_seconds([1 / chunks] * places, [2 / chunks] * places, (), micro_batches, chunks)
         assert seconds == pytest.approx(3 * (micro_batches + (stages - 1) / chunks)), micro_batches
 
 
@@ -110,5 +108,5 @@ def test_activations_of_an_interleaved_stage_are_as_the_docstring_says() -> None
 
 
 def test_unequal_chunks_count_by_their_size() -> None:
-    # Stage 1 of 2, 2 micro-batches: F0 F1 | F0' B0' F1' B1' B0 B1: two of the first chunk and one of the second.
+    # Stage 1 of 2, 2 micro-batches: F0 F1 | F0' B0' F1' B1' B0 B1: two of the first chunk, one of the second.
     assert most_alive(2, 1, 2, (3, 5)) == 3 + 3 + 5

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from elasticd_planner.placement import bytes_to_move
 from elasticd_planner.plan import Plan
-from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.problem import Answer, Problem, ideal_ratio, without
 from elasticd_planner.profiles import ModelProfile
-from elasticd_planner.search import ideal_ratio, plan, without
+from elasticd_planner.search import plan
 from elasticd_planner.value import Invalid
 
 from tests.planner.models import cluster, predict, profile, replica_bytes

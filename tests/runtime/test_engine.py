@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from elasticd_migration.state import LocalState
 from elasticd_planner.batch import BatchPlan
 from elasticd_planner.layouts import Layouts
 from elasticd_planner.plan import Plan
@@ -25,14 +26,14 @@ UNEQUAL = plan_of(
 )
 
 
-def engine_on(fabric: Any, recipe: Recipe, plan: Plan) -> Engine:
+def engine_on(fabric: Any, recipe: Recipe, plan: Plan, state: LocalState | None = None) -> Engine:
     layouts = Layouts(recipe.model.spec, plan)
     groups = connect(fabric, layouts)
     local = build(recipe.model, plan, fabric.me)
     engine = Engine(
         recipe=replace(recipe), layouts=layouts, local=local, fabric=fabric, groups=groups, pace=unpaced
     )
-    engine.adopt(first_state(recipe.model, layouts, fabric.me, SEED))
+    engine.adopt(first_state(recipe.model, layouts, fabric.me, SEED) if state is None else state)
     return engine
 
 

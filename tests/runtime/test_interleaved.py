@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from elasticd_migration.execute import migrate
+from elasticd_migration.state import LocalState
+from elasticd_migration.transport import MemoryTransport
 from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Layouts
 from elasticd_planner.passes import most_alive
 from elasticd_planner.plan import Plan, StatePolicy
 
 from elasticd.runtime.in_memory import MemoryFabric, run_threads
 from elasticd.runtime.schedule import all_forward_all_backward
+from tests.migration.ranks import together
 from tests.runtime.test_engine import engine_on
 from tests.runtime.test_parity import CLIP, make_recipe, plan_of, reference, stage
 
@@ -100,9 +105,7 @@ def test_an_interleaved_layout_trains_like_one_process(
             seen.add(parameter)
         place = plan.places[device]
         pipeline = plan.modules[0].pipelines[place.pipeline]
-        promised = most_alive(
-            len(pipeline.stages), place.stage, pipeline.micro_batches, (1,) * pipeline.chunks
-        )
+        promised = most_alive(len(pipeline.stages), place.stage, pipeline.micro_batches, (1,) * pipeline.chunks)
         assert result["alive"] == promised, f"{device}: activations as the schedule promises"
         # What a device did counts once for a micro-batch, whatever its chunks.
         measured = result["measured"]
@@ -124,3 +127,47 @@ def test_gpipe_by_chunks_trains_alike(
     plan: Plan = PLANS["three stages, two chunks, unequal groups"]
     for losses in run_threads(plan.members, worker).values():
         assert losses == pytest.approx(alone[0], abs=1e-10)
+
+
+def trained(
+    plan: Plan, states: dict[str, LocalState] | None, steps: range
+) -> tuple[list[float], dict[str, LocalState]]:
+    """Losses of these steps under a plan, and the state of each member after them."""
+
+    def worker(fabric: MemoryFabric) -> tuple[list[float], LocalState]:
+        engine = engine_on(fabric, make_recipe(), plan, states[fabric.me] if states is not None else None)
+        losses = [engine.step(step, lambda: 0).outcome.loss for step in steps]
+        engine.settle()
+        return losses, engine.state()
+
+    found = run_threads(plan.members, worker)
+    return found[plan.members[0]][0], {device: state for device, (_, state) in found.items()}
+
+
+def moved(old: Layouts, new: Layouts, states: dict[str, LocalState]) -> dict[str, LocalState]:
+    """The state of every rank under the new layouts, by a migration among threads."""
+    names = tuple(dict.fromkeys((*old.plan.members, *new.plan.members)))
+
+    def attempt(end: MemoryTransport) -> LocalState:
+        return migrate(old, new, states.get(names[end.rank], LocalState()), end).state
+
+    found: dict[str, LocalState] = {}
+    for name, state in zip(names, together(MemoryTransport.connect(names), attempt), strict=True):
+        assert isinstance(state, LocalState), state
+        found[name] = state
+    return found
+
+
+def test_a_job_goes_from_plain_stages_to_interleaved_ones_and_back() -> None:
+    """Also from one number of chunks to another, over devices that come and go, optimizer state and all."""
+    spec = make_recipe().model.spec
+    plain = plan_of((8, [stage(0, 3, ("a/0", 1)), stage(3, 6, ("a/1", 1))]))
+    way = [plain, PLANS["two stages, two chunks"], PLANS["three stages, two chunks, unequal groups"], plain]
+    losses: list[float] = []
+    states: dict[str, LocalState] | None = None
+    for at, plan in enumerate(way):
+        if states is not None:
+            states = moved(Layouts(spec, way[at - 1]), Layouts(spec, plan), states)
+        made, states = trained(plan, states, range(at, at + 1))
+        losses += made
+    assert losses == pytest.approx(reference(len(way))[0], abs=1e-10)

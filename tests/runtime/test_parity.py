@@ -37,9 +37,7 @@ class Text:
         return {"inputs": ids[:-1], "targets": ids[1:]}
 
 
-def stage(
-    start: int, stop: int, *members: tuple[str, int], later: tuple[tuple[int, int], ...] = ()
-) -> Stage:
+def stage(start: int, stop: int, *members: tuple[str, int], later: tuple[tuple[int, int], ...] = ()) -> Stage:
     devices, shares = (tuple(each) for each in zip(*members, strict=True))
     return Stage(start=start, stop=stop, devices=devices, shares=shares, later=later)
 

@@ -59,6 +59,7 @@ BAD = [
     ("[model]", "[random]\nrepair_hours = 0.0\n[model]", "hours and repair_hours must be positive"),
     ("[[fault]]\nkind", "[fault]\nkind", "is not TOML|fault must be a list"),
     ("[model]", "[detect]\nslow = 1.0\n[model]", "\\[detect\\].*must be at least 1 and below slow"),
+    ("[model]", "[policy]\ninterleave = 2\n[model]", "interleave = 2: the simulator plays plain stages"),
     ("[model]", "[times]\nplaning = 1.0\n[model]", "\\[times\\] has no key 'planing' \\(= 1.0\\)"),
     ("[model]", "[times]\nnoise = -1.0\n[model]", "noise = -1.0 must be between"),
     ("[model]", "[restart]\ncheckpoint_steps = 0\n[model]", "checkpoint_steps at least 1"),

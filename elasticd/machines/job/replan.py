@@ -176,7 +176,7 @@ def _request(turn: Turn) -> None:
         micro_batch=job.spec.micro_batch,
         rates=basis.rates,
         current=job.plan,
-        freedom=Freedom(states=(job.spec.state,)),
+        freedom=Freedom(states=(job.spec.state,), interleave=turn.settings.policy.interleave),
     )
     token = job.token + 1
     turn.set(asked=Asked(token=token, basis=basis, problem=problem), token=token, deferred=None)

@@ -1,0 +1,335 @@
+"""Plans with interleaved stages: their values, what they take, hold and move, and when a search has them."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from elasticd_planner import formats, seconds, staying
+from elasticd_planner.cluster import Cluster, Device, Link, Node
+from elasticd_planner.cost import memory_by_device, stage_seconds, stage_times, steady_seconds, step_seconds
+from elasticd_planner.interleave import Interleaving, chunked, flattened, plain
+from elasticd_planner.passes import passes
+from elasticd_planner.placement import bytes_to_move, strategy
+from elasticd_planner.plan import Pipeline, Plan, Stage
+from elasticd_planner.problem import Answer, Freedom, Problem
+from elasticd_planner.profiled import ProfileCost
+from elasticd_planner.profiles import ModelProfile, SectionProfile
+from elasticd_planner.search import plan
+from elasticd_planner.settings import task_of
+from elasticd_planner.timeline import simulate
+from elasticd_planner.value import Invalid
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def profile(layers: int = 8, **changes: Any) -> ModelProfile:
+    block = SectionProfile(seconds=1e-3, whole_bytes=1000, whole_activation=10.0)
+    values: dict[str, Any] = {
+        "name": "m",
+        "layers": layers,
+        "share_units": 1,
+        "tokens": 10.0,
+        "block": block,
+        "embed": SectionProfile(whole_bytes=300, whole_activation=3.0),
+        "head": SectionProfile(seconds=5e-4, whole_bytes=300, whole_activation=30.0),
+        "boundary_bytes": 4.0,
+        **changes,
+    }
+    return ModelProfile(**values)
+
+
+def problem(
+    devices: int = 4, *, memory: float = 1e9, interleave: int = 4, dp: int | None = 1, **changes: Any
+) -> Problem:
+    """One pipeline of devices with one share unit: stages of one device each, if `dp` is 1."""
+    nodes = tuple(
+        Node(name=f"n{i}", devices=(Device(name=f"n{i}/0", memory=int(memory)),)) for i in range(devices)
+    )
+    link = Link(bandwidth=changes.pop("bandwidth", 1e9), latency=1e-6)
+    values: dict[str, Any] = {
+        "cluster": Cluster(nodes=nodes, inside=link, between=link),
+        "profile": profile(),
+        "global_batch": 8,
+        "micro_batch": 1,
+        "freedom": Freedom(interleave=interleave, dp=dp),
+        **changes,
+    }
+    return Problem(**values)
+
+
+def found(answer: Answer) -> Plan:
+    assert answer.plan is not None, answer.refusal
+    assert answer.plan.prediction is not None
+    return answer.plan
+
+
+def stages(*layers: int) -> Pipeline:
+    edges = [0, *np.cumsum(layers).tolist()]
+    return Pipeline(
+        stages=tuple(
+            Stage(start=edges[i], stop=edges[i + 1], devices=(f"n{i}/0",), shares=(1,))
+            for i in range(len(layers))
+        ),
+        micro_batches=8,
+    )
+
+
+TWO = Pipeline(
+    stages=(
+        Stage(start=0, stop=2, later=((3, 4),), devices=("n0/0",), shares=(1,)),
+        Stage(start=2, stop=3, later=((4, 8),), devices=("n1/0",), shares=(1,)),
+    ),
+    micro_batches=8,
+)
+
+
+def made(*pipelines: Pipeline) -> Plan:
+    batch = sum(pipeline.micro_batches for pipeline in pipelines)
+    return Plan(number=1, strategies=(strategy(pipelines),), micro_batch=1, global_batch=batch)
+
+
+# -- the value -------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_read_back_and_says_by_its_version_that_not_everyone_can() -> None:
+    written = made(TWO)
+    assert Plan.from_json(written.to_json()) == written
+    tree = msgspec.json.decode(written.to_json())
+    assert tree["version"] == 2
+    first = tree["strategies"][0]["modules"][0]["pipelines"][0]["stages"][0]
+    assert first == {"start": 0, "stop": 2, "later": [[3, 4]], "devices": ["n0/0"], "shares": [1]}
+    assert made(stages(4, 4)).version == 1
+    assert plain(written).version == 1
+    assert b"later" not in plain(written).to_json()
+    assert written.digest != plain(written).digest
+    assert (TWO.layers, TWO.chunks, TWO.stages[1].layers, TWO.stages[1].named) == (8, 2, 5, "2, 4-7")
+
+
+@pytest.mark.parametrize(
+    ("later", "wrong"),
+    [
+        (((), ((4, 8),)), "same number of chunks"),
+        ((((3, 5),), ((4, 8),)), "ends at layer 5, the next starts at 4"),
+        ((((1, 4),), ((4, 8),)), r"layers \[1, 4\) must not be empty, and come after"),
+    ],
+)
+def test_chunks_that_do_not_make_up_the_model_are_refused(later: Any, wrong: str) -> None:
+    with pytest.raises(Invalid, match=wrong):
+        Pipeline(
+            stages=tuple(
+                Stage(start=start, stop=stop, later=more, devices=(f"n{i}/0",), shares=(1,))
+                for i, ((start, stop), more) in enumerate(zip(((0, 2), (2, 3)), later, strict=True))
+            ),
+            micro_batches=1,
+        )
+
+
+def test_a_single_stage_takes_no_turns() -> None:
+    with pytest.raises(Invalid, match="nothing to interleave with"):
+        Pipeline(
+            stages=(Stage(start=0, stop=1, later=((1, 2),), devices=("a/0",), shares=(1,)),), micro_batches=1
+        )
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(2, 5))
+@settings(max_examples=80, deadline=None)
+def test_layers_are_dealt_in_even_chunks_and_put_together_again(layers: list[int], chunks: int) -> None:
+    given_ = stages(*layers)
+    options = list(chunked(given_, chunks))
+    assert bool(options) == (len(layers) > 1 and min(layers) >= chunks)
+    for option in options:
+        assert option.chunks == chunks
+        assert [stage.layers for stage in option.stages] == layers
+        for stage in option.stages:
+            sizes = [stop - start for start, stop in stage.chunks]
+            assert max(sizes) - min(sizes) <= 1
+        assert flattened([option]) == (given_,)
+
+
+# -- seconds, memory, bytes ------------------------------------------------------------------------------------
+
+
+def test_a_plan_takes_what_its_schedule_takes_played_out() -> None:
+    job = problem(2)
+    cost = task_of(job).cost
+    times = stage_times(TWO, job.cluster, {}, cost)
+    # By place: 2, 1, 1, 4 layers of 0.01 s; head 0.005 s.
+    assert times.work == pytest.approx([0.02, 0.01, 0.01, 0.045])
+    each = [np.repeat(part[:, None], 8, axis=1) for part in (times.forward, times.backward)]
+    played = simulate(each[0], each[1], times.boundary, chunks=2)
+    assert step_seconds(made(TWO), job.cluster, {}, cost) == pytest.approx(played.seconds)
+    hop = times.boundary[0]
+    assert stage_seconds(TWO, job.cluster, {}, cost) == pytest.approx([0.03 + 4 * hop, 0.055 + 2 * hop])
+    assert steady_seconds(made(TWO), job.cluster, {}, cost) == pytest.approx(8 * (0.055 + 2 * hop))
+
+
+def test_memory_is_that_of_the_activations_that_the_order_keeps() -> None:
+    job = problem(2)
+    cost = ProfileCost(job.profile)
+    need = memory_by_device(made(TWO), cost)
+    for index, (name, state, sizes) in enumerate(
+        (
+            ("n0/0", 3 * 1000 + 300, (2 * 100 + 30, 100)),
+            ("n1/0", 5 * 1000 + 300, (100, 4 * 100 + 300)),
+        )
+    ):
+        alive = most = 0
+        for kind, _, chunk in passes(2, index, 8, 2):
+            alive += sizes[chunk] if kind == "forward" else -sizes[chunk]
+            most = max(most, alive)
+        assert need[name] == state * 4 + most
+    flat = memory_by_device(plain(made(TWO)), cost)
+    assert need["n0/0"] > flat["n0/0"]
+
+
+def test_what_moves_is_the_layers_that_a_device_lacks() -> None:
+    model, whole = profile(), 1000 * 3  # a parameter and two moments
+    flat = made(stages(3, 5))
+    # n0 has 0-2 and wants 0, 1, 3; n1 has 3-7 and wants 2, 4-7.
+    assert bytes_to_move(model, flat, made(TWO)) == 2 * whole
+    assert bytes_to_move(model, made(TWO), flat) == 2 * whole
+    assert bytes_to_move(model, made(TWO), made(TWO)) == 0
+
+
+# -- the search ------------------------------------------------------------------------------------------------
+
+
+def test_a_search_proposes_interleaved_stages_where_it_may_and_they_are_quicker() -> None:
+    job = problem()
+    before = found(plan(msgspec.structs.replace(job, freedom=Freedom(dp=1))))
+    after = found(plan(job))
+    assert before.version == 1
+    assert after.modules[0].pipelines[0].chunks == 2
+    assert "2 layers in 2 chunks" in after.reason
+    first, second = before.prediction, after.prediction
+    assert first is not None
+    assert second is not None
+    assert second.step_seconds < 0.9 * first.step_seconds
+    assert second.bound_seconds <= second.step_seconds
+    assert second.step_seconds == pytest.approx(
+        step_seconds(after, job.cluster, {}, task_of(job).cost), rel=1e-12
+    )
+    assert second.memory == memory_by_device(after, task_of(job).cost)
+
+
+def test_no_other_even_chunks_are_quicker() -> None:
+    """All numbers of chunks for each of two pipelines, of unequal devices."""
+    rates = {"n1/0": 1.7, "n5/0": 2.5}
+    job = problem(6, dp=2, profile=profile(12), rates=rates, global_batch=10)
+    after = found(plan(job))
+    assert after.prediction is not None
+    task = task_of(job)
+    options = []
+    for pipeline in plain(after).modules[0].pipelines:
+        options.append([pipeline, *(o for n in range(2, 5) for o in chunked(pipeline, n))])
+    best = min(step_seconds(made(*chosen), job.cluster, rates, task.cost) for chosen in product(*options))
+    assert after.prediction.step_seconds == pytest.approx(best, rel=1e-9)
+    assert len(options[0]) > 1
+
+
+def test_none_is_proposed_where_nobody_asked_where_links_are_slow_and_where_memory_is_short() -> None:
+    assert found(plan(problem(interleave=1))).version == 1
+    assert found(plan(problem(bandwidth=3e3))).version == 1
+    job = problem()
+    flat = found(plan(msgspec.structs.replace(job, freedom=Freedom(dp=1))))
+    assert flat.prediction is not None
+    tight = max(flat.prediction.memory.values())
+    short = found(plan(problem(memory=tight)))
+    assert short.version == 1, "more activations would have to be kept than there is room for"
+    for option in chunked(short.modules[0].pipelines[0], 2):
+        assert max(memory_by_device(made(option), task_of(job).cost).values()) > tight
+
+
+def test_a_running_interleaved_plan_stays_while_it_is_near_the_best_and_says_its_own_time() -> None:
+    job = problem()
+    running = found(plan(job))
+    again = plan(msgspec.structs.replace(job, current=running))
+    assert found(again).strategies == running.strategies
+    assert running.prediction is not None
+    assert again.current_seconds == pytest.approx(running.prediction.step_seconds)
+    back = plan(msgspec.structs.replace(job, current=running, freedom=Freedom(dp=1)))
+    assert found(back).version == 1
+    assert back.current_seconds == pytest.approx(running.prediction.step_seconds)
+
+
+def test_a_slow_device_is_planned_for_beside_interleaved_stages() -> None:
+    job = problem(rates={"n2/0": 3.0}, profile=profile(16))
+    running = found(plan(msgspec.structs.replace(job, rates={})))
+    after = plan(msgspec.structs.replace(job, current=running))
+    assert after.current_seconds is not None
+    slow = next(s for s in found(after).modules[0].pipelines[0].stages if s.devices == ("n2/0",))
+    assert slow.layers < 4
+    prediction = found(after).prediction
+    assert prediction is not None
+    assert prediction.step_seconds < 0.7 * after.current_seconds
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
+def test_interleaving_never_makes_a_plan_slower_or_too_large(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    layers = rng.integers(1, 7, int(rng.integers(1, 6)))
+    pipeline = msgspec.structs.replace(stages(*layers.tolist()), micro_batches=int(rng.integers(1, 20)))
+    job = problem(
+        len(layers),
+        memory=float(rng.choice([1.2e5, 1e9])),
+        bandwidth=float(rng.choice([1e4, 1e9])),
+        profile=profile(int(layers.sum())),
+        rates={f"n{i}/0": float(rng.uniform(1, 3)) for i in range(len(layers))},
+        global_batch=pipeline.micro_batches,
+    )
+    task, before = task_of(job), made(pipeline)
+    after = Interleaving(task=task, most=4).plan(before)
+    assert plain(after).strategies == before.strategies
+    given_ = (job.cluster, job.rates, task.cost)
+    assert step_seconds(after, *given_) <= step_seconds(before, *given_)
+    if after.strategies != before.strategies:
+        room = job.cluster.devices[0].memory
+        assert max(memory_by_device(after, task.cost).values()) <= room
+
+
+# -- files -----------------------------------------------------------------------------------------------------
+
+FILE: dict[str, Any] = {
+    "cluster": {"nodes": [{"name": f"n{i}", "devices": 1, "memory_mib": 1000} for i in range(4)]},
+    "model": {
+        "name": "m",
+        "layers": 8,
+        "times": {"block": {"seconds_per_token": 1e-3, "tp_slowdown": {"1": 1.0}}},
+    },
+    "batch": {"global_batch": 8, "micro_batch": 1, "sequence": 10},
+    "pins": {"dp": 1, "interleave": 2},
+}
+
+
+def test_a_problem_in_a_file_asks_for_them() -> None:
+    given_ = formats.load(msgspec.json.encode(FILE))
+    planned = seconds.solve_timed(given_, "step")
+    answered = formats.answer(planned, 0.0)
+    first = answered["plan"]["modules"][0]["pipelines"][0]["stages"][0]
+    assert (first["layers"], first["later"]) == ([0, 1], [[4, 5]])
+    assert planned.figures is not None
+    # 8 micro-batches, and 3 / 2 to fill and drain, of 2 layers of 0.01 s.
+    assert planned.figures.step == pytest.approx((8 + 3 / 2) * 0.02, rel=0.02)
+    assert planned.figures.gap == pytest.approx(planned.figures.step / planned.figures.bound - 1)
+    assert planned.plan is not None
+    near = staying.solve_near(given_, "step", planned.plan)
+    assert near.planned.plan is not None
+    assert near.planned.plan.strategies == planned.plan.strategies
+    assert near.current == pytest.approx(planned.figures.step)
+    assert math.isclose(near.moved or 0, 0)
+
+
+def test_a_problem_in_units_refuses_them_by_name() -> None:
+    units = {"name": "m", "layers": 8, "tp_full": 1, "tp_slowdown": {"1": 1.0}}
+    file = {**FILE, "model": units, "batch": {"global_batch": 8, "micro_batch": 1}}
+    with pytest.raises(Invalid, match=r"pins\.interleave goes with model\.times"):
+        formats.load(msgspec.json.encode(file))
+    given_ = formats.load(msgspec.json.encode({**file, "pins": {}}))
+    with pytest.raises(Invalid, match="of which units know no time"):
+        staying.solve_near(given_, "step", made(TWO))
