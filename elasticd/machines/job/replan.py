@@ -159,7 +159,8 @@ def _request(turn: Turn) -> None:
     devices = _devices(turn)
     if not devices:
         return
-    basis = Basis(devices=devices, rates=_rates(turn, devices), profile=profile)
+    chunks = turn.settings.policy.interleave
+    basis = Basis(devices=devices, rates=_rates(turn, devices), profile=profile, interleave=chunks)
     if job.asked is not None:
         if job.asked.basis == basis:
             return
@@ -176,7 +177,7 @@ def _request(turn: Turn) -> None:
         micro_batch=job.spec.micro_batch,
         rates=basis.rates,
         current=job.plan,
-        freedom=Freedom(states=(job.spec.state,), interleave=turn.settings.policy.interleave),
+        freedom=Freedom(states=(job.spec.state,), interleave=chunks),
     )
     token = job.token + 1
     turn.set(asked=Asked(token=token, basis=basis, problem=problem), token=token, deferred=None)

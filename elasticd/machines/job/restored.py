@@ -80,4 +80,9 @@ def _restored_rates(problem: Problem | None) -> RateState:
 def _restored_basis(problem: Problem | None) -> Basis | None:
     if problem is None:
         return None
-    return Basis(devices=problem.cluster.devices, rates=dict(problem.rates), profile=problem.profile)
+    return Basis(
+        devices=problem.cluster.devices,
+        rates=dict(problem.rates),
+        profile=problem.profile,
+        interleave=problem.freedom.interleave,
+    )

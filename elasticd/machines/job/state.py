@@ -184,6 +184,7 @@ class Basis(Value, frozen=True, kw_only=True):
     devices: tuple[Device, ...]
     rates: dict[str, float]
     profile: ModelProfile
+    interleave: int = 1
 
 
 class Asked(Value, frozen=True, kw_only=True):

@@ -1,0 +1,29 @@
+"""Whether stages may be interleaved is the policy's to say: a running job is planned anew when that changes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from elasticd.machines.job.effects import Configured
+from tests.machines.test_coordinator_faults import running
+from tests.machines.world import World
+
+
+def allowed(world: World, chunks: int) -> None:
+    settings = world.state.settings
+    policy = msgspec.structs.replace(settings.policy, interleave=chunks)
+    world.say(Configured(detect=settings.detect, policy=policy, changes="by a test"))
+    world.settle()
+
+
+def test_a_running_job_is_planned_anew_when_its_stages_may_be_interleaved_and_not_otherwise() -> None:
+    world = running()
+    world.train(12)
+    world.planner_waits = True
+    allowed(world, 1)
+    world.train(2)
+    assert world.planning is None, "nothing has changed"
+    allowed(world, 3)
+    world.train(2)
+    assert world.planning is not None
+    assert world.planning.problem.freedom.interleave == 3
