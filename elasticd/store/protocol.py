@@ -16,7 +16,7 @@ An operation ends in one of four ways:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -149,9 +149,6 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     revision: int
     items: tuple[KeyValue, ...]
-
-    def by_key(self) -> Mapping[str, KeyValue]:
-        return {item.key: item for item in self.items}
 
 
 class WatchEvent(msgspec.Struct, frozen=True, kw_only=True):
