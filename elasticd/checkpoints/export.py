@@ -1,4 +1,5 @@
 """A checkpoint as one safetensors file, written a piece at a time: a model larger than memory is no matter.
+Tensors have the shapes of the model's own modules, whatever rules it was trained under.
 
 The format (github.com/huggingface/safetensors, "Format"): eight bytes with the header's length, the header as
 JSON (dtype, shape and byte range of each tensor, by name), then the tensors' bytes in row-major order.
@@ -72,7 +73,7 @@ def export(path: Path, manifest: Manifest, out: Path, *, moments: bool = False) 
     }
     at = 0
     for key, item, plane in tensors:
-        shape = manifest.tensors[item.role][item.name].shape
+        shape = manifest.tensors[item.role][item.name].own_shape  # row by row the same bytes
         if plane.dtype not in DTYPES:
             raise CannotExport(f"{key} is {plane.dtype}, which safetensors has no name for")
         size = math.prod(shape) * plane.itemsize

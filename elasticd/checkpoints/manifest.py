@@ -58,11 +58,32 @@ class PlaneEntry(Value, frozen=True, kw_only=True):
 
 
 class TensorEntry(Value, frozen=True, kw_only=True):
-    """All that is saved of one item. Its scalars are kept here, to the bit."""
+    """All that is saved of one item. Its scalars are kept here, to the bit. fused: the dimension of the shape
+    that counts the parts of a fused parameter; a chunk is then of one part."""
 
     shape: tuple[int, ...]
     planes: tuple[PlaneEntry, ...]
     scalars: tuple[Scalar, ...] = ()
+    fused: int | None = None
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape that its module gives it: the parts of a fused parameter lie one behind the other."""
+        if self.fused is None:
+            return self.shape
+        parts, size = self.shape[self.fused : self.fused + 2]
+        return (*self.shape[: self.fused], parts * size, *self.shape[self.fused + 2 :])
+
+    def own(self, chunk: Chunk) -> Box:
+        """Where a chunk lies in that shape."""
+        if self.fused is None:
+            return chunk.box
+        dim, (start, stop) = self.fused, (chunk.box.start, chunk.box.stop)
+        first = start[dim] * self.shape[dim + 1]
+        return Box(
+            start=(*start[:dim], first + start[dim + 1], *start[dim + 2 :]),
+            stop=(*stop[:dim], first + stop[dim + 1], *stop[dim + 2 :]),
+        )
 
     def plane(self, name: str) -> PlaneEntry | None:
         return next((plane for plane in self.planes if plane.name == name), None)
@@ -175,7 +196,7 @@ def merge(origin: Origin, serial: int, parts: Sequence[Part]) -> Manifest:
 
 
 def _joined(name: str, one: TensorEntry, two: TensorEntry) -> TensorEntry:
-    if (one.shape, one.scalars) != (two.shape, two.scalars):
+    if (one.shape, one.fused, one.scalars) != (two.shape, two.fused, two.scalars):
         raise ValueError(
             f"{name}: one rank has {one.shape} {one.scalars}, another {two.shape} {two.scalars}: they have "
             "not taken the same steps"

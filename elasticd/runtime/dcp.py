@@ -140,15 +140,13 @@ def metadata(manifest: Manifest, small: Iterable[Small]) -> bytes:
             for plane in entry.planes:
                 path = key_of(role, name, plane.name)
                 key = _joined(path)
-                chunks = [
-                    ChunkStorageMetadata(torch.Size(chunk.box.start), torch.Size(chunk.box.shape))
-                    for chunk in plane.chunks
-                ]
+                boxes = [entry.own(chunk) for chunk in plane.chunks]
+                chunks = [ChunkStorageMetadata(torch.Size(b.start), torch.Size(b.shape)) for b in boxes]
                 properties = TensorProperties(dtype=getattr(torch, plane.dtype))
-                kinds[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+                kinds[key] = TensorStorageMetadata(properties, torch.Size(entry.own_shape), chunks)
                 paths[key] = path
-                for chunk in plane.chunks:
-                    places[MetadataIndex(key, chunk.box.start)] = _place(chunk.record)
+                for box, chunk in zip(boxes, plane.chunks, strict=True):
+                    places[MetadataIndex(key, box.start)] = _place(chunk.record)
     for one in small:
         key = _joined(one.path)
         paths[key] = one.path

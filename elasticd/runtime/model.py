@@ -182,6 +182,7 @@ class Model:
             if cut is not None and cut.dim >= len(shape):
                 raise ModelError(f"rule {self.pattern(full)!r}: {full} {shape} has no dimension {cut.dim}")
             dim = cut.dim if cut is not None else 0
+            fused = dim if cut is not None and cut.parts > 1 else None
             if cut is not None and cut.parts > 1:
                 if shape[dim] % cut.parts:
                     raise ModelError(f"rule {self.pattern(full)!r}: {full} {shape} is not of {cut.parts} parts")
@@ -198,6 +199,7 @@ class Model:
                 cut=Cut(dim=dim, units=units) if cut is not None else None,
                 replicas="add" if cut is not None or isinstance(rule, Add) else "same",
                 kind="trained" if parameter.requires_grad else "frozen",
+                fused=fused,
             )
         for name, buffer in buffers_of(section, module):
             dtype = str(buffer.dtype).removeprefix("torch.")

@@ -175,6 +175,7 @@ class Saver:
             device=self._device,
             members=plan.members,
             shapes={},
+            fused=self._spec.model.fused,
             small=LocalState(),
         )
         self._task, self._given_up = task, self._given_up - {step}

@@ -7,15 +7,16 @@ Every rank: its data, synced; its part (what lies where), synced. Then the first
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import torch
 from elasticd_migration.schema import Schema
 from elasticd_migration.state import LocalState
+from elasticd_planner.boxes import Box
 from elasticd_planner.layouts import Item
 from elasticd_planner.plan import Plan
 
@@ -44,8 +45,9 @@ from elasticd.runtime.staging import Piece
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """One rank's part in a checkpoint that goes to `path`. `held` are its pieces on the host; `shapes` has
-    the whole shape of every item that it writes something of, `small` the rest of its state: scalars, groups
-    and extras, which no step changes any more."""
+    the whole shape of every item that it writes something of, `fused` the dimension of the parts of fused
+    parameters by name, `small` the rest of its state: scalars, groups and extras, which no step changes any
+    more."""
 
     origin: Origin
     path: Path
@@ -53,6 +55,7 @@ class Task:
     members: tuple[str, ...]
     held: Sequence[Piece] = ()
     shapes: dict[Item, tuple[int, ...]]
+    fused: Mapping[str, int] = field(default_factory=dict)
     small: LocalState
 
     @property
@@ -111,7 +114,7 @@ def write_part(disk: Disk, task: Task, check: Callable[[], None]) -> None:
 
 def _write_tensors(stream: SummedStream, file: str, task: Task, schema: Schema) -> Tensors:
     planes: dict[Item, dict[str, PlaneEntry]] = {item: {} for item in task.shapes}
-    for item, plane, box, values in task.held:
+    for item, plane, box, values in _in_parts(task):
         record, data = dcp.write_tensor(stream, file, values)
         known = planes[item].get(plane)
         chunk = Chunk(box=box, record=record, data=data)
@@ -128,8 +131,25 @@ def _write_tensors(stream: SummedStream, file: str, task: Task, schema: Schema) 
             shape=task.shapes[item],
             planes=tuple(held[plane] for plane in sorted(held)),
             scalars=told.scalars if told is not None else (),
+            fused=task.fused.get(item.name),
         )
     return tensors
+
+
+def _in_parts(task: Task) -> Iterator[Piece]:
+    """The pieces, those of fused parameters part by part: each is a box of its module's own tensor, too, so
+    that whoever reads them by torch's index finds the shapes that the modules have."""
+    for piece in task.held:
+        dim = task.fused.get(piece.item.name)
+        if dim is None:
+            yield piece
+            continue
+        start, stop = piece.box.start, piece.box.stop
+        for index, part in enumerate(range(start[dim], stop[dim])):
+            box = Box(
+                start=(*start[:dim], part, *start[dim + 1 :]), stop=(*stop[:dim], part + 1, *stop[dim + 1 :])
+            )
+            yield Piece(piece.item, piece.plane, box, piece.values.select(dim, index).clone())
 
 
 def write_whole(disk: Disk, task: Task, serial: int, check: Callable[[], None]) -> Manifest:

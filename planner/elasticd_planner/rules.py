@@ -40,6 +40,7 @@ class Parameter(Value, frozen=True, kw_only=True, omit_defaults=True):
     module's persistent buffer, whole and the same wherever its section is.
     replicas: what the copies inside one TP group hold as gradient: "same" (each the whole gradient: count
     once) or "add" (each a term of it, as a kv projection replicated because the group cuts its kv-head).
+    fused: the dimension that counts the parts of a fused parameter, which its module has as one with the next.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Parameter(Value, frozen=True, kw_only=True, omit_defaults=True):
     cut: Cut | None = None
     replicas: Literal["same", "add"] = "same"
     kind: Literal["trained", "frozen", "buffer"] = "trained"
+    fused: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind == "buffer" and self.cut is not None:
@@ -133,6 +135,16 @@ class ModelSpec(Value, frozen=True, kw_only=True):
             yield f"blocks.{layer}"
         if stop == len(self.layers):
             yield "head"
+
+    @property
+    def fused(self) -> dict[str, int]:
+        """The fused parameters by full name: the dimension of their parts."""
+        return {
+            f"{section}.{parameter.name}": parameter.fused
+            for section in self.sections(0, len(self.layers))
+            for parameter in self.section(section)
+            if parameter.fused is not None
+        }
 
     def owner(self, name: str) -> str:
         """The parameter that a full name stands for, ties resolved."""
