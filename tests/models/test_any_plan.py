@@ -18,12 +18,13 @@ from examples.train_gpt2 import GPT, describe
 from tests.models.layouts import BATCH, Run, Training, alone, furthest, plan_of, under
 from tests.models.texts import Text
 
-LAYERS, MOST = 3, 6
+LAYERS, MOST = 4, 6
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """One to three pipelines of any stages, with TP groups of any shares, on at most so many devices."""
+    """One to three pipelines of any stages, interleaved or not, with TP groups of any shares, on at most so
+    many devices."""
     micro_batch = draw(st.sampled_from([1, 2]))
     total = BATCH // micro_batch
     pipelines: list[tuple[int, list[Stage]]] = []
@@ -32,12 +33,21 @@ def plans(draw: st.DrawFn) -> Plan:
     for pipeline in range(count):
         borders = draw(st.sets(st.integers(1, LAYERS - 1)))
         edges = [0, *sorted(borders), LAYERS]
+        spans = list(pairwise(edges))
+        turns = [n for n in range(1, len(spans)) if len(spans) % n == 0]  # two stages at least take turns
+        depth = len(spans) // draw(st.sampled_from(turns or [1]))
         stages = []
-        for start, stop in pairwise(edges):
-            most = MOST - used - (count - pipeline - 1) - (len(edges) - 2 - len(stages))
+        for (start, stop), *later in (spans[s::depth] for s in range(depth)):
+            most = MOST - used - (count - pipeline - 1) - (depth - 1 - len(stages))
             shares = draw(st.lists(st.integers(1, 5), min_size=1, max_size=max(1, min(4, most))))
             stages.append(
-                Stage(start=start, stop=stop, devices=_names(used, len(shares)), shares=tuple(shares))
+                Stage(
+                    start=start,
+                    stop=stop,
+                    later=tuple(later),
+                    devices=_names(used, len(shares)),
+                    shares=tuple(shares),
+                )
             )
             used += len(shares)
         last = pipeline == count - 1
