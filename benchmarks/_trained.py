@@ -19,10 +19,11 @@ from torch import nn
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.models.decoder import initial
 from elasticd.runtime.data import Dataset, pad
-from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.engine import Engine, build, connect, first_state
 from elasticd.runtime.feed import Feed
 from elasticd.runtime.groups import Fabric
 from elasticd.runtime.model import Model
+from elasticd.runtime.recipe import Recipe
 from elasticd.runtime.stage import Pace
 from tests.migration.files import Files
 

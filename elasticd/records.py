@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from elasticd_planner.cluster import Device
 from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_planner.precision import Numbers
 from elasticd_planner.problem import Problem
 from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.rules import ModelSpec
@@ -116,7 +117,9 @@ class JobSpec(Value, frozen=True, kw_only=True):
     """What a job trains, the same from every worker; a sample has `sample_tokens` tokens in the mean. profile:
     what was measured of the model before the job (None: nothing, seconds are guessed from the shapes). state:
     who keeps its optimizer's state. first: a digest of the values that the model has by itself (empty: they are
-    made by name and seed); it matters until something was trained."""
+    made by name and seed); it matters until something was trained. numbers: of master weights and gradients,
+    where modules compute in others. recompute: whether stages may make their activations again where memory
+    demands it, or must; recomputed: blocks that do so under every plan."""
 
     job: str
     model: ModelSpec
@@ -128,6 +131,9 @@ class JobSpec(Value, frozen=True, kw_only=True):
     profile: ModelProfile | None = None
     state: StatePolicy = StatePolicy()
     first: str = ""
+    numbers: Numbers | None = None
+    recompute: bool | Literal["always"] = False
+    recomputed: tuple[int, ...] = ()
     version: int = RECORD_VERSION
 
     def __post_init__(self) -> None:

@@ -52,7 +52,8 @@ def linear(inputs: int, outputs: int, dtype: torch.dtype) -> nn.Linear:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation with a weight (Zhang and Sennrich, 2019)."""
+    """Root mean square normalisation with a weight (Zhang and Sennrich, 2019), in single precision at least: of
+    small activations the derivative is more than float16 holds."""
 
     def __init__(self, width: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
@@ -60,7 +61,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return normal.to(x.dtype) * self.weight
 
 
 def rotate(x: Tensor, base: float) -> Tensor:

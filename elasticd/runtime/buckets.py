@@ -46,11 +46,17 @@ def buckets(reduction: Reduction, parameters: Parameters) -> tuple[Bucket, ...]:
     )
 
 
+def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
+    """The type that a parameter's gradients add up in: its own, unless `Precision.add_up` said otherwise."""
+    found: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return found or parameter.dtype
+
+
 def _cut(reduction: Reduction, parameters: Parameters) -> Iterator[list[Piece]]:
     bucket: list[Piece] = []
     size, last = 0, None
     for piece in reversed(reduction.pieces):
-        dtype: torch.dtype = parameters[piece.name][1].dtype
+        dtype = gradient_dtype(parameters[piece.name][1])
         more = piece.box.size * dtype.itemsize
         if bucket and (size + more > BUCKET or dtype != last):
             yield bucket

@@ -7,15 +7,14 @@ optimizer. Losses and gradients are sums until the vote gives the global count; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from elasticd_migration.settings import from_text
 from elasticd_migration.state import (
+    MASTER,
     VALUE,
     LocalState,
     LocalTensor,
@@ -25,71 +24,30 @@ from elasticd_migration.state import (
     install,
     restore_optimizer,
 )
-from elasticd_planner.batch import BatchPlan, Sampler
-from elasticd_planner.layouts import Layouts
+from elasticd_planner.batch import BatchPlan
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Item, Layouts
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.packing import linear_of
 from elasticd_planner.plan import Plan
 from elasticd_planner.reduction import Reduction, reductions
-from torch import nn
 
 from elasticd.records import Vote
 from elasticd.runtime import regions
-from elasticd.runtime.data import Collate, Dataset, Loader, expected_hash
-from elasticd.runtime.feed import Feed, Mapped
+from elasticd.runtime.data import Loader, expected_hash
 from elasticd.runtime.groups import Fabric, Group
 from elasticd.runtime.model import LocalModel, Model
 from elasticd.runtime.ownership import Ownership
-from elasticd.runtime.reader import Reader, SampleError
+from elasticd.runtime.precision import LossScaler
+from elasticd.runtime.reader import SampleError
+from elasticd.runtime.recipe import Recipe
 from elasticd.runtime.reduce import GradientReducer
-from elasticd.runtime.schedule import Schedule, one_forward_one_backward
-from elasticd.runtime.stage import Loss, Pace, Passed, StageRunner
-from elasticd.runtime.standing_in import Snapshots
+from elasticd.runtime.stage import Pace, Passed, StageRunner
 from elasticd.runtime.telemetry import Telemetry
 from elasticd.runtime.vote import Outcome, Record, hash_samples, vote
 
 #: What of a state says where its data is to be read on: see `feed`.
 DATA = "data"
-
-MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """What the user trains, the same under every plan. `clip` is the largest gradient norm, if any; `length`
-    gives the tokens of a sample by its index, where they are unequal; `readers` threads read samples ahead; the
-    folder `checkpoints` has what a job may start from, `snapshots` gives what this node's agent keeps of it;
-    `source` gives the samples, where they are not those of a map-style dataset."""
-
-    model: Model
-    loss: Loss
-    optimizer: MakeOptimizer
-    dataset: Dataset
-    collate: Collate
-    sampler: Sampler
-    clip: float | None = None
-    scheduler: MakeScheduler | None = None
-    checkpoints: Path | None = None
-    snapshots: Snapshots = field(default_factory=Snapshots)
-    schedule: Schedule = one_forward_one_backward
-    length: Callable[[int], int] | None = None
-    readers: int = 1
-    source: Feed | None = None
-
-    @cached_property
-    def reader(self) -> Reader:
-        """One under all plans, so that a new one finds what is read already."""
-        return Reader(self.dataset, self.readers)
-
-    @cached_property
-    def feed(self) -> Feed:
-        """One under all plans, too."""
-        return self.source or Mapped(self.sampler, self.reader, self.length, linear_of(self.model.spec))
-
-    def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """The samples of a step under a plan, the same on every rank."""
-        return self.feed.batch(plan, step)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,17 +94,21 @@ def build(model: Model, plan: Plan, device: str) -> LocalModel:
     return model.local(plan.stage(place), place.position)
 
 
-def first_state(model: Model, layouts: Layouts, device: str, seed: int) -> LocalState:
-    """The state that a job starts from: all first values that the device holds, no optimizer state yet."""
+def first_state(
+    model: Model, layouts: Layouts, device: str, seed: int, master: torch.dtype | None = None
+) -> LocalState:
+    """The state that a job starts from: all first values that the device holds, its master weights where those
+    are of a type of their own, no optimizer state yet."""
+
+    def first(item: Item, box: Box) -> Shard:
+        plane, dtype = (MASTER, master) if item.role == "state" else (VALUE, None)
+        return Shard(box=box, planes={plane: model.first_value(item.name, box, seed, dtype)})
+
     return LocalState(
         tensors={
-            item: LocalTensor(
-                shards=tuple(
-                    Shard(box=box, planes={VALUE: model.first_value(item.name, box, seed)}) for box in boxes
-                )
-            )
+            item: LocalTensor(shards=tuple(first(item, box) for box in boxes))
             for item, boxes in layouts.held(device).items()
-            if item.role != "state"
+            if item.role != "state" or master is not None
         }
     )
 
@@ -173,6 +135,10 @@ class Engine:
         self.plan, self.device, self.local, self.fabric = layouts.plan, fabric.me, local, fabric
         self.layouts = layouts
         self._recipe, self._groups = recipe, groups
+        precision = recipe.precision
+        self.scaler = LossScaler(precision.scale) if precision is not None and precision.scale else None
+        if precision is not None:
+            precision.add_up(parameter for _, parameter in local.parameters.values())
         self._telemetry = Telemetry(self.device, fabric.stopwatch)
         self.reducer = GradientReducer(
             self.device,
@@ -183,7 +149,7 @@ class Engine:
             keep_all=self.plan.state.zero < 2,
             stopwatch=fabric.stopwatch,
         )
-        self._owns = Ownership(layouts, self.device, local, groups.everyone, self.reducer)
+        self._owns = Ownership(layouts, self.device, local, groups.everyone, self.reducer, recipe.master)
         self._carried: dict[str, str] = {}
         self._after: str | None = None
         self.meets = False
@@ -213,6 +179,8 @@ class Engine:
             pace=pace,
             ready=self.reducer.ready,
             schedule=self._recipe.schedule,
+            again=self._recipe.recomputed,
+            precision=self._recipe.precision,
         )
 
     def _attach(self) -> None:
@@ -224,7 +192,7 @@ class Engine:
         """Makes `state` that of the local model, and of an optimizer and a scheduler that the user's functions
         make now (and not before: a plan that is prepared may never come)."""
         install(state, self._owns.values, buffers=self._owns.buffers)
-        owned = self._owns.take()
+        owned = self._owns.take(state)
         self.optimizer = self._recipe.optimizer((part.name, part.parameter) for part in owned)
         if self._recipe.scheduler is not None:
             self.scheduler = self._recipe.scheduler(self.optimizer)
@@ -232,6 +200,8 @@ class Engine:
         self._carried = dict(state.extras)
         if self.scheduler is not None and (text := self._carried.pop("scheduler", None)) is not None:
             self.scheduler.load_state_dict(from_text(text))
+        if self.scaler is not None and (text := self._carried.pop("scaler", None)) is not None:
+            self.scaler.load_state_dict(from_text(text))
 
     def state(self) -> LocalState:
         """All that is held here, by reference: values, what is owned of the optimizer's state, settings.
@@ -240,13 +210,27 @@ class Engine:
         extras: dict[str, object] = {name: from_text(text) for name, text in self._carried.items()}
         if self.scheduler is not None:
             extras["scheduler"] = self.scheduler.state_dict()
+        if self.scaler is not None:
+            extras["scaler"] = self.scaler.state_dict()
         owns = self._owns
-        return collect(owns.values, owns.owned, self.optimizer, buffers=owns.buffers, extras=extras)
+        return collect(
+            owns.values,
+            owns.owned,
+            self.optimizer,
+            buffers=owns.buffers,
+            extras=extras,
+            masters=self._recipe.master is not None,
+        )
 
     @property
     def owned(self) -> list[Owned]:
         """What the optimizer steps on."""
         return self._owns.owned
+
+    @property
+    def scale(self) -> float:
+        """What gradients are multiplied by until the update."""
+        return self.scaler.scale if self.scaler is not None else 1.0
 
     @property
     def rank(self) -> int:
@@ -297,8 +281,8 @@ class Engine:
             batches = (batch, self._batch(step + 1)) if self._recipe.feed.ahead else (batch,)
             mine, *next_ = (each.modules[place.module][place.pipeline] for each in batches)
             self.runner.prepare(micro for micros in (mine, *next_) for micro in micros)
-            passed = self.runner.run(mine)
-        squares = self._owns.reduce()
+            passed = self.runner.run(mine, self.scale)
+        squares = self._owns.reduce() / self.scale**2
         self.reduced = step
         record = Record(
             step=step,
@@ -355,7 +339,7 @@ class Engine:
         if self._after is not None:
             self._carried[DATA], self._after = self._after, None
         self.stale = vote.apply and self.plan.state.zero > 0
-        scale = 1.0 / vote.count
+        scale = 1.0 / vote.count / self.scale
         if self._recipe.clip is not None:
             scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))
         if vote.apply:
@@ -363,6 +347,9 @@ class Engine:
                 if part.parameter.grad is not None:
                     part.parameter.grad.mul_(scale)
             self.optimizer.step()
+            self._owns.round()
+        if self.scaler is not None:
+            self.scaler.after(applied=vote.apply)
         if self.scheduler is not None:
             self.scheduler.step()
         self._owns.clear()

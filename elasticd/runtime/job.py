@@ -20,7 +20,7 @@ from elasticd.runtime.control import AgentKeyValue, Control
 from elasticd.runtime.data import Collate, Dataset, pad
 from elasticd.runtime.emulation import Pacer
 from elasticd.runtime.endings import Departed, JobOver, JobStopped
-from elasticd.runtime.engine import Engine, MakeOptimizer, MakeScheduler, Recipe
+from elasticd.runtime.engine import Engine
 from elasticd.runtime.evaluation import Evaluation, HeldOut, evaluate
 from elasticd.runtime.feed import Mapped
 from elasticd.runtime.interludes import Interludes, Run
@@ -28,7 +28,10 @@ from elasticd.runtime.loop import Loop, Next
 from elasticd.runtime.model import Model
 from elasticd.runtime.notice import Notice
 from elasticd.runtime.options import Options, environment, held_out_sets, hello
+from elasticd.runtime.precision import Name, Precision
 from elasticd.runtime.reader import SampleError
+from elasticd.runtime.recipe import MakeOptimizer, MakeScheduler, Recipe
+from elasticd.runtime.recompute import Recompute
 from elasticd.runtime.saver import Keeping, Saver
 from elasticd.runtime.seat import Seat
 from elasticd.runtime.snapper import Snapper
@@ -54,7 +57,10 @@ class Job(Seat):
     several of one parameter, and an empty tensor for what others step on. Its state and its groups' settings
     are restored, so group parameters by name. scheduler(optimizer) makes a learning-rate scheduler, which is
     stepped after every step and carried over switches. zero: 1 keeps optimizer state on `replicas` (default 1)
-    of a parameter's holders, on as many nodes, instead of on all; 2 gradients too. dataset: map-style, or a
+    of a parameter's holders, on as many nodes, instead of on all; 2 gradients too. precision: modules compute
+    in "bf16" or "fp16" (whose loss is scaled) under master weights in single precision, or all is "fp32"
+    (default: as modules are made). recompute: True, all blocks make their activations again in the backward
+    pass; "plan", where memory demands it; a function of a block's index says which. dataset: map-style, or a
     `Stream`; a sample is a mapping of 1-D tensors; collate makes a batch of samples (default: padding).
     global_batch samples make a step, taken micro_batch at a time. clip: the largest norm of the gradient.
     length(index): a sample's tokens, where samples are of unequal length (default: dataset.lengths[index], if
@@ -93,6 +99,8 @@ class Job(Seat):
         scheduler: MakeScheduler | None = None,
         zero: int = 0,
         replicas: int | None = None,
+        precision: Name | Precision | None = None,
+        recompute: Recompute = False,
         held_out: Dataset | HeldOut | Mapping[str, Dataset | HeldOut] | None = None,
         callbacks: Sequence[Callback] = (),
         profile: str | os.PathLike[str] | None = None,

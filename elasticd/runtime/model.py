@@ -101,6 +101,18 @@ class Model:
         """The type of the activation between blocks: that of the first block's parameters."""
         return next(self.sections["blocks.0"].parameters()).dtype
 
+    def computing_in(self, dtype: torch.dtype) -> Model:
+        """The same model with all parameters, and so its activations, of another type; buffers and first values
+        stay as they are."""
+        made = copy.copy(self)
+        made.sections, made.units = copy.deepcopy(self.sections), dict(self.units)
+        for module in made.sections.values():
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(dtype)
+        made.fused, made._owners = {}, {section: {} for section in made.sections}
+        made.spec = made._describe()
+        return made
+
     def first(self) -> str:
         """A digest of the values that the modules have by themselves; empty where they have none."""
         digest = hashlib.blake2b(digest_size=16)
@@ -209,8 +221,9 @@ class Model:
         """The sections of `stage` with parameters of the local shape, values not set."""
         return local_model(self, stage, position)
 
-    def first_value(self, name: str, box: Box, seed: int) -> Tensor:
-        """The box of a parameter's or buffer's first value, as every layout starts from it."""
+    def first_value(self, name: str, box: Box, seed: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The box of a parameter's or buffer's first value, as every layout starts from it; of a parameter in
+        any type (default: its own)."""
         section, _, rest = _split(name)
         rule = next(parameter for parameter in self.spec.section(section) if parameter.name == rest)
         if rule.kind == "buffer":
@@ -221,7 +234,8 @@ class Model:
         if name in self.fused:
             value = value.unflatten(self.fused[name], (shape[self.fused[name]], -1))
         part = value[box.slices(Box.whole(shape))]
-        return part.detach().to(getattr(torch, rule.dtype)).clone(memory_format=torch.contiguous_format)
+        dtype = dtype or getattr(torch, rule.dtype)
+        return part.detach().to(dtype).clone(memory_format=torch.contiguous_format)
 
     def module_shape(self, name: str) -> tuple[int, ...]:
         """The shape that the user's module gives a parameter: what is trained has another if it is fused."""

@@ -22,9 +22,10 @@ from elasticd_planner.remains import Remains
 from elasticd_planner.rules import ModelSpec
 
 from elasticd.records import Proposal, Recovery
-from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.engine import Engine, build, connect, first_state
 from elasticd.runtime.groups import Fabric, Group
 from elasticd.runtime.loading import NoCheckpoint, clear, start_from
+from elasticd.runtime.recipe import Recipe
 from elasticd.runtime.stage import Pace
 from elasticd.runtime.standing_in import stood_in
 
@@ -74,7 +75,6 @@ def prepare(
     all members are ready. `fabric_of` makes the fabrics, by the part that they are for. `training`: the engine
     in force here, which goes on meanwhile."""
     spec, plan, old, recovery = recipe.model.spec, proposal.plan, proposal.old, proposal.recovery
-    _check_supported(plan)
     layouts = Layouts(spec, plan)
     engine = None
     if device in plan.members:
@@ -134,13 +134,6 @@ def _source(spec: ModelSpec, old: Plan, recovery: Recovery | None) -> Layouts:
     return Remains(spec, old, gone=gone, stale=recovery.stale)
 
 
-def _check_supported(plan: Plan) -> None:
-    """Refuses what this runtime cannot run yet; the coordinator asks for no such plan."""
-    stages = [stage for module in plan.modules for pipeline in module.pipelines for stage in pipeline.stages]
-    if any(stage.recompute for stage in stages):
-        raise ValueError(f"plan {plan.number}: this runtime does not recompute activations; plan without")
-
-
 def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, seed: int) -> Side:
     """Fills the new engine from what all ranks hold, `engine` being the one here whose state is gone on from
     (None: a joiner), which has made `step` updates.
@@ -166,7 +159,7 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
             raise NoCheckpoint("the job is to go on from a checkpoint, and this rank has no folder of any")
         if recipe.checkpoints is not None and group.rank == 0:
             clear(recipe.checkpoints)
-        new.adopt(first_state(recipe.model, prepared.new, group.me, seed))
+        new.adopt(first_state(recipe.model, prepared.new, group.me, seed, recipe.master))
         return Side(step=step, began=began)
     transport = _transport(group)
     group.fabric.keep(transport)  # whose last messages may still be on their way until all ranks have said ok

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from elasticd_planner.batch import Sampler
@@ -18,10 +19,12 @@ from elasticd.packets import SLOT_VARIABLE
 from elasticd.records import JobSpec
 from elasticd.runtime.data import Collate, Dataset, length_of, sample_tokens
 from elasticd.runtime.elementwise import refuse_others
-from elasticd.runtime.engine import MakeOptimizer, MakeScheduler, Recipe
 from elasticd.runtime.evaluation import HeldOut
 from elasticd.runtime.loading import offered
 from elasticd.runtime.model import Model
+from elasticd.runtime.precision import Name, Precision, lowered, precision_of
+from elasticd.runtime.recipe import MakeOptimizer, MakeScheduler, Recipe
+from elasticd.runtime.recompute import Recompute, asked
 from elasticd.runtime.saver import Keeping
 from elasticd.runtime.stage import Loss
 from elasticd.runtime.standing_in import Snapshots
@@ -49,6 +52,8 @@ class Options:
     scheduler: MakeScheduler | None
     zero: int
     replicas: int | None
+    precision: Name | Precision | None
+    recompute: Recompute
     profile: str | os.PathLike[str] | None
     checkpoint: str | os.PathLike[str] | None
     checkpoint_every: int
@@ -67,21 +72,38 @@ class Options:
                     dims[spec.owner(f"{section}.{parameter.name}")] = len(parameter.shape)
         refuse_others(self.optimizer, list(dims.items()))
 
+    @cached_property
+    def tokens(self) -> float:
+        """Of a sample, on average."""
+        return self.dataset.tokens if isinstance(self.dataset, Stream) else sample_tokens(self.dataset)
+
+    @cached_property
+    def numbers(self) -> Precision | None:
+        return precision_of(self.precision, self.global_batch * self.tokens)
+
+    @cached_property
+    def trained(self) -> Model:
+        """The model as its modules compute."""
+        return lowered(self.model, self.numbers)
+
     def spec(self, name: str) -> JobSpec:
-        tokens = self.dataset.tokens if isinstance(self.dataset, Stream) else sample_tokens(self.dataset)
+        may_recompute, recomputed = asked(self.recompute, self.trained.layers)
         return JobSpec(
             job=name,
-            model=self.model.spec,
+            model=self.trained.spec,
             global_batch=self.global_batch,
             micro_batch=self.micro_batch,
             samples=0 if isinstance(self.dataset, Stream) else len(self.dataset),
-            sample_tokens=tokens,
+            sample_tokens=self.tokens,
             seed=self.seed,
             state=StatePolicy(
                 zero=self.zero, replicas=1 if self.zero and self.replicas is None else self.replicas
             ),
-            profile=self._profile(tokens),
-            first=self.model.first(),
+            profile=self._profile(),
+            first=self.trained.first(),
+            numbers=self.numbers.numbers if self.numbers is not None else None,
+            recompute=may_recompute,
+            recomputed=recomputed,
         )
 
     def keeping(self) -> Keeping | None:
@@ -97,10 +119,10 @@ class Options:
     def recipe(self, checkpoints: Path | None, snapshots: Snapshots) -> Recipe:
         source, dataset = None, self.dataset
         if isinstance(dataset, Stream):
-            linear = linear_of(self.model.spec)
+            linear = linear_of(self.trained.spec)
             source, dataset = Streamed(dataset, self.global_batch, linear, self.readers), [None]
         return Recipe(
-            model=self.model,
+            model=self.trained,
             loss=self.loss,
             optimizer=self.optimizer,
             dataset=dataset,
@@ -113,9 +135,11 @@ class Options:
             scheduler=self.scheduler,
             checkpoints=checkpoints,
             snapshots=snapshots,
+            recomputed=asked(self.recompute, self.trained.layers)[1],
+            precision=self.numbers,
         )
 
-    def _profile(self, tokens: float) -> ModelProfile | None:
+    def _profile(self) -> ModelProfile | None:
         """Raises ValueError, with the file's name, where it cannot be read or is no profile of this model."""
         from elasticd_planner.given import given_profile  # of no use to jobs without a profile
 
@@ -123,7 +147,7 @@ class Options:
             return None
         path = os.fspath(self.profile)
         try:
-            return given_profile(Path(path).read_bytes(), self.model.spec, tokens, self.micro_batch)
+            return given_profile(Path(path).read_bytes(), self.trained.spec, self.tokens, self.micro_batch)
         except OSError as error:
             raise ValueError(f"profile {path} cannot be read: {error.strerror}") from None
         except Invalid as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from elasticd_migration.state import Owned, own, torch_dtype
+from elasticd_migration.state import LocalState, Owned, own, torch_dtype
 from elasticd_planner.boxes import Box
 from elasticd_planner.layouts import Layouts
 from elasticd_planner.reduction import Delivery, buffers_away, gradients_away, leading, values_back
@@ -27,13 +27,20 @@ Values = dict[str, list[tuple[Box, nn.Parameter]]]
 
 
 class Ownership:
-    """The values of one device, and what it owns of them: `owned` is there once `take` was called."""
+    """The values of one device, and what it owns of them: `owned` is there once `take` was called. master: the
+    type of master weights, where what is owned are those, and values are rounded copies of them."""
 
     def __init__(
-        self, layouts: Layouts, device: str, local: LocalModel, everyone: Group, reducer: GradientReducer
+        self,
+        layouts: Layouts,
+        device: str,
+        local: LocalModel,
+        everyone: Group,
+        reducer: GradientReducer,
+        master: torch.dtype | None = None,
     ) -> None:
         self._layouts, self._device, self._everyone, self._reducer = layouts, device, everyone, reducer
-        self._zero = layouts.plan.state.zero
+        self._zero, self._master = layouts.plan.state.zero, master
         self.values = _values(layouts, device, local)
         self.buffers = _buffers(layouts, device, local)
         self.owned: list[Owned] = []
@@ -43,9 +50,10 @@ class Ownership:
         self._copies = buffers_away(layouts, device)
         self._leads = leading(layouts, device)
 
-    def take(self) -> list[Owned]:
-        """What the optimizer is to step on, now that the values have the memory that they will keep."""
-        self.owned = own(self._layouts, self._device, self.values)
+    def take(self, state: LocalState) -> list[Owned]:
+        """What the optimizer is to step on, now that the values have the memory that they will keep; of `state`
+        the master weights are adopted."""
+        self.owned = own(self._layouts, self._device, self.values, state, self._master)
         for part in self.owned:
             if not part.box.empty:
                 self._boxes.setdefault(part.name, []).append(part)
@@ -55,6 +63,8 @@ class Ownership:
         """Gives each owned box its reduced gradient; the sum of squares of those that are counted here."""
         if not self._zero:
             self._reducer()
+            if self._master is not None:
+                self._view()
             return self._reducer.squares()
         if self._zero == 1:
             self._reducer()
@@ -63,6 +73,12 @@ class Ownership:
             self._reducer.into([part for parts in self._boxes.values() for part in parts])
         self._deliver(self._away, GRADIENTS, self._gradient, self._new_gradient)
         return sum_of_squares(self._gradient(name, box) for name, box in self._leads)
+
+    def round(self) -> None:
+        """After the optimizer's step: values become their master weights, rounded."""
+        for name, box, parameter in self.owned if self._master is not None else ():
+            if not box.empty:
+                self._value(name, box).copy_(parameter.detach())
 
     def return_values(self) -> None:
         """After the optimizer's step: whoever computes with a box gets its new value."""
@@ -84,7 +100,7 @@ class Ownership:
             for _, box, parameter in parts:
                 held, value = self._around(name, box)
                 if value is not parameter and value.grad is not None:
-                    parameter.grad = value.grad[box.slices(held)]
+                    parameter.grad = value.grad[box.slices(held)].to(parameter.dtype)
 
     def _around(self, name: str, box: Box) -> tuple[Box, nn.Parameter]:
         return next((held, value) for held, value in self.values[name] if held.contains(box))

@@ -20,7 +20,7 @@ from elasticd_planner.boxes import Box
 from elasticd_planner.reduction import Piece, Reduction
 from torch import Tensor, nn
 
-from elasticd.runtime.buckets import Bucket, Parameters, buckets
+from elasticd.runtime.buckets import Bucket, Parameters, buckets, gradient_dtype
 from elasticd.runtime.groups import Group
 from elasticd.runtime.stopwatch import Stopwatch
 
@@ -175,7 +175,7 @@ class GradientReducer:
     def _gradient(self, name: str, box: Box) -> Tensor:
         held, parameter = self._parameters[name]
         if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
         return parameter.grad[box.slices(held)]
 
 

@@ -7,7 +7,7 @@ itself, and its gradients can be reduced while those before it are still made.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from elasticd.runtime.boundary import After, Before, Lane
 from elasticd.runtime.data import Loader
 from elasticd.runtime.groups import Group
+from elasticd.runtime.precision import Precision
 from elasticd.runtime.randomness import Drawing
 from elasticd.runtime.reader import SampleError
+from elasticd.runtime.recompute import again_in
 from elasticd.runtime.schedule import Schedule, all_forward, one_forward_one_backward
 from elasticd.runtime.stopwatch import Stopwatch
 from elasticd.runtime.telemetry import Telemetry
@@ -42,6 +44,7 @@ class _Passage:
     tokens: int
     ids: Sequence[int]
     segments: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
+    changed: dict[str, Any] = field(default_factory=dict)
     loss: Tensor | None = None
 
 
@@ -70,8 +73,10 @@ class Passed:
 class StageRunner:
     """Runs the micro-batches of one step through the sections of one device.
 
-    talks: members of a TP group communicate in every block. ready: called with each section once the last
-    micro-batch's backward pass has left it. most_alive: micro-batches whose activations were held at once."""
+    talks: members of a TP group communicate in every block. again: blocks that make their activations again
+    whatever the plan says. precision: what the modules compute in, if it is said. ready: called with each
+    section once the last micro-batch's backward pass has left it. most_alive: micro-batches whose activations
+    were held at once."""
 
     def __init__(
         self,
@@ -90,15 +95,18 @@ class StageRunner:
         pace: Pace,
         ready: Callable[[str], None],
         schedule: Schedule = one_forward_one_backward,
+        again: Collection[int] = (),
+        precision: Precision | None = None,
     ) -> None:
         self._drawing, self._loss, self._loader = drawing, loss, loader
         self._telemetry, self._stopwatch, self._pace, self._ready = telemetry, stopwatch, pace, ready
-        self._schedule = schedule
+        self._schedule, self._precision, self._scale = schedule, precision, 1.0
         place = plan.places[device]
         pipeline = plan.modules[place.module].pipelines[place.pipeline]
         mine = pipeline.stages[place.stage]
         self._stage, self._stages, self._position = place.stage, len(pipeline.stages), place.position
         self._share, self._layers = mine.fraction(place.position), mine.layers
+        self._again = again_in(mine, again, modules)
 
         def border(other: int) -> tuple[Group, int, list[int], bool]:
             ranks = [plan.rank(device) for device in pipeline.stages[other % self._stages].devices]
@@ -124,8 +132,9 @@ class StageRunner:
         self._reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
         self.most_alive = 0
 
-    def run(self, micro_batches: Sequence[MicroBatch]) -> Passed:
-        """All passes of one step; gradients accumulate in the parameters."""
+    def run(self, micro_batches: Sequence[MicroBatch], scale: float = 1.0) -> Passed:
+        """All passes of one step; gradients, those of the loss times `scale`, accumulate in the parameters."""
+        self._scale = scale
         count, chunks = len(micro_batches), len(self._chunks)
         order = list(self._schedule(self._stages, self._stage, count, chunks))
         last = {at.chunk: position for position, at in enumerate(order) if at.kind == "backward"}
@@ -211,7 +220,7 @@ class StageRunner:
             x, ids = chunk.before.activation(index, len(micro))
         else:
             with self._telemetry.compute("embed"):
-                x = chunk.modules["embed"](batch)
+                x = chunk.modules["embed"](self._precision.entering(batch) if self._precision else batch)
         passage = _Passage(tokens=x.shape[0] * x.shape[1], ids=ids)
         passage.segments.append(("embed", x, x))
         if chunk is self._chunks[0]:
@@ -226,15 +235,18 @@ class StageRunner:
         if chunk.after is None:
             with self._telemetry.compute("head"):
                 logits = self._segment(passage, "head", chunk.modules["head"], x)
+                logits = self._precision.leaving(logits) if self._precision else logits
                 passage.loss, counted = self._loss(logits, batch)
         else:
             chunk.after.send_activation(index, x.detach(), ids)
         return passage, counted
 
-    @staticmethod
-    def _segment(passage: _Passage, section: str, module: nn.Module, x: Tensor) -> Tensor:
+    def _segment(self, passage: _Passage, section: str, module: nn.Module, x: Tensor) -> Tensor:
         entered = x.detach().requires_grad_()
-        out: Tensor = module(entered)
+        if section in self._again:
+            out, passage.changed[section] = self._again[section].forward(entered)
+        else:
+            out = module(entered)
         passage.segments.append((section, entered, out))
         return out
 
@@ -246,7 +258,7 @@ class StageRunner:
         if passage.loss is not None:
             section, entered, _ = rest.pop()
             with self._telemetry.compute("head"):
-                torch.autograd.backward(passage.loss)
+                torch.autograd.backward(passage.loss, torch.full_like(passage.loss, self._scale))
             grad = entered.grad
             if last:
                 self._ready(section)
@@ -255,6 +267,8 @@ class StageRunner:
             grad = chunk.after.gradient(index, rest[-1][2])
         while rest:
             section, entered, out = rest.pop()
+            if section in self._again:
+                out = self._make_again(section, entered, passage)
             start, communicated = time.perf_counter(), self._stopwatch.read("tensor")
             with self._telemetry.compute("backward"):
                 torch.autograd.backward(out, grad)
@@ -271,6 +285,13 @@ class StageRunner:
                 torch.autograd.backward(first[2], grad)
         if last:
             self._ready("embed")
+
+    def _make_again(self, section: str, entered: Tensor, passage: _Passage) -> Tensor:
+        start, communicated = time.perf_counter(), self._stopwatch.read("tensor")
+        with self._telemetry.compute("again"):
+            out = self._again[section].again(entered, passage.changed.pop(section))
+            self._end_pace("forward", passage.tokens, start, communicated)
+        return out
 
     def _end_pace(self, kind: str, tokens: int, start: float, communicated: float) -> None:
         self._pace(kind, tokens, self._share, start, self._stopwatch.read("tensor") - communicated)

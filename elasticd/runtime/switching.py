@@ -25,10 +25,11 @@ from elasticd.runtime.control import Control
 from elasticd.runtime.copies import Copies
 from elasticd.runtime.emulation import Pacer
 from elasticd.runtime.endings import Departed, JobOver, JobStopped
-from elasticd.runtime.engine import Engine, Recipe
+from elasticd.runtime.engine import Engine
 from elasticd.runtime.fabrics import Fabrics
 from elasticd.runtime.groups import Cancelled, Fabric, KeyValue
 from elasticd.runtime.move import SOUND, Prepared, Side, move, prepare
+from elasticd.runtime.recipe import Recipe
 
 log = logging.getLogger(__name__)
 

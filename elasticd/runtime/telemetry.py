@@ -13,6 +13,8 @@ from elasticd.runtime.stopwatch import Stopwatch
 
 #: Bytes of a page of memory.
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+#: What a block's computation is told apart in.
+PASSES = ("blocks", "forward", "backward", "again")
 
 
 def resident() -> int:
@@ -35,13 +37,13 @@ class Telemetry:
     def begin(self) -> None:
         self._start = time.perf_counter()
         self._stopwatch.take()
-        self._compute = dict.fromkeys(("embed", "blocks", "forward", "backward", "head", "optimizer"), 0.0)
+        self._compute = dict.fromkeys((*PASSES, "embed", "head", "optimizer"), 0.0)
         self._squares, self._longest, self._lengths = 0.0, 0, dict[int, int]()
         self._work, self._tokens, self._micro_batches = 0.0, 0, 0
 
     def compute(self, kind: str) -> Computing:
         """A context that times a section of kind "embed" or "head", the "forward" or "backward" pass of a block
-        ("blocks": either), or the "optimizer"."""
+        ("blocks": either; "again": a forward pass that is run once more), or the "optimizer"."""
         return Computing(self._compute, kind, self._stopwatch)
 
     def worked(self, tokens: int, layers: int, share: float, length: int = 0) -> None:
@@ -67,6 +69,7 @@ class Telemetry:
             forward_seconds=compute["forward"],
             backward_seconds=compute["backward"],
             block_work=self._work,
+            again_seconds=compute["again"],
             embed_seconds=compute["embed"],
             head_seconds=compute["head"],
             optimizer_seconds=compute["optimizer"],

@@ -22,6 +22,9 @@ from elasticd_migration.settings import NotPlain, from_text, to_text
 #: The plane of a value or a buffer.
 VALUE = "value"
 
+#: The plane of a parameter's state that is its master weight, where the value is a rounded copy of it.
+MASTER = "master"
+
 #: What a scalar can be.
 Number = torch.Tensor | float | int | bool | None
 
@@ -111,7 +114,7 @@ def trimmed(state: LocalState, boxes: Mapping[Item, Sequence[Box]]) -> LocalStat
 
 class Owned(NamedTuple):
     """A box of a parameter that this rank's optimizer steps on: the local parameter itself, a view of a part
-    of it, or the value of a box that is kept for others."""
+    of it, the value of a box that is kept for others, or the master weight of one of these."""
 
     name: str
     box: Box
@@ -121,27 +124,51 @@ class Owned(NamedTuple):
 Values = Mapping[str, Sequence[tuple[Box, torch.Tensor]]]
 
 
-def own(layouts: Layouts, device: str, values: Values) -> list[Owned]:
+def own(
+    layouts: Layouts,
+    device: str,
+    values: Values,
+    state: LocalState | None = None,
+    master: torch.dtype | None = None,
+) -> list[Owned]:
     """What the optimizer of `device` is to step on, given its `values`: every trained parameter of the model.
 
     A box that is a whole value is that value itself, if it is a parameter; any other is a parameter of its own
     on the same memory. Of a parameter whose state others keep there is an empty one, of as many dimensions: so
-    that parameter groups are the same on every rank.
+    that parameter groups are the same on every rank. master: there are master weights of this type: those of
+    `state`, which are adopted, or as the values are.
     """
     place = next((value.device for parts in values.values() for _, value in parts), None)
     found: list[Owned] = []
     for name in layouts.trained:
         for box in layouts.boxes(Item(name, "state"), device):
             around, value = next((held, v) for held, v in values[name] if held.contains(box))
+            if master is not None:
+                weight = _master(state, name, box, value.detach()[box.slices(around)], master)
+                found.append(Owned(name, box, torch.nn.Parameter(weight)))
+                continue
             if around != box or not isinstance(value, torch.nn.Parameter):
                 value = torch.nn.Parameter(value.detach()[box.slices(around)])
             found.append(Owned(name, box, value))
         if not found or found[-1].name != name:
             layout = layouts.state(name)
             none = (0,) * max(1, len(layout.shape))
-            empty = torch.empty(none, dtype=torch_dtype(layout.dtype), device=place)
+            empty = torch.empty(none, dtype=master or torch_dtype(layout.dtype), device=place)
             found.append(Owned(name, Box.whole(none), torch.nn.Parameter(empty)))
     return found
+
+
+def _master(
+    state: LocalState | None, name: str, box: Box, value: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    tensor = state.tensors.get(Item(name, "state")) if state is not None else None
+    shard = next((s for s in tensor.shards if s.box == box), None) if tensor is not None else None
+    if shard is None or MASTER not in shard.planes:
+        return value.to(dtype, copy=True)
+    kept = shard.planes[MASTER]
+    if kept.dtype != dtype:
+        raise ValueError(f"state of {name}: its master weights are {kept.dtype}, and this job's are {dtype}")
+    return kept
 
 
 def collect(
@@ -151,11 +178,13 @@ def collect(
     *,
     buffers: Values | None = None,
     extras: Mapping[str, object] | None = None,
+    masters: bool = False,
 ) -> LocalState:
     """This rank's state, by reference: nothing is copied, and the tensors change as training goes on.
 
-    values, buffers: every box that is held of each. owned: what the optimizer was made with. extras: plain
-    values, as `settings` can write. Before the optimizer's first step it has no planes.
+    values, buffers: every box that is held of each. owned: what the optimizer was made with; with `masters`
+    those are master weights, which are kept with its state. extras: plain values, as `settings` can write.
+    Before the optimizer's first step its state has no planes of its own.
     Raises `NotElementWise` where something is kept that cannot be carried.
     """
     tensors = {Item(name, "value"): _value(held) for name, held in values.items()}
@@ -165,6 +194,8 @@ def collect(
         if box.empty:
             continue
         kept = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        if masters:
+            kept = {**kept, MASTER: parameter.detach()}
         parts.setdefault(name, []).append((box, kept))
     for name, held in parts.items():
         tensors[Item(name, "state")] = _state(name, held, type(optimizer).__name__)
@@ -208,12 +239,13 @@ def restore_optimizer(state: LocalState, owned: Sequence[Owned], optimizer: torc
         shard = next((shard for shard in tensor.shards if shard.box == box), None)
         if shard is None:
             raise ValueError(f"state of {name}: {box} is not in what is to be installed")
-        if shard.planes or tensor.scalars:
+        planes = {key: plane for key, plane in shard.planes.items() if key != MASTER}
+        if planes or tensor.scalars:
             scalars = {
                 key: value.clone() if isinstance(value, torch.Tensor) else value
                 for key, value in tensor.scalars.items()
             }
-            optimizer.state[parameter] = {**scalars, **shard.planes}
+            optimizer.state[parameter] = {**scalars, **planes}
     names = {id(part.parameter): part.name for part in owned}
     settings = {name: group.settings for group in state.groups for name in group.names}
     for index, group in enumerate(optimizer.param_groups):

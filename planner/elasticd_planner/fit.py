@@ -47,6 +47,7 @@ def fit(
         embed=_section(profile.embed, [_Spent.at_an_edge(plan, m, m.embed_seconds, rates) for m in ours]),
         head=_section(profile.head, [_Spent.at_an_edge(plan, m, m.head_seconds, rates) for m in ours]),
         collective_seconds={**profile.collective_seconds, **collectives},
+        recompute_factor=_recompute_factor(profile, plan, ours),
         collective_token_seconds={w: each for w, each in by_token.items() if w not in collectives},
         reduction_scale=1.0,
         pipeline_scale=1.0,
@@ -109,6 +110,21 @@ def _section(section: SectionProfile, spent: Sequence[_Spent]) -> SectionProfile
     )
 
 
+def _recompute_factor(profile: ModelProfile, plan: Plan, measurements: Sequence[Measurement]) -> float:
+    """How many times longer a block takes that makes its activations again: where any did, as measured."""
+    found = []
+    for measured in measurements:
+        recompute = plan.stage(plan.places[measured.device]).recompute
+        if measured.again_seconds > 0 and measured.block_seconds > 0 and recompute:
+            found.append(measured.again_seconds / measured.block_seconds)
+    if found:
+        return 1 + median(found)
+    again = sum(measured.again_seconds for measured in measurements)
+    if profile.recomputed_part and again > 0:
+        return 1 + again / sum(measured.block_seconds for measured in measurements) / profile.recomputed_part
+    return profile.recompute_factor
+
+
 def _micro_batches(plan: Plan, measured: Measurement) -> int:
     place = plan.places[measured.device]
     return plan.modules[place.module].pipelines[place.pipeline].micro_batches
@@ -133,9 +149,10 @@ def _collectives(profile: ModelProfile, plan: Plan, measurements: Sequence[Measu
     return {width: median(seconds) for width, seconds in sorted(by_width.items())}
 
 
-def _collectives_of(profile: ModelProfile, stage: Stage) -> int:
-    """All-reduces of one micro-batch in a stage."""
-    count = stage.layers * profile.block.collectives
+def _collectives_of(profile: ModelProfile, stage: Stage) -> float:
+    """All-reduces of one micro-batch in a stage, on average."""
+    part = 1.0 if stage.recompute else profile.recomputed_part
+    count = stage.layers * profile.block.collectives * (1 + 0.5 * part)  # forward's half runs once more
     if stage.start == 0:
         count += profile.embed.collectives
     if stage.stop == profile.layers:

@@ -173,7 +173,5 @@ class _Group:
 
     def _bytes(self, name: str, low: int, high: int) -> float:
         start, stop, later = self.stage.start, self.stage.stop, self.stage.later
-        wanted = Held(
-            start=start, stop=stop, later=later, low=low, high=high, embed=start == 0, head=self.last
-        )
+        wanted = Held(start=start, stop=stop, later=later, low=low, high=high, embed=start == 0, head=self.last)
         return lacking(self.profile, self.before.get(name), wanted)

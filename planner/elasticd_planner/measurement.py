@@ -13,10 +13,11 @@ class Measurement(Value, frozen=True, kw_only=True):
     block_seconds is computation alone (communication taken out); block_work what it was spent on, in
     tokens x layers x share of the layer; so block_seconds / block_work compares devices and plans. Of
     block_seconds, forward_seconds and backward_seconds are those of the passes (0 where they were not told
-    apart). tensor_seconds is the time in the TP group's collectives, waiting for slower members included;
-    boundary_seconds in receiving from neighbour stages, bubbles included; reduce_seconds in the gradients'
-    reduction; vote_seconds in the vote; input_seconds in waiting for the data. The step's wall time is
-    step_seconds; memory_bytes the most memory that was in use (0: not known).
+    apart); what blocks took that made their activations again comes on top, in again_seconds. tensor_seconds
+    is the time in the TP group's collectives, waiting for slower members included; boundary_seconds in
+    receiving from neighbour stages, bubbles included; reduce_seconds in the gradients' reduction; vote_seconds
+    in the vote; input_seconds in waiting for the data. The step's wall time is step_seconds; memory_bytes the
+    most memory that was in use (0: not known).
 
     tokens counts the tokens of this rank's pipeline, as computed (padding included), in sequences of which
     `squares` is the sum of squared lengths, `longest` the longest, and `lengths` a histogram: how many by
@@ -31,6 +32,7 @@ class Measurement(Value, frozen=True, kw_only=True):
     block_work: float
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
+    again_seconds: float = 0.0
     embed_seconds: float = 0.0
     head_seconds: float = 0.0
     tensor_seconds: float = 0.0

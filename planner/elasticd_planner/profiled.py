@@ -68,14 +68,19 @@ class ProfileCost:
 
     @property
     def _again(self) -> float:
-        """How many times longer a block's computation takes."""
-        return self.profile.recompute_factor if self.recompute else 1.0
+        """How many times longer a block's computation takes, on average."""
+        return 1 + self._part * (self.profile.recompute_factor - 1)
 
     @property
     def _waits(self) -> float:
         """The same for its collectives: half of them are forward's, which runs once more. (A factor of 1 is
         what bounds hope for: stages that do not make anything again.)"""
-        return 1.5 if self._again > 1 else 1.0
+        return 1 + 0.5 * self._part if self._again > 1 else 1.0
+
+    @property
+    def _part(self) -> float:
+        """The part of the blocks that make their activations again."""
+        return 1.0 if self.recompute else self.profile.recomputed_part
 
     def collective(self, width: int, link: Link) -> float:
         """One all-reduce of a micro-batch's activation in a group: measured (over a slower link longer by what
@@ -118,7 +123,7 @@ class ProfileCost:
         held = layers * block
         each = model.activation_bytes(model.block, units)
         again = model.block.recomputed_activation * model.tokens
-        kept = layers * (again if self.recompute else each)
+        kept = layers * (each + self._part * (again - each))
         for section, here in ((model.embed, first), (model.head, last)):
             if here:
                 held += model.held_bytes(section, units, aligned)
@@ -127,7 +132,7 @@ class ProfileCost:
             part = units / model.share_units if model.embed.cut_bytes else 1.0
             held -= model.tied_bytes * part
         state = self.zero.held(model, held, block)
-        return state + kept * in_flight + (each if self.recompute else 0.0) + model.fixed_bytes
+        return state + kept * in_flight + (each if self._part else 0.0) + model.fixed_bytes
 
     @property
     def zero(self) -> Zero:

@@ -82,7 +82,8 @@ class ModelProfile(Value, frozen=True, kw_only=True):
     collective_seconds: measured seconds of one TP all-reduce by width of the group, over the fastest link
     inside a node; collective_token_seconds: what each token of a micro-batch adds to it. Other widths are
     estimated from the link. forward: its part of forward and backward. recompute_factor: how many times
-    longer a block takes that makes its activations again. optimizer_seconds: per byte of optimizer state
+    longer a block takes that makes its activations again. recomputed_part: the part of all blocks that do so
+    under every plan, taken to be spread evenly. optimizer_seconds: per byte of optimizer state
     that a device updates. overlap: whether gradients are reduced while the last micro-batch still goes
     backward. reduction_scale: measured time of the gradients' reduction over the links' estimate;
     pipeline_scale: the same for the pipelines. overhead_seconds: fixed part of a step.
@@ -107,6 +108,7 @@ class ModelProfile(Value, frozen=True, kw_only=True):
     collective_token_seconds: dict[int, float] = msgspec.field(default_factory=dict)
     forward: float = FORWARD
     recompute_factor: float = 1 + FORWARD
+    recomputed_part: float = 0.0
     optimizer_seconds: float = 0.0
     overlap: bool = False
     reduction_scale: float = 1.0
@@ -126,6 +128,8 @@ class ModelProfile(Value, frozen=True, kw_only=True):
                 f"profile {self.name}: forward {self.forward} must be between 0 and 1, and "
                 f"recompute_factor {self.recompute_factor} at least 1"
             )
+        if not 0 <= self.recomputed_part <= 1:
+            refuse(f"profile {self.name}: recomputed_part {self.recomputed_part} must be between 0 and 1")
         bytes_and_seconds = (
             *(self.gradient_factor, self.optimizer_factor, self.fixed_bytes, self.optimizer_seconds),
             *self.collective_seconds.values(),

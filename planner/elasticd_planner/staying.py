@@ -67,9 +67,7 @@ def _check(given: TableProblem, current: Plan) -> None:
     if layers != given.model.layers:
         refuse(f"the current plan has {layers} layers, the problem {given.model.layers}")
     if given.model.times is None and any(p.chunks > 1 for p in current.modules[0].pipelines):
-        refuse(
-            "the current plan has interleaved stages, of which units know no time: give model.times"
-        )
+        refuse("the current plan has interleaved stages, of which units know no time: give model.times")
     if current.global_batch != given.batch.global_batch:
         refuse(
             f"the current plan is for a global batch of {current.global_batch}, the problem for "

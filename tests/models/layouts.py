@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -14,11 +14,12 @@ from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from torch import Tensor, nn
 
 from elasticd.runtime.data import pad
-from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.engine import Engine, build, connect, first_state
 from elasticd.runtime.groups import Fabric
-from elasticd.runtime.in_memory import MemoryFabric, run_threads, unpaced
+from elasticd.runtime.in_memory import MemoryFabric, MemoryWorld, run_threads, unpaced
 from elasticd.runtime.model import Model
 from elasticd.runtime.randomness import Drawing, Dropout
+from elasticd.runtime.recipe import Recipe
 
 BATCH, SEED = 8, 3
 
@@ -67,13 +68,14 @@ def layouts_of(layers: int) -> dict[str, Plan]:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained: a model, its data and its loss."""
+    """What is trained: a model, its data and its loss; `options` of the recipe beside these."""
 
     model: Model
     loss: Callable[[Any, Any], tuple[Tensor, int]]
     dataset: Any
     collate: Callable[[Sequence[Any]], Any] = pad
     steps: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def recipe(self) -> Recipe:
         return Recipe(
@@ -83,6 +85,7 @@ class Training:
             dataset=self.dataset,
             collate=self.collate,
             sampler=Sampler(size=len(self.dataset), global_batch=BATCH, seed=SEED),
+            **self.options,
         )
 
 
@@ -91,8 +94,9 @@ def optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(named, lr=0.05, momentum=0.9)
 
 
-def under(training: Training, plan: Plan) -> Run:
-    """Losses, and weights put together from all members' boxes, which must agree where they overlap."""
+def under(training: Training, plan: Plan, *, threads: bool = True) -> Run:
+    """Losses, and weights put together from all members' boxes, which must agree where they overlap. A plan of
+    one member can run on this thread."""
     layouts = Layouts(training.model.spec, plan)
 
     def worker(memory: MemoryFabric) -> tuple[list[float], dict[str, tuple[Box, Tensor]]]:
@@ -109,7 +113,11 @@ def under(training: Training, plan: Plan) -> Run:
         losses = [engine.step(i, lambda: 0, lambda: 0).outcome.loss for i in range(training.steps)]
         return losses, {name: (box, p.detach()) for name, (box, p) in engine.local.parameters.items()}
 
-    results = run_threads(plan.members, worker)
+    if threads:
+        results = run_threads(plan.members, worker)
+    else:
+        (me,) = plan.members
+        results = {me: worker(MemoryFabric(MemoryWorld(), me))}
     losses = results[plan.members[0]][0]
     weights: dict[str, Tensor] = {}
     for mine, parts in results.values():

@@ -12,9 +12,10 @@ from elasticd_planner.batch import BatchPlan
 from elasticd_planner.layouts import Layouts
 from elasticd_planner.plan import Plan
 
-from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.engine import Engine, build, connect, first_state
 from elasticd.runtime.in_memory import MemoryFabric, run_threads
 from elasticd.runtime.reader import SampleError
+from elasticd.runtime.recipe import Recipe
 from elasticd.runtime.schedule import all_forward_all_backward
 from tests.runtime.test_parity import SEED, Text, make_recipe, plan_of, stage, unpaced
 

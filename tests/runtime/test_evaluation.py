@@ -14,10 +14,10 @@ from torch import Tensor
 import elasticd
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.data import pad
-from elasticd.runtime.engine import Recipe
 from elasticd.runtime.evaluation import Evaluation, HeldOut, evaluate, rounds
 from elasticd.runtime.in_memory import MemoryFabric, run_threads
 from elasticd.runtime.reader import SampleError
+from elasticd.runtime.recipe import Recipe
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, Torn, engine_on
 from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
 

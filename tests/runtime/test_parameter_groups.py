@@ -18,8 +18,9 @@ import elasticd
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.averages import AVERAGE
 from elasticd.runtime.data import pad
-from elasticd.runtime.engine import Engine, Recipe
+from elasticd.runtime.engine import Engine
 from elasticd.runtime.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.recipe import Recipe
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, engine_on
 from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
 

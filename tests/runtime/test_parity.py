@@ -14,8 +14,9 @@ from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.data import pad
-from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.engine import Engine, build, connect, first_state
 from elasticd.runtime.groups import Fabric
+from elasticd.runtime.recipe import Recipe
 from tests.runtime import gang
 
 CONFIG = DecoderConfig(

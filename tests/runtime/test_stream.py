@@ -16,9 +16,10 @@ from elasticd_planner.batch import Sampler
 from elasticd_planner.layouts import Layouts
 from elasticd_planner.plan import Plan, StatePolicy
 
-from elasticd.runtime.engine import DATA, Engine, Recipe
+from elasticd.runtime.engine import DATA, Engine
 from elasticd.runtime.in_memory import MemoryFabric, run_threads
 from elasticd.runtime.reader import SampleError
+from elasticd.runtime.recipe import Recipe
 from elasticd.runtime.stream import Stream, Streamed, _Handed, _packed, _unpacked, first_samples
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, engine_on
 from tests.runtime.test_parity import BATCH, SEED, Text, make_recipe

@@ -16,8 +16,9 @@ from torch import nn
 
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.data import pad
-from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.engine import Engine, build, connect, first_state
 from elasticd.runtime.groups import Fabric
+from elasticd.runtime.recipe import Recipe
 from tests.runtime import gang
 from tests.runtime.test_parity import (
     CLIP,

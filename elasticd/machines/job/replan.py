@@ -12,6 +12,7 @@ from elasticd_planner.measurement import Measurement
 from elasticd_planner.placement import bytes_to_move
 from elasticd_planner.plan import Plan
 from elasticd_planner.policy import Decision, decide, measured_price
+from elasticd_planner.precision import suited
 from elasticd_planner.problem import Freedom, Problem
 from elasticd_planner.profiles import ModelProfile, derive
 from elasticd_planner.rates import observe
@@ -27,6 +28,7 @@ from elasticd.machines.job.state import Asked, Basis, Deferred, JobState, Phase,
 from elasticd.machines.job.switch import propose
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Report
+from elasticd.records import JobSpec
 
 #: What is left after a step of the weight that the slowest one before it has.
 FADING = 0.9
@@ -148,10 +150,7 @@ def request(turn: Turn) -> None:
 def _request(turn: Turn) -> None:
     job = turn.job
     assert job.spec is not None
-    profile = job.profile or job.spec.profile
-    if profile is None:
-        tokens, flops = job.spec.sample_tokens, turn.settings.flops
-        profile = derive(job.spec.model, tokens, job.spec.micro_batch, flops=flops)
+    profile = job.profile or _first_profile(job.spec, turn.settings.flops)
     turn.set(profile=profile)
     stays = job.plan is not None and (not profile.fitted or turn.settings.policy.paused)
     if stays and job.phase is not Phase.RECOVERING and not to_leave(turn):
@@ -177,13 +176,19 @@ def _request(turn: Turn) -> None:
         micro_batch=job.spec.micro_batch,
         rates=basis.rates,
         current=job.plan,
-        freedom=Freedom(states=(job.spec.state,), interleave=chunks),
+        freedom=Freedom(states=(job.spec.state,), interleave=chunks, recompute=job.spec.recompute),
     )
     token = job.token + 1
     turn.set(asked=Asked(token=token, basis=basis, problem=problem), token=token, deferred=None)
     turn.effects.append(RequestPlan(job=job.job, token=token, problem=problem))
     slow = ", ".join(f"{device} {rate:.2f}x" for device, rate in sorted(basis.rates.items()))
     turn.note("planning", f"planning for {len(devices)} devices, slow: {slow or 'none'}", rates=basis.rates)
+
+
+def _first_profile(spec: JobSpec, flops: float) -> ModelProfile:
+    """What was measured of the model before the job, or what its shapes say."""
+    profile = spec.profile or derive(spec.model, spec.sample_tokens, spec.micro_batch, flops=flops)
+    return suited(profile, spec.numbers, len(spec.recomputed) / profile.layers)
 
 
 def _due(job: JobState, basis: Basis) -> float:

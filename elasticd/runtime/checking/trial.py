@@ -14,10 +14,11 @@ from elasticd_planner.plan import Plan
 from torch import Tensor, nn
 
 from elasticd.runtime.data import Collate, Dataset
-from elasticd.runtime.engine import Engine, Recipe, build, connect, first_state
+from elasticd.runtime.engine import Engine, build, connect, first_state
 from elasticd.runtime.groups import Fabric, PeerLost
 from elasticd.runtime.in_memory import MemoryFabric, run_threads, unpaced
 from elasticd.runtime.model import Model
+from elasticd.runtime.recipe import Recipe
 from elasticd.runtime.stage import Loss
 
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]

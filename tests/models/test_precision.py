@@ -1,0 +1,226 @@
+"""Master weights, moments and the scale: what survives switches, checkpoints and overflows, to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from elasticd_migration.execute import Moved, migrate
+from elasticd_migration.state import MASTER, VALUE, LocalState
+from elasticd_migration.transport import MemoryTransport
+from elasticd_planner.layouts import Layouts
+from elasticd_planner.plan import Plan, StatePolicy
+
+from elasticd.checkpoints.disk import LocalDisk
+from elasticd.checkpoints.folder import look
+from elasticd.records import JobSpec
+from elasticd.runtime.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.loading import load
+from elasticd.runtime.precision import LossScale, LossScaler, Precision, lowered, precision_of
+from tests.checkpoints.support import task_of, write
+from tests.migration.ranks import copy_of
+from tests.migration.ranks import together as at_once
+from tests.models.layouts import BATCH, SEED
+from tests.models.precise import Course, alone, apart, engine_of, under, whole_planes
+from tests.models.test_matrix import NEAR, PLAIN, PRECISIONS, course
+
+BEFORE = PLAIN["tp3 uneven beside a pipeline"]
+AFTER = PLAIN["tp1 to tp4 and back"].replace(number=2, state=StatePolicy(zero=1, replicas=2))
+#: Grows after each second step, so that a switch comes while it counts.
+COUNTING = Precision(compute=torch.float16, scale=LossScale(first=16.0, interval=2))
+HALVES = {"bf16": PRECISIONS["bf16"], "fp16": COUNTING}
+States = dict[str, LocalState]
+
+
+def course_in(precision: Precision | None, *, model: str = "gpt", steps: int = 4) -> Course:
+    made, _ = course(model, "fp32", "adamw")
+    return replace(made, training=replace(made.training, steps=steps), precision=precision)
+
+
+def trained(
+    made: Course, plan: Plan, first: int, last: int, given: Mapping[str, LocalState] | None = None
+) -> tuple[list[float], States]:
+    """Steps [first, last) under a plan, from what each member holds."""
+
+    def worker(memory: MemoryFabric) -> tuple[list[float], LocalState]:
+        engine = engine_of(made, plan, memory, copy_of(given[memory.me]) if given is not None else None)
+        losses = [engine.step(step, lambda: 0).outcome.loss for step in range(first, last)]
+        engine.settle()
+        return losses, engine.state()
+
+    found = run_threads(plan.members, worker)
+    return found[plan.members[0]][0], {name: state for name, (_, state) in found.items()}
+
+
+def layouts_of(made: Course, plan: Plan) -> Layouts:
+    return Layouts(made.recipe().model.spec, plan)
+
+
+def moved(made: Course, old: Plan, new: Plan, states: States) -> States:
+    members = tuple(dict.fromkeys((*old.members, *new.members)))
+    before, after = layouts_of(made, old), layouts_of(made, new)
+
+    def work(end: MemoryTransport) -> Moved:
+        me = end.members[end.rank]
+        return migrate(before, after, states.get(me, LocalState()), end)
+
+    found = at_once(MemoryTransport.connect(members), work)
+    results = dict(zip(members, found, strict=True))
+    states = {}
+    for name in new.members:
+        result = results[name]
+        assert isinstance(result, Moved), result
+        states[name] = result.state
+    return states
+
+
+def assert_same(made: Course, old: Plan, states: States, new: Plan, others: States) -> None:
+    for plane in (VALUE, MASTER, "exp_avg", "exp_avg_sq"):
+        one, two = (whole_planes(layouts_of(made, p), s, plane) for p, s in ((old, states), (new, others)))
+        assert one, plane
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one), plane
+    (extras,) = {str(state.extras) for state in (*states.values(), *others.values())}
+    assert ("scaler" in extras) == (made.precision is COUNTING)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_switch_keeps_every_bit_of_master_weights_moments_and_scale(name: str) -> None:
+    made = course_in(HALVES[name])
+    expected = alone(made)
+    losses, states = trained(made, BEFORE, 0, 1)
+    there = moved(made, BEFORE, AFTER, states)
+    assert_same(made, BEFORE, states, AFTER, there)
+    more, states = trained(made, AFTER, 1, 3, there)
+    back = moved(made, AFTER, BEFORE, states)
+    assert_same(made, AFTER, states, BEFORE, back)
+    last, states = trained(made, BEFORE, 3, 4, back)
+    assert [*losses, *more, *last] == pytest.approx(expected.losses, rel=NEAR[name])
+    found = replace(expected, weights=whole_planes(layouts_of(made, BEFORE), states, MASTER))
+    assert apart(made, found, expected) < NEAR[name]
+    if made.precision is COUNTING:
+        assert expected.scale == 64.0
+        assert all('"scale",{"float":"0x1.0000000000000p+6"}' in s.extras["scaler"] for s in states.values())
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_checkpoint_is_gone_on_from_under_another_layout_to_the_bit(name: str, tmp_path: Path) -> None:
+    made = course_in(HALVES[name])
+    layouts, numbers = layouts_of(made, BEFORE), made.precision.numbers if made.precision else None
+    spec = JobSpec(
+        job="job",
+        model=layouts.spec,
+        global_batch=BATCH,
+        micro_batch=1,
+        samples=64,
+        sample_tokens=9.0,
+        seed=SEED,
+        numbers=numbers,
+    )
+    _, states = trained(made, BEFORE, 0, 2)
+    tasks = [task_of(tmp_path, layouts, device, 2, states[device], spec) for device in BEFORE.members]
+    path = write(tmp_path, tasks, LocalDisk())
+    manifest = look(path).manifest
+    assert manifest is not None
+    held = {device: layouts_of(made, AFTER).held(device) for device in AFTER.members}
+    loaded = {device: load(path, manifest, held[device], torch.device("cpu")) for device in AFTER.members}
+    assert_same(made, BEFORE, states, AFTER, loaded)
+    again, _ = trained(made, AFTER, 2, 3, loaded)
+    switched, _ = trained(made, AFTER, 2, 3, moved(made, BEFORE, AFTER, states))
+    assert again == switched
+
+
+def test_an_overflow_is_skipped_by_all_ranks_as_by_torchs_scaler() -> None:
+    """The first steps overflow; then the scale holds, and grows until it overflows again."""
+    rules = LossScale(first=2.0**30, backoff=2.0**-11, growth=2.0**11, interval=2)
+    made = course_in(Precision(compute=torch.float16, scale=rules), steps=7)
+    expected = alone(made)
+    assert expected.applied[0] is False
+    assert True in expected.applied
+    assert False in expected.applied[expected.applied.index(True) :]
+    for plan in (BEFORE, AFTER):
+        found = under(made, plan)
+        assert found.applied == expected.applied
+        assert found.scale == expected.scale
+        assert apart(made, found, expected) < NEAR["fp16"]
+
+
+def test_the_scale_follows_torchs_rules() -> None:
+    draw = random.Random(0)
+    for _ in range(20):
+        rules = LossScale(first=2.0 ** draw.randint(-4, 126), interval=draw.randint(1, 3))
+        ours = LossScaler(rules)
+        theirs = torch.amp.GradScaler(
+            "cpu", init_scale=rules.first, growth_interval=rules.interval, backoff_factor=rules.backoff
+        )
+        weight = torch.nn.Parameter(torch.zeros(1))
+        update = torch.optim.SGD([weight], lr=0.0)
+        for _ in range(30):
+            applied = draw.random() < 0.7
+            theirs.scale(torch.zeros(1))
+            weight.grad = torch.full((1,), 0.0 if applied else torch.inf)
+            theirs.step(update)
+            theirs.update()
+            ours.after(applied=applied)
+            assert ours.scale == theirs.get_scale()
+        again = LossScaler(rules)
+        again.load_state_dict(ours.state_dict())
+        assert again.state_dict() == ours.state_dict()
+
+
+def test_first_values_are_not_rounded_before_they_are_master_weights() -> None:
+    made = course_in(PRECISIONS["bf16"], steps=0)
+    weights, first = under(made, AFTER).weights, dict(made.whole.named_parameters())
+    assert all(torch.equal(weight.reshape(-1), first[name].reshape(-1)) for name, weight in weights.items())
+
+
+def test_types_are_those_of_the_precision() -> None:
+    """Two bytes of a value, four of a master weight and of each moment, whatever the buffers are."""
+    made = course_in(PRECISIONS["bf16"], steps=1)
+    spec = made.recipe().model.spec
+    assert spec.dtype == "bfloat16"
+    assert made.training.model.spec.dtype == "float32", "the user's model is not changed"
+    _, states = trained(made, BEFORE, 0, 1)
+    for state in states.values():
+        for item, tensor in state.tensors.items():
+            planes = {name: plane.dtype for shard in tensor.shards for name, plane in shard.planes.items()}
+            if item.role == "value":
+                assert planes == {"value": torch.bfloat16}
+            elif item.role == "state":
+                assert planes == dict.fromkeys(("exp_avg", "exp_avg_sq", "master"), torch.float32)
+
+
+def test_what_a_job_can_be_given() -> None:
+    assert precision_of(None, 100) is None
+    assert precision_of("bf16", 100) == Precision(compute=torch.bfloat16)
+    whole = precision_of("fp32", 100)
+    assert whole == Precision(compute=torch.float32)
+    assert whole is not None
+    assert whole.numbers is None
+    half = precision_of("fp16", 4096)
+    assert half is not None
+    assert half.scale == LossScale(first=16.0), "65536 over the targets of a step"
+    model = course_in(None).training.model
+    assert lowered(model, None) is model
+    wrong: Any = "int8"
+    with pytest.raises(ValueError, match="precision must be one of 'fp32', 'bf16', 'fp16'"):
+        precision_of(wrong, 100)
+    with pytest.raises(ValueError, match="no finer"):
+        Precision(compute=torch.bfloat16, master=torch.float16)
+    with pytest.raises(ValueError, match="no type to train in"):
+        Precision(compute=torch.int8)
+    with pytest.raises(ValueError, match="backoff between 0 and 1"):
+        LossScale(first=1.0, backoff=2.0)
+
+
+def test_master_weights_of_another_type_are_refused() -> None:
+    made = course_in(PRECISIONS["bf16"], steps=1)
+    _, states = trained(made, BEFORE, 0, 1)
+    other = replace(made, precision=Precision(compute=torch.bfloat16, master=torch.float64))
+    with pytest.raises(ValueError, match=r"master weights are torch.float32, and this job's are torch.float64"):
+        trained(other, BEFORE, 1, 2, states)

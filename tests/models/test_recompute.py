@@ -1,0 +1,174 @@
+"""Blocks that make their activations again train to the same bits, and keep their input alone."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from elasticd_planner.plan import Plan, Strategy
+from msgspec import structs
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import elasticd
+from elasticd.models import next_token_loss
+from elasticd.runtime.accepted import replace_dropouts
+from elasticd.runtime.recompute import Recomputed, asked
+from examples import train_gpt2
+from tests.models.layouts import Training, alone, furthest, layouts_of, plan_of, stage, under
+from tests.models.texts import Text
+
+LAYERS = 4
+PLANS = layouts_of(LAYERS)
+
+
+def again_in(plan: Plan, every: int = 1) -> Plan:
+    """The plan with its first stage recomputing, and every so many after it."""
+    (module,) = plan.modules
+    marks = cycle([True, *[False] * (every - 1)])
+    pipelines = tuple(
+        structs.replace(
+            pipeline, stages=tuple(structs.replace(each, recompute=next(marks)) for each in pipeline.stages)
+        )
+        for pipeline in module.pipelines
+    )
+    strategy = Strategy(modules=(structs.replace(module, pipelines=pipelines),))
+    return plan.replace(strategies=(strategy,))
+
+
+def gpt() -> tuple[Training, nn.Module]:
+    torch.manual_seed(0)
+    made = train_gpt2.GPT(vocabulary=41, width=32, layers=LAYERS, heads=8, longest=16, dropout=0.2).double()
+    whole = copy.deepcopy(made)
+    for section, module in (("embed", whole.embed), *((f"blocks.{i}", b) for i, b in enumerate(whole.blocks))):
+        replace_dropouts(section, module)
+    return Training(model=train_gpt2.describe(made), loss=next_token_loss, dataset=Text(41)), whole
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_that_recomputes_trains_to_the_bits_of_one_that_does_not(name: str) -> None:
+    """With dropout, in float64; one process says that both are right."""
+    training, whole = gpt()
+    plain, again = under(training, PLANS[name]), under(training, again_in(PLANS[name]))
+    assert again[0] == plain[0]
+    assert all(torch.equal(again[1][full], weight) for full, weight in plain[1].items())
+    expected = alone(training, whole)
+    assert furthest(again, expected, {full: full for full, _ in whole.named_parameters()}) < (1e-12, "")
+
+
+def test_some_stages_may_recompute_and_some_blocks_by_the_users_word() -> None:
+    training, _ = gpt()
+    plan = PLANS["tp1 to tp4 and back"]
+    plain = under(training, plan)
+    chosen = replace(training, options={"recomputed": (0, 3)})
+    for found in (under(training, again_in(plan, every=2)), under(chosen, plan)):
+        assert found[0] == plain[0]
+        assert all(torch.equal(found[1][full], weight) for full, weight in plain[1].items())
+
+
+class Drawing(nn.Module):
+    """A block that draws from torch's generator and counts its calls in a buffer that its output depends on."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return x + F.dropout(torch.tanh(self.inner(x)), 0.3) / self.calls
+
+
+class Embed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(23, width)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        out: Tensor = self.tokens(batch["inputs"])
+        return out
+
+
+def drawing() -> Training:
+    torch.manual_seed(0)
+    parts = Embed(8).double(), [Drawing(8).double() for _ in range(3)], nn.Linear(8, 23).double()
+    with pytest.warns(UserWarning, match="no tensor-parallel rules"):
+        model = elasticd.Model(embed=parts[0], blocks=parts[1], head=parts[2])
+    return Training(model=model, loss=next_token_loss, dataset=Text(23))
+
+
+def test_draws_without_a_key_and_buffers_that_forward_changes_are_the_same_again() -> None:
+    """On one thread: torch's generator is one for a process."""
+    training = drawing()
+    plan = plan_of((8, [stage(0, 3, ("a/0", 1))]))
+    plain, again = (under(training, each, threads=False) for each in (plan, again_in(plan)))
+    assert again[0] == plain[0]
+    assert all(torch.equal(again[1][full], weight) for full, weight in plain[1].items())
+
+
+def test_a_buffer_counts_each_micro_batch_once() -> None:
+    block = Drawing(4).double()
+    again, x = Recomputed(block), torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    kept = [again.forward(x), again.forward(x)]
+    assert block.calls == 2
+    for number, (_, changed) in enumerate(kept):
+        ((_, name, was),) = changed
+        assert (name, was) == ("calls", number)
+        again.again(x, changed)
+    assert block.calls == 2
+
+
+class Alive:
+    """Bytes that autograd keeps for backward, and the most at once."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def pack(self, tensor: Tensor) -> list[Tensor]:
+        class Kept(list[Tensor]):
+            pass
+
+        kept, size = Kept([tensor]), tensor.nbytes
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(kept, self._gone, size)
+        return kept
+
+    def _gone(self, size: int) -> None:
+        self.now -= size
+
+
+def most_kept(training: Training, plan: Plan) -> int:
+    alive = Alive()
+    with saved_tensors_hooks(alive.pack, lambda kept: kept[0]):  # on this thread alone
+        under(training, plan, threads=False)
+    assert alive.most > 0
+    return alive.most
+
+
+def test_blocks_that_recompute_keep_their_input_alone() -> None:
+    """Of four blocks one at a time has its activations there; of the head and embedding all stays."""
+    training, _ = gpt()
+    plan = plan_of((1, [stage(0, LAYERS, ("a/0", 1))]), micro_batch=8)
+    whole, again = most_kept(training, plan), most_kept(training, again_in(plan))
+    one = replace(training, options={"recomputed": (0,)})
+    each = whole - most_kept(one, plan)
+    assert each > 0.15 * whole
+    assert again <= (whole - (LAYERS - 1) * each) * 1.01
+
+
+def test_what_a_job_can_be_asked() -> None:
+    assert asked(False, 4) == (False, ())
+    assert asked(True, 4) == ("always", ())
+    assert asked("plan", 4) == (True, ())
+    assert asked(lambda layer: layer % 2 == 0, 5) == (False, (0, 2, 4))
+    wrong: Any = "always"
+    with pytest.raises(ValueError, match="recompute must be True, False"):
+        asked(wrong, 4)
