@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from elasticd.runtime.evaluation import Evaluation, HeldOut
     from elasticd.runtime.job import Job
     from elasticd.runtime.model import Model
+    from elasticd.runtime.precision import LossScale, Precision
     from elasticd.runtime.rules import Add, Column, Row, Rule, Slice, UnitsOf
     from elasticd.runtime.step import Step
     from elasticd.runtime.stream import Stream
@@ -28,8 +29,10 @@ __all__ = [
     "HeldOut",
     "Job",
     "JobStopped",
+    "LossScale",
     "Metrics",
     "Model",
+    "Precision",
     "Row",
     "Rule",
     "Slice",
@@ -48,8 +51,10 @@ _HOMES = {
     "HeldOut": "elasticd.runtime.evaluation",
     "Job": "elasticd.runtime.job",
     "JobStopped": "elasticd.runtime.endings",
+    "LossScale": "elasticd.runtime.precision",
     "Metrics": "elasticd.runtime.callbacks",
     "Model": "elasticd.runtime.model",
+    "Precision": "elasticd.runtime.precision",
     "Row": "elasticd.runtime.rules",
     "Rule": "elasticd.runtime.rules",
     "Slice": "elasticd.runtime.rules",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import cycle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
+from elasticd_planner.layouts import Layouts
 from elasticd_planner.plan import Plan, Strategy
 from msgspec import structs
 from torch import Tensor, nn
@@ -20,9 +22,12 @@ from torch.autograd.graph import saved_tensors_hooks
 import elasticd
 from elasticd.models import next_token_loss
 from elasticd.runtime.accepted import replace_dropouts
+from elasticd.runtime.engine import Engine, build, connect, first_state
+from elasticd.runtime.groups import Fabric
+from elasticd.runtime.in_memory import MemoryFabric, MemoryWorld
 from elasticd.runtime.recompute import Recomputed, asked
 from examples import train_gpt2
-from tests.models.layouts import Training, alone, furthest, layouts_of, plan_of, stage, under
+from tests.models.layouts import SEED, Training, alone, furthest, layouts_of, plan_of, stage, under
 from tests.models.texts import Text
 
 LAYERS = 4
@@ -162,6 +167,29 @@ def test_blocks_that_recompute_keep_their_input_alone() -> None:
     each = whole - most_kept(one, plan)
     assert each > 0.15 * whole
     assert again <= (whole - (LAYERS - 1) * each) * 1.01
+
+
+@pytest.mark.parametrize("chosen", [(), (0, 2)])
+def test_making_activations_again_is_measured_and_paced_by_itself(chosen: tuple[int, ...]) -> None:
+    """Detection compares what blocks take otherwise; an emulated block takes its forward time once more."""
+    training, _ = gpt()
+    training = replace(training, options={"recomputed": chosen})
+    plan = plan_of((4, [stage(0, LAYERS, ("a/0", 1))]), micro_batch=2)
+    layouts, recipe = Layouts(training.model.spec, plan), training.recipe()
+    fabric, paced = cast(Fabric, MemoryFabric(MemoryWorld(), "a/0")), Counter[str]()
+    engine = Engine(
+        recipe=recipe,
+        layouts=layouts,
+        local=build(recipe.model, plan, "a/0"),
+        fabric=fabric,
+        groups=connect(fabric, layouts),
+        pace=lambda kind, *_: paced.update([kind]),
+    )
+    engine.adopt(first_state(recipe.model, layouts, "a/0", SEED))
+    measured = engine.step(0, lambda: 0).measurement
+    assert (measured.again_seconds > 0) == bool(chosen)
+    assert measured.block_seconds == measured.forward_seconds + measured.backward_seconds
+    assert paced == {"forward": 4 * (LAYERS + len(chosen)), "backward": 4 * LAYERS}
 
 
 def test_what_a_job_can_be_asked() -> None:

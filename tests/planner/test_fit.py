@@ -1,11 +1,13 @@
 """A fitted profile explains what was measured, and says the same of other plans."""
 
+import msgspec
 import pytest
 from elasticd_planner.fit import STEPS, fit
 from elasticd_planner.measurement import Measurement
-from elasticd_planner.plan import Plan
+from elasticd_planner.plan import ModulePlan, Plan, Strategy
 from elasticd_planner.problem import Problem
 from elasticd_planner.profiles import ModelProfile
+from elasticd_planner.recompute import flagged
 from elasticd_planner.value import Invalid
 
 from tests.planner import workers
@@ -88,6 +90,27 @@ def test_widths_known_before_are_kept() -> None:
     fitted = fit(profile(collective_seconds={2: 9.0, 4: 7.0}), TWO_BY_TWO, steps(TWO_BY_TWO), CLUSTER)
     assert fitted.collective_seconds[4] == 7.0
     assert fitted.collective_seconds[2] == pytest.approx(workers.COLLECTIVE)
+
+
+def test_blocks_that_make_their_activations_again_teach_how_long_that_takes() -> None:
+    """Their block's seconds and collectives are those of any plan; what was not measured stays."""
+    pipelines = flagged(TWO_BY_TWO.modules[0].pipelines, on=True)
+    strategy = Strategy(modules=(ModulePlan(module="model", pipelines=pipelines),))
+    again = TWO_BY_TWO.replace(strategies=(strategy,))
+    plain, fitted = (fit(profile(), p, steps(p), CLUSTER) for p in (TWO_BY_TWO, again))
+    assert fitted.recompute_factor == pytest.approx(1 + workers.AGAIN)
+    assert plain.recompute_factor == profile().recompute_factor
+    assert fitted.block.seconds == pytest.approx(workers.BLOCK)
+    assert fitted.collective_seconds == {2: pytest.approx(workers.COLLECTIVE)}
+
+
+def test_so_do_blocks_that_the_user_chose() -> None:
+    half = profile(recomputed_part=0.5)
+    measured = [
+        msgspec.structs.replace(m, again_seconds=0.5 * workers.AGAIN * m.block_seconds)
+        for m in steps(TWO_BY_TWO)
+    ]
+    assert fit(half, TWO_BY_TWO, measured, CLUSTER).recompute_factor == pytest.approx(1 + workers.AGAIN)
 
 
 def test_too_few_steps_of_this_plan_are_refused() -> None:

@@ -6,6 +6,8 @@ from elasticd_planner.plan import Plan
 
 BLOCK, EMBED, HEAD, COLLECTIVE = 3e-4, 2e-5, 1e-4, 0.004
 TOKENS = 256
+#: What a block's second forward pass takes of its two passes.
+AGAIN = 0.4
 
 
 def measure(
@@ -27,7 +29,7 @@ def measure(
         tokens = TOKENS * pipeline.micro_batches
         for stage in pipeline.stages:
             first, last = stage.start == 0, stage.stop == pipeline.layers
-            collectives = 4 * stage.layers + first + last
+            collectives = (6 if stage.recompute else 4) * stage.layers + first + last
             speed = {
                 device: rates.get(device, 1.0) * wild.get(device, 1.0) * (1 + noise * rng.standard_normal())
                 for device in stage.devices
@@ -47,6 +49,7 @@ def measure(
                         step=step,
                         tokens=tokens,
                         block_seconds=compute[device],
+                        again_seconds=AGAIN * compute[device] if stage.recompute else 0.0,
                         block_work=tokens * stage.layers * stage.fraction(i),
                         embed_seconds=part * EMBED if first else 0.0,
                         head_seconds=part * HEAD if last else 0.0,

@@ -1,0 +1,75 @@
+"""What memory a job needs in its precision, and with blocks that make their activations again."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from elasticd_planner.cluster import Link
+from elasticd_planner.layouts import Layouts
+from elasticd_planner.precision import Numbers, suited
+from elasticd_planner.profiled import ProfileCost
+from elasticd_planner.profiles import derive
+from elasticd_planner.rules import ModelSpec, Parameter
+from elasticd_planner.value import Invalid
+
+from tests.planner.models import LAYERS, SPEC, plan
+
+
+def halved(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    return tuple(msgspec.structs.replace(parameter, dtype="bfloat16") for parameter in parameters)
+
+
+HALF: ModelSpec = msgspec.structs.replace(
+    SPEC,
+    embed=halved(SPEC.embed),
+    kinds=tuple(halved(kind) for kind in SPEC.kinds),
+    head=halved(SPEC.head),
+    dtype="bfloat16",
+)
+WHOLE, BF16 = (derive(spec, sample_tokens=16, micro_batch=2, flops=1e6) for spec in (SPEC, HALF))
+NUMBERS = Numbers(compute="bfloat16")
+
+
+def test_a_parameter_takes_eighteen_bytes_under_master_weights() -> None:
+    """Value 2, gradient 4, master weight 4, two moments of 4."""
+    layouts = Layouts(HALF, plan((1, [(LAYERS, ["n0/0"], [4])])))
+    elements = sum(box.size for box in layouts.of("n0/0").values())
+    cost = ProfileCost(suited(BF16, NUMBERS))
+    assert cost.memory(LAYERS, [4], 0, first=True, last=True, in_flight=0) == 18 * elements
+    plain = ProfileCost(suited(WHOLE, None))
+    assert plain.memory(LAYERS, [4], 0, first=True, last=True, in_flight=0) == 16 * elements
+
+
+def test_activations_and_what_passes_between_stages_take_half() -> None:
+    kept = [
+        ProfileCost(made).memory(LAYERS, [4], 0, first=True, last=True, in_flight=1)
+        - ProfileCost(made).memory(LAYERS, [4], 0, first=True, last=True, in_flight=0)
+        for made in (WHOLE, suited(BF16, NUMBERS))
+    ]
+    assert kept[0] == 2 * kept[1]
+    assert BF16.boundary_bytes == WHOLE.boundary_bytes / 2
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
+def test_blocks_of_the_users_choice_cost_that_part_of_recomputation(part: float) -> None:
+    cost, plain = ProfileCost(suited(WHOLE, None, part)), ProfileCost(WHOLE)
+    again = plain.recomputing(True)
+
+    def between(one: float, other: float) -> float:
+        return one + part * (other - one)
+
+    for layers in (1, LAYERS):
+        sizes = [c.memory(layers, [4], 0, first=False, last=False, in_flight=3) for c in (cost, plain, again)]
+        beside = WHOLE.activation_bytes(WHOLE.block, 4) if part else 0.0  # those of one block at a time
+        kept = sizes[2] - WHOLE.activation_bytes(WHOLE.block, 4)
+        assert sizes[0] == pytest.approx(between(sizes[1], kept) + beside)
+    seconds = [c.group((1.0, 1.0), (2, 2), Link()).block for c in (cost, plain, again)]
+    assert seconds[0] == pytest.approx(between(seconds[1], seconds[2]))
+    assert seconds[2] > seconds[1]
+
+
+def test_master_weights_are_finer_than_what_is_computed_in() -> None:
+    with pytest.raises(Invalid, match="no finer"):
+        Numbers(compute="float32", master="bfloat16")
+    with pytest.raises(Invalid, match="recomputed_part"):
+        suited(WHOLE, None, 1.5)
