@@ -66,6 +66,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--profile", type=Path, help="a file that `elasticd profile` wrote for this model")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="default: float32, as it is made")
+    parser.add_argument("--recompute", action="store_true", help="blocks make their activations again")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ledger", type=Path, help="append one JSON line a step to this file")
     parser.add_argument("--plain", action="store_true", help="one process, plain torch, the same batches")
@@ -89,6 +91,8 @@ def train(options: argparse.Namespace, ledger: TextIO | None) -> None:
         seed=options.seed,
         clip=1.0,
         profile=options.profile,
+        precision=options.precision,
+        recompute=options.recompute,
     )
     for step in job.steps(options.steps):
         if job.rank == 0:  # whoever has rank 0 under the plan of this step

@@ -34,7 +34,9 @@ def test_a_job_may_ask_for_recomputation_everywhere(monkeypatch: Any) -> None:
 
 def test_a_plan_recomputes_only_where_memory_demands_it(monkeypatch: Any) -> None:
     assert recomputing(started(monkeypatch, recompute=True)) == {False}
-    assert started(monkeypatch, TIGHT).plan() is None
+    refused = started(monkeypatch, TIGHT)
+    assert refused.plan() is None
+    assert 'Job(recompute="plan")' in refused.job.reason
     assert True in recomputing(started(monkeypatch, TIGHT, recompute=True))
 
 

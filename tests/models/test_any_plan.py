@@ -8,13 +8,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from elasticd_planner.plan import Plan, Stage
+from elasticd_planner.plan import Plan, Stage, StatePolicy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elasticd.models import next_token_loss
 from elasticd.runtime.accepted import replace_dropouts
 from examples.train_gpt2 import GPT, describe
+from tests.models import precise, test_matrix
 from tests.models.layouts import BATCH, Run, Training, alone, furthest, plan_of, under
 from tests.models.texts import Text
 
@@ -22,17 +23,17 @@ LAYERS, MOST = 4, 6
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn, layers: int = LAYERS) -> Plan:
     """One to three pipelines of any stages, interleaved or not, with TP groups of any shares, on at most so
-    many devices."""
+    many devices; stages that make activations again, state kept by any policy."""
     micro_batch = draw(st.sampled_from([1, 2]))
     total = BATCH // micro_batch
     pipelines: list[tuple[int, list[Stage]]] = []
     used, left = 0, total
     count = draw(st.integers(1, 3))
     for pipeline in range(count):
-        borders = draw(st.sets(st.integers(1, LAYERS - 1)))
-        edges = [0, *sorted(borders), LAYERS]
+        borders = draw(st.sets(st.integers(1, layers - 1)))
+        edges = [0, *sorted(borders), layers]
         spans = list(pairwise(edges))
         turns = [n for n in range(1, len(spans)) if len(spans) % n == 0]  # two stages at least take turns
         depth = len(spans) // draw(st.sampled_from(turns or [1]))
@@ -47,6 +48,7 @@ def plans(draw: st.DrawFn) -> Plan:
                     later=tuple(later),
                     devices=_names(used, len(shares)),
                     shares=tuple(shares),
+                    recompute=draw(st.booleans()),
                 )
             )
             used += len(shares)
@@ -54,7 +56,9 @@ def plans(draw: st.DrawFn) -> Plan:
         passes = left if last else draw(st.integers(1, left - (count - pipeline - 1)))
         left -= passes
         pipelines.append((passes, stages))
-    return plan_of(*pipelines, micro_batch=micro_batch)
+    zero = draw(st.sampled_from([0, 1, 2]))
+    state = StatePolicy(zero=zero, replicas=draw(st.integers(1, 2)) if zero else None)
+    return plan_of(*pipelines, micro_batch=micro_batch).replace(state=state)
 
 
 def _names(first: int, count: int) -> tuple[str, ...]:
@@ -79,3 +83,12 @@ def test_any_plan_trains_like_one_process(plan: Plan) -> None:
     found = under(training, plan)
     assert found[0] == pytest.approx(expected[0], abs=1e-12)
     assert furthest(found, expected, {name: name for name in names}) < (1e-11, "")
+
+
+@given(plans(test_matrix.LAYERS))
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+def test_so_it_does_under_master_weights(plan: Plan) -> None:
+    """Finer ones, so that nothing hides in rounding."""
+    finer = "fp32 under fp64"
+    made, expected = test_matrix.course("gpt", finer, "adamw")
+    assert precise.apart(made, precise.under(made, plan), expected) < test_matrix.NEAR[finer]

@@ -213,7 +213,7 @@ def answered(turn: Turn, event: Planned) -> None:
         if job.phase is Phase.RECOVERING:
             waits(turn, why)
         elif job.plan is None:
-            stop(turn, f"there is no plan for this job: {why}")
+            stop(turn, f"there is no plan for this job: {why}{_remedy(job.spec, why)}")
         else:
             turn.note("refused", f"plan {job.number} stays, there is no other: {why}", number=job.number)
         return
@@ -225,6 +225,13 @@ def answered(turn: Turn, event: Planned) -> None:
         return
     step = job.rates.step
     _weigh(turn, job.plan, Deferred(basis=asked.basis, problem=asked.problem, answer=answer, step=step))
+
+
+def _remedy(spec: JobSpec | None, why: str) -> str:
+    """What a job may do beside, that does not fit."""
+    if spec is None or spec.recompute or not why.startswith("does not fit"):
+        return ""
+    return ', or let blocks make their activations again: Job(recompute="plan")'
 
 
 def ripe(job: JobState) -> bool:
