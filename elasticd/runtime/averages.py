@@ -64,6 +64,7 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
     pairs = _pairs(engine)
     engine.stale = engine.plan.state.zero > 0
     _exchange(pairs)
+    engine.round()
     together = True
     try:
         engine.return_values()
@@ -73,6 +74,7 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
         raise
     finally:
         _exchange(pairs)
+        engine.round()
         if together:
             engine.return_values()
             engine.stale = False

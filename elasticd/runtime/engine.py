@@ -246,6 +246,10 @@ class Engine:
         """See `packing.linear_of`."""
         return linear_of(self._recipe.model.spec)
 
+    def round(self) -> None:
+        """Where there are master weights: what is computed with becomes them, rounded."""
+        self._owns.round()
+
     def return_values(self) -> None:
         """By all members: whoever computes with a parameter gets its values from where its state is kept."""
         self._owns.return_values()

@@ -74,9 +74,9 @@ def gathered(engine: Engine, contents: str) -> dict[str, Tensor]:
 
 def _moved(engine: Engine, state: LocalState, group: Group) -> LocalState:
     transport = ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
-    alone = Layouts(engine.layouts.spec, _alone(engine.plan))
+    target = Layouts(engine.layouts.spec, alone(engine.plan))
     try:
-        moved = migrate(engine.layouts, alone, state, transport)
+        moved = migrate(engine.layouts, target, state, transport)
     except SOUND:
         raise
     except RuntimeError as error:
@@ -86,10 +86,10 @@ def _moved(engine: Engine, state: LocalState, group: Group) -> LocalState:
     return moved.state
 
 
-def _alone(plan: Plan) -> Plan:
+def alone(plan: Plan) -> Plan:
     """A plan of its first member alone."""
     first, module = plan.members[0], plan.modules[0]
-    stage = Stage(start=0, stop=module.pipelines[0].stages[-1].stop, devices=(first,), shares=(1,))
+    stage = Stage(start=0, stop=module.pipelines[0].layers, devices=(first,), shares=(1,))
     pipeline = Pipeline(stages=(stage,), micro_batches=plan.global_batch // plan.micro_batch)
     return Plan(
         number=plan.number,

@@ -16,9 +16,11 @@ from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.data import pad
 from elasticd.runtime.evaluation import Evaluation, HeldOut, evaluate, rounds
 from elasticd.runtime.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.precision import Precision, lowered
 from elasticd.runtime.reader import SampleError
 from elasticd.runtime.recipe import Recipe
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, Torn, engine_on
+from tests.runtime.test_interleaved import PLANS as INTERLEAVED
 from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
 
 DECAY, STEPS = 0.75, 3
@@ -26,6 +28,7 @@ PLANS = {
     "two stages": TWO_STAGES,
     "unequal pipelines and groups": UNEQUAL,
     "zero 2": UNEQUAL.replace(state=StatePolicy(zero=2, replicas=1)),
+    "interleaved": INTERLEAVED["three stages, two chunks, unequal groups"],
 }
 
 
@@ -85,11 +88,13 @@ def plain() -> dict[str, list[tuple[float, float]]]:
     return found
 
 
-def under(plan: Plan, dataset: Any) -> dict[str, list[tuple[float, float]]]:
+def under(plan: Plan, dataset: Any, precision: Precision | None = None) -> dict[str, list[tuple[float, float]]]:
     """The same under a plan; every member has the same bits, and training goes on as without evaluations."""
 
     def worker(fabric: MemoryFabric) -> dict[str, list[Evaluation]]:
-        engine = engine_on(fabric, recipe(), plan)
+        made = recipe()
+        made = replace(made, model=lowered(made.model, precision), precision=precision)
+        engine = engine_on(fabric, made, plan)
         held, found = HeldOut(dataset=dataset, measures={"right": right}), dict[str, list[Evaluation]]()
         for step in range(STEPS):
             engine.step(step, lambda: 0)
@@ -124,6 +129,36 @@ def test_every_plan_gives_the_mean_over_the_whole_set_of_weights_and_of_their_av
         assert [pair for each in found[weights] for pair in each] == pytest.approx(
             [pair for each in values for pair in each], abs=1e-10
         )
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_average_of_master_weights_is_what_is_computed_with(
+    zero: int, expected: dict[str, list[tuple[float, float]]]
+) -> None:
+    plan = UNEQUAL.replace(state=StatePolicy(zero=zero, replicas=1 if zero else None))
+    found = under(plan, Held(), Precision(compute=torch.float32, master=torch.float64))
+    for weights, values in expected.items():
+        losses = [loss for loss, _ in values]
+        assert [loss for loss, _ in found[weights]] == pytest.approx(losses, abs=1e-5)
+        assert abs(losses[-1] - expected["value" if weights == "average" else "average"][-1][0]) > 1e-3
+
+
+def test_weights_are_as_they_were_after_their_average_was_evaluated_in_bfloat16() -> None:
+    precision = Precision(compute=torch.bfloat16)
+
+    def worker(fabric: MemoryFabric) -> None:
+        made = replace(make_recipe(), optimizer=optimizer, clip=None)
+        made = replace(made, model=lowered(made.model, precision), precision=precision)
+        engine = engine_on(fabric, made, TWO_STAGES)
+        for step in range(2):
+            engine.step(step, lambda: 0)
+        before = {n: p.detach().clone() for n, (_, p) in engine.local.parameters.items()}
+        masters = [part.parameter.detach().clone() for part in engine.owned]
+        evaluate(engine, HeldOut(dataset=Held()), "held", 2, next_token_loss, pad, "average")
+        assert all(torch.equal(before[n], p) for n, (_, p) in engine.local.parameters.items())
+        assert all(torch.equal(a, b.parameter) for a, b in zip(masters, engine.owned, strict=True))
+
+    run_threads(TWO_STAGES.members, worker)
 
 
 def test_a_set_of_known_lengths_is_dealt_by_them_and_gives_the_same(
