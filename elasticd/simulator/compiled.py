@@ -10,6 +10,7 @@ import numpy.typing as npt
 from elasticd_planner.cluster import Cluster, Link
 from elasticd_planner.plan import Pipeline, Plan, Stage
 from elasticd_planner.profiles import ModelProfile
+from elasticd_planner.value import refuse
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -41,6 +42,8 @@ class Compiled:
 def compiled(plan: Plan, profile: ModelProfile, cluster: Cluster, index: Mapping[str, int]) -> Compiled:
     """`index`: each device's place in the cluster."""
     pipelines = plan.modules[0].pipelines
+    if any(line.chunks > 1 for line in pipelines):
+        refuse(f"plan {plan.number} has interleaved stages: the simulator plays plain ones alone")
     stages = [(p, s, stage) for p, line in enumerate(pipelines) for s, stage in enumerate(line.stages)]
     sizes = np.array([len(stage.devices) for _, _, stage in stages])
     stage_of = np.repeat(np.arange(len(stages)), sizes)

@@ -128,8 +128,8 @@ class Counted:
             self.kept.pop(number, None)
 
 
-def test_what_was_sent_is_let_go_as_its_answer_comes() -> None:
-    """However many micro-batches a step has, a stage keeps no more than those that are between two stages."""
+def most_kept(plan: Plan) -> int:
+    """The most bytes that a member keeps at once of what it sent in a step."""
     recipe = make_recipe()
 
     def worker(fabric: MemoryFabric) -> int:
@@ -142,8 +142,13 @@ def test_what_was_sent_is_let_go_as_its_answer_comes() -> None:
             return found
 
         fabric.group = group  # type: ignore[method-assign]
-        engine_on(fabric, recipe, TWO_STAGES).step(0, lambda: 0)
+        engine_on(fabric, recipe, plan).step(0, lambda: 0)
         return counted[0].most
 
+    return max(run_threads(plan.members, worker).values())
+
+
+def test_what_was_sent_is_let_go_as_its_answer_comes() -> None:
+    """However many micro-batches a step has, a stage keeps no more than those that are between two stages."""
     longest = 13 * 32 * 8
-    assert max(run_threads(TWO_STAGES.members, worker).values()) <= 4 * longest
+    assert most_kept(TWO_STAGES) <= 4 * longest

@@ -18,7 +18,7 @@ from elasticd_planner.plan import Plan, StatePolicy
 from elasticd.runtime.in_memory import MemoryFabric, run_threads
 from elasticd.runtime.schedule import all_forward_all_backward
 from tests.migration.ranks import together
-from tests.runtime.test_engine import engine_on
+from tests.runtime.test_engine import engine_on, most_kept
 from tests.runtime.test_parity import CLIP, make_recipe, plan_of, reference, stage
 
 PLANS = {
@@ -171,3 +171,9 @@ def test_a_job_goes_from_plain_stages_to_interleaved_ones_and_back() -> None:
         made, states = trained(plan, states, range(at, at + 1))
         losses += made
     assert losses == pytest.approx(reference(len(way))[0], abs=1e-10)
+
+
+def test_what_was_sent_is_let_go_as_its_answer_comes() -> None:
+    """A stage sends three things for each of eight micro-batches; it keeps those that are on their way."""
+    longest = 13 * 32 * 8
+    assert most_kept(PLANS["two stages, two chunks"]) <= 8 * longest
