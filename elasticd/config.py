@@ -112,7 +112,8 @@ class AgentSection(Value, frozen=True, kw_only=True):
     Without `devices` and `memory` (bytes of each device) the machine is asked; without `socket`
     it is `$ELASTICD_SOCKET`, else a path of the user's own. `state` is as for the coordinator. The snapshots
     that other nodes' agents send here may use `snapshot_mib` MiB of memory (default: a quarter of the node's).
-    The socket is for the agent's own user, and for the members of `group` where one is named.
+    The socket is for the agent's own user, and for the members of `group` where one is named. A device that
+    stands by is probed every `probe_seconds` (0: only when its worker comes).
     """
 
     node: str = msgspec.field(default_factory=_host_name)
@@ -123,6 +124,7 @@ class AgentSection(Value, frozen=True, kw_only=True):
     state: str | None = None
     snapshot_mib: int | None = None
     group: str | None = None
+    probe_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         _check_name("node", self.node)
@@ -134,6 +136,8 @@ class AgentSection(Value, frozen=True, kw_only=True):
             refuse(f"memory = {self.memory} must be a positive number of bytes, as 8 GiB")
         if self.snapshot_mib is not None and self.snapshot_mib < 0:
             refuse(f"snapshot_mib = {self.snapshot_mib} must be MiB, as 4096, or 0 to keep none for others")
+        if not 0 <= self.probe_seconds < math.inf:
+            refuse(f"probe_seconds = {self.probe_seconds} must be seconds, as 30, or 0 for one probe alone")
 
 
 class LinkSection(Value, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from elasticd_planner.measurement import Measurement
 
 from elasticd.decoding import decoded
 from elasticd.orders import Drain, Harm
-from elasticd.pulses import Frozen, Ping, Pong
+from elasticd.pulses import Frozen, Ping, Pong, Probe, Probed
 from elasticd.records import JobSpec, NodeRecord, Proposal, Vote
 from elasticd.rounds import (
     Attend,
@@ -40,7 +40,7 @@ DEVICE_PREFIX = "device:"
 class Hello(Message, frozen=True, kw_only=True):
     """A worker's first message. `world_size` is what torchrun started for the job in all, `checkpoints` the
     names of those that this worker sees and that look sound, the newest first. `incarnation`: the one that it
-    has already, if it comes back to an agent that was started again."""
+    has already, if it comes back to an agent that was started again. `probes`: it answers a `Probe`."""
 
     job: str
     local_rank: int
@@ -49,6 +49,7 @@ class Hello(Message, frozen=True, kw_only=True):
     spec: JobSpec
     checkpoints: tuple[str, ...] = ()
     incarnation: str = ""
+    probes: bool = False
     version: int = WIRE_VERSION
 
 
@@ -292,6 +293,7 @@ FromWorker = (
     | Finished
     | Leaving
     | Goodbye
+    | Probed
     | StoreCall
     | Join
     | Leave
@@ -303,6 +305,7 @@ ToAgentAlone = Pong | OfSnapshots | OfRounds
 ToWorker = (
     Welcome
     | Ping
+    | Probe
     | Rejected
     | Propose
     | Abort

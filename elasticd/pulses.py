@@ -1,4 +1,5 @@
-"""Wire messages about whether a worker's process still runs: it may live and be stopped all the same."""
+"""Wire messages about whether a worker's process still runs (it may live and be stopped all the same), and how
+fast its device is while it has no work."""
 
 from __future__ import annotations
 
@@ -11,6 +12,16 @@ class Ping(Message, frozen=True, kw_only=True):
 
 class Pong(Message, frozen=True, kw_only=True):
     """The answer: this process runs."""
+
+
+class Probe(Message, frozen=True, kw_only=True):
+    """An agent asks a worker that stands by how fast its device is; one that computes does not answer."""
+
+
+class Probed(Message, frozen=True, kw_only=True):
+    """The answer, for the leader: seconds of the same small matrix product, made some times."""
+
+    seconds: tuple[float, ...]
 
 
 class Frozen(Message, frozen=True, kw_only=True):

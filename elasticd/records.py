@@ -119,7 +119,8 @@ class JobSpec(Value, frozen=True, kw_only=True):
     who keeps its optimizer's state. first: a digest of the values that the model has by itself (empty: they are
     made by name and seed); it matters until something was trained. numbers: of master weights and gradients,
     where modules compute in others. recompute: whether stages may make their activations again where memory
-    demands it, or must; recomputed: blocks that do so under every plan."""
+    demands it, or must; recomputed: blocks that do so under every plan. shifts: its dataset can be
+    read in sequences of another length (`at_length`)."""
 
     job: str
     model: ModelSpec
@@ -134,6 +135,7 @@ class JobSpec(Value, frozen=True, kw_only=True):
     numbers: Numbers | None = None
     recompute: bool | Literal["always"] = False
     recomputed: tuple[int, ...] = ()
+    shifts: bool = False
     version: int = RECORD_VERSION
 
     def __post_init__(self) -> None:

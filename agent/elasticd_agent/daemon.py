@@ -86,7 +86,12 @@ class Agent:
         self._events: deque[Event] = deque()
         self._pulses = Pulses(look)
         epoch = memory.epoch if memory is not None else 0
-        self._state = State(record=self._node_record(), pace=self._emulated_pace(), epoch=epoch)
+        self._state = State(
+            record=self._node_record(),
+            pace=self._emulated_pace(),
+            epoch=epoch,
+            probe_seconds=config.agent.probe_seconds,
+        )
         self._end: asyncio.Future[str | None] | None = None
         self._stopped = False
         self._harms: Harms | None = None

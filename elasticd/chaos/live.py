@@ -20,8 +20,8 @@ from elasticd.demo.scenario import DemoError
 from elasticd.machines.job.holdings import lost_boxes
 from elasticd.records import Fence, JobSpec, decode
 
-#: What a real cluster can be done; a partition needs its network, a shift its data.
-KINDS = ("slow", "recover", "kill", "freeze", "thaw", "cut", "heal", "restart", "takeover")
+#: What a real cluster can be done; a partition needs its network. A shift needs a dataset that allows it.
+KINDS = ("slow", "recover", "kill", "freeze", "thaw", "cut", "heal", "restart", "takeover", "shift")
 #: What may cost the job the copies of state that its devices hold.
 _COSTLY = ("kill", "freeze")
 #: Seconds that a fault is held back while the job could not survive it.
@@ -222,6 +222,8 @@ class Live:
                 self._cut[fault.node] = time.monotonic()
             case "restart":
                 cluster.restart_agent(fault.node)
+            case "shift":
+                cluster.chaos().shift(JOB, fault.tokens)
             case _:
                 cluster.kill_leader()
         return True

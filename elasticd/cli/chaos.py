@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from elasticd.chaos.verbs import chaos as at
-from elasticd.chaos.verbs import slowdown
+from elasticd.chaos.verbs import sequence, slowdown
 from elasticd.cli.options import config_option, coordinator_option
 
 
@@ -106,3 +106,20 @@ def heal(config: str | None, coordinator: str | None, node: str) -> None:
     with at(config, coordinator) as cluster:
         cluster.heal(node)
     click.echo(f"node {node} is to reach leader and store again")
+
+
+@chaos.command()
+@config_option
+@coordinator_option
+@click.argument("job")
+@click.argument("tokens", type=int)
+def shift(config: str | None, coordinator: str | None, job: str, tokens: int) -> None:
+    """Let JOB read its data in sequences of TOKENS tokens (0: as they are).
+
+    All ranks change after the same step. The job's dataset must have `at_length(tokens)`.
+    """
+    sequence(tokens)
+    with at(config, coordinator) as cluster:
+        cluster.shift(job, tokens)
+    words = f"in sequences of {tokens} tokens" if tokens else "as it is"
+    click.echo(f"job {job} is to read its data {words}")

@@ -208,6 +208,10 @@ class Api:
         body = {"action": action, where: place, "factor": factor, "seconds": seconds}
         self._ask("POST", "/v1/chaos", msgspec.json.encode(body))
 
+    def shift(self, job: str, tokens: int) -> None:
+        """Has a job read its data in sequences of so many tokens; 0: as they are."""
+        self._ask("POST", "/v1/chaos", msgspec.json.encode({"action": "shift", "job": job, "tokens": tokens}))
+
     def _read(self, path: str, kind: type[T]) -> T:
         try:
             return decoded_as(kind, self._ask("GET", path))

@@ -20,23 +20,29 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from elasticd.coordinator.leading import Leading, Refused
 from elasticd.decoding import decoded_as
-from elasticd.machines.job.effects import Harmed
+from elasticd.machines.job.effects import Harmed, Reread
+from elasticd.machines.job.state import OVER
 from elasticd.orders import Harm
 
 #: What is done to a device; the rest is done to a node.
 TO_DEVICES = ("slow", "recover", "kill", "freeze", "thaw")
 TO_NODES = ("cut", "heal")
+#: And to a job: its data is read in other sequences.
+TO_JOBS = ("shift",)
 
 
 class ChaosRequest(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/chaos`: a device's name for what is done to devices, else a node's. `seconds`: how
-    long a cut lasts, 0 until it is healed."""
+    """The body of `POST /v1/chaos`: a device's name for what is done to devices, a job's for a shift, else a
+    node's. `seconds`: how long a cut lasts, 0 until it is healed. `tokens`: the length of the sequences that
+    the job reads from then on, 0 as they are."""
 
     action: str
     device: str = ""
     node: str = ""
     factor: float = 1.0
     seconds: float = 0.0
+    job: str = ""
+    tokens: int = 0
 
 
 class Served(Protocol):
@@ -88,7 +94,9 @@ def routes(served: Served) -> list[BaseRoute]:
             body = decoded_as(ChaosRequest, await request.body(), strict=False)
         except msgspec.DecodeError as error:
             raise Refused(
-                400, f'the body must be {{"action", "device" or "node", "factor", "seconds"}}: {error}'
+                400,
+                'the body must be {"action", "device", "node" or "job", "factor", "seconds" or "tokens"}: '
+                f"{error}",
             ) from error
         order(served.leading, cuts, body)
         return Response(msgspec.json.encode(body), media_type="application/json")
@@ -117,8 +125,30 @@ def order(leading: Leading, cuts: Cuts, body: ChaosRequest) -> None:
         if body.node not in cuts:
             raise Refused(409, f"node {body.node!r} is not cut by this leader, so there is nothing to heal")
         cuts.heal(body.node)
+    elif body.action == "shift":
+        _shift(leading, body.job, body.tokens)
     else:
-        raise Refused(400, f"action {body.action!r} must be one of {', '.join((*TO_DEVICES, *TO_NODES))}")
+        known = (*TO_DEVICES, *TO_NODES, *TO_JOBS)
+        raise Refused(400, f"action {body.action!r} must be one of {', '.join(known)}")
+
+
+def _shift(leading: Leading, name: str, tokens: int) -> None:
+    job = leading.state.jobs.get(name)
+    if job is None:
+        names = ", ".join(sorted(leading.state.jobs)) or "none"
+        raise Refused(404, f"there is no job {name!r}; there are: {names}")
+    if tokens < 0:
+        raise Refused(
+            400, f"tokens {tokens} must be the length of a sequence, as 2048, or 0 for the data as it is"
+        )
+    if job.spec is None or job.plan is None or job.phase in OVER:
+        raise Refused(409, f"job {name} is {job.phase.value}: its data can be changed while it trains")
+    if not job.spec.shifts:
+        raise Refused(
+            409,
+            f"the dataset of job {name} has no at_length(tokens), which gives it in sequences of that length",
+        )
+    leading.apply(Reread(job=name, tokens=tokens))
 
 
 def _harm(leading: Leading, node: str, harm: Harm) -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from elasticd.machines import agent_orders
+from elasticd.machines import agent_orders, agent_probes
 from elasticd.machines.agent_admission import refusal
 from elasticd.machines.agent_orders import (
     checkpoints_read,
@@ -95,7 +95,7 @@ from elasticd.messages import (
     Welcome,
     WorkerLost,
 )
-from elasticd.pulses import Frozen
+from elasticd.pulses import Frozen, Probed
 from elasticd.records import MemberRecord
 
 #: Reports kept while the link is away; the oldest go first.
@@ -148,7 +148,8 @@ def _opened(state: State, event: Opened, now: float) -> Result:
         Send(client=client.id, body=welcome),
         *_up(state, client, body),
     )
-    return _with_client(state, client), (*effects, *agent_orders.standing(state, client))
+    state, asked = agent_probes.due(_with_client(state, client), now)
+    return state, (*effects, *agent_orders.standing(state, client), *asked)
 
 
 def _said(state: State, event: Said, now: float) -> Result:
@@ -169,6 +170,8 @@ def _said(state: State, event: Said, now: float) -> Result:
     elif isinstance(body, Goodbye | Leave):
         farewell = body.reason if isinstance(body, Goodbye) else ""
         client = replace(client, goodbye=True, farewell=farewell)
+    elif isinstance(body, Probed):
+        client = replace(client, probed=body)
     elif body not in client.said:
         client = replace(client, said=(*client.said, body))
     return _with_client(state, client), _up(state, client, body)
@@ -219,6 +222,8 @@ def _link_up(state: State, event: LinkUp, now: float) -> Result:
             continue
         words.append(_wrap(client, client.opening))
         words += [_wrap(client, body) for body in client.said]
+        if client.probed is not None:
+            words.append(_wrap(client, client.probed))
         if client.frozen:
             words.append(_frozen(client))
         if client.goodbye:
@@ -276,12 +281,13 @@ def _to_device(state: State, device: str, body: ToWorker) -> Result:
 
 
 def _tick(state: State, event: Tick, now: float) -> Result:
+    state, asked = agent_probes.due(state, now)
     late = [key for key, call in state.calls.items() if call.deadline <= now]
     if not late:
-        return state, ()
+        return state, asked
     calls = {key: call for key, call in state.calls.items() if key not in late}
     why = "no leader can be reached" if state.phase is Phase.AWAY else "the leader did not answer in time"
-    return replace(state, calls=calls), tuple(_failed(key, why) for key in late)
+    return replace(state, calls=calls), (*asked, *(_failed(key, why) for key in late))
 
 
 # -- parts -------------------------------------------------------------------------------------------------

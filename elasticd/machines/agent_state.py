@@ -28,6 +28,7 @@ from elasticd.messages import (
     ToWorker,
     Up,
 )
+from elasticd.pulses import Probed
 from elasticd.records import (
     CheckpointsRecord,
     DoneRecord,
@@ -37,6 +38,9 @@ from elasticd.records import (
     PlanRecord,
     Proposal,
 )
+
+#: Seconds between the probes of a device that stands by.
+PROBE_SECONDS = 30.0
 
 Outcome = Prepared | Refused | Swapped | Kept | Doubt | Bereft | Standing | Saved | Finished | Leaving
 
@@ -52,7 +56,8 @@ class Phase(Enum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Client:
     """A worker (with device and incarnation) or a torchrun; `said` is what a new leader must hear again,
-    `farewell` why it said goodbye, `frozen` how it was found not to answer."""
+    `farewell` why it said goodbye, `frozen` how it was found not to answer. `asked`: when its device was last
+    to be probed, and `probed` what that gave."""
 
     id: str
     opening: Hello | Join
@@ -63,6 +68,8 @@ class Client:
     farewell: str = ""
     ended: str = ""
     frozen: str = ""
+    asked: float | None = None
+    probed: Probed | None = None
 
     @property
     def job(self) -> str:
@@ -80,7 +87,8 @@ class Call:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
     """All that an agent knows. `pace` holds the emulated times of a normal device, if there are any; `epoch`
-    is the highest seen, by this agent or one before it on its node."""
+    is the highest seen, by this agent or one before it on its node. `probe_seconds` pass between the probes of
+    a device that stands by (0: it is probed as it comes, and never again)."""
 
     record: NodeRecord
     pace: Pace | None = None
@@ -95,6 +103,7 @@ class State:
     factors: Mapping[str, float] = field(default_factory=dict)
     reports: tuple[Up, ...] = ()
     calls: Mapping[tuple[str, int], Call] = field(default_factory=dict)
+    probe_seconds: float = PROBE_SECONDS
 
     def worker_of(self, device: str) -> Client | None:
         """The worker that drives a device now."""

@@ -25,6 +25,7 @@ from elasticd.machines.job.effects import (
     Paced,
     Planned,
     Received,
+    Reread,
     Send,
     Stored,
 )
@@ -77,7 +78,7 @@ def step(state: State, event: Event, now: float) -> Result:
         return _drained(state, event)
     if isinstance(event, Configured):
         return _configured(state, event, now)
-    if isinstance(event, Planned):
+    if isinstance(event, Planned | Reread):
         return _jobs(state, event, now, (event.job,))
     return _jobs(state, event, now, tuple(state.jobs))
 

@@ -43,6 +43,22 @@ def length_of(dataset: Dataset) -> Callable[[int], int] | None:
     return None if lengths is None else lambda index: int(lengths[index])
 
 
+def at_length(dataset: Dataset, tokens: int) -> Dataset:
+    """The same samples in sequences of so many tokens, as the dataset itself gives them. Raises ValueError
+    where it does not, or gives another number of samples: which of them a step has must stay a function of seed
+    and step."""
+    make: Callable[[int], Dataset] | None = getattr(dataset, "at_length", None)
+    if make is None:
+        raise ValueError("the dataset has no at_length(tokens), so that its lengths cannot be changed")
+    made = make(tokens)
+    if len(made) != len(dataset):
+        raise ValueError(
+            f"dataset.at_length({tokens}) has {len(made)} samples, the dataset {len(dataset)}: "
+            "let it have as many"
+        )
+    return made
+
+
 def sample_tokens(dataset: Dataset, most: int = 64) -> float:
     """The mean number of tokens of the first samples: what the planner expects of the rest."""
     count = min(len(dataset), most)

@@ -11,6 +11,9 @@ import time
 
 from elasticd.messages import Pace
 
+#: What a probe's product takes on a normal device.
+PRODUCT_SECONDS = 0.02
+
 
 class Pacer:
     """Paces one device. `pace` may be replaced from another thread at any time (chaos)."""
@@ -33,12 +36,21 @@ class Pacer:
             self.paced += 1
             if spent > target:
                 self.overruns += 1
-        deadline = start + communicated + target
-        while (left := deadline - time.perf_counter()) > 0:
-            time.sleep(left)
+        _until(start + communicated + target)
+
+    def product(self, start: float) -> None:
+        """Sleeps at the end of a probe's product that began at `start`."""
+        pace = self.pace
+        spent = PRODUCT_SECONDS if pace.forward is not None else time.perf_counter() - start
+        _until(start + spent * pace.factor)
 
     def take(self) -> tuple[int, int]:
         """(sections paced, overruns) since the last take."""
         counts = self.paced, self.overruns
         self.paced = self.overruns = 0
         return counts
+
+
+def _until(deadline: float) -> None:
+    while (left := deadline - time.perf_counter()) > 0:
+        time.sleep(left)

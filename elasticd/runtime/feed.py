@@ -60,6 +60,12 @@ class Mapped:
         self._given: dict[int, _Given] = {}
         self._now: _Given | None = None
 
+    def reading(self, reader: Samples, length: Callable[[int], int] | None) -> Mapped:
+        """The same samples as another reader gives them; what a script gives holds for both."""
+        other = Mapped(self._sampler, reader, length, self._linear)
+        other._given = self._given
+        return other
+
     @property
     def ahead(self) -> bool:
         return not self._given
@@ -80,7 +86,8 @@ class Mapped:
         """This step trains on these: indices of the dataset, or samples. Raises ValueError, or TypeError, where
         it is no global batch."""
         given = _Given(batch, self._sampler)
-        self._given = {at: old for at, old in self._given.items() if at > step - _REMEMBERED and at < step}
+        for at in [at for at in self._given if not step - _REMEMBERED < at < step]:
+            del self._given[at]
         self._given[step] = given
 
     def samples(self, step: int) -> tuple[int, ...]:

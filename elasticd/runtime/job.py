@@ -13,6 +13,7 @@ from torch import Tensor
 
 from elasticd.messages import Goodbye, Leaving, Published, ToWorker, Welcome
 from elasticd.packets import default_path
+from elasticd.pulses import Probe
 from elasticd.records import JobSpec
 from elasticd.runtime import parent, whole
 from elasticd.runtime.callbacks import Callback, Callbacks
@@ -29,6 +30,7 @@ from elasticd.runtime.model import Model
 from elasticd.runtime.notice import Notice
 from elasticd.runtime.options import Options, environment, held_out_sets, hello
 from elasticd.runtime.precision import Name, Precision
+from elasticd.runtime.probe import Prober
 from elasticd.runtime.reader import SampleError
 from elasticd.runtime.recipe import MakeOptimizer, MakeScheduler, Recipe
 from elasticd.runtime.recompute import Recompute
@@ -148,6 +150,7 @@ class Job(Seat):
             saver=self._saver,
             snapper=self._snapper,
         )
+        self._prober = Prober(lambda: self._switcher.engine is None, pacer.product, self._control.send)
         self._control.start(self._hear)
         self._notice = Notice(grace, self._told_to_go)
         self._notice.install()
@@ -173,6 +176,8 @@ class Job(Seat):
             case Freed(plan=plan, step=step):
                 if self._snapper is not None:
                     self._snapper.freed(plan, step)
+            case Probe():
+                self._prober.ask()
             case Welcome():
                 if self._snapper is not None:
                     self._snapper.welcomed()

@@ -104,6 +104,7 @@ class Options:
             numbers=self.numbers.numbers if self.numbers is not None else None,
             recompute=may_recompute,
             recomputed=recomputed,
+            shifts=hasattr(self.dataset, "at_length"),
         )
 
     def keeping(self) -> Keeping | None:
@@ -172,6 +173,7 @@ def hello(spec: JobSpec, keeping: Keeping | None) -> Hello:
         pid=os.getpid(),
         spec=spec,
         checkpoints=offered(keeping.folder, spec) if keeping is not None else (),
+        probes=True,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from elasticd_planner.packing import linear_of
 from elasticd_planner.plan import Plan
 from torch import nn
 
-from elasticd.runtime.data import Collate, Dataset
+from elasticd.runtime.data import Collate, Dataset, at_length, length_of
 from elasticd.runtime.feed import Feed, Mapped
 from elasticd.runtime.model import Model
 from elasticd.runtime.precision import Precision
@@ -66,6 +66,24 @@ class Recipe:
     def feed(self) -> Feed:
         """One under all plans, too."""
         return self.source or Mapped(self.sampler, self.reader, self.length, linear_of(self.model.spec))
+
+    @cached_property
+    def _shifted(self) -> dict[int, Recipe]:
+        return {}
+
+    def read_as(self, plan: Plan) -> Recipe:
+        """The same for a plan under which the data is read in other sequences. Raises ValueError where the
+        dataset cannot be."""
+        tokens = plan.sequence
+        if not tokens:
+            return self
+        if tokens not in self._shifted:
+            shifted = at_length(self.dataset, tokens)
+            made = replace(self, dataset=shifted, length=length_of(shifted), source=None)
+            if isinstance(self.feed, Mapped):
+                made = replace(made, source=self.feed.reading(made.reader, made.length))
+            self._shifted[tokens] = made
+        return self._shifted[tokens]
 
     def batch(self, plan: Plan, step: int) -> BatchPlan:
         """The samples of a step under a plan, the same on every rank."""

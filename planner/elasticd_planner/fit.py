@@ -57,6 +57,21 @@ def fit(
     return _calibrated(fitted, plan, ours, cluster, rates)
 
 
+def remeasured(
+    profile: ModelProfile, plan: Plan, measurements: Iterable[Measurement], rates: Rates | None = None
+) -> ModelProfile:
+    """A fitted profile whose computation takes what these measurements of `plan`'s members say, be they of few
+    steps: what is known of all else stays."""
+    rates = rates or {}
+    ours = [m for m in measurements if m.plan == plan.number and m.device in plan.places and m.block_work > 0]
+    return msgspec.structs.replace(
+        profile,
+        block=_section(profile.block, [_Spent.in_blocks(plan, m, rates) for m in ours]),
+        embed=_section(profile.embed, [_Spent.at_an_edge(plan, m, m.embed_seconds, rates) for m in ours]),
+        head=_section(profile.head, [_Spent.at_an_edge(plan, m, m.head_seconds, rates) for m in ours]),
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Spent:
     """Seconds of a member of a group of `width` in `passes` of a section, and what for: tokens x share x rate,

@@ -181,7 +181,8 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     """A layout of the whole job. It changes slowly and lives in the store.
 
     `binding` ties each member device to one incarnation of a worker; `carriers` are members that compute
-    nothing and hold replicas of state alone; `idle` devices are standby.
+    nothing and hold replicas of state alone; `idle` devices are standby. `sequence`: tokens of the sequences
+    that the samples are read in, by an order of chaos (0: as the dataset has them).
     """
 
     number: int
@@ -194,6 +195,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
     binding: dict[str, str] = msgspec.field(default_factory=dict)
     prediction: Prediction | None = None
     reason: str = ""
+    sequence: int = 0
     version: int = 1
 
     def __post_init__(self) -> None:
@@ -205,7 +207,10 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
                 f"{PLAN_VERSION} and one older: upgrade it"
             )
         interleaved = any(pipeline.chunks > 1 for module in self.modules for pipeline in module.pipelines)
-        msgspec.structs.force_setattr(self, "version", PLAN_VERSION if interleaved else 1)
+        needs = PLAN_VERSION if interleaved or self.sequence else 1
+        msgspec.structs.force_setattr(self, "version", needs)
+        if self.sequence < 0:
+            refuse(f"plan {self.number}: samples cannot be read in sequences of {self.sequence} tokens")
         if self.number < 0 or self.micro_batch < 1:
             refuse(f"plan {self.number}: number and micro-batch size must be positive")
         devices = [*(name for name, _ in self._walk()), *self.carriers]
@@ -267,6 +272,7 @@ class Plan(Value, frozen=True, kw_only=True, dict=True):
             self.global_batch,
             sorted(self.binding.items()),
             *([sorted(self.carriers)] if self.carriers else []),
+            *([self.sequence] if self.sequence else []),
         )
         return hashlib.sha256(msgspec.json.encode(body)).hexdigest()[:16]
 

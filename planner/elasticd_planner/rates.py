@@ -160,6 +160,21 @@ def judged(
     return state, tuple(changes)
 
 
+def believed(
+    state: RateState, device: str, ratio: float, found: float | None, settings: DetectSettings, fleet: str
+) -> tuple[RateState, Change | None]:
+    """What is known of a device from elsewhere than its steps: it took `ratio` times as long as `fleet`, and is
+    to be believed to be `found` times slower than normal (None: what is believed stays)."""
+    before = state.devices.get(device, _UNKNOWN)
+    residuals = (*before.residuals, math.log(ratio))[-settings.kept :]
+    after, change = msgspec.structs.replace(before, residuals=residuals), None
+    if found is not None and rounded(found, settings.rounding) != before.rate:
+        judge = _Judge(settings, max(settings.noise, state.noise), state.step, fleet)
+        kind: Kind = "slow" if before.rate == NORMAL else "slower" if found > before.rate else "faster"
+        after, change = judge.changed(device, before, residuals, math.log(found), None, kind)
+    return msgspec.structs.replace(state, devices={**state.devices, device: after}), change
+
+
 def forget(state: RateState, device: str) -> RateState:
     """A new worker runs on the device: nothing is known of it."""
     devices = {name: known for name, known in state.devices.items() if name != device}
@@ -222,7 +237,7 @@ class _Judge:
             return msgspec.structs.replace(before, residuals=residuals, above=NONE, spikes=spikes), None
         start = self.step - steps + 1
         before = msgspec.structs.replace(before, spikes=tuple(spike for spike in spikes if spike < start))
-        return self._changed(name, before, residuals, found, steps, "slow")
+        return self.changed(name, before, residuals, found, steps, "slow")
 
     def _known_slow(
         self, name: str, before: DeviceRate, residuals: tuple[float, ...]
@@ -234,17 +249,17 @@ class _Judge:
         for passed, kind in verdicts:
             if self._moved.passed(passed):
                 steps = self._moved.steps(passed, residuals)
-                return self._changed(name, before, residuals, median(residuals[-steps:]), steps, kind)
+                return self.changed(name, before, residuals, median(residuals[-steps:]), steps, kind)
         age = None if before.age is None else before.age + 1
         if age is not None and age >= settings.settle and not (above.clear or below.clear):
             # The first of them may have begun before the change did.
             found = trimmed(residuals[-min(age - 1, len(residuals)) :])
             if abs(found - believed) > settings.refine:
-                return self._changed(name, before, residuals, found, None, "corrected")
+                return self.changed(name, before, residuals, found, None, "corrected")
             age = None
         return msgspec.structs.replace(before, residuals=residuals, above=above, below=below, age=age), None
 
-    def _changed(
+    def changed(
         self,
         name: str,
         before: DeviceRate,

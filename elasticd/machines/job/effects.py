@@ -106,6 +106,13 @@ class Paced(Value, frozen=True, kw_only=True):
     factor: float
 
 
+class Reread(Value, frozen=True, kw_only=True):
+    """Chaos: this job is to read its data in sequences of so many tokens (0: as they are)."""
+
+    job: str
+    tokens: int
+
+
 class Harmed(Value, frozen=True, kw_only=True):
     """Chaos: the agent of `node` is to do this."""
 
@@ -132,7 +139,7 @@ class Tick(Value, frozen=True, kw_only=True):
     """Time has passed."""
 
 
-Event = AgentUp | AgentDown | Received | Planned | Paced | Harmed | Configured | Drained | Tick
+Event = AgentUp | AgentDown | Received | Planned | Paced | Harmed | Reread | Configured | Drained | Tick
 
 # -- effects -------------------------------------------------------------------------------------------------
 

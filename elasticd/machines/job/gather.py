@@ -265,8 +265,10 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
             client=up.client,
             pid=body.pid,
             checkpoints=body.checkpoints,
+            probe_by=turn.now + turn.settings.probe_seconds if body.probes else None,
         )
     )
+    turn.set(probes=job.probes.forgotten(up.device))
     if job.phase not in (Phase.GATHERING, Phase.ASSEMBLING):
         turn.set(decided=None)
         turn.note("joined", f"worker {up.device} stands by", device=up.device)

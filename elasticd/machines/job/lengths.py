@@ -1,9 +1,14 @@
-"""The lengths of the data's sequences: a lasting change of them is another problem to plan for."""
+"""The lengths of the data's sequences: a lasting change of them is another problem to plan for.
+
+How much longer a token takes in a longer sequence the shapes only guess. The steps by which a shift was seen
+know it: what they took is what the profile says from then on.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from elasticd_planner.fit import remeasured
 from elasticd_planner.lengths import Lengths, attention_rise, evaluated, even, lengths_of
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.shift import watch
@@ -34,8 +39,21 @@ def measured(turn: Turn, step: Sequence[Measurement]) -> None:
         return
     rise = attention_rise(job.spec.model, job.rates.curve)
     profile = evaluated(job.profile, before, after, rise)
+    if profile.fitted and job.plan is not None:
+        profile = remeasured(profile, job.plan, _alike(job.recent, after), job.rates.rates)
     turn.set(profile=profile, samples=(), first_step=None)
     turn.note("shifted", reason, step=step[0].step, mean=after.mean, longest=after.longest)
+
+
+def _alike(recent: Sequence[Sequence[Measurement]], after: Lengths) -> list[Measurement]:
+    """The measurements of those steps whose lengths are such as these."""
+    found = [(lengths_of(step), step) for step in recent]
+    return [
+        measurement
+        for lengths, step in found
+        if lengths is not None and abs(lengths.effective / after.effective - 1) <= OFF
+        for measurement in step
+    ]
 
 
 def _off(before: Lengths, after: Lengths) -> bool:

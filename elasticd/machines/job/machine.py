@@ -10,12 +10,14 @@ from elasticd.machines.job import (
     gather,
     leaving,
     losses,
+    probing,
     recovery,
     replan,
+    reread,
     snapshots,
     switch,
 )
-from elasticd.machines.job.effects import AgentDown, AgentUp, Effect, Event, Planned, Received
+from elasticd.machines.job.effects import AgentDown, AgentUp, Effect, Event, Planned, Received, Reread
 from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import (
@@ -36,7 +38,7 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.pulses import Frozen
+from elasticd.pulses import Frozen, Probed
 from elasticd.snapshots import Keeps
 
 
@@ -55,6 +57,8 @@ def step(
             return turn.job, tuple(turn.effects)
     elif isinstance(event, Planned):
         replan.answered(turn, event)
+    elif isinstance(event, Reread):
+        reread.ordered(turn, event)
     elif isinstance(event, AgentDown):
         gather.forget(turn, event.node)
     elif isinstance(event, AgentUp) and event.anew:
@@ -146,6 +150,8 @@ def _report(turn: Turn, up: Up) -> None:
         ending.finished(turn, body)
     elif isinstance(body, Leaving):
         leaving.told(turn, worker, body)
+    elif isinstance(body, Probed):
+        probing.probed(turn, worker, body)
     # A Goodbye needs no answer: its WorkerLost follows and says that it was clean.
 
 
@@ -162,6 +168,7 @@ def _due(turn: Turn) -> None:
     switch.unrecovered(turn)
     switch.abort(turn)
     switch.all_kept(turn)
+    reread.due(turn)
     replan.request(turn)
     recovery.recover(turn)
 

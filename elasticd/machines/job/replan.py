@@ -16,10 +16,10 @@ from elasticd_planner.precision import suited
 from elasticd_planner.problem import Freedom, Problem
 from elasticd_planner.profiles import ModelProfile, derive
 from elasticd_planner.rates import observe
-from elasticd_planner.stability import changed, corrected, outlook, settled
+from elasticd_planner.stability import outlook, settled
 from elasticd_planner.value import Invalid
 
-from elasticd.machines.job import lengths
+from elasticd.machines.job import lengths, probing
 from elasticd.machines.job.effects import CancelPlan, Planned, RequestPlan
 from elasticd.machines.job.ending import stop
 from elasticd.machines.job.leaving import to_leave, words
@@ -32,6 +32,8 @@ from elasticd.records import JobSpec
 
 #: What is left after a step of the weight that the slowest one before it has.
 FADING = 0.9
+#: Whole steps that are kept of the plan in force.
+MOST_RECENT = 3
 #: Steps that some members have not reported are kept until this many newer ones have begun.
 MOST_PARTIAL = 64
 
@@ -75,25 +77,10 @@ def _observe(turn: Turn, plan: Plan, step: tuple[Measurement, ...]) -> None:
     """A whole step: who became slow or recovered, and one more sample for the profile's fit."""
     work = expectation(turn.job.profile, plan) if turn.job.profile is not None else None
     rates, changes = observe(turn.job.rates, step, turn.settings.detect, work)
-    turn.set(rates=rates)
+    recent = tuple(known for known in turn.job.recent if known[0].plan == plan.number)
+    turn.set(rates=rates, recent=(*recent, step)[-MOST_RECENT:])
     lengths.measured(turn, step)
-    horizon = turn.settings.policy.horizon_steps
-    for change in changes:
-        known_better = change.kind == "corrected"
-        stability = turn.job.stability
-        if known_better:
-            stability = corrected(stability, change.device, change.after)
-        else:
-            stability = changed(stability, change.device, change.after, change.step, horizon)
-        turn.set(stability=stability)
-        turn.note(
-            "slow" if known_better or change.after > change.before else "recovered",
-            change.reason,
-            device=change.device,
-            before=change.before,
-            after=change.after,
-            step=change.step,
-        )
+    probing.told(turn, changes)
     profile = turn.job.profile
     if profile is None or turn.job.taught_by == plan.number or not _teaches(plan, profile):
         return
@@ -139,8 +126,9 @@ def request(turn: Turn) -> None:
             turn.set(asked=None)
             turn.effects.append(CancelPlan(job=job.job))
         return
-    if job.spec is None or not _all_there(turn):
+    if job.spec is None or not all_there(turn) or (job.phase is Phase.PLANNING and probing.awaited(turn)):
         return
+    probing.judge(turn)
     try:
         _request(turn)
     except Invalid as error:
@@ -169,15 +157,7 @@ def _request(turn: Turn) -> None:
         if ripe(job) and job.deferred is not None and job.deferred.basis == basis:
             _weigh(turn, job.plan, job.deferred)
         return
-    problem = Problem(
-        cluster=_cluster(turn, devices),
-        profile=profile,
-        global_batch=job.spec.global_batch,
-        micro_batch=job.spec.micro_batch,
-        rates=basis.rates,
-        current=job.plan,
-        freedom=Freedom(states=(job.spec.state,), interleave=chunks, recompute=job.spec.recompute),
-    )
+    problem = _problem(turn, basis, job.spec)
     token = job.token + 1
     turn.set(asked=Asked(token=token, basis=basis, problem=problem), token=token, deferred=None)
     turn.effects.append(RequestPlan(job=job.job, token=token, problem=problem))
@@ -189,6 +169,32 @@ def _first_profile(spec: JobSpec, flops: float) -> ModelProfile:
     """What was measured of the model before the job, or what its shapes say."""
     profile = spec.profile or derive(spec.model, spec.sample_tokens, spec.micro_batch, flops=flops)
     return suited(profile, spec.numbers, len(spec.recomputed) / profile.layers)
+
+
+def problem_now(turn: Turn) -> Problem | None:
+    """What a plan would be made for now; None before the first was."""
+    job, devices = turn.job, _devices(turn)
+    if job.spec is None or job.profile is None or not devices:
+        return None
+    basis = Basis(
+        devices=devices,
+        rates=_rates(turn, devices),
+        profile=job.profile,
+        interleave=turn.settings.policy.interleave,
+    )
+    return _problem(turn, basis, job.spec)
+
+
+def _problem(turn: Turn, basis: Basis, spec: JobSpec) -> Problem:
+    return Problem(
+        cluster=_cluster(turn, basis.devices),
+        profile=basis.profile,
+        global_batch=spec.global_batch,
+        micro_batch=spec.micro_batch,
+        rates=basis.rates,
+        current=turn.job.plan,
+        freedom=Freedom(states=(spec.state,), interleave=basis.interleave, recompute=spec.recompute),
+    )
 
 
 def _due(job: JobState, basis: Basis) -> float:
@@ -281,7 +287,7 @@ def _worth_it(turn: Turn, plan: Plan, new: Plan, found: Deferred) -> Decision:
     )
 
 
-def _all_there(turn: Turn) -> bool:
+def all_there(turn: Turn) -> bool:
     """Whether a proposal could be prepared now: all members reported, on nodes that can be reached."""
     job = turn.job
     if job.settle_until is not None and job.phase in (Phase.RUNNING, Phase.RECOVERING):
@@ -298,6 +304,8 @@ def _devices(turn: Turn) -> tuple[Device, ...]:
     nodes = {worker.node for worker in turn.job.workers.values()} & turn.nodes.keys()
     nodes = {node for node in nodes if not turn.nodes[node].record.draining}
     found = [device for node in sorted(nodes) for device in turn.nodes[node].record.devices]
+    if turn.job.phase is Phase.RUNNING:  # elsewhere speed matters more than how fast a newcomer is
+        there -= probing.awaited(turn)
     return tuple(device for device in found if device.name in there)
 
 

@@ -40,6 +40,7 @@ from elasticd_planner.lengths import Lengths
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
 from elasticd_planner.policy import Moved, PolicySettings
+from elasticd_planner.probes import ProbeState
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiles import GUESSED_FLOPS, ModelProfile
 from elasticd_planner.rates import DetectSettings, RateState
@@ -96,7 +97,8 @@ class Settings(Value, frozen=True, kw_only=True):
     last step; stand: for members to say what they hold after a fence; bereft: from a member that lost the
     others to the fence, if nobody is known to have died; node: for a node that cannot be reached to be back,
     if the job's steps have stopped too; hang: beyond twice the slowest step of late without one, until a
-    worker that does not answer counts as lost; fit: measured steps that a profile is fitted from. flops (of a
+    worker that does not answer counts as lost; probe: for a worker that said so to tell how fast its device is,
+    before it is given work; fit: measured steps that a profile is fitted from. flops (of a
     normal device, per second) and the links inside a node and between nodes are what plans count with until
     something was measured."""
 
@@ -110,6 +112,7 @@ class Settings(Value, frozen=True, kw_only=True):
     bereft_seconds: float = 0.5
     node_seconds: float = 0.4
     hang_seconds: float = 0.4
+    probe_seconds: float = 3.0
     fit_steps: int = STEPS
     detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
     policy: PolicySettings = msgspec.field(default_factory=PolicySettings)
@@ -122,6 +125,7 @@ class Settings(Value, frozen=True, kw_only=True):
             *(self.gather_seconds, self.prepare_seconds, self.reconnect_seconds),
             *(self.retry_seconds, self.most_retry_seconds, self.leave_seconds),
             *(self.stand_seconds, self.bereft_seconds, self.node_seconds, self.hang_seconds),
+            self.probe_seconds,
         )
         if min(times) < 0 or self.fit_steps < STEPS:
             refuse(f"coordinator: times must not be negative and fit_steps at least {STEPS}, not {self}")
@@ -153,7 +157,8 @@ class Worker(Value, frozen=True, kw_only=True):
     took its leave: since when, and why. `orphan`: its node's agent was started again, and it has not come back
     to that one yet. `bereft_at`: since when it stands still, having lost the others; `standing` what it said
     after a fence. `checkpoints` are the names of those that it sees, the newest first. `leaving`:
-    it was told to go, and by what.
+    it was told to go, and by what. `probe_by`: until when its device's first probe is waited for (None: no
+    more).
     """
 
     device: str
@@ -172,6 +177,7 @@ class Worker(Value, frozen=True, kw_only=True):
     standing: Standing | None = None
     checkpoints: tuple[str, ...] = ()
     leaving: str = ""
+    probe_by: float | None = None
 
     @property
     def left(self) -> bool:
@@ -246,8 +252,11 @@ class JobState(Value, frozen=True, kw_only=True):
     fault: `fence` is the one that no recorded plan has followed yet, `remedy` the plan that is to; `gone` are
         all that were ever fenced off, by device the last of them: their words count no more.
     measuring: `partial` steps that some members have not reported yet; `samples` for the fit, from the step
-        after `first_step` on; `taught_by` the plan that the profile was last fitted to. `shifts` watches the
-        data's lengths; the profile is for such as `lengths` (None: as the spec says, all alike).
+        after `first_step` on; `recent` whole steps of the plan in force; `probes` of devices without work;
+        `taught_by` the plan that the profile was last fitted to. `shifts` watches the data's lengths; the
+        profile is for such as `lengths` (None: as the spec says, all alike).
+    chaos: the data is to be read in sequences of `sequence` tokens (0: as they are); `reread`: that was
+        ordered, and no plan with it was proposed yet.
     end: `done_epoch` is that of the record in the store.
     older state: `snapshots` in the agents' memory, checkpoints `published`, the newest last; when a worker last
         `arrived`. Until `patient_until` a new leader takes nothing for lost that it has not heard of.
@@ -273,6 +282,7 @@ class JobState(Value, frozen=True, kw_only=True):
     remedy: Remedy | None = None
     profile: ModelProfile | None = None
     rates: RateState = msgspec.field(default_factory=RateState)
+    probes: ProbeState = msgspec.field(default_factory=ProbeState)
     decided: Basis | None = None
     not_before: float = 0.0
     setback: Setback | None = None
@@ -284,6 +294,9 @@ class JobState(Value, frozen=True, kw_only=True):
     partial: dict[int, dict[str, Measurement]] = msgspec.field(default_factory=dict)
     first_step: int | None = None
     taught_by: int = 0
+    sequence: int = 0
+    reread: bool = False
+    recent: tuple[tuple[Measurement, ...], ...] = ()
     samples: tuple[tuple[Measurement, ...], ...] = ()
     shifts: ShiftState = msgspec.field(default_factory=ShiftState)
     lengths: Lengths | None = None

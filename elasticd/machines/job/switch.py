@@ -55,7 +55,9 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Sourc
         return
     number = job.highest + 1
     plan = plan.replace(
-        number=number, binding={device: job.workers[device].incarnation for device in plan.members}
+        number=number,
+        binding={device: job.workers[device].incarnation for device in plan.members},
+        sequence=job.sequence,
     )
     proposal = Proposal(
         number=number,
