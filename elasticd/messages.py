@@ -13,7 +13,7 @@ from elasticd_planner.measurement import Measurement
 
 from elasticd.decoding import decoded
 from elasticd.orders import Drain, Harm
-from elasticd.pulses import Frozen, Ping, Pong, Probe, Probed
+from elasticd.pulses import Crossed, Frozen, Ping, Pong, Probe, Probed
 from elasticd.records import JobSpec, NodeRecord, Proposal, Vote
 from elasticd.rounds import (
     Attend,
@@ -80,7 +80,8 @@ class Refused(Message, frozen=True, kw_only=True):
 class Swapped(Message, frozen=True, kw_only=True):
     """The plan of this number is in force here after `step` updates; with what the switch cost in bytes
     (sent by this rank, checksums included; lacking at it before; and beside them the job's whole state, each
-    element once) and in seconds of its step loop. `checkpoint` names what its state was read from, if so."""
+    element once) and in seconds of its step loop. `checkpoint` names what its state was read from, if so. By
+    device that sent to this rank: `flows`, the bytes and the seconds until they were here."""
 
     number: int
     step: int
@@ -89,6 +90,7 @@ class Swapped(Message, frozen=True, kw_only=True):
     bytes_lacking: int
     bytes_state: int
     checkpoint: str = ""
+    flows: dict[str, tuple[int, float]] = msgspec.field(default_factory=dict)
 
 
 class Kept(Message, frozen=True, kw_only=True):
@@ -367,7 +369,7 @@ class AgentRejected(Message, frozen=True, kw_only=True):
     reason: str
 
 
-ToLeader = AgentHello | Up | WorkerLost | Frozen | Keeps | Lapped
+ToLeader = AgentHello | Up | WorkerLost | Frozen | Crossed | Keeps | Lapped
 ToAgent = Down | Whole | AgentRejected | Harm | Drain
 
 _encoder = msgspec.json.Encoder()

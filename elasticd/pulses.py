@@ -1,5 +1,5 @@
 """Wire messages about whether a worker's process still runs (it may live and be stopped all the same), and how
-fast its device is while it has no work."""
+fast its device, and the links of its node, are while they have no work."""
 
 from __future__ import annotations
 
@@ -22,6 +22,16 @@ class Probed(Message, frozen=True, kw_only=True):
     """The answer, for the leader: seconds of the same small matrix product, made some times."""
 
     seconds: tuple[float, ...]
+
+
+class Crossed(Message, frozen=True, kw_only=True):
+    """To the leader: the link from this agent's node to `target`, probed while neither has work. `size` bytes
+    took `seconds` until they were there; the shortest of some messages took `latency` seconds one way."""
+
+    target: str
+    size: int
+    seconds: float
+    latency: float
 
 
 class Frozen(Message, frozen=True, kw_only=True):

@@ -40,6 +40,7 @@ from elasticd.records import Keys, NodeRecord
 from elasticd.remembered import NOTE_SECONDS, StateFile
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
 from elasticd_agent import probe
+from elasticd_agent.crossing import Crossings
 from elasticd_agent.harm import Harms
 from elasticd_agent.keeper import Keeper
 from elasticd_agent.link import Link
@@ -168,7 +169,9 @@ class Agent:
             send=self._workers.send,
             dismiss=self._workers.dismiss,
         )
-        parts = (self._tick(), self._beat(), self._remember(), self._supervisor.watch())
+        keeper, every = self._keeper, self._config.agent.probe_seconds
+        crossings = Crossings(every, keeper.sender, keeper.ring, lambda: self._state, self._link.send)
+        parts = (self._tick(), self._beat(), self._remember(), self._supervisor.watch(), crossings.run())
         beside = [asyncio.create_task(part) for part in parts]
         try:
             await records.start()

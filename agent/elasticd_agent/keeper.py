@@ -77,6 +77,14 @@ class Keeper:
         self.address = f"{section.address}:{self._server.port}"
         self.certificate = self._identity.certificate
 
+    def ring(self) -> list[NodeRecord]:
+        """The other nodes that take snapshots, from the one behind this on."""
+        return self._peers.ring(None)
+
+    @property
+    def sender(self) -> Sender:
+        return self._sender
+
     def close(self) -> None:
         """Breaks off what is under way, and lets go of everything. Not on the loop: it waits for threads."""
         self._server.close()

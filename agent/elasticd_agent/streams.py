@@ -1,9 +1,9 @@
-"""Snapshots from agent to agent: a TLS stream for each, both ends known by their certificates in the store.
+"""Snapshots from agent to agent, and probes of links: a TLS stream for each, both ends known by certificates.
 
-Who is not in the store is not spoken to, and nobody brings another node's snapshots. The sender says what it
-has (a frame of JSON, its length in four bytes before it), the receiver answers whether it has room; then come
-the bytes, and a second answer once all of them are kept. TLS sees to it that they arrive as they were sent;
-that they are what the worker copied is for their reader to check, by the sum that they hold.
+These are in the store. Who is not there is not spoken to, and nobody brings another node's snapshots. The
+sender says what it has (a frame of JSON, its length in four bytes before it), the receiver answers whether it
+has room; then come the bytes, and a second answer once all of them are kept. TLS sees to it that they arrive as
+they were sent; that they are what the worker copied is for their reader to check, by the sum that they hold.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
@@ -29,6 +30,9 @@ from elasticd_agent.vault import NoRoom, Snapshot, Vault
 _CHUNK = 1 << 20
 _LARGEST_FRAME = 64 << 20
 _LENGTH = struct.Struct("!I")
+#: Messages of which the shortest is a link's latency, and bytes of a probe at most.
+_ECHOES = 8
+_MOST_PROBED = 64 << 20
 #: Seconds without a byte after which a stream is given up.
 _SILENCE = 10.0
 #: What the threads add to their niceness: encryption takes the time that training leaves. Not more: a thread
@@ -43,10 +47,13 @@ class StreamFailed(OSError):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """Keep this, its bytes follow. The plan comes with the first rank's."""
+    """Keep what is `held`, its bytes follow. The plan comes with the first rank's. Or, with nothing held, a
+    probe of the link: `echoes` frames are to be answered, then so many bytes follow, and are answered."""
 
-    held: Held
+    held: Held | None = None
     plan: Plan | None = None
+    echoes: int = 0
+    bytes: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +117,9 @@ class Server:
     def _take(self, stream: ssl.SSLSocket, node: str) -> None:
         request = decoded_as(Request, _read_frame(stream))
         held = request.held
+        if held is None:
+            _echo(stream, request)
+            return
         if held.node != node or not held.device.startswith(f"{node}/"):
             _send_frame(stream, Answer(error=f"{held.device} of node {held.node} is none of node {node}'s"))
             return
@@ -149,6 +159,20 @@ class Sender:
                 context = self._identity.context(server=False, peers=certificate)
                 with context.wrap_socket(plain) as stream:
                     _send(stream, snapshot, revoked)
+        except (OSError, ValueError) as error:
+            raise StreamFailed(f"the agent at {address}: {error}") from error
+
+    def cross(self, address: str, certificate: str, size: int) -> tuple[float, float]:
+        """Seconds that `size` bytes take to the agent at `address`, and those of the shortest message, one way.
+        Raises StreamFailed."""
+        host, _, port = address.rpartition(":")
+        try:
+            plain = socket.create_connection((host, int(port)), timeout=_SILENCE)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._streams.one(plain):
+                context = self._identity.context(server=False, peers=certificate)
+                with context.wrap_socket(plain) as stream:
+                    return _crossed(stream, size)
         except (OSError, ValueError) as error:
             raise StreamFailed(f"the agent at {address}: {error}") from error
 
@@ -201,6 +225,43 @@ def _node_of(stream: ssl.SSLSocket, peers: Mapping[str, str]) -> str:
         if ssl.PEM_cert_to_DER_cert(certificate) == found:
             return node
     raise StreamFailed("its certificate is no node's")
+
+
+def _crossed(stream: ssl.SSLSocket, size: int) -> tuple[float, float]:
+    _send_frame(stream, Request(echoes=_ECHOES, bytes=size))
+    _check(_read_frame(stream))
+    trips = []
+    for _ in range(_ECHOES):
+        began = time.perf_counter()
+        _send_frame(stream, Answer())
+        _check(_read_frame(stream))
+        trips.append(time.perf_counter() - began)
+    chunk = bytes(min(size, _CHUNK))
+    began = time.perf_counter()
+    for start in range(0, size, _CHUNK):
+        stream.sendall(chunk[: size - start])
+    _check(_read_frame(stream))
+    latency = min(trips) / 2
+    # The answer took its way back, which the bytes did not.
+    return max(time.perf_counter() - began - latency, 1e-9), latency
+
+
+def _echo(stream: ssl.SSLSocket, request: Request) -> None:
+    """The other end of a probe."""
+    if not (0 < request.echoes <= _ECHOES and 0 < request.bytes <= _MOST_PROBED):
+        _send_frame(stream, Answer(error=f"a probe of {request.bytes} bytes is none"))
+        return
+    _send_frame(stream, Answer())
+    for _ in range(request.echoes):
+        _read_frame(stream)
+        _send_frame(stream, Answer())
+    left, buffer = request.bytes, memoryview(bytearray(_CHUNK))
+    while left:
+        count = stream.recv_into(buffer[: min(left, _CHUNK)])
+        if not count:
+            raise StreamFailed("the other agent closed the stream")
+        left -= count
+    _send_frame(stream, Answer())
 
 
 def _send(stream: ssl.SSLSocket, snapshot: Snapshot, revoked: threading.Event) -> None:

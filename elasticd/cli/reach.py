@@ -107,6 +107,15 @@ class LeaderStatus(Value, frozen=True, kw_only=True):
     epoch: int
 
 
+class LinkStatus(Value, frozen=True, kw_only=True):
+    """A link between two nodes by its last probe: bytes a second, seconds one way, times slower than normal."""
+
+    link: str
+    bandwidth: float
+    latency: float
+    rate: float
+
+
 class ClusterStatus(Value, frozen=True, kw_only=True):
     """The answer of `GET /v1/status`."""
 
@@ -115,6 +124,7 @@ class ClusterStatus(Value, frozen=True, kw_only=True):
     nodes: tuple[NodeStatus, ...]
     jobs: tuple[JobStatus, ...]
     restarts: tuple[RestartStatus, ...] = ()
+    links: tuple[LinkStatus, ...] = ()
 
     def job(self, name: str) -> JobStatus | None:
         return next((job for job in self.jobs if job.job == name), None)

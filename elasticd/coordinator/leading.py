@@ -43,7 +43,7 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.pulses import Frozen
+from elasticd.pulses import Crossed, Frozen
 from elasticd.records import DoneRecord, NodeRecord, Proposal
 from elasticd.rounds import Lapped
 from elasticd.snapshots import Keeps
@@ -181,7 +181,7 @@ class Leading:
             answer = await self._stores.setdefault(message.job, KeyValue()).call(call)
             connection.send(Down(client=message.client, body=answer))
             return
-        if isinstance(message, Up | WorkerLost | Frozen | Keeps):
+        if isinstance(message, Up | WorkerLost | Frozen | Crossed | Keeps):
             if isinstance(message, Up) and isinstance(message.body, Report):
                 self.journal.report(message.job, message.body, time.time())
             self.apply(Received(node=connection.node, message=message))

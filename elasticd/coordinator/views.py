@@ -19,6 +19,15 @@ def status(state: State, cluster: str, name: str, url: str) -> dict[str, Any]:
         "leader": {"name": name, "url": url, "epoch": state.epoch},
         "nodes": [_node(state, node) for _, node in sorted(state.nodes.items())],
         "jobs": [_job(job) for _, job in sorted(state.jobs.items())],
+        "links": [
+            {
+                "link": name,
+                "bandwidth": probe.bandwidth,
+                "latency": probe.latency,
+                "rate": state.links.rate(name),
+            }
+            for name, probe in sorted(state.links.probes.items())
+        ],
     }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import msgspec
 from elasticd_planner.value import Value
 
+from elasticd.machines import crossing
 from elasticd.machines.job import machine
 from elasticd.machines.job.effects import (
     AgentDown,
@@ -41,6 +42,7 @@ from elasticd.messages import (
     Up,
 )
 from elasticd.orders import Drain
+from elasticd.pulses import Crossed
 from elasticd.records import NodeRecord
 
 
@@ -51,6 +53,7 @@ class State(Value, frozen=True, kw_only=True):
     settings: Settings = msgspec.field(default_factory=Settings)
     nodes: dict[str, NodeState] = msgspec.field(default_factory=dict)
     jobs: dict[str, JobState] = msgspec.field(default_factory=dict)
+    links: crossing.Links = msgspec.field(default_factory=crossing.Links)
 
 
 Result = tuple[State, tuple[Effect, ...]]
@@ -80,7 +83,26 @@ def step(state: State, event: Event, now: float) -> Result:
         return _configured(state, event, now)
     if isinstance(event, Planned | Reread):
         return _jobs(state, event, now, (event.job,))
-    return _jobs(state, event, now, tuple(state.jobs))
+    state, told = _links(state, now)
+    state, effects = _jobs(state, event, now, tuple(state.jobs))
+    return state, (*told, *effects)
+
+
+def _links(state: State, now: float) -> Result:
+    """Which links became slow or recovered, by what was gathered: none is a device's slowness."""
+    settings = state.settings
+    links, told = crossing.judge(state.links, settings.between, settings.detect, now)
+    if links is state.links:
+        return state, ()
+    notes = tuple(
+        Note(
+            kind="link",
+            text=f"the link {change.reason} ({'probed' if kind == 'probe' else 'in moves of state'})",
+            data={"link": change.device, "before": change.before, "after": change.after, "by": kind},
+        )
+        for kind, change in told
+    )
+    return msgspec.structs.replace(state, links=links), notes
 
 
 def _agent_up(state: State, event: AgentUp, now: float) -> Result:
@@ -120,6 +142,12 @@ def _received(state: State, event: Received, now: float) -> Result:
     message = event.message
     if event.node not in state.nodes:
         return state, ()
+    if isinstance(message, Crossed):
+        links = crossing.crossed(state.links, event.node, message, now)
+        return msgspec.structs.replace(state, links=links), ()
+    if isinstance(message, Up):
+        links = crossing.moved(state.links, message, now)
+        state = state if links is state.links else msgspec.structs.replace(state, links=links)
     if isinstance(message, Up) and (not message.job or "/" in message.job):
         why = f"job name {message.job!r} must not be empty or contain '/': choose another --rdzv-id"
         rejected = Down(client=message.client, body=Rejected(reason=why))

@@ -7,8 +7,8 @@ training has stopped.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from elasticd_migration.execute import Corrupt, Foreseen, Incomplete, Moved, agree, foresee, migrate
@@ -61,6 +61,7 @@ class Side:
     bytes_state: int = 0
     checkpoint: str = ""
     began: float = 0.0
+    flows: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
 
 def prepare(
@@ -173,6 +174,7 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
         bytes_lacking=bytes_lacking(prepared.old, prepared.new, sizes).get(group.me, 0),
         bytes_state=whole_bytes(prepared.new, sizes),
         began=began,
+        flows=moved.flows,
     )
 
 

@@ -371,6 +371,7 @@ class Switcher:
                 bytes_lacking=side.bytes_lacking,
                 bytes_state=side.bytes_state,
                 checkpoint=side.checkpoint,
+                flows=dict(side.flows),
             )
         )
 

@@ -12,6 +12,7 @@ is all the memory that a move needs besides the state itself.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class _Incoming:
 
     index: int
     source: int
+    asked: float
     seal: tuple[Handle, torch.Tensor]
     messages: tuple[tuple[Handle, Message, torch.Tensor, bool], ...]
 
@@ -57,14 +59,18 @@ class _Sent:
 class Exchange:
     """One rank's part in the rounds of one move.
 
-    sent, received: bytes of state. sealed: bytes of seals and receipts that went beside it. damage: what did
-    not arrive as it was sent; it is noted, so that one rank's bad piece leaves no other waiting."""
+    sent, received: bytes of state. flows: by device that sent to this one, the bytes and the seconds that this
+    one had asked for them until they were here, all rounds together. sealed: bytes of seals and receipts that
+    went beside it. damage: what did not arrive as it was sent; it is noted, so that one rank's bad piece leaves
+    no other waiting."""
 
     def __init__(
         self, side: Side, transport: Transport, schema: Schema, rounds: Sequence[Round], number: int
     ) -> None:
         self.sent = self.received = self.sealed = 0
         self.damage: list[str] = []
+        self.flows: dict[str, tuple[int, float]] = {}
+        self._last: dict[str, float] = {}
         self._side, self._transport, self._number = side, transport, number
         self._rounds = rounds
         self._me = transport.members[transport.rank]
@@ -110,6 +116,7 @@ class Exchange:
         return _Incoming(
             index=index,
             source=source,
+            asked=time.perf_counter(),
             seal=(self._transport.receive(source, seal, channel=SEAL), seal),
             messages=tuple(posted),
         )
@@ -172,6 +179,7 @@ class Exchange:
             for handle, message, buffer, in_place in incoming.messages:
                 handle.wait()
                 self.received += message.bytes
+                self._flowed(source, message.bytes, incoming.asked)
                 parts = [buffer] if in_place else _cut(message, buffer)
                 for piece, part in zip(message.pieces, parts, strict=True):
                     arrived.append((piece, part, in_place, checksum(part)))  # while the next is on its way
@@ -186,6 +194,12 @@ class Exchange:
                     )
             receipt = torch.tensor([self._number, incoming.index], dtype=torch.int64)
             self._beside(incoming.source, receipt, RECEIPT)
+
+    def _flowed(self, source: str, size: int, asked: float) -> None:
+        """A message is here. What came before it from the same source was in its way: that time is its own."""
+        now, (before, seconds) = time.perf_counter(), self.flows.get(source, (0, 0.0))
+        self.flows[source] = before + size, seconds + now - max(asked, self._last.get(source, asked))
+        self._last[source] = now
 
     def _opened(self, incoming: _Incoming, source: str) -> list[int]:
         """The sums in a seal that is of this move, this round and these pieces."""

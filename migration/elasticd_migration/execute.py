@@ -56,8 +56,8 @@ class Moved:
     """The new layout's state, verified but not in use.
 
     schema: what all ranks together hold. bytes_sent, bytes_received: of state, as they went over the
-    transport. bytes_sealed: seals and receipts that this rank sent beside it. bytes_staged: memory that the
-    move took besides both states.
+    transport. flows: by device that sent, bytes and the seconds until they were here. bytes_sealed: seals and
+    receipts that this rank sent beside it. bytes_staged: memory that the move took besides both states.
     """
 
     state: LocalState
@@ -66,6 +66,7 @@ class Moved:
     bytes_received: int
     bytes_sealed: int
     bytes_staged: int
+    flows: Mapping[str, tuple[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,6 +228,7 @@ def execute(
         bytes_received=exchange.received,
         bytes_sealed=exchange.sealed,
         bytes_staged=exchange.staged,
+        flows=exchange.flows,
     )
 
 

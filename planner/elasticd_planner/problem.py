@@ -62,7 +62,8 @@ class Problem(Value, frozen=True, kw_only=True):
 
 class Answer(Value, frozen=True, kw_only=True):
     """The best plan (its prediction and reason inside), or why there is none: what does not fit, by how
-    much, and what would help. `current_seconds` is the current plan's step time at the problem's rates."""
+    much, and what would help. `current_seconds` is the current plan's step time at the problem's rates, None
+    where it cannot run: it is of another problem, or does not fit any more."""
 
     plan: Plan | None
     refusal: str = ""

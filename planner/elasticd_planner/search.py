@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, product
-from typing import cast
 
 import msgspec
 
@@ -275,8 +274,11 @@ class _Planning:
         return self.made(pipelines if self.problem.freedom.recompute else flagged(pipelines, on=False))
 
     def now(self) -> float | None:
-        """Seconds of the current plan as it is, if it is one of this problem."""
-        return None if self.current() is None else self.seconds(cast(Plan, self.problem.current))
+        """Seconds of the current plan as it is, if it is one of this problem, and fits."""
+        plan = self.problem.current
+        if plan is None or self.current() is None or not self.fits(plan):
+            return None
+        return self.seconds(plan)
 
     def candidates(
         self, exact: Exact, combinations: Sequence[Combination], current: Plan | None

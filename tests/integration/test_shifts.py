@@ -1,5 +1,4 @@
-"""A real job on emulated devices reads its data in other lengths: it switches where memory demands it, and
-back."""
+"""A real job on emulated devices reads its data in other lengths: it switches where it must, and back."""
 
 from __future__ import annotations
 

@@ -80,6 +80,8 @@ def test_a_move_equals_the_reference_and_sends_exactly_what_is_lacking(
         assert_same_bits(result.state, held(new, device))
         assert_same_bits(states[device], kept[device])
         assert result.bytes_received == lacks.get(device, 0)
+        assert sum(size for size, _ in result.flows.values()) == result.bytes_received
+        assert all(seconds > 0 and device != source for source, (_, seconds) in result.flows.items())
         assert end.bytes_sent == result.bytes_sent + result.bytes_sealed
         assert from_text(result.state.extras["scaler"]) == SCALER
     assert sum(result.bytes_sent for result in moved) == sum(lacks.values())

@@ -16,7 +16,7 @@ from elasticd.messages import (
     WorkerLost,
 )
 from elasticd.orders import Drain, Harm
-from elasticd.pulses import Frozen
+from elasticd.pulses import Crossed, Frozen
 from elasticd.records import (
     CheckpointsRecord,
     DoneRecord,
@@ -48,6 +48,7 @@ EventKind = Literal[
     "joined",
     "slow",
     "recovered",
+    "link",
     "shifted",
     "kept_plan",
     "put_off",
@@ -87,7 +88,7 @@ class Received(Value, frozen=True, kw_only=True):
     """A message from a connected agent."""
 
     node: str
-    message: Up | WorkerLost | Frozen | Keeps
+    message: Up | WorkerLost | Frozen | Crossed | Keeps
 
 
 class Planned(Value, frozen=True, kw_only=True):

@@ -38,7 +38,7 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.pulses import Frozen, Probed
+from elasticd.pulses import Crossed, Frozen, Probed
 from elasticd.snapshots import Keeps
 
 
@@ -52,7 +52,8 @@ def step(
     """
     turn = Turn(job, nodes, epoch, settings, now)
     if isinstance(event, Received):
-        _message(turn, event.node, event.message)
+        if not isinstance(event.message, Crossed):  # which is about no job
+            _message(turn, event.node, event.message)
         if _adds(job, event) and _alike(job, turn.job) and not replan.ripe(turn.job):
             return turn.job, tuple(turn.effects)
     elif isinstance(event, Planned):
