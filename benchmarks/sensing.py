@@ -1,4 +1,5 @@
-"""Detection's figures on generated traces of 64 devices: how soon, how exactly, and how seldom by mistake.
+"""Detection's figures on generated traces of 64 devices: how soon, how exactly, and how seldom by mistake; and
+an emulated job whose data shifts.
 
 make bench NAME=sensing
 
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from _results import Row, finish, row
@@ -24,6 +26,11 @@ from elasticd_planner.rates import Change, RateState, observe
 from elasticd_planner.shift import Shift, ShiftState, watch
 
 from elasticd.simulator.traces import Data, Grid, SlowLink, Trace, Trouble
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from _shifting import shifting  # noqa: E402
 
 SETTINGS = DetectSettings()
 #: Seeds from here on were not used to set any threshold.
@@ -187,7 +194,7 @@ def links() -> Iterator[Row]:
 
 
 def main() -> int:
-    return finish("sensing", [*slow_devices(), *quiet(), *shifted(), *other_troubles()])
+    return finish("sensing", [*slow_devices(), *quiet(), *shifted(), *other_troubles(), *shifting()])
 
 
 if __name__ == "__main__":

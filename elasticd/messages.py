@@ -12,8 +12,9 @@ import msgspec
 from elasticd_planner.measurement import Measurement
 
 from elasticd.decoding import decoded
+from elasticd.health import OfNode
 from elasticd.orders import Drain, Harm
-from elasticd.pulses import Crossed, Frozen, Ping, Pong, Probe, Probed
+from elasticd.pulses import Frozen, Ping, Pong, Probe, Probed
 from elasticd.records import JobSpec, NodeRecord, Proposal, Vote
 from elasticd.rounds import (
     Attend,
@@ -369,7 +370,7 @@ class AgentRejected(Message, frozen=True, kw_only=True):
     reason: str
 
 
-ToLeader = AgentHello | Up | WorkerLost | Frozen | Crossed | Keeps | Lapped
+ToLeader = AgentHello | Up | WorkerLost | Frozen | OfNode | Keeps | Lapped
 ToAgent = Down | Whole | AgentRejected | Harm | Drain
 
 _encoder = msgspec.json.Encoder()

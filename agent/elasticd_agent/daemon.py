@@ -44,10 +44,12 @@ from elasticd_agent.crossing import Crossings
 from elasticd_agent.harm import Harms
 from elasticd_agent.keeper import Keeper
 from elasticd_agent.link import Link
+from elasticd_agent.nvml import opened as nvml_opened
 from elasticd_agent.orphans import Torchruns
 from elasticd_agent.pulses import BEAT, Pulses, look
 from elasticd_agent.registrar import Registrar
 from elasticd_agent.rounds import Rounds
+from elasticd_agent.sensors import Sensors
 from elasticd_agent.severed import Severable
 from elasticd_agent.watch import Records
 from elasticd_agent.workers import Ears, Workers
@@ -55,6 +57,7 @@ from elasticd_agent.workers import Ears, Workers
 #: Seconds for which the store keeps a silent agent's keys.
 LEASE_SECONDS = 3
 _TICK_SECONDS = 0.25
+_SENSE_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +174,14 @@ class Agent:
         )
         keeper, every = self._keeper, self._config.agent.probe_seconds
         crossings = Crossings(every, keeper.sender, keeper.ring, lambda: self._state, self._link.send)
-        parts = (self._tick(), self._beat(), self._remember(), self._supervisor.watch(), crossings.run())
+        parts = (
+            self._tick(),
+            self._beat(),
+            self._remember(),
+            self._supervisor.watch(),
+            crossings.run(),
+            self._sense(),
+        )
         beside = [asyncio.create_task(part) for part in parts]
         try:
             await records.start()
@@ -264,6 +274,22 @@ class Agent:
     def _answered(self, client: str) -> None:
         if self._pulses.answered(client):
             self._emit(Pulse(client=client, how=""))
+
+    async def _sense(self) -> None:
+        """Tells the leader how machine and devices are."""
+        emulated = self._config.emulate.enabled
+        names = [] if emulated else [device.name for device in self.record.devices]
+        nvml = await asyncio.to_thread(nvml_opened, names) if names else None
+        sensors = Sensors(nvml.read if nvml is not None else tuple)
+        try:
+            while True:
+                self._link.send(await asyncio.to_thread(sensors.read))
+                await asyncio.sleep(_SENSE_SECONDS)
+        except Exception:
+            _log.exception("what this machine tells of itself cannot be read: the leader hears no more of it")
+        finally:
+            if nvml is not None:
+                nvml.close()
 
     async def _remember(self) -> None:
         while self._memory is not None:

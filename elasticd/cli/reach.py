@@ -18,6 +18,7 @@ from elasticd.config import Config, load
 from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
 from elasticd.credentials import Credentials, credentials
 from elasticd.decoding import decoded_as
+from elasticd.health import Health
 from elasticd.records import ConfigRecord, HistoryRecord, Keys
 from elasticd.security import SecuritySection
 from elasticd.store.configured import etcd_options
@@ -45,7 +46,7 @@ class DeviceStatus(Value, frozen=True, kw_only=True):
 
 class NodeStatus(Value, frozen=True, kw_only=True):
     """A node whose agent has said hello to this leader. draining: its devices are to be left; members: those
-    that plans use."""
+    that plans use; health: what its agent last said of machine and devices."""
 
     node: str
     connected: bool
@@ -53,6 +54,7 @@ class NodeStatus(Value, frozen=True, kw_only=True):
     emulated: bool
     draining: bool = False
     members: int = 0
+    health: Health | None = None
     devices: tuple[DeviceStatus, ...]
 
 

@@ -17,6 +17,7 @@ from elasticd.coordinator.keyvalue import KeyValue
 from elasticd.coordinator.metrics import Metrics
 from elasticd.coordinator.planning import COMMAND, Planning
 from elasticd.coordinator.writer import Rank, Setting, Writer
+from elasticd.health import OfNode
 from elasticd.machines import coordinator, restarts
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import (
@@ -43,7 +44,7 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.pulses import Crossed, Frozen
+from elasticd.pulses import Frozen
 from elasticd.records import DoneRecord, NodeRecord, Proposal
 from elasticd.rounds import Lapped
 from elasticd.snapshots import Keeps
@@ -181,7 +182,7 @@ class Leading:
             answer = await self._stores.setdefault(message.job, KeyValue()).call(call)
             connection.send(Down(client=message.client, body=answer))
             return
-        if isinstance(message, Up | WorkerLost | Frozen | Crossed | Keeps):
+        if isinstance(message, Up | WorkerLost | Frozen | OfNode | Keeps):
             if isinstance(message, Up) and isinstance(message.body, Report):
                 self.journal.report(message.job, message.body, time.time())
             self.apply(Received(node=connection.node, message=message))

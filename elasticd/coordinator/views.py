@@ -60,6 +60,7 @@ def _node(state: State, node: NodeState) -> dict[str, Any]:
         "emulated": record.emulated,
         "draining": record.draining,
         "members": _members_on(state, record.node),
+        "health": msgspec.to_builtins(node.health) if node.health is not None else None,
         "devices": [
             {
                 "name": device.name,

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import msgspec
 from elasticd_planner.value import Value
 
+from elasticd.health import Health
 from elasticd.machines import crossing
 from elasticd.machines.job import machine
 from elasticd.machines.job.effects import (
@@ -109,7 +110,9 @@ def _agent_up(state: State, event: AgentUp, now: float) -> Result:
     record = event.record
     known = state.nodes.get(record.node)
     event = AgentUp(record=record, anew=known is not None and known.record.agent != record.agent)
-    node = NodeState(record=record, connected=True, since=now, paces=known.paces if known is not None else {})
+    node = NodeState(record=record, connected=True, since=now)
+    if known is not None:
+        node = msgspec.structs.replace(node, paces=known.paces, health=known.health)
     state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node})
     note = _arrived(known, record)
     state, effects = _jobs(state, event, now, tuple(state.jobs))
@@ -142,6 +145,9 @@ def _received(state: State, event: Received, now: float) -> Result:
     message = event.message
     if event.node not in state.nodes:
         return state, ()
+    if isinstance(message, Health):
+        node = msgspec.structs.replace(state.nodes[event.node], health=message)
+        return msgspec.structs.replace(state, nodes={**state.nodes, event.node: node}), ()
     if isinstance(message, Crossed):
         links = crossing.crossed(state.links, event.node, message, now)
         return msgspec.structs.replace(state, links=links), ()

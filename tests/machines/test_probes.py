@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from elasticd.health import DeviceHealth, Health
+from elasticd.machines.job.effects import AgentUp, Received
 from elasticd.machines.job.state import Phase
 from elasticd.messages import Hello
 from elasticd.pulses import Probed
@@ -80,3 +82,19 @@ def test_a_standby_device_that_recovers_is_planned_with_again_and_a_member_is_no
     plan = world.plan()
     assert plan is not None
     assert "beta/1" in plan.members
+
+
+def test_why_a_device_is_slow_is_told_where_its_agent_knows() -> None:
+    world = Probing()
+    hot = DeviceHealth(name="beta/1", throttled=("heat",))
+    world.say(Received(node="beta", message=Health(devices=(hot,))))
+    world.gathered()
+    for device in world.workers:
+        world.probe(device, 4.0 if device == "beta/1" else 1.0)
+    world.settle()
+    (told,) = [note for note in world.notes if note.kind == "slow"]
+    assert told.text.endswith("; its clocks are held down: heat")
+    world.disconnect("beta")
+    world.say(AgentUp(record=world.records["beta"]))
+    world.settle()
+    assert world.state.nodes["beta"].health == Health(devices=(hot,)), "it lasts until it is told anew"

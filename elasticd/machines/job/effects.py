@@ -10,13 +10,14 @@ from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.rates import DetectSettings
 from elasticd_planner.value import Value
 
+from elasticd.health import OfNode
 from elasticd.messages import (
     Down,
     Up,
     WorkerLost,
 )
 from elasticd.orders import Drain, Harm
-from elasticd.pulses import Crossed, Frozen
+from elasticd.pulses import Frozen
 from elasticd.records import (
     CheckpointsRecord,
     DoneRecord,
@@ -88,7 +89,7 @@ class Received(Value, frozen=True, kw_only=True):
     """A message from a connected agent."""
 
     node: str
-    message: Up | WorkerLost | Frozen | Crossed | Keeps
+    message: Up | WorkerLost | Frozen | OfNode | Keeps
 
 
 class Planned(Value, frozen=True, kw_only=True):

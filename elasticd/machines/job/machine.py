@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from elasticd.health import OfNode
 from elasticd.machines.job import (
     checkpoints,
     ending,
@@ -38,7 +39,7 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.pulses import Crossed, Frozen, Probed
+from elasticd.pulses import Frozen, Probed
 from elasticd.snapshots import Keeps
 
 
@@ -52,7 +53,7 @@ def step(
     """
     turn = Turn(job, nodes, epoch, settings, now)
     if isinstance(event, Received):
-        if not isinstance(event.message, Crossed):  # which is about no job
+        if not isinstance(event.message, OfNode):  # which is about no job
             _message(turn, event.node, event.message)
         if _adds(job, event) and _alike(job, turn.job) and not replan.ripe(turn.job):
             return turn.job, tuple(turn.effects)

@@ -8,6 +8,7 @@ from elasticd_planner.probes import judged
 from elasticd_planner.rates import Change
 from elasticd_planner.stability import changed, corrected
 
+from elasticd.health import causes
 from elasticd.machines.job.state import Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.pulses import Probed
@@ -55,11 +56,15 @@ def told(turn: Turn, changes: Iterable[Change]) -> None:
         else:
             stability = changed(stability, change.device, change.after, change.step, horizon)
         turn.set(stability=stability)
+        slow = known_better or change.after > change.before
+        node = turn.nodes.get(change.device.rpartition("/")[0])
+        why = causes(node.health if node is not None else None, change.device) if slow else ()
         turn.note(
-            "slow" if known_better or change.after > change.before else "recovered",
-            change.reason,
+            "slow" if slow else "recovered",
+            "; ".join((change.reason, *why)),
             device=change.device,
             before=change.before,
             after=change.after,
             step=change.step,
+            causes=list(why),
         )

@@ -48,6 +48,7 @@ from elasticd_planner.shift import ShiftState
 from elasticd_planner.stability import Stability
 from elasticd_planner.value import Value, refuse
 
+from elasticd.health import Health
 from elasticd.machines.job.vaults import Snapshots
 from elasticd.messages import Standing
 from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint
@@ -133,12 +134,13 @@ class Settings(Value, frozen=True, kw_only=True):
 
 class NodeState(Value, frozen=True, kw_only=True):
     """A node whose agent has said hello to this leader; `since` its connection came or went. `paces` are the
-    factors that chaos set, by device."""
+    factors that chaos set, by device; `health` what its agent last said of machine and devices."""
 
     record: NodeRecord
     connected: bool
     since: float
     paces: dict[str, float] = msgspec.field(default_factory=dict)
+    health: Health | None = None
 
 
 class Joiner(Value, frozen=True, kw_only=True):

@@ -1,0 +1,135 @@
+"""A real job on emulated devices whose data shifts: the standard library's files in windows of 256 tokens, then
+of 512, of 2,048, and of 256 again, by `elasticd chaos shift`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from _results import Row, row
+from elasticd_planner.plan import Plan
+
+from elasticd.chaos.verbs import Chaos
+from elasticd.cli.reach import Api, JobStatus
+from tests.integration import train_shifting
+from tests.integration.cluster import JOB, Cluster, until
+
+#: Bytes of a device: two replicas fit with windows of 512 tokens, with 2,048 only half of the model does.
+MEMORY = 9_200_000
+#: Seconds of a token in a block, forward; backward takes twice as long.
+FORWARD = 1e-4
+#: Steps of a plan whose median is compared with its prediction, after its first.
+STEPS = 6
+#: Seconds within which anything happens, on a busy machine.
+PATIENCE = 600.0
+
+
+class Run:
+    """The job, and what its coordinator tells of it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.api = Api(cluster.coordinator.url)
+
+    @property
+    def job(self) -> JobStatus:
+        found = self.api.status().job(JOB)
+        assert found is not None
+        return found
+
+    @property
+    def plan(self) -> Plan:
+        plan = self.job.plan
+        assert plan is not None
+        return plan
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return self.cluster.events(kind)
+
+    def shift(self, tokens: int) -> int:
+        """Orders it; returns the first step that is read so."""
+        Chaos(self.api).shift(JOB, tokens)
+        until(lambda: self.plan.sequence == tokens, PATIENCE)
+        return int(self.events("recorded")[-1]["data"]["step"])
+
+    def answered(self, shifts: int) -> None:
+        """Returns when so many shifts were told of, and the last was decided on."""
+
+        def there() -> bool:
+            told = [
+                event
+                for event in self.cluster.events()
+                if event["kind"] in ("shifted", "kept_plan", "recorded")
+            ]
+            at = [index for index, event in enumerate(told) if event["kind"] == "shifted"]
+            return len(at) >= shifts and len(told) > at[shifts - 1] + 1
+
+        until(there, PATIENCE, lambda: [event["text"] for event in self.cluster.events()])
+
+    def seconds(self, number: int) -> float:
+        """The median of a plan's steps, of enough of them, but for its first two."""
+
+        def steps() -> list[float]:
+            return [step.seconds for step in self.api.steps(JOB).steps if step.plan == number][2:]
+
+        until(lambda: len(steps()) >= STEPS, PATIENCE)
+        return median(steps()[:STEPS])
+
+
+def shifting() -> Iterator[Row]:
+    """The rows."""
+    with Cluster({"a": 1, "b": 1}, forward=FORWARD, memory=MEMORY) as cluster:
+        cluster.run(Path(train_shifting.__file__), steps=1_000_000)
+        until(lambda: cluster.events("fitted"), PATIENCE)
+        run = Run(cluster)
+        first = run.plan
+        run.shift(512)
+        run.answered(1)
+        switched = run.plan.strategies != first.strategies
+        yield _row("emulated, 256 to 512 tokens, which pays nothing: switches", int(switched), "", 0)
+
+        began = run.shift(2048)
+        ordered = run.plan.number
+        run.answered(2)
+        until(lambda: run.plan.number > ordered, PATIENCE)
+        longer = run.plan
+        told = int(run.events("recorded")[-1]["data"]["step"]) - began
+        yield _row("emulated, 512 to 2,048 tokens: steps until another plan ran", told, "steps", 20)
+        assert longer.prediction is not None
+        most = max(longer.prediction.memory.values()) / MEMORY
+        yield _row("emulated, 2,048 tokens: fullest device, part of its memory", most, "", 1)
+        yield _off("emulated, 2,048 tokens: step off the planner's prediction", run, longer)
+
+        began = run.shift(0)
+        ordered = run.plan.number
+        until(lambda: run.plan.number > ordered, PATIENCE)
+        back = run.plan
+        told = int(run.events("recorded")[-1]["data"]["step"]) - began
+        yield _row("emulated, back to 256 tokens: steps until the first plan ran again", told, "steps", 20)
+        same = int(back.strategies == first.strategies)
+        yield row(
+            "emulated, back to 256 tokens: the layout is the first",
+            same,
+            "",
+            kind="emulated",
+            goal="1",
+            met=same == 1,
+        )
+        yield _off("emulated, back to 256 tokens: step off the planner's prediction", run, back)
+        slow = len(run.events("slow"))
+        yield _row("emulated, lengths shift: devices called slow", slow, "", 0)
+        pacing = run.api.steps(JOB).pacing
+        late = pacing.overruns / max(1, pacing.paced)
+        yield _row("emulated, lengths shift: sections that took longer than they were to", late, "", 0.01)
+        run.api.close()
+
+
+def _off(name: str, run: Run, plan: Plan) -> Row:
+    assert plan.prediction is not None
+    return _row(name, abs(run.seconds(plan.number) / plan.prediction.step_seconds - 1), "", 0.1)
+
+
+def _row(name: str, value: float, unit: str, most: float) -> Row:
+    return row(name, value, unit, kind="emulated", goal=f"<= {most:g}", met=value <= most)
