@@ -3,7 +3,7 @@ of 512, of 2,048, and of 256 again, by `elasticd chaos shift`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,10 +48,14 @@ class Run:
     def events(self, kind: str) -> list[dict[str, Any]]:
         return self.cluster.events(kind)
 
+    def until(self, condition: Callable[[], object]) -> None:
+        """Returns when it is true."""
+        until(condition, PATIENCE, lambda: [event["text"] for event in self.cluster.events()])
+
     def shift(self, tokens: int) -> int:
         """Orders it; returns the first step that is read so."""
         Chaos(self.api).shift(JOB, tokens)
-        until(lambda: self.plan.sequence == tokens, PATIENCE)
+        self.until(lambda: self.plan.sequence == tokens)
         return int(self.events("recorded")[-1]["data"]["step"])
 
     def answered(self, shifts: int) -> None:
@@ -66,7 +70,7 @@ class Run:
             at = [index for index, event in enumerate(told) if event["kind"] == "shifted"]
             return len(at) >= shifts and len(told) > at[shifts - 1] + 1
 
-        until(there, PATIENCE, lambda: [event["text"] for event in self.cluster.events()])
+        self.until(there)
 
     def seconds(self, number: int) -> float:
         """The median of a plan's steps, of enough of them, but for its first two."""
@@ -74,7 +78,7 @@ class Run:
         def steps() -> list[float]:
             return [step.seconds for step in self.api.steps(JOB).steps if step.plan == number][2:]
 
-        until(lambda: len(steps()) >= STEPS, PATIENCE)
+        self.until(lambda: len(steps()) >= STEPS)
         return median(steps()[:STEPS])
 
 
@@ -82,8 +86,8 @@ def shifting() -> Iterator[Row]:
     """The rows."""
     with Cluster({"a": 1, "b": 1}, forward=FORWARD, memory=MEMORY) as cluster:
         cluster.run(Path(train_shifting.__file__), steps=1_000_000)
-        until(lambda: cluster.events("fitted"), PATIENCE)
         run = Run(cluster)
+        run.until(lambda: cluster.events("fitted"))
         first = run.plan
         run.shift(512)
         run.answered(1)
@@ -93,7 +97,7 @@ def shifting() -> Iterator[Row]:
         began = run.shift(2048)
         ordered = run.plan.number
         run.answered(2)
-        until(lambda: run.plan.number > ordered, PATIENCE)
+        run.until(lambda: run.plan.number > ordered)
         longer = run.plan
         told = int(run.events("recorded")[-1]["data"]["step"]) - began
         yield _row("emulated, 512 to 2,048 tokens: steps until another plan ran", told, "steps", 20)
@@ -104,7 +108,7 @@ def shifting() -> Iterator[Row]:
 
         began = run.shift(0)
         ordered = run.plan.number
-        until(lambda: run.plan.number > ordered, PATIENCE)
+        run.until(lambda: run.plan.number > ordered)
         back = run.plan
         told = int(run.events("recorded")[-1]["data"]["step"]) - began
         yield _row("emulated, back to 256 tokens: steps until the first plan ran again", told, "steps", 20)

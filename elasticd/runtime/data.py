@@ -6,6 +6,7 @@ stage to stage, so that the vote's hash proves which samples a forward pass real
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ from elasticd.runtime.vote import hash_samples
 #: What pads each key of a sample: targets by what the loss leaves out, all else by zero.
 PADDING = {"targets": -100}
 
+#: The key under which samples and batches count their modalities, as {"image": 3}.
+MODALITIES = "modalities"
+
 #: How many of the first samples may stand in for a micro-batch of which none can be read.
 _STAND_INS = 16
 
@@ -27,14 +31,24 @@ Batch = Any
 Collate = Callable[[Sequence[Any]], Batch]
 
 
-def pad(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Stacks samples of 1-D tensors, padded at the end to the longest of them: [samples, tokens]."""
+def pad(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Stacks samples of 1-D tensors, padded at the end to the longest of them: [samples, tokens]. What samples
+    count under "modalities", as {"image": 3}, is summed."""
     return {
-        key: torch.nn.utils.rnn.pad_sequence(
+        key: _summed([sample[key] for sample in samples])
+        if key == MODALITIES
+        else torch.nn.utils.rnn.pad_sequence(
             [sample[key] for sample in samples], batch_first=True, padding_value=PADDING.get(key, 0)
         )
         for key in samples[0]
     }
+
+
+def _summed(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(total)
 
 
 def length_of(dataset: Dataset) -> Callable[[int], int] | None:

@@ -42,6 +42,7 @@ from elasticd.runtime.precision import LossScaler
 from elasticd.runtime.reader import SampleError
 from elasticd.runtime.recipe import Recipe
 from elasticd.runtime.reduce import GradientReducer
+from elasticd.runtime.spans import spans_of
 from elasticd.runtime.stage import Pace, Passed, StageRunner
 from elasticd.runtime.telemetry import Telemetry
 from elasticd.runtime.vote import Outcome, Record, hash_samples, vote
@@ -139,7 +140,8 @@ class Engine:
         self.scaler = LossScaler(precision.scale) if precision is not None and precision.scale else None
         if precision is not None:
             precision.add_up(parameter for _, parameter in local.parameters.values())
-        self._telemetry = Telemetry(self.device, fabric.stopwatch)
+        parameters = (parameter for _, parameter in local.parameters.values())
+        self._telemetry = Telemetry(self.device, fabric.stopwatch, spans=spans_of(parameters))
         self.reducer = GradientReducer(
             self.device,
             groups.reductions,

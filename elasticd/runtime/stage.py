@@ -215,6 +215,8 @@ class StageRunner:
         if chunk.before is None or chunk.after is None:
             with self._stopwatch.measure("input"):
                 batch = self._loader.batch(micro)
+        if chunk.before is None:
+            self._telemetry.named(batch)
         self._drawing.samples = ids
         if chunk.before is not None:
             x, ids = chunk.before.activation(index, len(micro))

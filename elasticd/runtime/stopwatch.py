@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from time import perf_counter
+from typing import Protocol
+
+#: Communication that is a part of a section's computation, where a device does both behind its host's back.
+INSIDE = "tensor"
+
+
+class Marks(Protocol):
+    """A device's own times (`spans.Spans`)."""
+
+    def begin(self, kind: str) -> None: ...
+    def end(self) -> None: ...
 
 
 class Stopwatch:
-    """Seconds spent in communication, by what it was for; the only clock that communication keeps."""
+    """Seconds spent in communication, by what it was for; the only clock that communication keeps. `marks`: of
+    a device that says itself what its communication inside of sections took, when the host's clock does not.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.marks: Marks | None = None
 
     def measure(self, label: str) -> Measure:
         """A context whose time counts for `label`."""
@@ -27,14 +41,20 @@ class Stopwatch:
 class Measure:
     """One use of a stopwatch."""
 
-    __slots__ = ("_label", "_start", "_stopwatch")
+    __slots__ = ("_label", "_marks", "_start", "_stopwatch")
 
     def __init__(self, stopwatch: Stopwatch, label: str) -> None:
         self._stopwatch, self._label = stopwatch, label
+        self._marks = stopwatch.marks if label == INSIDE else None
 
     def __enter__(self) -> None:
+        if self._marks is not None:
+            self._marks.begin(self._label)
         self._start = perf_counter()
 
     def __exit__(self, *_: object) -> None:
+        if self._marks is not None:
+            self._marks.end()
+            return
         seconds = self._stopwatch.seconds
         seconds[self._label] = seconds.get(self._label, 0.0) + perf_counter() - self._start

@@ -3,7 +3,9 @@
 import time
 
 import pytest
+import torch
 
+from elasticd.runtime.data import pad
 from elasticd.runtime.stopwatch import Stopwatch
 from elasticd.runtime.telemetry import Telemetry, resident
 
@@ -54,3 +56,18 @@ def test_a_failed_section_counts_for_nothing_and_memory_is_that_of_the_process()
         raise RuntimeError("lost")
     assert telemetry.finish(1, 0).block_seconds == 0.0
     assert resident() > 1 << 20
+
+
+def test_modalities_are_counted_where_the_batches_name_them() -> None:
+    telemetry = Telemetry("n0/0", Stopwatch())
+    samples = [
+        {"inputs": torch.zeros(3), "modalities": {"image": 2}},
+        {"inputs": torch.zeros(1), "modalities": {"image": 1, "audio": 4}},
+    ]
+    telemetry.named(pad(samples))
+    telemetry.named({"modalities": {"audio": 1}})
+    telemetry.named({"inputs": torch.zeros(1)})
+    telemetry.named((torch.zeros(1),))
+    assert telemetry.finish(1, 0).modalities == {"image": 3, "audio": 5}
+    telemetry.begin()
+    assert telemetry.finish(1, 1).modalities == {}

@@ -1,0 +1,94 @@
+"""What sections took on a device that computes behind its host's back: by events, read once they are done.
+
+An event is recorded into the device's queue where a section begins and ends, and where communication does
+within it. Nothing waits: at the end of a step only events are read that the device has passed by then. It has
+passed those of forward and backward passes, since the host waited for the vote; what it has not (the
+optimizer's) is read a step later and counts there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+#: Sections that may wait to be read: older ones are not counted.
+MOST = 1 << 16
+
+
+class Event(Protocol):
+    """As torch.cuda.Event with timing is."""
+
+    def record(self) -> None: ...
+    def query(self) -> bool: ...
+    def elapsed_time(self, later: Any, /) -> float: ...
+
+
+@dataclass(slots=True)
+class _Span:
+    """A section or a communication; `inside`: the communications within a section."""
+
+    kind: str
+    begin: Event
+    end: Event
+    inside: list[_Span] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return self.begin.elapsed_time(self.end) / 1e3
+
+
+class Spans:
+    """One device's. `make` makes an event; those that were read are used again."""
+
+    def __init__(self, make: Callable[[], Event]) -> None:
+        self._make = make
+        self._free: list[Event] = []
+        self._open: list[_Span] = []
+        self._done: deque[_Span] = deque(maxlen=MOST)
+
+    def begin(self, kind: str) -> None:
+        """A section, or a communication in one, begins with what the host queues next."""
+        span = _Span(kind, self._event(), self._event())
+        span.begin.record()
+        self._open.append(span)
+
+    def end(self, *, counts: bool = True) -> None:
+        """What began last ends; it `counts` for nothing where it failed."""
+        span = self._open.pop()
+        if not counts:
+            return
+        span.end.record()
+        if self._open:
+            self._open[-1].inside.append(span)
+        else:
+            self._done.append(span)
+
+    def take(self) -> dict[str, float]:
+        """Seconds by kind, of what the device has done since the last take: of sections without the
+        communication in them, and of communication."""
+        found: dict[str, float] = {}
+        while self._done and self._done[0].end.query():
+            span = self._done.popleft()
+            spent = span.seconds
+            for each in span.inside:
+                spent -= each.seconds
+                found[each.kind] = found.get(each.kind, 0.0) + each.seconds
+            found[span.kind] = found.get(span.kind, 0.0) + max(0.0, spent)
+            for each in (span, *span.inside):
+                self._free += (each.begin, each.end)
+        return found
+
+    def _event(self) -> Event:
+        return self._free.pop() if self._free else self._make()
+
+
+def spans_of(tensors: Iterable[Tensor]) -> Spans | None:
+    """For a device that these lie on; None for processors, whose work is done when a call returns."""
+    if any(tensor.is_cuda for tensor in tensors):
+        return Spans(lambda: torch.cuda.Event(enable_timing=True))
+    return None

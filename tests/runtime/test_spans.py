@@ -1,0 +1,101 @@
+"""Times of a device that computes behind its host's back: read without waiting, communication taken out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from elasticd.runtime.spans import Spans, spans_of
+from elasticd.runtime.stopwatch import Stopwatch
+from elasticd.runtime.telemetry import Telemetry
+
+
+class Device:
+    """A device with a queue, as CUDA has: `work` takes its milliseconds when the device comes to it."""
+
+    def __init__(self) -> None:
+        self.queued = self.done = 0.0
+        self.made = 0
+
+    def work(self, milliseconds: float) -> None:
+        self.queued += milliseconds
+
+    def run(self) -> None:
+        self.done = self.queued
+
+    def event(self) -> Mark:
+        self.made += 1
+        return Mark(self)
+
+
+class Mark:
+    """A place in the queue."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.at = device, -1.0
+
+    def record(self) -> None:
+        self.at = self.device.queued
+
+    def query(self) -> bool:
+        return self.device.done >= self.at
+
+    def elapsed_time(self, later: Mark) -> float:
+        assert self.query(), "an event that the device has not passed cannot be read"
+        assert later.query(), "nor this one"
+        return later.at - self.at
+
+
+def step(device: Device, telemetry: Telemetry, stopwatch: Stopwatch, factor: float = 1.0) -> None:
+    with telemetry.compute("forward"):
+        device.work(10 * factor)
+        with stopwatch.measure("tensor"):
+            device.work(5)
+        device.work(2 * factor)
+    with telemetry.compute("backward"):
+        device.work(20 * factor)
+    device.run()  # as when the host has the vote
+    with telemetry.compute("optimizer"):
+        device.work(3)
+
+
+def test_computation_is_apart_from_communication_and_what_is_not_done_is_read_a_step_later() -> None:
+    device, stopwatch = Device(), Stopwatch()
+    telemetry = Telemetry("n0/0", stopwatch, spans=Spans(device.event))
+    step(device, telemetry, stopwatch)
+    made = telemetry.finish(1, 0)
+    assert made.forward_seconds == pytest.approx(0.012)
+    assert made.backward_seconds == pytest.approx(0.020)
+    assert made.block_seconds == pytest.approx(0.032)
+    assert made.tensor_seconds == pytest.approx(0.005)
+    assert made.optimizer_seconds == 0.0, "the device is at it still"
+    telemetry.begin()
+    step(device, telemetry, stopwatch, factor=2.0)
+    made = telemetry.finish(1, 1)
+    assert made.block_seconds == pytest.approx(0.064), "of this step alone"
+    assert made.optimizer_seconds == pytest.approx(0.003), "of the step before"
+
+
+def test_events_are_used_again_and_a_failed_section_counts_for_nothing() -> None:
+    device, stopwatch = Device(), Stopwatch()
+    telemetry = Telemetry("n0/0", stopwatch, spans=Spans(device.event))
+    for number in range(20):
+        telemetry.begin()
+        step(device, telemetry, stopwatch)
+        telemetry.finish(1, number)
+    assert device.made <= 16
+    telemetry.begin()
+    telemetry.finish(1, 20)
+    with pytest.raises(RuntimeError, match="lost"), telemetry.compute("forward"):
+        lose(device)
+    device.run()
+    assert telemetry.finish(1, 21).forward_seconds == 0.0
+
+
+def lose(device: Device) -> None:
+    device.work(100)
+    raise RuntimeError("lost")
+
+
+def test_processors_need_no_events() -> None:
+    assert spans_of([torch.zeros(1)]) is None
