@@ -149,10 +149,10 @@ def _received(state: State, event: Received, now: float) -> Result:
         node = msgspec.structs.replace(state.nodes[event.node], health=message)
         return msgspec.structs.replace(state, nodes={**state.nodes, event.node: node}), ()
     if isinstance(message, Crossed):
-        links = crossing.crossed(state.links, event.node, message, now)
+        links = crossing.crossed(state.links, event.node, message, state.nodes, now)
         return msgspec.structs.replace(state, links=links), ()
     if isinstance(message, Up):
-        links = crossing.moved(state.links, message, now)
+        links = crossing.moved(state.links, message, state.nodes, now)
         state = state if links is state.links else msgspec.structs.replace(state, links=links)
     if isinstance(message, Up) and (not message.job or "/" in message.job):
         why = f"job name {message.job!r} must not be empty or contain '/': choose another --rdzv-id"

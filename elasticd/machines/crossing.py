@@ -7,7 +7,7 @@ moves are judged apart: they go over other connections, and a byte does not cost
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 import msgspec
@@ -51,10 +51,12 @@ class Links(Value, frozen=True, kw_only=True):
         return max([state.rates.rates.get(name, 1.0) for state in self.judged.values()], default=1.0)
 
 
-def crossed(links: Links, source: str, probe: Crossed, now: float) -> Links:
-    """An agent of node `source` probed a link. What makes no sense is not heard."""
+def crossed(links: Links, source: str, probe: Crossed, nodes: Collection[str], now: float) -> Links:
+    """An agent of node `source` probed a link to another of `nodes`. What makes no sense is not heard."""
     times = probe.seconds, probe.latency
-    if not all(0 < each < math.inf for each in times) or probe.size <= 0 or probe.target == source:
+    if not all(0 < each < math.inf for each in times) or probe.size <= 0:
+        return links
+    if probe.target == source or probe.target not in nodes:
         return links
     transfer = Transfer(source=source, target=probe.target, size=probe.size, seconds=sum(times))
     known = Measured(bandwidth=probe.size / probe.seconds, latency=probe.latency)
@@ -62,14 +64,14 @@ def crossed(links: Links, source: str, probe: Crossed, now: float) -> Links:
     return _gather(links, "probe", [transfer], now)
 
 
-def moved(links: Links, up: Up, now: float) -> Links:
-    """A worker tells of a switch: what came to it from other nodes."""
+def moved(links: Links, up: Up, nodes: Collection[str], now: float) -> Links:
+    """A worker tells of a switch: what came to it from others of these nodes."""
     if not isinstance(up.body, Swapped) or not up.body.flows:
         return links
     target, found = up.device.rpartition("/")[0], dict[str, tuple[int, float]]()
     for device, (size, seconds) in up.body.flows.items():
         source = device.rpartition("/")[0]
-        if source != target and size > 0 and 0 < seconds < math.inf:
+        if source != target and source in nodes and size > 0 and 0 < seconds < math.inf:
             before = found.get(source, (0, 0.0))
             found[source] = before[0] + size, max(before[1], seconds)  # a node's devices send at once
     transfers = [

@@ -33,7 +33,7 @@ def test_one_link_of_a_ring_that_becomes_slow_is_told_and_then_that_it_recovered
         for at, source in enumerate(RING):
             target = RING[(at + 1) % len(RING)]
             slow = {source, target} == {"n1", "n2"} and 4 <= turn < 10
-            links = crossed(links, source, probe(target, 3.0 if slow else 1.0), now)
+            links = crossed(links, source, probe(target, 3.0 if slow else 1.0), RING, now)
         now += GATHER_SECONDS
         links, changes = judge(links, Link(), DetectSettings(), now)
         told += [(kind, change.device, change.kind) for kind, change in changes]
@@ -48,15 +48,17 @@ def test_one_link_of_a_ring_that_becomes_slow_is_told_and_then_that_it_recovered
 
 def test_what_came_in_a_move_counts_by_node_and_only_where_it_is_much() -> None:
     flows = {"n1/0": (8 * MIB, 0.2), "n1/1": (8 * MIB, 0.3), "n0/1": (9 * MIB, 0.1), "n2/0": (1000, 0.1)}
-    links = moved(Links(), swapped("n0/0", flows), 1.0)
+    links = moved(Links(), swapped("n0/0", flows), RING, 1.0)
     ((kind, transfer),) = links.gathered
     assert (kind, transfer.name, transfer.size, transfer.seconds) == ("move", "n0 - n1", 16 * MIB, 0.3)
-    assert moved(Links(), swapped("n0/0", {"n1/0": (MIB, float("inf"))}), 1.0).gathered == ()
+    assert moved(Links(), swapped("n0/0", {"n1/0": (MIB, float("inf"))}), RING, 1.0).gathered == ()
 
 
 def test_what_makes_no_sense_is_not_heard() -> None:
-    for wrong in (probe("n0"), probe("n1", 0.0), probe("n1", float("nan")), probe("n1", size=0)):
-        assert crossed(Links(), "n0", wrong, 0.0) == Links()
+    wrongs = probe("n0"), probe("n1", 0.0), probe("n1", float("nan")), probe("n1", size=0), probe("unknown")
+    for wrong in wrongs:
+        assert crossed(Links(), "n0", wrong, RING, 0.0) == Links()
+    assert crossed(Links(), "n0", probe("n1"), RING, 0.0) != Links()
 
 
 def slowed(world: World) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+from elasticd_planner.lengths import attention_rise
+
 from elasticd.machines.job.state import Phase
 from tests.machines.test_coordinator_faults import running
 from tests.machines.world import World
@@ -64,3 +67,14 @@ def test_lengths_that_are_not_those_of_the_spec_are_told_once_they_are_known() -
     assert world.job.profile is not None
     assert world.job.lengths is not None
     assert round(world.job.lengths.mean) == 128
+
+
+def test_what_a_token_takes_in_longer_sequences_is_measured_not_guessed_from_shapes() -> None:
+    """The world's devices take 1 ms for a token whatever sequence it is in; by shapes it would be more."""
+    world = shifted()
+    before, after = world.job.lengths, world.job.profile
+    assert before is not None
+    assert after is not None
+    assert world.job.spec is not None
+    assert attention_rise(world.job.spec.model) * before.effective > 0.1, "shapes say another thing"
+    assert after.block.seconds == pytest.approx(1e-3, rel=0.02)

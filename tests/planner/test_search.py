@@ -151,6 +151,20 @@ def test_a_current_plan_with_a_device_that_is_gone_is_replaced() -> None:
     assert "n1/1" not in answer.plan.members
 
 
+def test_a_current_plan_that_does_not_fit_any_more_cannot_run() -> None:
+    roomy = problem(1, 1, part=2.0)
+    current = planned(roomy)
+    tight = problem(1, 1, part=0.7, current=current)
+    assert plan(msgspec.structs.replace(roomy, current=current)).current_seconds == pytest.approx(
+        seconds(current)
+    )
+    answer = plan(tight)
+    assert answer.current_seconds is None
+    assert answer.plan is not None
+    assert answer.plan.strategies != current.strategies
+    assert seconds(answer.plan) > seconds(current), "though that is slower"
+
+
 def test_what_does_not_fit_is_refused_with_the_bytes_missing_and_the_remedy() -> None:
     answer = plan(problem(2, part=0.3))
     assert answer.plan is None
