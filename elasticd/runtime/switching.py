@@ -58,10 +58,9 @@ class Switcher:
         self._prepared: dict[int, Prepared] = {}
         self._side: Side | None = None
         self._loaded: int | None = None
-        self._copies = Copies(self._let_go)
+        self._copies, self._began = Copies(self._let_go), 0.0
         self._missed: list[tuple[int, Vote]] = []
         self._over: str | None = None
-        self._began = 0.0
 
     # -- what the control thread does ---------------------------------------------------------------------
 
