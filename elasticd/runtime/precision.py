@@ -97,13 +97,18 @@ class Precision:
                 parameter.grad_dtype = self.master
 
     def entering(self, batch: Any) -> Any:
-        """A batch as embed takes it: what is floating point in it is of the type that is computed in."""
+        """A batch as embed takes it: what is floating point in it is of the type that is computed in. Where
+        nothing is, it is the batch itself, of whatever class."""
         if isinstance(batch, Tensor):
             return batch.to(self.compute) if batch.is_floating_point() else batch
         if isinstance(batch, Mapping):
-            return {key: self.entering(value) for key, value in batch.items()}
+            made = {key: self.entering(value) for key, value in batch.items()}
+            return batch if all(made[key] is batch[key] for key in made) else made
         if isinstance(batch, tuple | list):
-            return [self.entering(value) for value in batch]
+            parts = [self.entering(value) for value in batch]
+            if all(one is other for one, other in zip(parts, batch, strict=True)):
+                return batch
+            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
         return batch
 
     def leaving(self, output: Tensor) -> Tensor:

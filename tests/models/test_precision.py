@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -193,6 +194,23 @@ def test_types_are_those_of_the_precision() -> None:
                 assert planes == {"value": torch.bfloat16}
             elif item.role == "state":
                 assert planes == dict.fromkeys(("exp_avg", "exp_avg_sq", "master"), torch.float32)
+
+
+class Pair(NamedTuple):
+    pixels: Any
+    labels: torch.Tensor
+
+
+def test_what_is_floating_point_in_a_batch_enters_in_the_type_that_is_computed_in() -> None:
+    half, ids, pixels = Precision(compute=torch.bfloat16), torch.arange(3), torch.ones(3)
+    tokens = UserDict(inputs=ids, name="a")
+    assert half.entering(tokens) is tokens
+    pair = half.entering(Pair([pixels, 7], ids))
+    assert isinstance(pair, Pair)
+    assert (pair.pixels[0].dtype, pair.pixels[1]) == (torch.bfloat16, 7)
+    assert pair.labels is ids
+    assert half.entering({"x": (pixels,)})["x"][0].dtype == torch.bfloat16
+    assert half.leaving(pixels.bfloat16()).dtype == torch.float32
 
 
 def test_what_a_job_can_be_given() -> None:
