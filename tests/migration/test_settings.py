@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.tuples(inner, inner)
@@ -81,3 +81,4 @@ def test_what_no_text_stands_for_is_named() -> None:
         to_text({"anneal": [1, print]}, "scheduler")
     with pytest.raises(NotPlain, match="5000 elements is no setting"):
         to_text(torch.zeros(5000))
+    assert torch.equal(from_text(to_text(torch.ones(5000), most=5000)), torch.ones(5000))

@@ -16,6 +16,7 @@ import elasticd
 from elasticd import Add, Column, Row, Rule, Slice, UnitsOf
 from elasticd.models import next_token_loss
 from elasticd.runtime.checking.__main__ import compared
+from elasticd.runtime.checking.script import subject_of
 from elasticd.runtime.checking.trial import Subject
 from elasticd.runtime.data import pad
 from examples.train_gpt2 import Embed, Head
@@ -141,3 +142,27 @@ def test_the_command_runs_a_script_up_to_its_job(script: str, code: int, expecte
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert expected in done.stdout + done.stderr
+
+
+STREAMED = """
+import torch, elasticd
+from elasticd.models import Decoder, DecoderConfig, next_token_loss
+
+class Line:
+    def __iter__(self):
+        while True:
+            yield {"inputs": torch.arange(5), "targets": torch.arange(5)}
+    def state_dict(self): return {}
+    def load_state_dict(self, state): pass
+
+elasticd.Job(model=Decoder(DecoderConfig(vocabulary=8, width=8, layers=2, heads=2, kv_heads=2, hidden=8)).describe(),
+             loss=next_token_loss, optimizer=torch.optim.AdamW,
+             dataset=elasticd.Stream(dataset=Line(), tokens=5), global_batch=4)
+"""
+
+
+def test_of_a_stream_the_first_samples_are_tried(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STREAMED)
+    found = subject_of(str(script), [])
+    assert [sample["inputs"].tolist() for sample in found.dataset] == [[0, 1, 2, 3, 4]] * 8  # type: ignore[attr-defined]
