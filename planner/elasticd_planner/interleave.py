@@ -1,10 +1,11 @@
 """Interleaved stages where they take less time: a plan's pipelines with their layers in several chunks.
 
-The search makes plans of plain stages. Here each of its pipelines keeps its groups, their order, and how many
-layers each of them has; only which layers those are changes: with v chunks, filling and draining take a v-th.
-In turn each micro-batch crosses v times as many boundaries, and more activations are kept, so the schedule
-itself is asked (`cost.pipeline_seconds`), and memory. What a pipeline needs depends on no other, so that each
-has the number of chunks that is best for it. Deterministic; what is equal has fewer chunks.
+The search makes plans of plain stages: the best one, and where stages may be interleaved the best ones with
+more pipelines and with fewer, since deep ones cost less then. Here each of their pipelines keeps its groups,
+their order, and how many layers each of them has; only which layers those are changes: with v chunks, filling
+and draining take a v-th. In turn each micro-batch crosses v times as many boundaries, and more activations are
+kept, so the schedule itself is asked (`cost.pipeline_seconds`), and memory. What a pipeline needs depends on no
+other, so that each has the number of chunks that is best for it. Deterministic; what is equal has fewer chunks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from elasticd_planner.describe import describe
 from elasticd_planner.placement import bytes_to_move, strategy
 from elasticd_planner.plan import Pipeline, Plan, Prediction
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.settings import Setting, current_setting, listed, task_of
+from elasticd_planner.settings import Setting, alive, current_setting, listed, task_of
 from elasticd_planner.task import Task
 
 
@@ -150,7 +151,46 @@ def plain_problem(problem: Problem) -> Problem:
     return msgspec.structs.replace(problem, current=plain(current))
 
 
-def answer(problem: Problem, found: Answer, tolerance: float, *, steady: bool) -> Answer:
+def other_numbers(problem: Problem, found: Answer) -> Iterator[Problem]:
+    """What is searched besides, where stages may be interleaved: other numbers of pipelines near the best."""
+    if problem.freedom.interleave == 1 or problem.freedom.dp is not None or found.plan is None:
+        return
+    count = len(found.plan.modules[0].pipelines)
+    most = min(len(alive(problem)), found.plan.global_batch // found.plan.micro_batch)
+    for number in sorted({count // 2, count - 1, count + 1, count * 2} - {count}):
+        if 1 <= number <= most:
+            freedom = msgspec.structs.replace(problem.freedom, dp=number)
+            yield msgspec.structs.replace(plain_problem(problem), freedom=freedom)
+
+
+def best(problem: Problem, found: Sequence[Answer], tolerance: float, *, steady: bool) -> Answer:
+    """The best answer that plans of plain stages lead to, the first of them being that of `plain_problem`; of
+    near-equal ones the one that moves least."""
+    answers = [_answer(problem, one, tolerance, steady=steady) for one in found]
+    first = answers[0]
+    made = [(one.plan.prediction.step_seconds, one.plan) for one in answers if one.plan and one.plan.prediction]
+    if len(made) < 2:
+        return first
+    near = min(made, key=lambda each: each[0])[0] * _slack(problem, tolerance)
+    moves = [
+        (_moved(problem, option), round(seconds, 12), at)
+        for at, (seconds, option) in enumerate(made)
+        if seconds <= near
+    ]
+    return msgspec.structs.replace(
+        first, plan=made[min(moves)[2]][1], candidates=sum(one.candidates for one in answers)
+    )
+
+
+def _slack(problem: Problem, tolerance: float) -> float:
+    return (1 + (tolerance if problem.current is not None else 0.0)) * (1 + EQUAL)
+
+
+def _moved(problem: Problem, option: Plan) -> int:
+    return bytes_to_move(problem.profile, problem.current, option) if problem.current is not None else 0
+
+
+def _answer(problem: Problem, found: Answer, tolerance: float, *, steady: bool) -> Answer:
     """The answer to a problem whose stages may be interleaved, from the one of `plain_problem`: of near-equal
     plans the one that moves least. (`steady` has no filling and draining, and nothing to gain.)"""
     current, most = problem.current, problem.freedom.interleave
@@ -168,21 +208,19 @@ def answer(problem: Problem, found: Answer, tolerance: float, *, steady: bool) -
     if running and current is not None and _is_chunked(found.plan, current, most):
         options.append(found.plan.replace(strategies=current.strategies))
     seconds = [_seconds(option, task) for option in options]
-    near = min(seconds) * (1 + (tolerance if current is not None else 0.0)) * (1 + EQUAL)
-    moves = [
-        bytes_to_move(problem.profile, current, option) if current is not None else 0 for option in options
-    ]
+    near = min(seconds) * _slack(problem, tolerance)
+    moves = [_moved(problem, option) for option in options]
     close = [at for at, spent in enumerate(seconds) if spent <= near]
-    best = min(close, key=lambda at: (moves[at], seconds[at]))
+    chosen = min(close, key=lambda at: (moves[at], seconds[at]))
     prediction = Prediction(
-        step_seconds=seconds[best],
-        bound_seconds=min(found.plan.prediction.bound_seconds, seconds[best], _least(problem)),
-        memory=memory_by_device(options[best], task.cost),
+        step_seconds=seconds[chosen],
+        bound_seconds=min(found.plan.prediction.bound_seconds, seconds[chosen], _least(problem)),
+        memory=memory_by_device(options[chosen], task.cost),
     )
-    reason = describe(options[best], problem.rates)
+    reason = describe(options[chosen], problem.rates)
     return msgspec.structs.replace(
         found,
-        plan=options[best].replace(prediction=prediction, reason=reason),
+        plan=options[chosen].replace(prediction=prediction, reason=reason),
         current_seconds=now,
         candidates=found.candidates + len(options) - 1,
     )

@@ -61,8 +61,11 @@ def plan(
     Up to EXACT_DEVICES devices the least of all; beyond, the best that the search finds, `stop` being asked now
     and then whether to end with that. Where its stages may be interleaved, it is what the best plan of plain
     ones becomes with them (`interleave`). A refusal says what does not fit and what would help."""
-    found = _plain(interleave.plain_problem(problem), number, tolerance, stop, steady=steady)
-    return interleave.answer(problem, found, tolerance, steady=steady)
+    found = [_plain(interleave.plain_problem(problem), number, tolerance, stop, steady=steady)]
+    if not steady and not (stop is not None and stop()):
+        others = interleave.other_numbers(problem, found[0])
+        found += [_plain(other, number, tolerance, stop, steady=steady) for other in others]
+    return interleave.best(problem, found, tolerance, steady=steady)
 
 
 def _plain(

@@ -232,6 +232,23 @@ def test_no_other_even_chunks_are_quicker() -> None:
     assert len(options[0]) > 1
 
 
+def test_fewer_and_deeper_pipelines_are_looked_at_since_they_fill_in_less_time() -> None:
+    """Interleaving the best plain plan is not all: here four pipelines of one device each are best without."""
+    job = problem(4, dp=None, bandwidth=3e5, profile=profile(12))
+
+    def best(**freedom: Any) -> tuple[float, int]:
+        made = found(plan(msgspec.structs.replace(job, freedom=Freedom(**freedom))))
+        assert made.prediction is not None
+        return made.prediction.step_seconds, len(made.modules[0].pipelines)
+
+    flat, count = best()
+    free, fewer = best(interleave=4)
+    pinned = {n: best(interleave=4, dp=n)[0] for n in (count // 2, count - 1, count)}
+    assert (count, fewer) == (4, 2)
+    assert free == pytest.approx(min(pinned.values()))
+    assert free < 0.98 * min(flat, pinned[count])
+
+
 def test_none_is_proposed_where_nobody_asked_where_links_are_slow_and_where_memory_is_short() -> None:
     assert found(plan(problem(interleave=1))).version == 1
     assert found(plan(problem(bandwidth=3e3))).version == 1
