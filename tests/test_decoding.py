@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from elasticd import messages, packets, records
 from elasticd.coordinator.chaos import ChaosRequest
-from elasticd.coordinator.server import ConfigRequest, DrainRequest
+from elasticd.coordinator.rest import ConfigRequest, DrainRequest
 from elasticd.decoding import decoded, decoded_as
 from elasticd.messages import AgentHello, Down, Pace, Rejected, StoreAnswer, StoreCall, Up
 from elasticd.store.leader import Leader

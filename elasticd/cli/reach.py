@@ -11,15 +11,24 @@ from urllib.parse import urlsplit
 
 import httpx
 import msgspec
-from elasticd_planner.plan import Plan
-from elasticd_planner.value import Value
 
 from elasticd.config import Config, load
-from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
+from elasticd.coordinator.answers import ClusterStatus as ClusterStatus
+from elasticd.coordinator.answers import DeviceStatus as DeviceStatus
+from elasticd.coordinator.answers import Events, History
+from elasticd.coordinator.answers import JobStatus as JobStatus
+from elasticd.coordinator.answers import LeaderStatus as LeaderStatus
+from elasticd.coordinator.answers import LinkStatus as LinkStatus
+from elasticd.coordinator.answers import MemberStatus as MemberStatus
+from elasticd.coordinator.answers import NodeStatus as NodeStatus
+from elasticd.coordinator.answers import Pace as Pace
+from elasticd.coordinator.answers import RestartStatus as RestartStatus
+from elasticd.coordinator.answers import Settings as Settings
+from elasticd.coordinator.answers import Steps as Steps
+from elasticd.coordinator.journal import EventRecord
 from elasticd.credentials import Credentials, credentials
 from elasticd.decoding import decoded_as
-from elasticd.health import Health
-from elasticd.records import ConfigRecord, HistoryRecord, Keys
+from elasticd.records import HistoryRecord, Keys
 from elasticd.security import SecuritySection
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
@@ -33,126 +42,6 @@ T = TypeVar("T")
 
 class CannotReach(Exception):
     """There is no coordinator to ask, or it says no; the message says why and what to do."""
-
-
-class DeviceStatus(Value, frozen=True, kw_only=True):
-    """A device: bytes of memory, its measured rate (1.0 normal), and the factor that chaos set."""
-
-    name: str
-    memory: int
-    rate: float
-    pace: float
-
-
-class NodeStatus(Value, frozen=True, kw_only=True):
-    """A node whose agent has said hello to this leader. draining: its devices are to be left; members: those
-    that plans use; health: what its agent last said of machine and devices."""
-
-    node: str
-    connected: bool
-    address: str
-    emulated: bool
-    draining: bool = False
-    members: int = 0
-    health: Health | None = None
-    devices: tuple[DeviceStatus, ...]
-
-
-class MemberStatus(Value, frozen=True, kw_only=True):
-    """A worker process."""
-
-    device: str
-    incarnation: str
-    pid: int
-
-
-class JobStatus(Value, frozen=True, kw_only=True):
-    """One job: `step` is the newest that was reported; loss and speed are of that step. `snapshot`: the newest
-    step whose state is kept in the agents' memory, on two nodes where there are two."""
-
-    job: str
-    phase: str
-    reason: str
-    plan: Plan | None
-    proposal: int | None
-    step: int
-    loss: float | None
-    tokens_per_second: float | None
-    snapshot: int | None = None
-    members: tuple[MemberStatus, ...]
-
-
-class Pace(Value, frozen=True, kw_only=True):
-    """Seconds of a device's own computation in the last step, and how many times the others' they are."""
-
-    seconds: float
-    ratio: float
-
-
-class RestartStatus(Value, frozen=True, kw_only=True):
-    """A job in restart mode whose script has `elasticd.watch()`: out tells why torchruns take no part."""
-
-    job: str
-    round: int
-    step: int
-    step_seconds: float
-    silent_seconds: float
-    devices: dict[str, Pace]
-    out: dict[str, str]
-
-
-class LeaderStatus(Value, frozen=True, kw_only=True):
-    """The coordinator that answers."""
-
-    name: str
-    url: str
-    epoch: int
-
-
-class LinkStatus(Value, frozen=True, kw_only=True):
-    """A link between two nodes by its last probe: bytes a second, seconds one way, times slower than normal."""
-
-    link: str
-    bandwidth: float
-    latency: float
-    rate: float
-
-
-class ClusterStatus(Value, frozen=True, kw_only=True):
-    """The answer of `GET /v1/status`."""
-
-    cluster: str
-    leader: LeaderStatus
-    nodes: tuple[NodeStatus, ...]
-    jobs: tuple[JobStatus, ...]
-    restarts: tuple[RestartStatus, ...] = ()
-    links: tuple[LinkStatus, ...] = ()
-
-    def job(self, name: str) -> JobStatus | None:
-        return next((job for job in self.jobs if job.job == name), None)
-
-
-class Settings(Value, frozen=True, kw_only=True):
-    """The answer of `GET /v1/config`: all values by dotted key, those changed while running, every change."""
-
-    values: dict[str, bool | int | float | str]
-    changed: dict[str, bool | int | float | str]
-    history: tuple[ConfigRecord, ...]
-
-
-class _Events(Value, frozen=True, kw_only=True):
-    events: tuple[EventRecord, ...]
-
-
-class Steps(Value, frozen=True, kw_only=True):
-    """Steps of a job, and what its emulated devices reported of their pacing in all."""
-
-    steps: tuple[StepRecord, ...]
-    pacing: Pacing
-
-
-class _History(Value, frozen=True, kw_only=True):
-    history: tuple[HistoryRecord, ...]
 
 
 class Api:
@@ -193,7 +82,7 @@ class Api:
 
     def events(self, after: int = 0) -> tuple[EventRecord, ...]:
         """Events with an id above `after`, oldest first."""
-        return self._read(f"/v1/events?after={after}", _Events).events
+        return self._read(f"/v1/events?after={after}", Events).events
 
     def steps(self, job: str, after: int = -1) -> Steps:
         """Steps above `after`, oldest first."""
@@ -201,7 +90,7 @@ class Api:
 
     def history(self, job: str) -> tuple[HistoryRecord, ...]:
         """Every plan of the job with the problem it answers, oldest first."""
-        return self._read(f"/v1/jobs/{job}/history", _History).history
+        return self._read(f"/v1/jobs/{job}/history", History).history
 
     def settings(self) -> Settings:
         return self._read("/v1/config", Settings)

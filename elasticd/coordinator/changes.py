@@ -15,6 +15,7 @@ from elasticd_planner.rates import DetectSettings
 from elasticd_planner.value import Value
 
 from elasticd.config import Config, ConfigError, section
+from elasticd.coordinator.answers import Settings
 from elasticd.machines.job.effects import Configured
 from elasticd.records import ConfigRecord, Keys, decode
 from elasticd.store.protocol import KeyValue
@@ -64,18 +65,14 @@ class Changes(Value, frozen=True, kw_only=True):
         detect, policy = self.effective()
         return Configured(detect=detect, policy=policy, changes=words)
 
-    def shown(self) -> dict[str, Any]:
-        """The body of `GET /v1/config`."""
+    def shown(self) -> Settings:
         detect, policy = self.effective()
-        return {
-            "values": {
-                f"{name}.{key}": value
-                for name, found in zip(SECTIONS, (detect, policy), strict=True)
-                for key, value in msgspec.structs.asdict(found).items()
-            },
-            "changed": self.values,
-            "history": self.history,
+        values = {
+            f"{name}.{key}": value
+            for name, found in zip(SECTIONS, (detect, policy), strict=True)
+            for key, value in msgspec.structs.asdict(found).items()
         }
+        return Settings(values=values, changed=self.values, history=self.history)
 
 
 def of(config: Config, keys: Keys, items: Iterable[KeyValue]) -> Changes:

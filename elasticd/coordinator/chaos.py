@@ -9,17 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from typing import Protocol
+from typing import Annotated, Protocol
 
-import msgspec
 from elasticd_planner.value import Value
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route, WebSocketRoute
+from msgspec import Meta
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from elasticd.coordinator.endpoints import post
 from elasticd.coordinator.leading import Leading, Refused
-from elasticd.decoding import decoded_as
 from elasticd.machines.job.effects import Harmed, Reread
 from elasticd.machines.job.state import OVER
 from elasticd.orders import Harm
@@ -32,17 +29,18 @@ TO_JOBS = ("shift",)
 
 
 class ChaosRequest(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of `POST /v1/chaos`: a device's name for what is done to devices, a job's for a shift, else a
-    node's. `seconds`: how long a cut lasts, 0 until it is healed. `tokens`: the length of the sequences that
-    the job reads from then on, 0 as they are."""
+    """A device's name for what is done to devices, a job's for a shift, else a node's. factor: of slow, at
+    least 1. seconds: how long a cut lasts, 0 until it is healed. tokens: the length of the sequences that the
+    job reads from then on, 0 as they are."""
 
-    action: str
+    # Documented as a choice, and refused with words of ours, by `order`.
+    action: Annotated[str, Meta(extra_json_schema={"enum": [*TO_DEVICES, *TO_NODES, *TO_JOBS]})]
     device: str = ""
     node: str = ""
-    factor: float = 1.0
-    seconds: float = 0.0
+    factor: Annotated[float, Meta(extra_json_schema={"minimum": 1})] = 1.0
+    seconds: Annotated[float, Meta(extra_json_schema={"minimum": 0})] = 0.0
     job: str = ""
-    tokens: int = 0
+    tokens: Annotated[int, Meta(extra_json_schema={"minimum": 0})] = 0
 
 
 class Served(Protocol):
@@ -85,26 +83,22 @@ async def _until_gone(socket: WebSocket) -> None:
         pass
 
 
-def routes(served: Served) -> list[BaseRoute]:
-    """Those of chaos."""
-    cuts = Cuts()
+class Chaos:
+    """What is asked of chaos, and the cuts that this server holds."""
 
-    async def chaos(request: Request) -> Response:
-        try:
-            body = decoded_as(ChaosRequest, await request.body(), strict=False)
-        except msgspec.DecodeError as error:
-            raise Refused(
-                400,
-                'the body must be {"action", "device", "node" or "job", "factor", "seconds" or "tokens"}: '
-                f"{error}",
-            ) from error
-        order(served.leading, cuts, body)
-        return Response(msgspec.json.encode(body), media_type="application/json")
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._cuts = Cuts()
 
-    async def cut(socket: WebSocket) -> None:
-        await cuts.stay(str(socket.path_params["node"]), socket)
+    @post("/v1/chaos", refuses=(404, 409), example=ChaosRequest(action="slow", device="alpha/1", factor=3.0))
+    async def chaos(self, body: ChaosRequest) -> ChaosRequest:
+        """Harms the cluster on purpose, where the configuration allows it."""
+        order(self._served.leading, self._cuts, body)
+        return body
 
-    return [Route("/v1/chaos", chaos, methods=["POST"]), WebSocketRoute("/v1/chaos/cut/{node}", cut)]
+    async def stay_cut(self, socket: WebSocket) -> None:
+        """The connection that a cut agent keeps."""
+        await self._cuts.stay(str(socket.path_params["node"]), socket)
 
 
 def order(leading: Leading, cuts: Cuts, body: ChaosRequest) -> None:

@@ -21,12 +21,13 @@ from elasticd.config import Config, ConfigError, reloaded
 from elasticd.coordinator import changes as changed
 from elasticd.coordinator import election
 from elasticd.coordinator.access import Access
+from elasticd.coordinator.answers import ClusterStatus, LeaderStatus
 from elasticd.coordinator.election import CannotLead, Deposed, Term
 from elasticd.coordinator.leading import Leading
 from elasticd.coordinator.listening import OPEN_TO_ALL, Server, bind, configured, exposed, url_of
 from elasticd.coordinator.planning import COMMAND
 from elasticd.coordinator.server import application
-from elasticd.coordinator.views import restarting, status
+from elasticd.coordinator.views import status
 from elasticd.coordinator.writer import WriteConflict, Writer, ranks, stored
 from elasticd.credentials import load_pair, server_context
 from elasticd.machines.coordinator import takeover
@@ -241,10 +242,15 @@ class Coordinator:
 
     # -- what the server shows -----------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
-        name = self.config.coordinator.name
-        shown = status(self.leading.state, self.config.cluster.name, name, self.url)
-        return shown | {"restarts": restarting(self.leading.restarts.values(), time.monotonic())}
+    def status(self) -> ClusterStatus:
+        leader = LeaderStatus(name=self.config.coordinator.name, url=self.url, epoch=self.leading.state.epoch)
+        return status(
+            self.leading.state,
+            self.config.cluster.name,
+            leader,
+            self.leading.restarts.values(),
+            time.monotonic(),
+        )
 
     async def history(self, job: str) -> list[HistoryRecord]:
         """From the store, through its own thread."""

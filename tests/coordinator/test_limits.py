@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from elasticd.coordinator import gate, server
+from elasticd.coordinator import agents, gate
 from elasticd.coordinator.gate import LARGEST_BODY, Bucket
 from elasticd.coordinator.listening import configured
 from elasticd.messages import AgentHello, encode
@@ -72,7 +72,7 @@ def test_address_that_asks_too_often_is_told_to_wait() -> None:
 
 
 def test_agent_that_floods_is_read_more_slowly_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MESSAGES_PER_SECOND", 100.0)
+    monkeypatch.setattr(agents, "MESSAGES_PER_SECOND", 100.0)
 
     async def body() -> None:
         async with secured(SecuritySection()) as coordinator, link(coordinator, bearer("")) as socket:

@@ -241,7 +241,8 @@ class Cluster:
 
     def job(self) -> dict[str, Any]:
         async def look() -> dict[str, Any]:
-            return next((job for job in self.coordinator.status()["jobs"] if job["job"] == JOB), {})
+            found = self.coordinator.status().job(JOB)
+            return msgspec.to_builtins(found) if found is not None else {}
 
         return self.call(look())
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import psutil
 
 from elasticd.store.server import EtcdServer
@@ -130,7 +131,7 @@ class RestartJob:
         """What the coordinator shows of it."""
 
         async def look() -> list[dict[str, Any]]:
-            shown: list[dict[str, Any]] = self.cluster.coordinator.status()["restarts"]
+            shown: list[dict[str, Any]] = msgspec.to_builtins(self.cluster.coordinator.status().restarts)
             return shown
 
         return next(iter(self.cluster.call(look())), {})

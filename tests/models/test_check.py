@@ -155,7 +155,8 @@ class Line:
     def state_dict(self): return {}
     def load_state_dict(self, state): pass
 
-elasticd.Job(model=Decoder(DecoderConfig(vocabulary=8, width=8, layers=2, heads=2, kv_heads=2, hidden=8)).describe(),
+config = DecoderConfig(vocabulary=8, width=8, layers=2, heads=2, kv_heads=2, hidden=8)
+elasticd.Job(model=Decoder(config).describe(),
              loss=next_token_loss, optimizer=torch.optim.AdamW,
              dataset=elasticd.Stream(dataset=Line(), tokens=5), global_batch=4)
 """

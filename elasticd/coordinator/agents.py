@@ -1,0 +1,143 @@
+"""An agent's WebSocket: its hello, then its messages in order, until either side ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+import msgspec
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from elasticd.coordinator.access import ANYBODY, Caller
+from elasticd.coordinator.connections import Connection
+from elasticd.coordinator.gate import CALLER, Bucket
+from elasticd.coordinator.leading import Leading
+from elasticd.messages import AgentHello, AgentRejected, StoreCall, ToLeader, Up, encode, to_leader
+from elasticd.security import Role
+
+#: Seconds that a new connection has to say hello.
+HELLO_SECONDS = 10.0
+#: Messages a second of one agent, twice as many at once; one that sends more is read more slowly, and is cut
+#: off where its answers to pings are stuck behind them.
+MESSAGES_PER_SECOND = 5000.0
+#: The code of a WebSocket that its own side closed over a message above the limit.
+_TOO_BIG = 1009
+
+_log = logging.getLogger(__name__)
+
+
+async def serve_agent(leading: Leading, socket: WebSocket) -> None:
+    """One agent's connection, from its hello to its end."""
+    await socket.accept()
+    try:
+        hello = await asyncio.wait_for(_read(socket), HELLO_SECONDS)
+        if not isinstance(hello, AgentHello):
+            leading.metrics.refused("silent")
+            await _reject(socket, "an agent's first message must be its hello")
+            return
+        refusal = _impostor(socket, hello) or leading.connections.refusal(hello)
+        if refusal:
+            leading.metrics.refused("hello")
+            await _reject(socket, refusal)
+            return
+    except TimeoutError:
+        leading.metrics.refused("silent")
+        await _reject(socket, f"no hello came within {HELLO_SECONDS:g} s")
+        return
+    except msgspec.DecodeError as error:
+        leading.metrics.refused("unreadable")
+        await _reject(socket, f"the hello cannot be read ({error}): install the same release on all nodes")
+        return
+    except WebSocketDisconnect as gone:
+        if gone.code == _TOO_BIG:
+            leading.metrics.refused("oversized")
+        return
+    connection = leading.agent_up(hello.record)
+    try:
+        await _converse(leading, socket, connection)
+    finally:
+        leading.agent_down(connection)
+        with contextlib.suppress(Exception):  # closed by the other side already
+            await socket.close()
+
+
+def _impostor(socket: WebSocket, hello: AgentHello) -> str:
+    """Why this agent's token or certificate is not for this node, or nothing."""
+    caller: Caller = socket.scope.get(CALLER) or ANYBODY
+    if caller.role is not Role.AGENT or caller.name in ("", hello.record.node):
+        return ""
+    return (
+        f"this token or certificate is for node {caller.name!r}, not for {hello.record.node!r}: give each node "
+        "its own, or set node in section [agent]"
+    )
+
+
+async def _reject(socket: WebSocket, reason: str) -> None:
+    with contextlib.suppress(WebSocketDisconnect, RuntimeError):
+        await socket.send_bytes(encode(AgentRejected(reason=reason)))
+        await socket.close(1008)
+
+
+async def _converse(leading: Leading, socket: WebSocket, connection: Connection) -> None:
+    """Reads and writes until either ends, or the connection is closed from here."""
+    tasks = {
+        asyncio.create_task(connection.pump(socket.send_bytes)),
+        asyncio.create_task(_listen(leading, socket, connection)),
+        asyncio.create_task(connection.closed.wait()),
+    }
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, msgspec.DecodeError):
+                leading.metrics.refused("unreadable")
+                _log.warning("node %s: a message cannot be read: %s", connection.node, outcome)
+            elif isinstance(outcome, WebSocketDisconnect):
+                if outcome.code == _TOO_BIG:
+                    leading.metrics.refused("oversized")
+                    _log.warning("node %s: a message is above [security] message_mib", connection.node)
+            elif isinstance(outcome, _Impostor):
+                leading.metrics.refused("impostor")
+                _log.warning("node %s: its agent calls itself %s now", connection.node, outcome)
+            elif isinstance(outcome, Exception):
+                _log.warning("node %s: its connection ended: %r", connection.node, outcome)
+
+
+class _Impostor(Exception):
+    """An agent that says hello for another node."""
+
+
+async def _listen(leading: Leading, socket: WebSocket, connection: Connection) -> None:
+    """Hands every message over in order; a call that waits is left waiting beside the rest."""
+    calls: set[asyncio.Task[None]] = set()
+    bucket = Bucket(MESSAGES_PER_SECOND, time.monotonic())
+    try:
+        while True:
+            message = await _read(socket)
+            while wait := bucket.wait(time.monotonic()):
+                leading.metrics.refused("rate")
+                await asyncio.sleep(wait)
+            if isinstance(message, AgentHello) and message.record.node != connection.node:
+                raise _Impostor(message.record.node)
+            if isinstance(message, Up) and isinstance(message.body, StoreCall) and message.body.op == "get":
+                call = asyncio.create_task(leading.heard(connection, message))
+                calls.add(call)
+                call.add_done_callback(calls.discard)
+            else:
+                await leading.heard(connection, message)
+    finally:
+        for call in calls:
+            call.cancel()
+
+
+async def _read(socket: WebSocket) -> ToLeader:
+    """The next message, as text or bytes. Raises `WebSocketDisconnect`, `msgspec.DecodeError`."""
+    received = await socket.receive()
+    if received["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect(received.get("code", 1000))
+    data = received.get("bytes") or (received.get("text") or "").encode()
+    return to_leader(data)

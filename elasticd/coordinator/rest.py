@@ -1,0 +1,123 @@
+"""The coordinator's REST: what people and programs ask, and what they may change; chaos has its own."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from elasticd.coordinator.access import Access, Caller
+from elasticd.coordinator.answers import ClusterStatus, Events, History, Live, Ready, Settings, Steps
+from elasticd.coordinator.changes import Scalar
+from elasticd.coordinator.endpoints import get, post
+from elasticd.coordinator.leading import Leading, Refused
+from elasticd.coordinator.metrics import CONTENT_TYPE
+from elasticd.records import HistoryRecord
+
+
+class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether a node's devices are to be left."""
+
+    on: bool
+
+
+class ConfigRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Values by dotted key, null for the file's own, and who asks for it."""
+
+    values: dict[str, Scalar | None]
+    by: str
+
+
+class Served(Protocol):
+    """What the server shows: the leader, its status, and the history that only the store has."""
+
+    leading: Leading
+    access: Access
+
+    def status(self) -> ClusterStatus: ...
+
+    async def history(self, job: str) -> list[HistoryRecord]: ...
+
+    def ready(self) -> str:
+        """Why it is not ready, or nothing."""
+        ...
+
+
+class Rest:
+    """What is asked of one coordinator. `document` is the OpenAPI document that this is part of, once drawn."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self.document: dict[str, Any] = {}
+
+    @get("/v1/openapi.json")
+    async def openapi(self) -> dict[str, Any]:
+        """This document."""
+        return self.document
+
+    @get("/v1/status")
+    async def status(self) -> ClusterStatus:
+        """The leader, the nodes with their devices and rates, and the jobs with their plans."""
+        return self._served.status()
+
+    @get("/v1/events")
+    async def events(self, after: int = 0) -> Events:
+        """What happened of late: events with an id above `after`, oldest first."""
+        return Events(events=tuple(self._served.leading.journal.events(after)))
+
+    @get("/v1/jobs/{job}/steps")
+    async def steps(self, job: str, after: int = -1) -> Steps:
+        """Steps of a job above `after`, oldest first."""
+        self._know(job)
+        journal = self._served.leading.journal
+        return Steps(steps=tuple(journal.steps(job, after)), pacing=journal.pacing(job))
+
+    @get("/v1/jobs/{job}/history")
+    async def history(self, job: str) -> History:
+        """Every plan of a job with the problem that it answers, oldest first."""
+        self._know(job)
+        return History(history=tuple(await self._served.history(job)))
+
+    @post("/v1/nodes/{node}/drain", refuses=(409,), example=DrainRequest(on=True))
+    async def drain(self, node: str, body: DrainRequest) -> DrainRequest:
+        """Lets the devices of a node be left by all plans, or be used again."""
+        self._served.leading.drain(node, body.on)
+        return body
+
+    @get("/v1/config")
+    async def settings(self) -> Settings:
+        """Detection and policy as they are in force, what was changed of them while running, and when."""
+        return self._served.leading.changes.shown()
+
+    @post(
+        "/v1/config",
+        refuses=(503,),
+        example=ConfigRequest(values={"policy.paused": True}, by="alice"),
+    )
+    async def change(self, body: ConfigRequest, caller: Caller | None) -> Settings:
+        """Changes detection and policy while running; the values are checked, kept, and followed at once."""
+        by = f"{body.by} ({caller.name})" if caller is not None and caller.name else body.by
+        await self._served.leading.change(body.values, by)
+        return self._served.leading.changes.shown()
+
+    @get("/metrics", media=CONTENT_TYPE)
+    async def metrics(self) -> bytes:
+        """Counters and the present state, for Prometheus."""
+        return self._served.leading.exposition()
+
+    @get("/livez")
+    async def live(self) -> Live:
+        """Whether it runs."""
+        return Live()
+
+    @get("/readyz", refuses=(503,))
+    async def ready(self) -> Ready:
+        """Whether it leads and serves."""
+        if why := self._served.ready():
+            raise Refused(503, why)
+        return Ready()
+
+    def _know(self, job: str) -> None:
+        jobs = self._served.leading.state.jobs
+        if job not in jobs:
+            raise Refused(404, f"there is no job {job!r}; there are: {', '.join(sorted(jobs)) or 'none'}")
