@@ -25,6 +25,7 @@ from elasticd_planner.profiles import GUESSED_FLOPS
 from elasticd_planner.rates import DetectSettings
 from elasticd_planner.value import Value, refuse
 
+from elasticd.logs import LogSection
 from elasticd.security import SecuritySection
 
 #: Names the file where `--config` does not.
@@ -212,6 +213,7 @@ class Config(Value, frozen=True, kw_only=True):
     emulate: EmulateSection = msgspec.field(default_factory=EmulateSection)
     chaos: ChaosSection = msgspec.field(default_factory=ChaosSection)
     security: SecuritySection = msgspec.field(default_factory=SecuritySection)
+    log: LogSection = LogSection()
 
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {

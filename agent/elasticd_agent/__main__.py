@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 from collections.abc import Callable
 
 import click
 
 from elasticd.config import Config, ConfigError, load, reloaded, with_overrides
+from elasticd.logs import set_up
 from elasticd.notify import Supervisor
 from elasticd.packets import PacketError, SocketTaken
 from elasticd.remembered import StateError, StateFile
@@ -41,7 +41,10 @@ _EXPECTED = (
 @click.option("--memory", metavar="SIZE", help="Memory of each device, as '8 GiB' (default: ask).")
 @click.option("--etcd", metavar="HOST:PORT,...", help="etcd's endpoints.")
 @click.option("--cluster", metavar="NAME", help="The cluster's name.")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+@click.option(
+    "--log-format", type=click.Choice(["text", "json"]), help="Lines for people, or a JSON object each."
+)
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
 def command(
     path: str | None,
     node: str | None,
@@ -51,11 +54,10 @@ def command(
     memory: str | None,
     etcd: str | None,
     cluster: str | None,
-    log_level: str,
+    log_format: str | None,
+    log_level: str | None,
 ) -> None:
     """Run the elasticd agent of this node, until Ctrl-C or SIGTERM. Training workers are left alone."""
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("websockets").setLevel(logging.WARNING)
     options = {
         "agent.node": node,
         "agent.socket": socket,
@@ -64,8 +66,12 @@ def command(
         "agent.memory": memory,
         "etcd.endpoints": etcd,
         "cluster.name": cluster,
+        "log.format": log_format,
+        "log.level": log_level,
     }
     try:
+        settings = with_overrides(load(path), options)
+        set_up(settings.log, {"cluster": settings.cluster.name, "node": settings.agent.node})
         asyncio.run(run(lambda: with_overrides(load(path), options)))
     except _EXPECTED as error:
         raise click.ClickException(str(error)) from None

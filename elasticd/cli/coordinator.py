@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 
 import click
 
 from elasticd.cli.options import config_option
 from elasticd.config import load, with_overrides
+from elasticd.logs import set_up
 
 
 @click.command()
@@ -18,7 +18,10 @@ from elasticd.config import load, with_overrides
 @click.option("--port", type=click.IntRange(0, 65535), help="The port to serve at; 0 takes a free one.")
 @click.option("--etcd", metavar="HOST:PORT,...", help="etcd's endpoints.")
 @click.option("--cluster", metavar="NAME", help="The cluster's name.")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
+@click.option(
+    "--log-format", type=click.Choice(["text", "json"]), help="Lines for people, or a JSON object each."
+)
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
 def coordinator(
     config: str | None,
     name: str | None,
@@ -26,17 +29,21 @@ def coordinator(
     port: int | None,
     etcd: str | None,
     cluster: str | None,
-    log_level: str,
+    log_format: str | None,
+    log_level: str | None,
 ) -> None:
     """Run a coordinator until Ctrl-C or SIGTERM. Training goes on without it; nothing is replanned then."""
     from elasticd.coordinator.daemon import serve
 
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = {
         "coordinator.name": name,
         "coordinator.host": host,
         "coordinator.port": port,
         "etcd.endpoints": etcd,
         "cluster.name": cluster,
+        "log.format": log_format,
+        "log.level": log_level,
     }
+    settings = with_overrides(load(config), options)
+    set_up(settings.log, {"cluster": settings.cluster.name, "coordinator": settings.coordinator.name})
     sys.exit(serve(lambda: with_overrides(load(config), options)))

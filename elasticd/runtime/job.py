@@ -11,6 +11,7 @@ from typing import Any
 from elasticd_planner.boxes import Box
 from torch import Tensor
 
+from elasticd import logs
 from elasticd.messages import Goodbye, Leaving, Published, ToWorker, Welcome
 from elasticd.packets import default_path
 from elasticd.pulses import Probe
@@ -151,9 +152,20 @@ class Job(Seat):
             snapper=self._snapper,
         )
         self._prober = Prober(lambda: self._switcher.engine is None, pacer.product, self._control.send)
+        logs.for_worker(self._about)
         self._control.start(self._hear)
         self._notice = Notice(grace, self._told_to_go)
         self._notice.install()
+
+    def _about(self) -> dict[str, Any]:
+        """What a line of the log is about now."""
+        plan = self.plan
+        return {
+            "job": os.environ.get("TORCHELASTIC_RUN_ID"),
+            "plan": plan.number if plan is not None else None,
+            "step": self._switcher.step,
+            "device": self.device,
+        }
 
     def _told_to_go(self) -> None:
         """On the notice's thread."""
