@@ -22,6 +22,7 @@ from elasticd.cli.logs import logs
 from elasticd.cli.plan import plan
 from elasticd.cli.profile import profile
 from elasticd.cli.reach import CannotReach
+from elasticd.cli.record import record
 from elasticd.cli.run import run
 from elasticd.cli.simulate import simulate
 from elasticd.cli.status import status
@@ -56,7 +57,7 @@ def elasticd() -> None:
 
 
 for _command in (
-    *(up, run, coordinator, status, top, why, history, logs, drain, pause, resume, config, doctor),
+    *(up, run, coordinator, status, top, why, history, logs, record, drain, pause, resume, config, doctor),
     *(chaos, demo, simulate, plan, profile, check, checkpoint, completion),
 ):
     elasticd.add_command(_command)

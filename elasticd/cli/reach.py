@@ -92,6 +92,20 @@ class Api:
         """Every plan of the job with the problem it answers, oldest first."""
         return self._read(f"/v1/jobs/{job}/history", History).history
 
+    def recording(self) -> Iterator[bytes]:
+        """Lines of a recording, an empty one now and then, until the leader ends."""
+        try:
+            with self._client.stream("GET", "/v1/record") as answer:
+                if not answer.is_success:
+                    answer.read()
+                    raise CannotReach(_said(answer))
+                for line in answer.iter_lines():
+                    yield line.encode()
+        except httpx.HTTPError as error:
+            raise CannotReach(
+                f"the coordinator at {self.url} is gone: {error or type(error).__name__}"
+            ) from error
+
     def settings(self) -> Settings:
         return self._read("/v1/config", Settings)
 

@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elasticd.cli.replay import again
+
 if TYPE_CHECKING:
     from elasticd.simulator.record import Outcome, Totals
 
@@ -37,16 +39,34 @@ _MOST_TEXT = 240
 
 
 @click.command()
-@click.argument("scenario", metavar="SCENARIO.toml")
+@click.argument("scenario", metavar="SCENARIO.toml", required=False)
+@click.option("--recorded", metavar="FILE", help="Decide a run again that 'elasticd record' kept.")
+@click.option("--config", metavar="FILE", help="With --recorded: by this [detect] and [policy] instead.")
 @click.option("--json", "as_json", is_flag=True, help="The whole outcome, for programs.")
 @click.option("--plot", "plot_to", metavar="FILE", help="Throughput over time as an SVG or PNG.")
 @click.option("--seed", type=click.IntRange(min=0), help="Instead of the scenario's own.")
-def simulate(scenario: str, as_json: bool, plot_to: str | None, seed: int | None) -> None:
+def simulate(
+    scenario: str | None,
+    recorded: str | None,
+    config: str | None,
+    as_json: bool,
+    plot_to: str | None,
+    seed: int | None,
+) -> None:
     """Run the real machines, detection and planner over a modelled cluster.
 
     The same scenario and seed give the same timeline, to the byte. All speeds are simulated. Examples are in
-    examples/scenarios; docs/simulator.md says what a scenario can hold.
+    examples/scenarios; docs/simulator.md says what a scenario can hold, and what a replay can tell.
     """
+    if recorded is not None:
+        if scenario is not None or plot_to is not None or seed is not None:
+            raise click.UsageError("--recorded goes with --config and --json alone: it is the whole scenario")
+        again(recorded, config, as_json)
+        return
+    if scenario is None:
+        raise click.UsageError("name a SCENARIO.toml, or a recording with --recorded")
+    if config is not None:
+        raise click.UsageError("--config goes with --recorded: a scenario has [detect] and [policy] of its own")
     from elasticd.simulator.plot import CannotPlot, plot
     from elasticd.simulator.run import simulate as play
     from elasticd.simulator.scenario import ScenarioError, load

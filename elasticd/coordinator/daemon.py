@@ -215,6 +215,7 @@ class Coordinator:
     async def _close(self, server: uvicorn.Server, task: asyncio.Task[None]) -> None:
         self._serving = False
         self.leading.connections.close()
+        self.leading.recorders.close()
         server.should_exit = True
         await task
 

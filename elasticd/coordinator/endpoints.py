@@ -4,22 +4,23 @@
     async def drain(self, node: str, body: DrainRequest) -> DrainRequest:
         \"""Lets the devices of a node be left, or used again.\"""
 
-A parameter that the path names comes from there, `body` is the request's JSON, `caller` is who asks; all others
-come from the query and have defaults. Answers are JSON; bytes are sent as they are, as the type `media`.
+A parameter that the path names comes from there, `body` is the request's JSON, `caller` is who asks; all
+others come from the query and have defaults. Answers are JSON; bytes, and an iterator of them, are sent as they
+are, as the type `media`.
 `openapi` draws the document from the same declarations, so that neither can say what the other does not.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, compile_path
 
 from elasticd.coordinator.access import needed
@@ -84,6 +85,8 @@ class Endpoint:
         if self.takes_caller:
             given["caller"] = request.scope.get(CALLER)
         answer = await self.call(**given)
+        if isinstance(answer, AsyncIterator):
+            return StreamingResponse(answer, media_type=self.media)
         content = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
         return Response(content, media_type=self.media)
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from elasticd.config import ConfigError
@@ -16,6 +16,7 @@ from elasticd.coordinator.journal import Journal
 from elasticd.coordinator.keyvalue import KeyValue
 from elasticd.coordinator.metrics import Metrics
 from elasticd.coordinator.planning import COMMAND, Planning
+from elasticd.coordinator.recorders import Recorders
 from elasticd.coordinator.writer import Rank, Setting, Writer
 from elasticd.health import OfNode
 from elasticd.machines import coordinator, restarts
@@ -51,6 +52,9 @@ from elasticd.snapshots import Keeps
 
 #: Seconds between the looks at what has become due.
 TICK = 0.1
+#: For how many times as long as a look took the next one waits at least: with ten thousand devices it takes a
+#: while.
+TICK_SHARE = 10
 #: Seconds that a user waits for etcd to take what he changed.
 WRITE_SECONDS = 5.0
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live).
@@ -77,15 +81,18 @@ class Leading:
         chaos: bool,
         failed: Callable[[Exception], None],
         planner: tuple[str, ...] = COMMAND,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
         self.journal = Journal()
         self.metrics = Metrics()
         self.connections = Connections()
+        self.recorders = Recorders()
         self.planning = Planning(self.apply, command=planner)
         self.writer: Writer | None = None
         self.chaos = chaos
         self._failed = failed
+        self._clock = clock
         self._stores: dict[str, KeyValue] = {}
         self._away_since = self._away_seconds = 0.0
         self.restarts: dict[str, restarts.RestartJob] = {}
@@ -95,7 +102,10 @@ class Leading:
         """One step of the machine, and its effects. An error in it ends this leader rather than go on with a
         state that nobody decided."""
         try:
-            self.state, effects = coordinator.step(self.state, event, self._now())
+            before, now = self.state, self._now()
+            self.state, effects = coordinator.step(before, event, now)
+            if self.recorders:
+                self.recorders.heard(event, effects, now, changed=self.state is not before)
             for effect in effects:
                 self._execute(effect)
         except Exception as error:
@@ -105,7 +115,7 @@ class Leading:
     def _now(self) -> float:
         """The machine's clock, which stands still while the store is away: what was decided meanwhile is not
         written, nobody can answer it, and nobody is late."""
-        now = time.monotonic()
+        now = self._clock()
         if self.writer is not None and self.writer.away:
             self._away_since = self._away_since or now
             return self._away_since - self._away_seconds
@@ -116,15 +126,24 @@ class Leading:
 
     async def ticks(self) -> None:
         self.planning.warm()
+        spent = 0.0
         while True:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(max(TICK, TICK_SHARE * spent))
+            began = time.monotonic()
             self.apply(Tick())
+            spent = time.monotonic() - began
 
     def tell(self, note: Note) -> None:
         """Into the journal and the log."""
         self.journal.tell(note, time.time())
         self.metrics.event(note.kind)
-        _log.info("%s%s", f"job {note.job}: " if note.job else "", note.text)
+        about = {name: note.data[name] for name in ("node", "plan", "step", "device") if name in note.data}
+        if "number" in note.data:  # of a plan
+            about["plan"] = note.data["number"]
+        _log.info(
+            *("%s%s", f"job {note.job}: " if note.job else "", note.text),
+            extra={"kind": note.kind, "job": note.job or None, **about},
+        )
 
     def _execute(self, effect: Effect) -> None:
         if isinstance(effect, Note):
@@ -196,7 +215,7 @@ class Leading:
         job = self.restarts.get(heard.by.job) or restarts.RestartJob(job=heard.by.job)
         settings = self.state.settings
         job, effects = restarts.lap(
-            job, heard, settings.detect, settings.policy, self.state.epoch, time.monotonic()
+            job, heard, settings.detect, settings.policy, self.state.epoch, self._clock()
         )
         self.restarts[job.job] = job
         for effect in effects:
@@ -253,6 +272,10 @@ class Leading:
             raise Refused(
                 404, f"there is no device {device!r}; there are: {', '.join(sorted(known)) or 'none'}"
             )
+
+    def recording(self) -> AsyncIterator[bytes]:
+        """Lines of a recording from now on (`elasticd.recording`)."""
+        return self.recorders.record(self.state, self._now())
 
     def exposition(self) -> bytes:
         """The body of `GET /metrics`."""

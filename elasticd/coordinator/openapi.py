@@ -32,7 +32,7 @@ _SCHEMES = {
 
 def document(declared: Sequence[Endpoint], *, asks: bool) -> dict[str, Any]:
     """OpenAPI 3.1. `asks`: whether this coordinator asks who somebody is."""
-    kinds = [known.answer for known in declared if known.answer is not bytes]
+    kinds = [known.answer for known in declared if known.media == JSON]
     kinds += [known.body for known in declared if known.body is not None]
     kinds += [parameter.kind for known in declared for parameter in (*known.placed, *known.asked)]
     found, components = msgspec.json.schema_components(
@@ -61,7 +61,7 @@ def _operation(known: Endpoint, schemas: list[tuple[Any, Any]], *, asks: bool) -
     words = known.words
     if known.roles:
         words += f"\n\nWhere tokens are asked for: {' or '.join(known.roles)}."
-    answer = {"type": "string"} if known.answer is bytes else schema(known.answer)
+    answer = schema(known.answer) if known.media == JSON else {"type": "string"}
     answers: dict[str, Any] = {"200": _content("Done." if known.body else "The answer.", known.media, answer)}
     for status in known.statuses:
         answers[str(status)] = _content(_WHY[status], JSON, schema(Refusal))

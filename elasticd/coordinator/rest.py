@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import msgspec
@@ -99,6 +100,12 @@ class Rest:
         by = f"{body.by} ({caller.name})" if caller is not None and caller.name else body.by
         await self._served.leading.change(body.values, by)
         return self._served.leading.changes.shown()
+
+    @get("/v1/record", media="application/jsonl")
+    async def record(self) -> AsyncIterator[bytes]:
+        """All that the leader hears and decides from now on, until it ends or the caller goes: the lines that
+        `elasticd record` keeps. Empty lines only say that nothing happened."""
+        return self._served.leading.recording()
 
     @get("/metrics", media=CONTENT_TYPE)
     async def metrics(self) -> bytes:

@@ -62,7 +62,10 @@ bounded = settings(
 )
 #: What the document lists, for a leader that is not there: a declaration needs none.
 DECLARED = (*endpoints(Rest(cast(Served, None))), *endpoints(Chaos(cast(Served, None))))
-OPERATIONS = [pytest.param(known, id=f"{known.method} {known.path}") for known in DECLARED]
+#: A recording goes on until the caller goes (tests/simulation/test_replay.py).
+OPERATIONS = [
+    pytest.param(known, id=f"{known.method} {known.path}") for known in DECLARED if known.name != "record"
+]
 TAKING = [pytest.param(known, id=f"{known.method} {known.path}") for known in DECLARED if known.body]
 
 

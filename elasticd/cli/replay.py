@@ -1,0 +1,89 @@
+"""`elasticd simulate --recorded`: a run decided again, beside what was decided then."""
+
+from __future__ import annotations
+
+import gzip
+import sys
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from elasticd.config import load
+
+if TYPE_CHECKING:
+    from elasticd.recording import Line
+    from elasticd.simulator.replay import Replayed
+
+#: Characters of one decision on the screen.
+_MOST_TEXT = 160
+
+
+def again(recorded: str, config: str | None, as_json: bool) -> None:
+    """Decides a recording again, by the settings of `config` where one is named; says whether that differs."""
+    from elasticd.simulator.planning import Planner
+    from elasticd.simulator.replay import replay
+    from elasticd.simulator.scenario import Times
+
+    lines = _read(recorded)
+    settings = load(config) if config is not None else None
+    try:
+        found = replay(
+            lines,
+            Planner(Times()),
+            detect=settings.detect if settings is not None else None,
+            policy=settings.policy if settings is not None else None,
+        )
+    except msgspec.DecodeError as error:
+        raise click.ClickException(f"{recorded} was made by another release of elasticd: {error}") from None
+    if as_json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
+    else:
+        show(found, Console(highlight=False))
+    if config is None and found.differs is not None:
+        raise click.ClickException(
+            "by the same settings something else was decided: the recording is of another release, or has a gap"
+        )
+
+
+def _read(recorded: str) -> list[Line]:
+    from elasticd.recording import RecordingError, read
+
+    path = Path(recorded)
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as text:
+            return read(text, recorded)
+    except (OSError, EOFError) as error:
+        raise click.ClickException(f"cannot read the recording {recorded}: {error}") from error
+    except RecordingError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def show(found: Replayed, console: Console) -> None:
+    """The decisions, and where they part from those of the recording."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("seconds", justify="right")
+    table.add_column("what")
+    table.add_column("")
+    for index, made in enumerate(found.decisions):
+        style = "yellow" if found.differs is not None and index >= found.differs else ""
+        text = f"{made.job}: {made.text}" if made.job else made.text
+        row = (f"{made.seconds:,.1f}", made.kind, Text(shorten(text, _MOST_TEXT, placeholder=" ..."), style))
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"{found.events} events, up to step {found.step}")
+    if found.differs is None:
+        console.print(f"the same decisions as recorded: {len(found.decisions)}")
+        return
+    was = found.recorded[found.differs] if found.differs < len(found.recorded) else None
+    then = f"{was.kind} at {was.seconds:,.1f} s: {was.text}" if was is not None else "nothing more"
+    console.print(
+        f"differs from decision {found.differs + 1} on; recorded was: {shorten(then, 3 * _MOST_TEXT)}"
+    )
+    if found.ended:
+        console.print(found.ended)

@@ -1,0 +1,115 @@
+"""A recording: what a leader knew, all that it heard from then on, and what it decided. JSON lines:
+
+    began   the leader's whole state, before what follows; again when another leader took over
+    heard   an event of the machine, its kind beside it; ticks that changed nothing are left out
+    told    what the machine noted because of the event before it
+
+The machine is a function of state, event and time, so that this is enough to decide all of it again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal, get_args
+
+import msgspec
+from elasticd_planner.value import Value
+
+from elasticd.decoding import decoded, decoded_as
+from elasticd.machines.coordinator import State
+from elasticd.machines.job.effects import Effect, Event, Note, Write
+
+VERSION = 1
+_EVENTS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
+
+
+class RecordingError(ValueError):
+    """A recording that cannot be read: why, and which line."""
+
+
+class Line(Value, frozen=True, kw_only=True):
+    """`at`: seconds of the leader's clock; `time`: unix seconds. kind: the event's, of a line of one."""
+
+    what: Literal["began", "heard", "told"]
+    at: float
+    time: float
+    body: msgspec.Raw
+    kind: str = ""
+    version: int = VERSION
+
+    def state(self) -> State:
+        # Not strict: what JSON has no number for is text.
+        return decoded_as(State, bytes(self.body), strict=False)
+
+    def event(self) -> Event:
+        kind = _EVENTS.get(self.kind)
+        if kind is None:
+            raise msgspec.ValidationError(f"there is no event {self.kind!r}")
+        event: Event = decoded_as(kind, bytes(self.body))
+        return event
+
+    def note(self) -> Note:
+        return decoded_as(Note, bytes(self.body))
+
+
+def began(state: State, at: float, time: float) -> bytes:
+    return _line("began", at, time, _finite(msgspec.to_builtins(state)))
+
+
+def heard(event: Event, at: float, time: float) -> bytes:
+    return _line("heard", at, time, event, type(event).__name__)
+
+
+def told(note: Note, at: float, time: float) -> bytes:
+    return _line("told", at, time, note)
+
+
+def notes(effects: Iterable[Effect]) -> list[Note]:
+    """What is told because of effects, those that wait for a write among them."""
+    found: list[Note] = []
+    for effect in effects:
+        if isinstance(effect, Note):
+            found.append(effect)
+        elif isinstance(effect, Write):
+            found += effect.notes
+    return found
+
+
+def read(text: Iterable[bytes], source: str) -> list[Line]:
+    """All lines; a last one that was cut off is left out. Raises RecordingError."""
+    decoder = msgspec.json.Decoder(Line)
+    lines: list[Line] = []
+    broken = ""
+    for number, raw in enumerate(text, start=1):
+        if broken:
+            raise RecordingError(broken)
+        if not raw.strip():
+            continue
+        try:
+            line = decoded(decoder.decode, raw)
+        except msgspec.DecodeError as error:
+            broken = f"{source}:{number} is no line of a recording: {error}"
+            continue
+        if line.version != VERSION:
+            raise RecordingError(
+                f"{source} is of version {line.version}, this elasticd reads {VERSION}: use that release"
+            )
+        lines.append(line)
+    if not lines or lines[0].what != "began":
+        raise RecordingError(broken or f"{source} is no recording: make one with 'elasticd record FILE'")
+    return lines
+
+
+def _line(what: str, at: float, time: float, body: Any, kind: str = "") -> bytes:
+    made = {"what": what, "at": at, "time": time, "kind": kind, "version": VERSION, "body": body}
+    return msgspec.json.encode(made) + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: such numbers become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(held) for key, held in value.items()}
+    return [_finite(held) for held in value] if isinstance(value, list | tuple) else value
