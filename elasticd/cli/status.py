@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elasticd.cli.options import config_option, coordinator_option
-from elasticd.cli.reach import Api, ClusterStatus, JobStatus, NodeStatus, RestartStatus, reach
+from elasticd.cli.reach import Api, ClusterStatus, DeviceStatus, JobStatus, NodeStatus, RestartStatus, reach
 
 
 @click.command()
@@ -72,6 +72,7 @@ def nodes(listed: Sequence[NodeStatus]) -> Table:
                 "" if node.connected else "node unreachable",
                 "emulated" if node.emulated else "",
                 f"chaos: {device.pace:g}x slower" if device.pace != 1 else "",
+                slowness(device),
             ]
             table.add_row(
                 device.name,
@@ -80,6 +81,14 @@ def nodes(listed: Sequence[NodeStatus]) -> Table:
                 Text(", ".join(note for note in notes if note), style="dim"),
             )
     return table
+
+
+def slowness(device: DeviceStatus) -> str:
+    """What kind of slowness a device shows; nothing of one that is well, and was slow at most once."""
+    found = device.slowness
+    if found is None or (device.rate <= 1 and found.kind == "one-off"):
+        return ""
+    return f"{found.kind}: {found.reason}"
 
 
 def _job(job: JobStatus, reason: str) -> Iterator[RenderableType]:

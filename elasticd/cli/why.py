@@ -108,6 +108,9 @@ def device(
     yield Text.assemble(("device ", "dim"), (name, "bold"), f"  takes {found.rate:.2f}x the normal time{away}")
     if found.pace != 1:
         yield Text(f"  chaos slows it {found.pace:g}x on purpose")
+    if found.slowness is not None:
+        text = f"{found.slowness.kind}: {found.slowness.reason}"
+        yield Text.assemble(("slowness  ", "dim"), text)
     current = status.job(job)
     if current is not None and current.plan is not None:
         yield Text.assemble(("use       ", "dim"), _use(current.plan, name))

@@ -7,6 +7,7 @@ A command of another release may read an answer that lacks what was added later:
 from __future__ import annotations
 
 from elasticd_planner.plan import Plan
+from elasticd_planner.slowness import Slowness
 from elasticd_planner.value import Value
 
 from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
@@ -15,12 +16,14 @@ from elasticd.records import ConfigRecord, HistoryRecord
 
 
 class DeviceStatus(Value, frozen=True, kw_only=True):
-    """A device: bytes of memory, its measured rate (1.0 normal), and the factor that chaos set."""
+    """A device: bytes of memory, its measured rate (1.0 normal), and the factor that chaos set. slowness: what
+    kind it has shown in its job so far, and when (None: it was never slow)."""
 
     name: str
     memory: int
     rate: float
     pace: float
+    slowness: Slowness | None = None
 
 
 class NodeStatus(Value, frozen=True, kw_only=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from elasticd_planner.slowness import Slowness
+
 from elasticd.coordinator.answers import (
     ClusterStatus,
     DeviceStatus,
@@ -27,11 +29,11 @@ def status(
     """The whole cluster; `restarts` are the jobs in restart mode that report laps, `now` the seconds of their
     clock."""
     rates = {device: rate for job in state.jobs.values() for device, rate in job.rates.rates.items()}
-    used = _members(state)
+    slow, used = _slowness(state), _members(state)
     return ClusterStatus(
         cluster=cluster,
         leader=leader,
-        nodes=tuple(_node(node, rates, used[name]) for name, node in sorted(state.nodes.items())),
+        nodes=tuple(_node(node, rates, slow, used[name]) for name, node in sorted(state.nodes.items())),
         jobs=tuple(_job(job) for _, job in sorted(state.jobs.items())),
         restarts=tuple(_restarting(job, now) for job in restarts),
         links=tuple(
@@ -56,7 +58,20 @@ def _restarting(job: RestartJob, now: float) -> RestartStatus:
     )
 
 
-def _node(node: NodeState, rates: Mapping[str, float], members: int) -> NodeStatus:
+def _slowness(state: State) -> dict[str, Slowness]:
+    """Of the devices that were slow at some time in their job."""
+    chronic = state.settings.detect.chronic
+    return {
+        device: job.rates.slowness(device, chronic)
+        for job in state.jobs.values()
+        for device, known in job.rates.devices.items()
+        if known.episodes or known.spikes
+    }
+
+
+def _node(
+    node: NodeState, rates: Mapping[str, float], slow: Mapping[str, Slowness], members: int
+) -> NodeStatus:
     record = node.record
     return NodeStatus(
         node=record.node,
@@ -72,6 +87,7 @@ def _node(node: NodeState, rates: Mapping[str, float], members: int) -> NodeStat
                 memory=device.memory,
                 rate=rates.get(device.name, 1.0),
                 pace=node.paces.get(device.name, 1.0),
+                slowness=slow.get(device.name),
             )
             for device in record.devices
         ),

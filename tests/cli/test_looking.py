@@ -10,9 +10,11 @@ import pytest
 from elasticd_planner.cluster import Device, Node
 from elasticd_planner.plan import Plan
 from elasticd_planner.problem import Problem
+from elasticd_planner.slowness import Slowness
 from rich.console import Console, RenderableType
 
 from elasticd.cli import history, logs, top, why
+from elasticd.cli.status import screen
 from elasticd.coordinator.journal import EventRecord, StepRecord
 from elasticd.records import HistoryRecord
 from tests.cli.test_status import PLAN, STATUS
@@ -115,3 +117,22 @@ def test_history_has_a_line_for_each_plan() -> None:
 def test_a_log_line_has_kind_job_and_text() -> None:
     assert logs.line(EVENTS[0]).split(maxsplit=1)[1] == "slow            j: a/1 is slow"
     assert logs.line(EVENTS[2]).endswith("node_up         node b is there")
+
+
+def test_kinds_of_slowness_are_told_in_why_and_status() -> None:
+    (node,) = STATUS.nodes
+    (found,) = node.devices
+    periodic = Slowness(kind="periodic", reason="slow about every 30 steps, 5 times so far", period=30)
+    once = Slowness(kind="one-off", reason="a single slow step, 12")
+
+    def told(slowness: Slowness, rate: float) -> tuple[str, str]:
+        known = msgspec.structs.replace(found, slowness=slowness, rate=rate)
+        status = msgspec.structs.replace(STATUS, nodes=(msgspec.structs.replace(node, devices=(known,)),))
+        return shown(*why.device("a/1", "j", status, EVENTS, ())), shown(screen(status, {}))
+
+    for text in told(periodic, 1.0):
+        assert "periodic: slow about every 30 steps, 5 times so far" in text
+    because, at_a_glance = told(once, 1.0)
+    assert "one-off: a single slow step, 12" in because
+    assert "one-off" not in at_a_glance, "a device that is well is not made to look ill"
+    assert "one-off" in told(once, 1.3)[1]

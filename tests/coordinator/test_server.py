@@ -25,6 +25,7 @@ def test_agent_is_seen_and_missed() -> None:
                     "memory": 3_000_000,
                     "rate": 1.0,
                     "pace": 1.0,
+                    "slowness": None,
                 }
             await until(lambda: not coordinator.leading.state.nodes["alpha"].connected)
             _, found = await get(coordinator, "/v1/events")

@@ -1,0 +1,57 @@
+"""What the status says of devices: their rates, the kind of slowness they have, how many of a node work."""
+
+from __future__ import annotations
+
+import msgspec
+from elasticd_planner.rates import DetectSettings, DeviceRate, RateState
+from elasticd_planner.slowness import Episode
+
+from elasticd.coordinator.answers import DeviceStatus, LeaderStatus
+from elasticd.coordinator.views import status
+from elasticd.machines.coordinator import State
+from elasticd.machines.job.state import NodeState, Phase, Settings, fresh
+from tests.cli.test_status import PLAN
+from tests.machines.cast import node_record
+
+LEADER = LeaderStatus(name="c0", url="http://127.0.0.1:1", epoch=1)
+FLAPPING = tuple(Episode(start=start, stop=start + 12, rate=2.0) for start in (20, 50, 80, 110))
+
+
+def devices(rates: RateState, chronic: int = 200) -> dict[str, DeviceStatus]:
+    job = msgspec.structs.replace(fresh("j", Phase.RUNNING, 0.0), rates=rates, plan=PLAN)
+    nodes = {
+        name: NodeState(record=node_record(name), connected=True, since=0.0) for name in ("a", "b", "unused")
+    }
+    settings = Settings(detect=DetectSettings(chronic=chronic))
+    found = status(State(epoch=1, nodes=nodes, jobs={"j": job}, settings=settings), "c", LEADER, (), 0.0)
+    assert {node.node: node.members for node in found.nodes} == {"a": 2, "b": 1, "unused": 0}
+    return {device.name: device for node in found.nodes for device in node.devices}
+
+
+def test_kinds_of_slowness_are_told_apart_in_the_status() -> None:
+    slow_now = (Episode(start=100, stop=None, rate=1.5),)
+    rates = RateState(
+        devices={
+            "a/0": DeviceRate(episodes=FLAPPING),
+            "a/1": DeviceRate(rate=1.5, episodes=slow_now),
+            "b/0": DeviceRate(spikes=(30,)),
+            "b/1": DeviceRate(residuals=(0.0,)),
+        },
+        step=150,
+    )
+    found = devices(rates)
+    kinds = {name: known.slowness.kind for name, known in found.items() if known.slowness is not None}
+    assert kinds == {"a/0": "periodic", "a/1": "one-off", "b/0": "one-off"}
+    periodic = found["a/0"].slowness
+    assert periodic is not None
+    assert periodic.period == 30
+    assert found["a/1"].rate == 1.5
+
+
+def test_chronic_is_what_the_settings_say() -> None:
+    rates = RateState(
+        devices={"a/0": DeviceRate(rate=1.5, episodes=(Episode(start=100, stop=None, rate=1.5),))}, step=150
+    )
+    found = devices(rates, chronic=50)["a/0"].slowness
+    assert found is not None
+    assert found.kind == "chronic"
