@@ -137,7 +137,8 @@ class Leading:
         """Into the journal and the log."""
         self.journal.tell(note, time.time())
         self.metrics.event(note.kind)
-        about = {name: note.data[name] for name in ("node", "plan", "step", "device") if name in note.data}
+        named = ("node", "plan", "step", "device")
+        about: dict[str, object] = {name: note.data[name] for name in named if name in note.data}
         if "number" in note.data:  # of a plan
             about["plan"] = note.data["number"]
         _log.info(
