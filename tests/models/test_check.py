@@ -156,8 +156,7 @@ class Line:
     def load_state_dict(self, state): pass
 
 config = DecoderConfig(vocabulary=8, width=8, layers=2, heads=2, kv_heads=2, hidden=8)
-elasticd.Job(model=Decoder(config).describe(),
-             loss=next_token_loss, optimizer=torch.optim.AdamW,
+elasticd.Job(model=Decoder(config).describe(), loss=next_token_loss, optimizer=torch.optim.AdamW,
              dataset=elasticd.Stream(dataset=Line(), tokens=5), global_batch=4)
 """
 
