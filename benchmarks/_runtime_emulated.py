@@ -1,6 +1,6 @@
 """One rank of eight emulated devices under an uneven plan, and what the event-driven simulation says of it.
 
-    python benchmarks/_runtime_emulated.py FOLDER RANK ADDRESS STEPS
+    python benchmarks/_runtime_emulated.py FOLDER RANK ADDRESS STEPS PLAN
 
 The table is seconds of a whole block for a micro-batch; one device is three times slower than the others and
 has the smallest share of its group. Prints one JSON object.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from _trained import Text, engine_of, plan_of, stage
-from elasticd_planner.plan import Pipeline
+from elasticd_planner.plan import Pipeline, Plan
 from elasticd_planner.timeline import simulate
 
 from elasticd.messages import Pace
@@ -28,37 +28,45 @@ TOKENS = 8
 #: Seconds of one whole block for one micro-batch on a device of rate 1.
 FORWARD, BACKWARD = 0.1, 0.2
 FACTORS = {"a/1": 3.0}
-PLAN = plan_of(
-    (5, [stage(0, 3, a0=3, a1=1), stage(3, 6, a2=1, a3=1)]),
-    (3, [stage(0, 2, b0=1), stage(2, 6, b1=2, b2=1, b3=1)]),
-    micro_batch=1,
-)
+PLANS = {
+    "uneven": plan_of(
+        (5, [stage(0, 3, a0=3, a1=1), stage(3, 6, a2=1, a3=1)]),
+        (3, [stage(0, 2, b0=1), stage(2, 6, b1=2, b2=1, b3=1)]),
+        micro_batch=1,
+    ),
+    "interleaved": plan_of(
+        (5, [stage(0, 1, (3, 4), a0=3, a1=1), stage(1, 2, (4, 5), a2=1, a3=1), stage(2, 3, (5, 6), b0=1)]),
+        (3, [stage(0, 1, (3, 4), b1=1), stage(1, 2, (4, 5), b2=1), stage(2, 3, (5, 6), b3=1)]),
+        micro_batch=1,
+    ),
+}
 WARM = 2
 
 
-def simulated() -> float:
+def simulated(plan: Plan) -> float:
     """Seconds of a step of the slowest pipeline, fed with the table."""
-    return max(_pipeline(pipeline) for pipeline in PLAN.modules[0].pipelines)
+    return max(_pipeline(pipeline) for pipeline in plan.modules[0].pipelines)
 
 
 def _pipeline(pipeline: Pipeline) -> float:
-    widest = [
-        stage.layers
-        * max(stage.fraction(i) * FACTORS.get(device, 1.0) for i, device in enumerate(stage.devices))
+    slowest = [
+        max(stage.fraction(i) * FACTORS.get(device, 1.0) for i, device in enumerate(stage.devices))
         for stage in pipeline.stages
-    ]
+    ] * pipeline.chunks
+    widest = [(stop - start) * each for (start, stop), each in zip(pipeline.spans, slowest, strict=True)]
     return simulate(
         [[FORWARD * each] * pipeline.micro_batches for each in widest],
         [[BACKWARD * each] * pipeline.micro_batches for each in widest],
+        chunks=pipeline.chunks,
     ).seconds
 
 
-def main(folder: Path, rank: int, address: str, steps: int) -> dict[str, object]:
+def main(folder: Path, rank: int, address: str, steps: int, plan: Plan) -> dict[str, object]:
     torch.set_num_threads(1)
     pacer = Pacer(
-        Pace(forward=FORWARD / TOKENS, backward=BACKWARD / TOKENS, factor=FACTORS.get(PLAN.members[rank], 1.0))
+        Pace(forward=FORWARD / TOKENS, backward=BACKWARD / TOKENS, factor=FACTORS.get(plan.members[rank], 1.0))
     )
-    engine = engine_of(folder, rank, address, PLAN, CONFIG, Text.of(CONFIG.vocabulary, TOKENS), pacer)
+    engine = engine_of(folder, rank, address, plan, CONFIG, Text.of(CONFIG.vocabulary, TOKENS), pacer)
     seconds = []
     for index in range(WARM + steps):
         start = time.perf_counter()
@@ -71,6 +79,6 @@ def main(folder: Path, rank: int, address: str, steps: int) -> dict[str, object]
 
 
 if __name__ == "__main__":
-    folder, rank, address, steps = sys.argv[1:]
-    print(json.dumps(main(Path(folder), int(rank), address, int(steps))), flush=True)
+    folder, rank, address, steps, name = sys.argv[1:]
+    print(json.dumps(main(Path(folder), int(rank), address, int(steps), PLANS[name])), flush=True)
     os._exit(0)

@@ -13,7 +13,7 @@ import torch
 from elasticd_planner.batch import Sampler
 from elasticd_planner.boxes import Box
 from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Span, Stage, Strategy
 from torch import nn
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
@@ -82,10 +82,10 @@ def filled(config: DecoderConfig) -> Decoder:
     return decoder
 
 
-def stage(start: int, stop: int, **shares: int) -> Stage:
-    """`stage(0, 2, a0=1, a1=1)`: blocks [0, 2) on the devices a/0 and a/1."""
+def stage(start: int, stop: int, *later: Span, **shares: int) -> Stage:
+    """`stage(0, 2, (4, 6), a0=1, a1=1)`: blocks [0, 2) and [4, 6) on the devices a/0 and a/1."""
     names = tuple(f"{name[:-1]}/{name[-1]}" for name in shares)
-    return Stage(start=start, stop=stop, devices=names, shares=tuple(shares.values()))
+    return Stage(start=start, stop=stop, later=later, devices=names, shares=tuple(shares.values()))
 
 
 def plan_of(*pipelines: tuple[int, Sequence[Stage]], micro_batch: int) -> Plan:

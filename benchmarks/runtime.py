@@ -20,7 +20,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 from _movers import gang  # noqa: E402
 from _pairs import ratio, ratio_rows  # noqa: E402
 from _results import Row, finish, row  # noqa: E402
-from _runtime_emulated import PLAN, simulated  # noqa: E402
+from _runtime_emulated import PLANS, simulated  # noqa: E402
 from _runtime_lengths import PLAN as TWO_PIPELINES  # noqa: E402
 from _runtime_lengths import Windows, files  # noqa: E402
 from _runtime_sides import CLOSE  # noqa: E402
@@ -70,14 +70,15 @@ def agreement(found: list[dict[str, Any]]) -> float:
     return apart
 
 
-def emulated_rows() -> Iterator[Row]:
-    ranks = len(PLAN.members)
-    found = gang("_runtime_emulated.py", ["127.0.0.1"] * ranks, [str(EMULATED_STEPS)], seconds=900)
+def emulated_rows(scene: str) -> Iterator[Row]:
+    """Of one of the emulated plans."""
+    ranks = len(PLANS[scene].members)
+    found = gang("_runtime_emulated.py", ["127.0.0.1"] * ranks, [str(EMULATED_STEPS), scene], seconds=900)
     seconds = slowest(found, "seconds")
-    middle, expected = statistics.median(seconds), simulated()
+    middle, expected = statistics.median(seconds), simulated(PLANS[scene])
     off = abs(middle / expected - 1)
     spread = (max(seconds) - min(seconds)) / middle
-    name = f"{ranks} emulated devices, uneven plan"
+    name = f"{ranks} emulated devices, {scene} plan"
     yield row(
         f"{name}: step's distance from the event-driven simulation",
         off,
@@ -160,7 +161,8 @@ def cost_rows() -> Iterator[Row]:
 def rows() -> Iterator[Row]:
     for scene in PEERS:
         yield from peer_rows(scene)
-    yield from emulated_rows()
+    for scene in PLANS:
+        yield from emulated_rows(scene)
     yield from length_rows()
     yield from cost_rows()
 
