@@ -17,7 +17,7 @@ from elasticd_planner.problem import Problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd import messages, packets, records
+from elasticd import gathered, messages, packets, records
 from elasticd.coordinator.chaos import ChaosRequest
 from elasticd.coordinator.rest import ConfigRequest, DrainRequest
 from elasticd.decoding import decoded, decoded_as
@@ -54,6 +54,8 @@ DECODERS: tuple[Callable[[bytes], Any], ...] = (
     messages.from_worker,
     messages.to_worker,
     messages.to_leader,
+    gathered.all_to_leader,
+    lambda data: gathered.all_to_leader(b"[" + data + b"]"),
     messages.to_agent,
     leader,
     *(

@@ -19,9 +19,12 @@ from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 from elasticd import messages
 from elasticd.config import ConfigError
 from elasticd.credentials import Credentials
+from elasticd.gathered import together
 from elasticd.machines.agent_state import Drained, Event, Heard, LinkDown, LinkUp
 from elasticd.messages import (
+    Report,
     ToLeader,
+    Up,
 )
 from elasticd.orders import Drain, Harm
 from elasticd.snapshots import Whole
@@ -32,6 +35,9 @@ _BACKOFF = (0.05, 2.0)
 _OPEN_SECONDS = 3.0
 _PING_SECONDS = 5.0
 _LARGEST_MESSAGE = 64 << 20
+#: Seconds that a worker's report waits for those of the node's other workers, and messages sent as one at most.
+GATHER_SECONDS = 0.01
+MOST_TOGETHER = 64
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +177,14 @@ class Link:
 
     async def _write(self, connection: ClientConnection, outgoing: asyncio.Queue[ToLeader]) -> None:
         while True:
-            await connection.send(messages.encode(await outgoing.get()))
+            waiting = [await outgoing.get()]
+            if _is_report(waiting[0]):
+                # The node's other workers report the same step now, and a message costs the leader more than
+                # what is in it.
+                await asyncio.sleep(GATHER_SECONDS)
+            while len(waiting) < MOST_TOGETHER and not outgoing.empty():
+                waiting.append(outgoing.get_nowait())
+            await connection.send(together([messages.encode(message) for message in waiting]))
 
     async def _wait_moved(self, seconds: float) -> None:
         try:
@@ -179,3 +192,7 @@ class Link:
                 await self._moved.wait()
         except TimeoutError:
             return
+
+
+def _is_report(message: ToLeader) -> bool:
+    return isinstance(message, Up) and isinstance(message.body, Report)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -14,7 +15,8 @@ from elasticd.coordinator.access import ANYBODY, Caller
 from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.gate import CALLER, Bucket
 from elasticd.coordinator.leading import Leading
-from elasticd.messages import AgentHello, AgentRejected, StoreCall, ToLeader, Up, encode, to_leader
+from elasticd.gathered import all_to_leader
+from elasticd.messages import AgentHello, AgentRejected, StoreCall, ToLeader, Up, encode
 from elasticd.security import Role
 
 #: Seconds that a new connection has to say hello.
@@ -32,7 +34,7 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
     """One agent's connection, from its hello to its end."""
     await socket.accept()
     try:
-        hello = await asyncio.wait_for(_read(socket), HELLO_SECONDS)
+        hello, *early = await asyncio.wait_for(_read(socket), HELLO_SECONDS)
         if not isinstance(hello, AgentHello):
             leading.metrics.refused("silent")
             await _reject(socket, "an agent's first message must be its hello")
@@ -56,7 +58,7 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
         return
     connection = leading.agent_up(hello.record)
     try:
-        await _converse(leading, socket, connection)
+        await _converse(leading, socket, connection, early)
     finally:
         leading.agent_down(connection)
         with contextlib.suppress(Exception):  # closed by the other side already
@@ -80,11 +82,14 @@ async def _reject(socket: WebSocket, reason: str) -> None:
         await socket.close(1008)
 
 
-async def _converse(leading: Leading, socket: WebSocket, connection: Connection) -> None:
-    """Reads and writes until either ends, or the connection is closed from here."""
+async def _converse(
+    leading: Leading, socket: WebSocket, connection: Connection, early: Sequence[ToLeader]
+) -> None:
+    """Reads and writes until either ends, or the connection is closed from here. `early`: what came along with
+    the hello."""
     tasks = {
         asyncio.create_task(connection.pump(socket.send_bytes)),
-        asyncio.create_task(_listen(leading, socket, connection)),
+        asyncio.create_task(_listen(leading, socket, connection, early)),
         asyncio.create_task(connection.closed.wait()),
     }
     try:
@@ -111,33 +116,37 @@ class _Impostor(Exception):
     """An agent that says hello for another node."""
 
 
-async def _listen(leading: Leading, socket: WebSocket, connection: Connection) -> None:
+async def _listen(
+    leading: Leading, socket: WebSocket, connection: Connection, early: Sequence[ToLeader]
+) -> None:
     """Hands every message over in order; a call that waits is left waiting beside the rest."""
     calls: set[asyncio.Task[None]] = set()
     bucket = Bucket(MESSAGES_PER_SECOND, time.monotonic())
     try:
+        messages = early
         while True:
-            message = await _read(socket)
-            while wait := bucket.wait(time.monotonic()):
-                leading.metrics.refused("rate")
-                await asyncio.sleep(wait)
-            if isinstance(message, AgentHello) and message.record.node != connection.node:
-                raise _Impostor(message.record.node)
-            if isinstance(message, Up) and isinstance(message.body, StoreCall) and message.body.op == "get":
-                call = asyncio.create_task(leading.heard(connection, message))
-                calls.add(call)
-                call.add_done_callback(calls.discard)
-            else:
-                await leading.heard(connection, message)
+            for message in messages:
+                while wait := bucket.wait(time.monotonic()):
+                    leading.metrics.refused("rate")
+                    await asyncio.sleep(wait)
+                if isinstance(message, AgentHello) and message.record.node != connection.node:
+                    raise _Impostor(message.record.node)
+                if isinstance(message, Up) and isinstance(message.body, StoreCall) and message.body.op == "get":
+                    call = asyncio.create_task(leading.heard(connection, message))
+                    calls.add(call)
+                    call.add_done_callback(calls.discard)
+                else:
+                    await leading.heard(connection, message)
+            messages = await _read(socket)
     finally:
         for call in calls:
             call.cancel()
 
 
-async def _read(socket: WebSocket) -> ToLeader:
-    """The next message, as text or bytes. Raises `WebSocketDisconnect`, `msgspec.DecodeError`."""
+async def _read(socket: WebSocket) -> Sequence[ToLeader]:
+    """The next messages, as text or bytes. Raises `WebSocketDisconnect`, `msgspec.DecodeError`."""
     received = await socket.receive()
     if received["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(received.get("code", 1000))
     data = received.get("bytes") or (received.get("text") or "").encode()
-    return to_leader(data)
+    return all_to_leader(data)

@@ -30,6 +30,8 @@ _WebSocketBase: Any = AutoWebSocketsProtocol
 SILENT_SECONDS = 10.0
 #: Seconds between pings to an agent, and until one that did not answer is away: no packet may say so.
 PING, SILENCE = 0.2, 0.75
+#: Pings a second of all connections together: with more than 200 each is asked less often.
+PINGS_A_SECOND = 1000
 #: Bytes of a request's line and headers.
 _LARGEST_HEAD = 16 * 1024
 #: What is said of a coordinator that others can reach, and that asks nobody who he is.
@@ -161,11 +163,15 @@ def _http(most: int, refused: Callable[[str], None], silent_seconds: float) -> t
 
 def _websocket() -> type[asyncio.Protocol]:
     class WebSocket(_WebSocketBase):  # type: ignore[misc]
-        """Says whose certificate was shown."""
+        """Says whose certificate was shown, and asks less often for life where there are many."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             self.app: ASGIApp = _with_peer(self.app, transport)
             super().connection_made(transport)
+
+        def schedule_ping(self) -> None:
+            self.ping_interval = max(PING, len(self.connections) / PINGS_A_SECOND)
+            super().schedule_ping()
 
     return WebSocket
 

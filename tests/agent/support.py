@@ -19,6 +19,7 @@ from websockets.sync.server import Server, ServerConnection, serve
 
 from elasticd import messages, packets
 from elasticd.config import AgentSection, ClusterSection, Config
+from elasticd.gathered import all_to_leader
 from elasticd.messages import (
     AgentHello,
     Closed,
@@ -124,15 +125,20 @@ class Leader:
         node = ""
         with contextlib.suppress(ConnectionClosed, OSError):
             for data in connection:
-                message = messages.to_leader(data if isinstance(data, bytes) else data.encode())
-                self.heard.append(message)
-                if isinstance(message, AgentHello):
-                    node = message.record.node
-                elif isinstance(message, Keeps):
-                    self.keeps.append((node, message))
-                elif isinstance(message, Up):
-                    self._answer(connection, node, message)
+                for message in all_to_leader(data if isinstance(data, bytes) else data.encode()):
+                    node = self._hear(connection, node, message)
         self.connections.remove(connection)
+
+    def _hear(self, connection: ServerConnection, node: str, message: ToLeader) -> str:
+        """The node of the connection, as it is known then."""
+        self.heard.append(message)
+        if isinstance(message, AgentHello):
+            return message.record.node
+        if isinstance(message, Keeps):
+            self.keeps.append((node, message))
+        elif isinstance(message, Up):
+            self._answer(connection, node, message)
+        return node
 
     def _answer(self, connection: ServerConnection, node: str, up: Up) -> None:
         if isinstance(up.body, StoreCall):

@@ -35,7 +35,7 @@ def told(turn: Turn, worker: Worker, body: Leaving) -> None:
 def all_told(turn: Turn) -> None:
     """Every worker is told to go, as when one torchrun that has them all is: nobody is left to go on."""
     job = turn.job
-    if job.phase not in FALLIBLE or job.settle_until is not None or not job.workers or job.unreported():
+    if job.phase not in FALLIBLE or job.settle_until is not None or not job.workers or not job.all_reported:
         return
     there = [worker for worker in job.workers.values() if not worker.left]
     if there and all(worker.leaving for worker in there):

@@ -181,9 +181,9 @@ def _settle(turn: Turn) -> None:
     job = turn.job
     if job.settle_until is None or job.phase not in LIVE:
         return
-    missing = job.unreported()
-    if missing and turn.now < job.settle_until:
+    if turn.now < job.settle_until and not job.all_reported:
         return
+    missing = job.unreported()
     if not missing or job.phase is Phase.ASSEMBLING:
         turn.set(settle_until=None)
         return

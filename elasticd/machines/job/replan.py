@@ -24,7 +24,16 @@ from elasticd.machines.job.effects import CancelPlan, Planned, RequestPlan
 from elasticd.machines.job.ending import stop
 from elasticd.machines.job.leaving import to_leave, words
 from elasticd.machines.job.older import waits
-from elasticd.machines.job.state import Asked, Basis, Deferred, JobState, Phase, Progress, Remedy
+from elasticd.machines.job.state import (
+    NOTHING,
+    Asked,
+    Basis,
+    Deferred,
+    JobState,
+    Phase,
+    Progress,
+    Remedy,
+)
 from elasticd.machines.job.switch import propose
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Report
@@ -59,18 +68,19 @@ def measured(turn: Turn, report: Report) -> None:
     plan = job.plan
     if plan is None or measurement.plan != plan.number or measurement.device not in plan.binding:
         return
-    step = {**job.partial.get(measurement.step, {}), measurement.device: measurement}
+    step = job.partial.get(measurement.step, NOTHING).after(measurement)
     partial = {
         number: found
         for number, found in {**job.partial, measurement.step: step}.items()
         if number > measurement.step - MOST_PARTIAL
     }
-    if len(step) < len(plan.binding):
+    if step.count < len(plan.binding):
         turn.set(partial=partial)
         return
     del partial[measurement.step]
     turn.set(partial=partial)
-    _observe(turn, plan, tuple(step[device] for device in plan.members))
+    found = step.by_device()
+    _observe(turn, plan, tuple(found[device] for device in plan.members))
 
 
 def _observe(turn: Turn, plan: Plan, step: tuple[Measurement, ...]) -> None:
@@ -295,7 +305,7 @@ def all_there(turn: Turn) -> bool:
     nodes = [turn.nodes.get(worker.node) for worker in job.workers.values()]
     if job.phase is Phase.RECOVERING:  # who is lost, is lost
         return any(node is not None and node.connected for node in nodes)
-    return not job.unreported() and all(node is not None and node.connected for node in nodes)
+    return job.all_reported and all(node is not None and node.connected for node in nodes)
 
 
 def _devices(turn: Turn) -> tuple[Device, ...]:

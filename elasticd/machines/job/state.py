@@ -240,6 +240,27 @@ class Progress(Value, frozen=True, kw_only=True):
     tokens_per_second: float | None = None
 
 
+class Reported(Value, frozen=True, kw_only=True):
+    """What some members reported of a step, by node and device; `count` of them. By node, since a report makes
+    another of these values, and one of a thousand nodes is not to copy the others' devices."""
+
+    count: int = 0
+    nodes: dict[str, dict[str, Measurement]] = msgspec.field(default_factory=dict)
+
+    def after(self, measurement: Measurement) -> Reported:
+        """With one more; a later word of a device takes the place of its earlier one."""
+        node = measurement.device.rpartition("/")[0]
+        before = self.nodes.get(node, {})
+        held = {**before, measurement.device: measurement}
+        return Reported(count=self.count + len(held) - len(before), nodes={**self.nodes, node: held})
+
+    def by_device(self) -> dict[str, Measurement]:
+        return {device: found for held in self.nodes.values() for device, found in held.items()}
+
+
+NOTHING = Reported()
+
+
 class JobState(Value, frozen=True, kw_only=True):
     """One job. Its values by what they are for:
 
@@ -293,7 +314,7 @@ class JobState(Value, frozen=True, kw_only=True):
     stability: Stability = msgspec.field(default_factory=Stability)
     moved: tuple[Moved, ...] = ()
     token: int = 0
-    partial: dict[int, dict[str, Measurement]] = msgspec.field(default_factory=dict)
+    partial: dict[int, Reported] = msgspec.field(default_factory=dict)
     first_step: int | None = None
     taught_by: int = 0
     sequence: int = 0
@@ -328,6 +349,12 @@ class JobState(Value, frozen=True, kw_only=True):
         plans = (proposal.plan, proposal.old, self.plan) if proposal is not None else (self.plan,)
         known = {plan.number: plan for plan in plans if plan is not None}
         return tuple(known[number] for number in sorted(known, reverse=True))
+
+    @property
+    def all_reported(self) -> bool:
+        """Whether nobody is `unreported`; quick while thousands of workers come back one by one."""
+        few = self.plan is not None and len(self.workers) + len(self.gone) < len(self.plan.binding)
+        return not few and not self.unreported()
 
     def unreported(self) -> tuple[str, ...]:
         """Devices of members, of the running or the proposed plan, whose worker has not said hello, or not

@@ -1,0 +1,152 @@
+"""The coordinator of benchmarks/load.py, in a process of its own, over the memory store.
+
+    python benchmarks/_load_leader.py AGENTS DEVICES [FOLDER]
+
+With a FOLDER of a token and certificates it is secured by them. Prints its URL; for each line that it reads one
+of JSON: what it has used and done since the line before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+from _load_job import Job
+from elasticd_planner.policy import PolicySettings
+
+from elasticd.config import ClusterSection, Config, CoordinatorSection
+from elasticd.coordinator.connections import Connection
+from elasticd.coordinator.daemon import Coordinator
+from elasticd.coordinator.leading import Leading
+from elasticd.coordinator.writer import operations
+from elasticd.machines.job.state import Settings
+from elasticd.messages import Report, ToLeader, Up
+from elasticd.records import Keys
+from elasticd.security import SecuritySection
+from elasticd.store.memory import MemoryStore
+
+#: Seconds between looks at whether the loop is held up.
+LOOK = 0.01
+
+
+class Figures(msgspec.Struct, kw_only=True):
+    """Of the time between two lines: seconds of it and of processor, bytes of memory, reports, seconds to
+    handle one, and from its sending until it was handled; the longest for which the loop was held up; the
+    newest step that was judged; agents that are connected."""
+
+    seconds: float
+    processor: float
+    memory: int
+    reports: int
+    handled: dict[str, float]
+    delayed: dict[str, float]
+    held_up: float
+    step: int
+    connected: int
+
+
+@dataclass
+class Watch:
+    """Looks on while the coordinator works."""
+
+    leading: Leading
+    since: float = field(default_factory=time.monotonic)
+    used: float = 0.0
+    handled: list[float] = field(default_factory=list)
+    delayed: list[float] = field(default_factory=list)
+    held_up: float = 0.0
+
+    def begin(self) -> None:
+        heard = self.leading.heard
+
+        async def timed(connection: Connection, message: ToLeader) -> None:
+            began = time.monotonic()
+            await heard(connection, message)
+            if isinstance(message, Up) and isinstance(message.body, Report):
+                now = time.monotonic()
+                self.handled.append(now - began)
+                self.delayed.append(now - message.body.measurement.input_seconds)
+
+        self.leading.heard = timed  # type: ignore[method-assign]
+
+    async def look(self) -> None:
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(LOOK)
+            self.held_up = max(self.held_up, time.monotonic() - began - LOOK)
+
+    def take(self) -> Figures:
+        now, used = time.monotonic(), _used()
+        job = next(iter(self.leading.state.jobs.values()))
+        found = Figures(
+            seconds=now - self.since,
+            processor=used - self.used,
+            memory=psutil.Process().memory_info().rss,
+            reports=len(self.handled),
+            handled=parts(self.handled),
+            delayed=parts(self.delayed),
+            held_up=self.held_up,
+            step=job.rates.step,
+            connected=len(self.leading.connections),
+        )
+        self.since, self.used, self.held_up = now, used, 0.0
+        self.handled.clear()
+        self.delayed.clear()
+        return found
+
+
+def parts(values: list[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    ordered = sorted(values)
+    return {name: ordered[min(len(ordered) - 1, int(part * len(ordered)))] for name, part in PARTS}
+
+
+PARTS = (("p50", 0.5), ("p99", 0.99), ("p999", 0.999), ("worst", 1.0))
+
+
+def _used() -> float:
+    spent = resource.getrusage(resource.RUSAGE_SELF)
+    return spent.ru_utime + spent.ru_stime
+
+
+async def main(agents: int, devices: int, folder: Path | None) -> None:
+    security = SecuritySection()
+    if folder is not None:
+        security = SecuritySection(
+            agents=str(folder / "agents"), cert=str(folder / "server.pem"), key=str(folder / "server.key")
+        )
+    config = Config(
+        cluster=ClusterSection(name="load"),
+        coordinator=CoordinatorSection(name="c0", port=0),
+        security=security,
+    )
+    store = MemoryStore()
+    store.transact((), operations(Keys(cluster="load"), Job(agents, devices).records()))
+    # A planner for thousands of devices would run beside what is measured; benchmarks/planner.py has that. A
+    # busy machine may be slow to connect all agents, which is not what is measured either.
+    settings = Settings(policy=PolicySettings(paused=True), reconnect_seconds=3600)
+    coordinator = Coordinator(config, store, settings=settings)
+    await coordinator.start()
+    watch = Watch(coordinator.leading)
+    watch.begin()
+    looking = asyncio.create_task(watch.look())
+    loop = asyncio.get_running_loop()
+    print(coordinator.url, flush=True)
+    while await loop.run_in_executor(None, sys.stdin.readline):
+        sys.stdout.write(msgspec.json.encode(watch.take()).decode() + "\n")
+        sys.stdout.flush()
+    looking.cancel()
+    await coordinator.stop()
+    store.close()
+
+
+if __name__ == "__main__":
+    given = sys.argv[1:]
+    asyncio.run(main(int(given[0]), int(given[1]), Path(given[2]) if len(given) > 2 else None))

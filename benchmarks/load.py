@@ -1,0 +1,216 @@
+"""One coordinator under the load of a large cluster: 1,000 agents of 8 devices, each reports a step a second.
+
+    make bench NAME=load
+    make bench NAME=load ARGS='--agents 200 --seconds 10 --minutes 5'
+
+Real connections on this machine. The coordinator, its gate and server are the real ones, over the memory store,
+in a process of their own; the agents are another: connections that greet, answer pings and report, a node's
+devices in one message, as an agent sends them. *spread*: the agents' steps end all over the second; *together*:
+all at one moment, as in one synchronous job, so that the last is handled only after all others. Processor time
+is the coordinator's own, and may be measured on a busy machine; delays may not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+from _load_job import Job
+from _load_leader import Figures
+from _results import Row, finish, row
+from elasticd_planner.policy import PolicySettings
+
+from elasticd.coordinator.leading import Leading
+from elasticd.coordinator.writer import operations, stored
+from elasticd.machines.coordinator import takeover
+from elasticd.machines.job.effects import Tick
+from elasticd.machines.job.state import Settings
+from elasticd.messages import AgentHello, to_leader
+from elasticd.records import Keys
+from elasticd.store.memory import MemoryStore
+
+HERE = Path(__file__).resolve().parent
+MIB = 1 << 20
+#: Seconds until all connections must stand.
+PATIENCE = 300
+#: Seconds of reports before those that are measured.
+WARM = 5
+
+
+@contextmanager
+def running(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(HERE / program), *map(str, arguments)]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(60)
+
+
+def said(process: subprocess.Popen[str], tell: str = "") -> str:
+    """The next line of a process, after `tell` was told to it."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if tell:
+        process.stdin.write(tell + "\n")
+        process.stdin.flush()
+    line = process.stdout.readline().strip()
+    if not line:
+        raise SystemExit(f"{process.args} ended without a word")
+    return line
+
+
+def loaded(agents: int, devices: int, seconds: int, how: str, folder: Path | None) -> tuple[Figures, str]:
+    """What the coordinator used and did in `seconds` of load, and how late the agents' own sends were."""
+    secured = (folder,) if folder is not None else ()
+    with running("_load_leader.py", agents, devices, *secured) as leader:
+        url = said(leader)
+        shown = ("secret-0123456789abcdef", folder / "ca.pem") if folder is not None else ()
+        with running("_load_agents.py", url, agents, devices, seconds + WARM, how, *shown) as fleet:
+            if said(fleet) != "connected":
+                raise SystemExit("the agents did not connect")
+            assert fleet.stdin is not None
+            fleet.stdin.write("report\n")
+            fleet.stdin.flush()
+            time.sleep(WARM)
+            said(leader, "since now")
+            late = said(fleet)
+            found = msgspec.json.decode(said(leader, "figures"), type=Figures)
+            fleet.stdin.write("end\n")
+            fleet.stdin.flush()
+    print(f"{how}{', secured' if folder else ''}: {found}; agents: {late}", flush=True)
+    if found.connected != agents:
+        raise SystemExit(f"{agents - found.connected} of {agents} agents lost their connection")
+    return found, late
+
+
+def rows_of(name: str, found: Figures, goal: bool) -> Iterator[Row]:
+    share = found.processor / found.seconds
+    yield row(
+        f"{name}: processor of the coordinator",
+        round(share, 3),
+        "cores",
+        kind="measured",
+        goal="< 1" if goal else None,
+        met=share < 1 if goal else None,
+    )
+    p99 = found.handled["p99"] * 1e3
+    yield row(
+        f"{name}: handling of a report, p99",
+        round(p99, 3),
+        "ms",
+        kind="measured",
+        goal="< 100" if goal else None,
+        met=p99 < 100 if goal else None,
+    )
+    each = found.processor / max(1, found.reports)
+    yield row(f"{name}: processor for a report", round(each * 1e6, 1), "µs", kind="measured")
+    yield row(f"{name}: reports a second", round(found.reports / found.seconds), "", kind="measured")
+    yield row(
+        f"{name}: from sending to handled, p99", round(found.delayed["p99"] * 1e3, 1), "ms", kind="measured"
+    )
+    yield row(f"{name}: the loop held up, longest", round(found.held_up * 1e3, 1), "ms", kind="measured")
+
+
+def secured(folder: Path) -> Path:
+    """A token for agents, and certificates of an authority of our own."""
+    from _load_certificates import write
+
+    (folder / "agents").touch(mode=0o600)
+    (folder / "agents").write_text("secret-0123456789abcdef\n")
+    write(folder)
+    return folder
+
+
+def an_hour(agents: int, devices: int, minutes: int) -> Iterator[Row]:
+    """Every device's report of each second of so many minutes, on a clock of its own: its memory."""
+    job, keys, store, virtual = Job(agents, devices), Keys(cluster="load"), MemoryStore(), [0.0]
+    store.transact((), operations(keys, job.records()))
+    settings = Settings(policy=PolicySettings(paused=True))
+    state = takeover(1, stored(keys, store.snapshot(keys.jobs).items), settings, 0.0)
+    failed: list[Exception] = []
+    leading = Leading(state, chaos=False, failed=failed.append, clock=lambda: virtual[0])
+    asyncio.run(_reported(leading, job, minutes * 60, virtual, taken := []))
+    if failed:
+        raise SystemExit(f"the machine failed: {failed[0]!r}")
+    after_ten, last = taken[min(10, len(taken) - 1)], taken[-1]
+    print("MiB after each minute:", [round(size / MIB) for size in taken], flush=True)
+    grown = (last - after_ten) / MIB
+    most = max(8.0, 0.02 * after_ten / MIB)
+    name = f"{minutes} minutes of {agents * devices} reports a second, virtual: memory"
+    yield row(f"{name} at the end", round(last / MIB), "MiB", kind="simulated")
+    yield row(
+        f"{name} grown since the tenth minute",
+        round(grown, 1),
+        "MiB",
+        kind="simulated",
+        goal=f"<= {most:.0f}",
+        met=grown <= most,
+    )
+
+
+async def _reported(leading: Leading, job: Job, seconds: int, virtual: list[float], taken: list[int]) -> None:
+    connections, reports = [], []
+    for node in job.nodes:
+        hello, *greetings = map(to_leader, job.greetings(node))
+        assert isinstance(hello, AgentHello)
+        connection = leading.agent_up(hello.record)
+        for greeting in greetings:
+            await leading.heard(connection, greeting)
+        connections.append(connection)
+        reports.append(job.reports(node))
+    for second in range(1, seconds + 1):
+        for connection, told in zip(connections, reports, strict=True):
+            for report in told:
+                await leading.heard(connection, to_leader(report.at(second, virtual[0])))
+        virtual[0] += 1.0
+        leading.apply(Tick())
+        if second % 60 == 0 or second == 1:
+            gc.collect()
+            taken.append(psutil.Process().memory_info().rss)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--agents", type=int, default=1000)
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--seconds", type=int, default=30)
+    parser.add_argument("--minutes", type=int, default=60)
+    parser.add_argument("--only", choices=("open", "secured", "hour"))
+    given = parser.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as place:
+        for name in ("open", "secured"):
+            if given.only not in (None, name):
+                continue
+            folder = secured(Path(place)) if name == "secured" else None
+            for how in ("spread", "together"):
+                found, _ = loaded(given.agents, given.devices, given.seconds, how, folder)
+                words = f"{given.agents} agents x {given.devices}, {how}{', token and TLS' if folder else ''}"
+                rows += rows_of(words, found, goal=True)
+    if given.only in (None, "hour"):
+        rows += an_hour(given.agents, given.devices, given.minutes)
+    return finish("load", rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Messages that travel together arrive as they were sent, in order; one alone looks as it always did."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from elasticd_agent.link import MOST_TOGETHER, Link
+from elasticd_planner.measurement import Measurement
+
+from elasticd.gathered import all_to_leader, together
+from elasticd.machines.agent_state import Event, LinkUp
+from elasticd.messages import AgentHello, Report, StoreAnswer, StoreCall, ToLeader, Up, encode, to_leader
+from tests.coordinator.agents import agent, coordinating, until
+from tests.machines.cast import FakeWorker, node_record
+
+WORKER = FakeWorker(device="alpha/0", incarnation="a")
+
+
+def report(step: int) -> Up:
+    measured = Measurement(device="alpha/0", plan=1, step=step, tokens=1, block_seconds=1.0, block_work=1.0)
+    return WORKER.up(Report(measurement=measured, loss=float(step), tokens=1))
+
+
+def call(number: int) -> Up:
+    return WORKER.up(StoreCall(id=number, op="add", key="k", value=b"1"))
+
+
+def test_what_travels_together_comes_out_in_order() -> None:
+    sent: list[ToLeader] = [AgentHello(record=node_record("alpha")), report(1), call(1)]
+    assert list(all_to_leader(together([encode(message) for message in sent]))) == sent
+
+
+def test_one_message_alone_is_as_releases_before_read_it() -> None:
+    alone = encode(report(1))
+    assert together([alone]) == alone
+    assert list(all_to_leader(alone)) == [to_leader(alone)]
+
+
+def test_one_bad_message_spoils_what_came_with_it() -> None:
+    with pytest.raises(msgspec.DecodeError):
+        all_to_leader(together([encode(report(1)), b'{"type": "Nonsense"}']))
+
+
+def test_a_leader_does_all_that_came_as_one_message_in_order() -> None:
+    async def body() -> None:
+        async with coordinating() as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            await alpha.socket.send(together([encode(call(number)) for number in (1, 2, 3)]))
+            await until(lambda: len(alpha.heard) == 3, 60)
+            answers = [StoreAnswer(id=number, number=number) for number in (1, 2, 3)]
+            assert alpha.bodies("walpha/0") == answers
+
+    asyncio.run(body())
+
+
+def test_a_link_sends_all_that_waits_and_loses_nothing() -> None:
+    async def body() -> None:
+        async with coordinating() as coordinator:
+            events: list[Event] = []
+            link = Link(events.append, lambda _: None, lambda _: None)
+            heard: list[ToLeader] = []
+            hear = coordinator.leading.heard
+
+            async def listening(connection, message):  # type: ignore[no-untyped-def]
+                heard.append(message)
+                await hear(connection, message)
+
+            coordinator.leading.heard = listening  # type: ignore[method-assign]
+            link.follow(coordinator.url)
+            await until(lambda: LinkUp() in events, 60)
+            sent: list[ToLeader] = [report(step) for step in range(2 * MOST_TOGETHER)]
+            sent.insert(5, call(1))
+            link.send(AgentHello(record=node_record("alpha")))
+            for message in sent:
+                link.send(message)
+            await until(lambda: len(heard) == len(sent), 60)
+            assert heard == sent
+            await link.close()
+
+    asyncio.run(body())
