@@ -152,12 +152,16 @@ def plain_problem(problem: Problem) -> Problem:
 
 
 def other_numbers(problem: Problem, found: Answer) -> Iterator[Problem]:
-    """What is searched besides, where stages may be interleaved: other numbers of pipelines near the best."""
+    """What is searched besides, where stages may be interleaved: other numbers of pipelines near the best, and
+    that of the running plan."""
     if problem.freedom.interleave == 1 or problem.freedom.dp is not None or found.plan is None:
         return
     count = len(found.plan.modules[0].pipelines)
     most = min(len(alive(problem)), found.plan.global_batch // found.plan.micro_batch)
-    for number in sorted({count // 2, count - 1, count + 1, count * 2} - {count}):
+    numbers = {count // 2, count - 1, count + 1, count * 2}
+    if problem.current is not None:
+        numbers.add(len(problem.current.modules[0].pipelines))
+    for number in sorted(numbers - {count}):
         if 1 <= number <= most:
             freedom = msgspec.structs.replace(problem.freedom, dp=number)
             yield msgspec.structs.replace(plain_problem(problem), freedom=freedom)
