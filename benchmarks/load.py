@@ -7,7 +7,7 @@ Real connections on this machine. The coordinator, its gate and server are the r
 in a process of their own; the agents are another: connections that greet, answer pings and report, a node's
 devices in one message, as an agent sends them. *spread*: the agents' steps end all over the second; *together*:
 all at one moment, as in one synchronous job, so that the last is handled only after all others. Processor time
-is the coordinator's own, and may be measured on a busy machine; delays may not.
+is the coordinator's own, for a second's reports, and may be measured on a busy machine; delays may not.
 """
 
 from __future__ import annotations
@@ -103,15 +103,18 @@ def loaded(agents: int, devices: int, seconds: int, how: str, folder: Path | Non
     return found, late
 
 
-def rows_of(name: str, found: Figures, goal: bool) -> Iterator[Row]:
-    share = found.processor / found.seconds
+def rows_of(name: str, found: Figures, rate: int) -> Iterator[Row]:
+    """`rate`: reports that are sent in a second."""
+    each = found.processor / max(1, found.reports)
+    # Holds where other programs kept it from keeping up, too: at most so much, since it ticks and pings meanwhile.
+    share = each * rate
     yield row(
         f"{name}: processor of the coordinator",
         round(share, 3),
         "cores",
         kind="measured",
-        goal="< 1" if goal else None,
-        met=share < 1 if goal else None,
+        goal="< 1",
+        met=share < 1,
     )
     p99 = found.handled["p99"] * 1e3
     yield row(
@@ -119,12 +122,12 @@ def rows_of(name: str, found: Figures, goal: bool) -> Iterator[Row]:
         round(p99, 3),
         "ms",
         kind="measured",
-        goal="< 100" if goal else None,
-        met=p99 < 100 if goal else None,
+        goal="< 100",
+        met=p99 < 100,
     )
-    each = found.processor / max(1, found.reports)
     yield row(f"{name}: processor for a report", round(each * 1e6, 1), "µs", kind="measured")
-    yield row(f"{name}: reports a second", round(found.reports / found.seconds), "", kind="measured")
+    kept = found.reports / found.seconds / rate
+    yield row(f"{name}: reports handled, of those sent meanwhile", round(kept, 3), "", kind="measured")
     yield row(
         f"{name}: from sending to handled, p99", round(found.delayed["p99"] * 1e3, 1), "ms", kind="measured"
     )
@@ -206,7 +209,7 @@ def main() -> int:
             for how in ("spread", "together"):
                 found, _ = loaded(given.agents, given.devices, given.seconds, how, folder)
                 words = f"{given.agents} agents x {given.devices}, {how}{', token and TLS' if folder else ''}"
-                rows += rows_of(words, found, goal=True)
+                rows += rows_of(words, found, given.agents * given.devices)
     if given.only in (None, "hour"):
         rows += an_hour(given.agents, given.devices, given.minutes)
     return finish("load", rows)

@@ -123,7 +123,7 @@ def test_chaos_reaches_the_devices_agent() -> None:
 BAD = [
     ({"action": "slow", "device": "alpha/9", "factor": 3}, 404, "there are: alpha/0, alpha/1"),
     ({"action": "slow", "device": "alpha/1", "factor": 0.5}, 400, "at least 1"),
-    ({"action": "slow", "device": "alpha/1", "factor": "nan"}, 400, "at least 1"),
+    ({"action": "slow", "device": "alpha/1", "factor": "nan"}, 400, "factor"),
     ({"action": "burn", "device": "alpha/1"}, 400, "one of slow, recover, kill"),
     ({"device": "alpha/1"}, 400, "action"),
     ({"action": "slow", "device": "alpha/1", "faktor": 2}, 400, "faktor"),

@@ -51,7 +51,7 @@ def run(
     function: str,
     names: Sequence[str],
     *args: Any,
-    seconds: float = 90,
+    seconds: float = 180,
     dying: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Calls `function(name, store, *args)` of the test module file `module` in one process per name; the
