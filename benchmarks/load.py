@@ -106,7 +106,7 @@ def loaded(agents: int, devices: int, seconds: int, how: str, folder: Path | Non
 def rows_of(name: str, found: Figures, rate: int) -> Iterator[Row]:
     """`rate`: reports that are sent in a second."""
     each = found.processor / max(1, found.reports)
-    # Holds where other programs kept it from keeping up, too: at most so much, since it ticks and pings meanwhile.
+    # Where other programs kept it from keeping up it is less than this, since it ticks and pings meanwhile.
     share = each * rate
     yield row(
         f"{name}: processor of the coordinator",
