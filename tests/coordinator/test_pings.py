@@ -1,0 +1,30 @@
+"""How often connections are asked whether they live: often while they are few, so many a second in all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elasticd.coordinator import listening
+from elasticd.coordinator.listening import PING, PINGS_A_SECOND
+
+
+class Loop:
+    """Keeps what was to be called later."""
+
+    def __init__(self) -> None:
+        self.delays: list[float] = []
+
+    def call_later(self, delay: float, call: object) -> None:
+        self.delays.append(delay)
+
+
+@pytest.mark.parametrize(("connections", "seconds"), [(1, PING), (200, PING), (1000, 1000 / PINGS_A_SECOND)])
+def test_many_connections_are_asked_less_often(connections: int, seconds: float) -> None:
+    """Fails where a release of uvicorn no longer schedules pings by this method."""
+    kind: Any = listening._websocket()
+    protocol = kind.__new__(kind)
+    protocol.connections, protocol.last_ping_rtt, protocol.loop = set(range(connections)), 0.0, Loop()
+    protocol.schedule_ping()
+    assert protocol.loop.delays == [seconds]
