@@ -26,17 +26,20 @@ from pathlib import Path
 
 import msgspec
 import psutil
-from _load_job import Job
+from _load_job import MODEL, TOKENS, Job
 from _load_leader import Figures
 from _results import Row, finish, row
+from elasticd_planner.cluster import Cluster
+from elasticd_planner.fit import STEPS, fit
 from elasticd_planner.policy import PolicySettings
+from elasticd_planner.profiles import derive
 
 from elasticd.coordinator.leading import Leading
 from elasticd.coordinator.writer import operations, stored
 from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.effects import Tick
 from elasticd.machines.job.state import Settings
-from elasticd.messages import AgentHello, to_leader
+from elasticd.messages import AgentHello, Report, Up, to_leader
 from elasticd.records import Keys
 from elasticd.store.memory import MemoryStore
 
@@ -144,6 +147,20 @@ def secured(folder: Path) -> Path:
     return folder
 
 
+def one_fit(agents: int, devices: int) -> Row:
+    """What the leader's loop does at once when a job has its first ten steps: the profile's fit."""
+    job, steps = Job(agents, devices), range(1, STEPS + 1)
+    profile = derive(MODEL, float(TOKENS), 1)
+    reports = [
+        to_leader(one.at(step, 0.0)) for step in steps for node in job.nodes for one in job.reports(node)
+    ]
+    measured = [up.body.measurement for up in reports if isinstance(up, Up) and isinstance(up.body, Report)]
+    began = time.process_time()
+    fit(profile, job.plan, measured, Cluster(nodes=job.nodes), {})
+    spent = time.process_time() - began
+    return row(f"{agents * devices} devices: the profile's fit, once", round(spent, 2), "s", kind="measured")
+
+
 def an_hour(agents: int, devices: int, minutes: int) -> Iterator[Row]:
     """Every device's report of each second of so many minutes, on a clock of its own: its memory."""
     job, keys, store, virtual = Job(agents, devices), Keys(cluster="load"), MemoryStore(), [0.0]
@@ -211,6 +228,7 @@ def main() -> int:
                 words = f"{given.agents} agents x {given.devices}, {how}{', token and TLS' if folder else ''}"
                 rows += rows_of(words, found, given.agents * given.devices)
     if given.only in (None, "hour"):
+        rows.append(one_fit(given.agents, given.devices))
         rows += an_hour(given.agents, given.devices, given.minutes)
     return finish("load", rows)
 
