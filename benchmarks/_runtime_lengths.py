@@ -32,7 +32,7 @@ CONFIG = DecoderConfig(vocabulary=256, width=16, layers=2, heads=1, kv_heads=1, 
 #: Longer files are left out: their real attention would take a part of the time that is emulated.
 LONGEST = 2048
 #: Seconds of one block for one token.
-FORWARD, BACKWARD = 6e-5, 1.2e-4
+FORWARD, BACKWARD = 1e-4, 2e-4
 #: Matrix products of a block of width 4096, in units of a token's attention to another (`packing.linear_of`).
 LINEAR = 12 * 4096
 PLAN = plan_of(

@@ -28,7 +28,7 @@ from _runtime_sides import CLOSE  # noqa: E402
 PAIRS = 40
 VOTES = 400
 EMULATED_STEPS = 10
-LENGTH_STEPS = 5
+LENGTH_STEPS = 3
 STEP = 0.05  # seconds, of which telling may take a part
 MOST_TOLD = 0.01
 MOST_OVERRUNS = 0.01
