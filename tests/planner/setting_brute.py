@@ -35,7 +35,17 @@ def every(problem: Problem) -> Iterator[Plan]:
                         micro_batch=size,
                         global_batch=plan.global_batch,
                         state=state,
+                        carriers=_carriers(problem, plan, state),
                     )
+
+
+def _carriers(problem: Problem, plan: Plan, state: StatePolicy) -> tuple[str, ...]:
+    """Replicas are to lie on as many nodes: where those that compute are on fewer, all devices of other nodes
+    carry some, the largest of these nodes first."""
+    used = {name.split("/")[0] for name in plan.members}
+    others = [[d.name for d in node.devices] for node in problem.cluster.nodes if node.name not in used]
+    others.sort(key=len, reverse=True)
+    return tuple(sorted(name for node in others[: max(0, (state.replicas or 0) - len(used))] for name in node))
 
 
 def _flagged(pipelines: tuple[Pipeline, ...], problem: Problem) -> Iterator[tuple[Pipeline, ...]]:
@@ -168,4 +178,9 @@ def memory(plan: Plan, problem: Problem) -> dict[str, int]:
                 others = extra * model.parameter_bytes / len(plan.members) * each
                 size = parameters + gradients * model.gradient_factor + moments + others
                 needed[name] = math.ceil(size + activations * alive + once + model.fixed_bytes)
+    if plan.carriers:
+        computing, carrying = ({n.split("/")[0] for n in names} for names in (plan.places, plan.carriers))
+        copies = min(replicas - len(computing), len(carrying))
+        state = model.parameter_bytes * (1 + model.gradient_factor + model.optimizer_factor)
+        needed |= dict.fromkeys(plan.carriers, math.ceil(copies * state / len(plan.carriers)))
     return needed
