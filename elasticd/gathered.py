@@ -19,4 +19,8 @@ def together(texts: Sequence[bytes]) -> bytes:
 
 def all_to_leader(data: bytes) -> Sequence[ToLeader]:
     """What came as one message: one, or several `together`. Raises `msgspec.DecodeError`."""
-    return decoded(_all.decode, data) if data.startswith(b"[") else (to_leader(data),)
+    if not data.startswith(b"["):
+        return (to_leader(data),)
+    if not (found := decoded(_all.decode, data)):
+        raise msgspec.ValidationError("several messages as one are one at least")
+    return found

@@ -79,3 +79,9 @@ def test_a_link_sends_all_that_waits_and_loses_nothing() -> None:
             await link.close()
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("nothing", [b"[]", b"[ ]"])
+def test_no_message_at_all_is_refused(nothing: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        all_to_leader(nothing)

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from elasticd.machines.agent_state import State
 from elasticd.pulses import Crossed
 from elasticd.records import NodeRecord
@@ -58,7 +60,7 @@ class Crossings:
             seconds, latency = await asyncio.to_thread(
                 self._sender.cross, target.snapshots, target.certificate, SIZE
             )
-        except StreamFailed as error:
+        except (StreamFailed, msgspec.MsgspecError) as error:
             _log.debug("the link to node %s was not probed: %s", target.node, error)
             return
         if next_idle(self._state(), [target]) is not None:  # else it shared the link with work

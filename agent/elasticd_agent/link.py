@@ -178,10 +178,15 @@ class Link:
     async def _write(self, connection: ClientConnection, outgoing: asyncio.Queue[ToLeader]) -> None:
         while True:
             waiting = [await outgoing.get()]
-            if _is_report(waiting[0]):
-                # The node's other workers report the same step now, and a message costs the leader more than
-                # what is in it.
-                await asyncio.sleep(GATHER_SECONDS)
+            # The node's other workers report the same step now, and a message costs the leader more than what
+            # is in it. Nothing else waits for them.
+            ends = asyncio.get_running_loop().time() + GATHER_SECONDS
+            while len(waiting) < MOST_TOGETHER and _is_report(waiting[-1]):
+                try:
+                    async with asyncio.timeout_at(ends):
+                        waiting.append(await outgoing.get())
+                except TimeoutError:
+                    break
             while len(waiting) < MOST_TOGETHER and not outgoing.empty():
                 waiting.append(outgoing.get_nowait())
             await connection.send(together([messages.encode(message) for message in waiting]))

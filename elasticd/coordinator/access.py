@@ -19,6 +19,8 @@ from elasticd.security import Role, SecuritySection
 
 #: Paths that everybody may ask for: they say that a coordinator is there, and no more.
 OPEN = ("/livez", "/readyz")
+#: What only operators may read: it costs the leader time and memory as long as it lasts.
+COSTLY = ("/v1/record",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +39,7 @@ def needed(kind: str, method: str, path: str) -> tuple[Role, ...]:
     """The roles of which one is needed for an ASGI scope of this type, none where everybody may."""
     if kind == "websocket":
         return (Role.AGENT, Role.OPERATOR)
-    if method in ("GET", "HEAD"):
+    if method in ("GET", "HEAD") and path not in COSTLY:
         return () if path in OPEN else (Role.VIEWER, Role.OPERATOR)
     return (Role.OPERATOR,)
 

@@ -275,8 +275,10 @@ class Leading:
             )
 
     def recording(self) -> AsyncIterator[bytes]:
-        """Lines of a recording from now on (`elasticd.recording`)."""
-        return self.recorders.record(self.state, self._now())
+        """Lines of a recording from now on (`elasticd.recording`). Raises `Refused` where too many record."""
+        if self.recorders.full:
+            raise Refused(503, "as many record already as may at once: end one of them, or try again later")
+        return self.recorders.record(lambda: (self.state, self._now()))
 
     def exposition(self) -> bytes:
         """The body of `GET /metrics`."""

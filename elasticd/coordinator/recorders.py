@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from elasticd import recording
 from elasticd.machines.coordinator import State
@@ -14,6 +14,8 @@ from elasticd.machines.job.effects import Effect, Event, Tick
 #: Lines that may wait for a recorder, and seconds after which an empty line says that nothing happened.
 MOST_WAITING = 100_000
 QUIET_SECONDS = 2.0
+#: Who may record at once: each has the state and all that is heard in the leader's memory for a while.
+MOST_RECORDERS = 4
 
 _log = logging.getLogger(__name__)
 
@@ -27,12 +29,18 @@ class Recorders:
     def __bool__(self) -> bool:
         return bool(self._queues)
 
-    async def record(self, state: State, at: float) -> AsyncIterator[bytes]:
-        """Lines from now on, until this leader ends or the caller goes."""
+    @property
+    def full(self) -> bool:
+        """Whether as many record as may."""
+        return len(self._queues) >= MOST_RECORDERS
+
+    async def record(self, known: Callable[[], tuple[State, float]]) -> AsyncIterator[bytes]:
+        """Lines from the state that is `known` now on, until this leader ends or the caller goes."""
         queue: asyncio.Queue[bytes | None] = asyncio.Queue(MOST_WAITING)
-        queue.put_nowait(recording.began(state, at, time.time()))
+        state, at = known()  # nothing is heard between here and the line below
         self._queues.add(queue)
         try:
+            yield await asyncio.to_thread(recording.began, state, at, time.time())
             while True:
                 try:
                     async with asyncio.timeout(QUIET_SECONDS):
@@ -46,16 +54,22 @@ class Recorders:
             self._queues.discard(queue)
 
     def heard(self, event: Event, effects: Sequence[Effect], at: float, *, changed: bool) -> None:
+        """What cannot be written ends the recordings, not the leader."""
         if isinstance(event, Tick) and not changed and not effects:
             return
         now = time.time()
-        self._tell(recording.heard(event, at, now))
-        for note in recording.notes(effects):
-            self._tell(recording.told(note, at, now))
+        try:
+            self._tell(recording.heard(event, at, now))
+            for note in recording.notes(effects):
+                self._tell(recording.told(note, at, now))
+        except Exception:
+            _log.exception("recordings are ended: %r cannot be written", event)
+            self.close()
 
     def close(self) -> None:
         """All recordings end here."""
-        for queue in self._queues:
+        for queue in list(self._queues):
+            self._queues.discard(queue)
             if queue.full():
                 queue.get_nowait()
             queue.put_nowait(None)

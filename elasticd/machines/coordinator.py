@@ -40,6 +40,7 @@ from elasticd.messages import (
     Join,
     Pace,
     Rejected,
+    Swapped,
     Up,
 )
 from elasticd.orders import Drain
@@ -151,7 +152,7 @@ def _received(state: State, event: Received, now: float) -> Result:
     if isinstance(message, Crossed):
         links = crossing.crossed(state.links, event.node, message, state.nodes, now)
         return msgspec.structs.replace(state, links=links), ()
-    if isinstance(message, Up):
+    if isinstance(message, Up) and _first_said(state, message):
         links = crossing.moved(state.links, message, state.nodes, now)
         state = state if links is state.links else msgspec.structs.replace(state, links=links)
     if isinstance(message, Up) and (not message.job or "/" in message.job):
@@ -171,6 +172,13 @@ def _received(state: State, event: Received, now: float) -> Result:
     if taken and isinstance(message, Up):
         return _turned_away(state, event.node, message, taken, now)
     return _jobs(state, event, now, (message.job,))
+
+
+def _first_said(state: State, up: Up) -> bool:
+    """Whether a worker tells of a switch, and not again: to a new leader agents say all that still holds."""
+    job = state.jobs.get(up.job)
+    worker = job.workers.get(up.device) if job is not None and job.settle_until is None else None
+    return isinstance(up.body, Swapped) and worker is not None and worker.swapped < up.body.number
 
 
 def _taken(state: State, node: str, up: Up) -> str:

@@ -77,6 +77,7 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
         engine.round()
         if together:
             engine.return_values()
+            engine.settle()  # the others have them: this rank may end next
             engine.stale = False
 
 

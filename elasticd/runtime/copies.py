@@ -42,7 +42,7 @@ class Copies:
     def standing(self, fence: int, engine: Engine | None, step: int) -> Standing:
         """What is held here, for the leader; nothing must be under way."""
         copies = [
-            Copy(number=number, step=kept.step)
+            Copy(number=number, step=kept.step, stale=kept.engine.stale)
             for number, kept in list(self._kept.items())
             if not kept.engine.spent
         ]

@@ -156,7 +156,8 @@ def _round(
     if engine.runner is not None:
         place = places[engine.device]
         mine = dealt[place.pipeline]
-        loader.prepare([index for micro in mine for index in micro])
+        if engine.runner.reads:
+            loader.prepare([index for micro in mine for index in micro])
         passed = engine.runner.forward(mine, loader, sums)
         seen, failure = passed.samples, passed.failure
         if place.position:  # every member of a group has the same output: the first counts

@@ -55,8 +55,10 @@ class Interludes:
         was left out meanwhile, or the job is over. A fault in the midst of it is recovered from here."""
         self._asked += 1
         mine = self._asked * _KINDS + kind
-        while (engine := self._switcher.engine) is not None and self._switcher.at_work:
+        while (engine := self._switcher.engine) is not None:
             try:
+                if not self._switcher.at_work:
+                    raise Cancelled("a fault came before it began")
                 while engine.meets and (first := self._meet(engine, mine)) != mine:
                     self._known[first % _KINDS](engine, self._switcher.step)
                 return self._known[kind](engine, self._switcher.step)

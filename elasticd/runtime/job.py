@@ -43,6 +43,7 @@ from elasticd.runtime.standing_in import Snapshots
 from elasticd.runtime.step import Step as Step
 from elasticd.runtime.stream import Stream
 from elasticd.runtime.switching import Switcher
+from elasticd.runtime.vote import LedgerError
 from elasticd.snapshots import Freed
 
 log = logging.getLogger(__name__)
@@ -347,6 +348,8 @@ class Job(Seat):
             return evaluate(engine, self._held_out[name], name, step, recipe.loss, recipe.collate, weights)
         except SampleError as error:
             raise self._loop.unreadable(engine, step, error) from error
+        except LedgerError as error:
+            raise JobStopped(f"elasticd: {error}") from error
 
     def _whole(self, contents: str, engine: Engine, step: int) -> dict[str, Tensor]:
         return whole.gathered(engine, contents)

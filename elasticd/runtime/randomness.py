@@ -54,7 +54,7 @@ class Drawing:
     def watch(self, section: str, module: nn.Module) -> None:
         """Makes draws that no site keys (F.dropout, torch.rand) in a section's forward a function of the plan,
         the step and the samples: members of a TP group draw the same. A section that drew nothing in its
-        first pass is left alone."""
+        first pass of training is left alone."""
         saved: list[Tensor] = []
 
         def before(*_: object) -> None:
@@ -65,12 +65,12 @@ class Drawing:
                 torch.manual_seed(_key(self.seed, self.step, ids, section, 0) & (2**62 - 1))
                 saved.append(torch.default_generator.get_state())
 
-        def after(*_: object) -> None:
+        def after(ran: nn.Module, *_: object) -> None:
             if section not in self._quiet and saved:
-                if torch.equal(torch.default_generator.get_state(), saved[1]):
-                    self._quiet.add(section)
-                else:
+                if not torch.equal(torch.default_generator.get_state(), saved[1]):
                     self.drew.add(section)
+                elif ran.training:  # an evaluation draws nothing, whatever training does
+                    self._quiet.add(section)
                 torch.default_generator.set_state(saved[0])
                 saved.clear()
 

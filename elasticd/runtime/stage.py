@@ -76,7 +76,7 @@ class StageRunner:
     talks: members of a TP group communicate in every block. again: blocks that make their activations again
     whatever the plan says. precision: what the modules compute in, if it is said. ready: called with each
     section once the last micro-batch's backward pass has left it. most_alive: micro-batches whose activations
-    were held at once."""
+    were held at once. reads: samples are read here."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class StageRunner:
             return _Chunk(modules={name: modules[name] for name in names}, before=before, after=after)
 
         self._chunks = [chunk(number) for number in range(pipeline.chunks)]
-        self._reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
+        self.reads = any(chunk.before is None or chunk.after is None for chunk in self._chunks)
         self.most_alive = 0
 
     def run(self, micro_batches: Sequence[MicroBatch], scale: float = 1.0) -> Passed:
@@ -196,7 +196,7 @@ class StageRunner:
 
     def prepare(self, micro_batches: Iterable[MicroBatch]) -> None:
         """Has the samples of these read ahead, where this stage reads any."""
-        if self._reads:
+        if self.reads:
             self._loader.prepare([index for micro in micro_batches for index in micro])
 
     def _post(

@@ -54,6 +54,8 @@ class Telemetry:
         self._squares, self._longest, self._lengths = 0.0, 0, dict[int, int]()
         self._work, self._tokens, self._micro_batches = 0.0, 0, 0
         self._modalities: dict[str, int] = {}
+        if self._spans is not None:  # passes since the last step, of an evaluation, are no part of this one
+            self._compute["optimizer"] += self._spans.take().get("optimizer", 0.0)
 
     def compute(self, kind: str) -> Computing:
         """A context that times a section of kind "embed" or "head", the "forward" or "backward" pass of a block

@@ -5,6 +5,8 @@ The whole is a migration to a plan of one device, so that every layout is one ca
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from elasticd_migration.execute import migrate
 from elasticd_migration.state import LocalState, LocalTensor, Shard
@@ -68,8 +70,30 @@ def gathered(engine: Engine, contents: str) -> dict[str, Tensor]:
         state = _moved(engine, state, group)
     if group.rank:
         return {}
+    state = as_modules(state, engine.layouts.spec.fused)
     whole = {name: parts[0][1].detach().cpu().clone() for name, parts in named(state, contents).items()}
     return _put_in_place(whole) if contents == AVERAGE else whole
+
+
+def as_modules(state: LocalState, fused: Mapping[str, int]) -> LocalState:
+    """Fused parameters in the shape that their modules have; the state is whole here."""
+
+    def flat(shard: Shard, dim: int) -> Shard:
+        planes = {key: plane.flatten(dim, dim + 1) for key, plane in shard.planes.items()}
+        shape = shard.box.shape
+        return Shard(
+            box=Box.whole((*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])), planes=planes
+        )
+
+    tensors = {
+        item: LocalTensor(
+            shards=tuple(flat(shard, fused[item.name]) for shard in held.shards), scalars=held.scalars
+        )
+        if item.name in fused
+        else held
+        for item, held in state.tensors.items()
+    }
+    return LocalState(tensors=tensors, groups=state.groups, extras=state.extras)
 
 
 def _moved(engine: Engine, state: LocalState, group: Group) -> LocalState:

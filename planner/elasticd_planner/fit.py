@@ -170,7 +170,7 @@ def _collectives_of(profile: ModelProfile, stage: Stage) -> float:
     count = stage.layers * profile.block.collectives * (1 + 0.5 * part)  # forward's half runs once more
     if stage.start == 0:
         count += profile.embed.collectives
-    if stage.stop == profile.layers:
+    if stage.chunks[-1][1] == profile.layers:
         count += profile.head.collectives
     return count
 

@@ -75,3 +75,17 @@ def test_the_data_as_it_was_is_an_order_like_the_others() -> None:
     plan = world.plan()
     assert plan is not None
     assert plan.sequence == 0
+
+
+def test_a_recovery_takes_up_no_order_that_is_still_open() -> None:
+    """Members could refuse it, and there is no plan to stay with."""
+    world = ordered()
+    assert world.phase is Phase.PROPOSED
+    world.kill("beta/1")
+    world.settle()
+    assert world.proposals[-1].recovery is not None
+    assert world.proposals[-1].plan.sequence == 0
+    world.train(20)
+    plan = world.plan()
+    assert plan is not None
+    assert "beta/1" not in plan.members

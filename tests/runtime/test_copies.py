@@ -22,7 +22,7 @@ def test_what_is_held_is_told_also_while_copies_go() -> None:
 
     read: Any = object.__new__(Read)
     for number in (1, 2, 3):
-        copies.keep(number, SimpleNamespace(spent=False), 5)  # type: ignore[arg-type]
+        copies.keep(number, SimpleNamespace(spent=False, stale=False), 5)  # type: ignore[arg-type]
     object.__setattr__(read, "engine", copies._kept[1].engine)
     copies._kept[1] = read
     assert copies.standing(4, None, 5).copies == tuple(Copy(number=number, step=5) for number in (1, 2, 3))

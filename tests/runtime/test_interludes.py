@@ -158,3 +158,22 @@ def test_after_the_last_step_the_others_may_be_gone() -> None:
 def test_a_device_that_stands_by_takes_no_part() -> None:
     held = Held(None)
     assert Interludes(cast(Switcher, held), [lambda engine, step: pytest.fail("it took part")]).run(0) is None
+
+
+def test_a_fault_just_before_it_is_recovered_from_too() -> None:
+    """Others may have asked already, and make it anew together with this rank."""
+    recovered = Plain(MemoryFabric(cast(Any, None), "a/0").group(("a/0",), "vote"))
+
+    def worker(fabric: MemoryFabric) -> tuple[Any, Held]:
+        held = Held(Plain(fabric.group(("a/0",), "vote")))
+
+        def recover() -> Plain:
+            held.at_work = True
+            return recovered
+
+        held.recover, held.at_work = recover, False
+        return Interludes(cast(Switcher, held), [lambda engine, step: (engine, step)]).run(0), held
+
+    found, held = run_threads(("a/0",), worker)["a/0"]
+    assert found == (recovered, 7)
+    assert held.lost == ["a fault came before it began"]

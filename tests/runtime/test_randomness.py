@@ -78,3 +78,21 @@ def test_other_draws_are_a_function_of_step_and_samples_and_leave_the_users_gene
     drawing.begin(0, 1)
     assert not torch.equal(first, modules["blocks.0"](torch.zeros(2, 3)))
     assert drawing.drew == {"blocks.0"}
+
+
+class DrawsInTraining(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x, 0.5, self.training)
+
+
+def test_a_pass_of_an_evaluation_says_nothing_of_what_training_draws() -> None:
+    drawing, module = Drawing(), DrawsInTraining()
+    drawing.watch("blocks.0", module)
+    drawing.samples = [1, 2]
+    module.eval()
+    assert torch.equal(module(torch.ones(2, 30)), torch.ones(2, 30))
+    module.train()
+    before = torch.get_rng_state()
+    first = module(torch.ones(2, 30))
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(first, module(torch.ones(2, 30)))

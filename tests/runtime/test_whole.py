@@ -1,10 +1,15 @@
-"""The plan that a state is gathered under has every layer, whatever the plan in force."""
+"""The state as plain tensors: under the plan of one device, and in the shapes that modules have."""
 
 from __future__ import annotations
 
 import pytest
+import torch
+from elasticd_migration.state import LocalState, LocalTensor, Shard
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Item
 
-from elasticd.runtime.whole import alone
+from elasticd.runtime.whole import alone, as_modules, named
+from examples.train_gpt2 import GPT, describe
 from tests.runtime.test_evaluation import PLANS
 from tests.runtime.test_parity import CONFIG
 
@@ -15,3 +20,25 @@ def test_one_device_has_all_layers(name: str) -> None:
     assert plan.members == PLANS[name].members[:1]
     assert plan.stage(plan.places[plan.members[0]]).layers == CONFIG.layers
     assert plan.global_batch == PLANS[name].global_batch
+
+
+def test_fused_parameters_have_the_shapes_of_their_modules() -> None:
+    model = GPT(40, width=16, layers=2, heads=4)
+    spec = describe(model).spec
+    assert spec.fused
+    held = {}
+    for section in spec.sections(0, len(spec.layers)):
+        for parameter in spec.section(section):
+            shape = tuple(parameter.shape)
+            name = f"{section}.{parameter.name}"
+            values = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+            held[Item(name, "value")] = LocalTensor(
+                shards=(Shard(box=Box.whole(shape), planes={"value": values}),), scalars={}
+            )
+    found = named(as_modules(LocalState(tensors=held), spec.fused), "value")
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    for name, ((box, value),) in found.items():
+        assert tuple(value.shape) == box.shape
+        if name in own:
+            assert tuple(value.shape) == own[name], name
+    assert any(name in own for name in spec.fused)
