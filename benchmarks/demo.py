@@ -77,7 +77,7 @@ def rows(made: Report) -> Iterator[Row]:
     )
     yield _yes("workers' pids the same", met["same processes"])
     yield _yes("each sample exactly once", met["samples once"])
-    yield _yes("a plan with unequal shares", met["unequal shares"])
+    yield _yes("the slow device has less work than the others", met["unequal work"])
     yield _yes("work given back", met["work given back"])
     yield _yes("a device too small for a replica", met["no whole replica fits"])
     yield row(

@@ -7,6 +7,7 @@ the process that started it, however that ends.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -125,6 +126,9 @@ class EtcdServer:
     def freeze(self) -> None:
         """Stop it without ending it: its connections stay open and nothing answers."""
         self._signal(signal.SIGSTOP)
+        if self._process is not None and self._process.returncode is None:  # it stands still when this returns
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def thaw(self) -> None:
         """Undo `freeze`."""

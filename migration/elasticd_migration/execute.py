@@ -71,9 +71,10 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Foreseen:
-    """The rounds of a move that is not yet to be made, and the planes for which they hold."""
+    """The rounds of a move that is not yet to be made, and the planes and the limit for which they hold."""
 
     planes: dict[Item, tuple[Plane, ...]]
+    limit: int
     rounds: tuple[Round, ...]
 
 
@@ -143,11 +144,12 @@ def migrate(
     with _without_collections():
         schema = agree(transport, state.schema())
         check_covers(schema, new.items)
-        if foreseen is not None and not without and foreseen.planes == schema.planes:
+        planes = schema.planes
+        if foreseen is not None and not without and (foreseen.planes, foreseen.limit) == (planes, limit):
             rounds = foreseen.rounds
         else:
             transfers = reshard(old, new, schema.sizes, without=without)
-            rounds = schedule(transfers, schema.planes, limit=limit, me=me)
+            rounds = schedule(transfers, planes, limit=limit, me=me)
         return execute(
             rounds,
             state,
@@ -189,7 +191,8 @@ def foresee(
         transfers = reshard(old, new, schema.sizes)
     except (Disagreement, Lost):
         return None
-    return Foreseen(planes=schema.planes, rounds=schedule(transfers, schema.planes, limit=limit, me=me))
+    rounds = schedule(transfers, schema.planes, limit=limit, me=me)
+    return Foreseen(planes=schema.planes, limit=limit, rounds=rounds)
 
 
 def execute(

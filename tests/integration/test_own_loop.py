@@ -15,7 +15,7 @@ from elasticd.checkpoints.folder import damages, scan
 from elasticd.machines.job.state import Settings
 from tests.integration import train, train_loop
 from tests.integration.cluster import ROOT, Cluster, until
-from tests.integration.test_checkpoints import ledger
+from tests.integration.test_checkpoints import ledger as all_lines
 from tests.integration.test_switches import check_exactness, plan_of, stage
 
 SCRIPT = Path(train_loop.__file__)
@@ -157,6 +157,15 @@ def test_a_stream_is_trained_on_once_in_order_though_its_reader_dies_and_the_job
         assert [line["step"] for line in lines] == list(range(steps, steps + more))
         assert [line["loss"] for line in lines] == pytest.approx(losses[steps:], abs=1e-10)
         assert read(cluster, "a/0")[0] == steps * train.BATCH
+
+
+def ledger(cluster: Cluster) -> list[dict[str, Any]]:
+    """Each step that anybody was given: all who were say the same of it."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in all_lines(cluster):
+        first = found.setdefault(line["step"], line)
+        assert (first["loss"], first["samples"]) == (line["loss"], line["samples"])
+    return list(found.values())
 
 
 def read(cluster: Cluster, device: str) -> list[int]:

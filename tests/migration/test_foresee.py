@@ -64,6 +64,20 @@ def test_rounds_from_before_the_optimizer_had_state_are_made_again() -> None:
     moved_by(BEFORE, AFTER, LATE, foreseen(BEFORE, AFTER, BLANK))
 
 
+def test_rounds_of_another_limit_are_made_again() -> None:
+    old, new = Layouts(SPEC, BEFORE), Layouts(SPEC, AFTER)
+    found = foreseen(BEFORE, AFTER, LATE)
+    ends = MemoryTransport.connect(members(BEFORE, AFTER))
+
+    def work(end: MemoryTransport) -> Moved:
+        state = local(LATE, old, end.members[end.rank])
+        return migrate(old, new, state, end, limit=2_000, foreseen=found[end.rank])
+
+    for result in together(ends, work):
+        assert isinstance(result, Moved)
+        assert result.bytes_staged <= 4 * 2_000
+
+
 def test_rank_that_cannot_say_what_it_holds_leaves_all_without() -> None:
     old, new = Layouts(SPEC, BEFORE), Layouts(SPEC, AFTER)
 
