@@ -140,9 +140,10 @@ def main() -> None:
     name = job.device.replace("/", ":")
     with (out / f"ledger-{name}").open("w") as ledger:
         for step in taken(job, options["steps"], options.get("own", False)):
-            line = {"step": step.index, "loss": step.loss, "samples": step.samples, "plan": step.plan}
-            ledger.write(json.dumps(line) + "\n")
-            ledger.flush()
+            if job.rank == 0 or options.get("stream"):  # there rank 0 is killed
+                line = {"step": step.index, "loss": step.loss, "samples": step.samples, "plan": step.plan}
+                ledger.write(json.dumps(line) + "\n")
+                ledger.flush()
             if (step.index + 1) % EVERY == 0 and not options.get("own"):
                 between(job, out, step.index + 1)
     weights = {name: (box.start, box.stop, value) for name, (box, value) in job.parameters().items()}
