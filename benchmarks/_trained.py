@@ -19,7 +19,7 @@ from torch import nn
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.models.decoder import initial
 from elasticd.runtime.data import Dataset, pad
-from elasticd.runtime.engine import Engine, build, connect, first_state
+from elasticd.runtime.engine import Engine, first_state, make_engine
 from elasticd.runtime.feed import Feed
 from elasticd.runtime.groups import Fabric
 from elasticd.runtime.model import Model
@@ -133,9 +133,7 @@ def engine_of(
     me = plan.members[rank]
     layouts = Layouts(recipe.model.spec, plan)
     fabric = Fabric("bench", me, address, Files(folder / "ours"))
-    groups = connect(fabric, layouts)
-    local = build(recipe.model, plan, me)
-    engine = Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=pace)
+    engine = make_engine(recipe, layouts, fabric, pace)
     engine.adopt(first_state(recipe.model, layouts, me, SEED))
     return engine
 

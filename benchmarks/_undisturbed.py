@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 from elasticd_planner.batch import Sampler
-from elasticd_planner.boxes import Box
 
 from elasticd.chaos.ledger import Line
-from elasticd.models import Decoder, next_token_loss
-from elasticd.runtime.data import pad
 from tests.integration import train
 
 
@@ -33,23 +31,9 @@ class Undisturbed:
 
     def _train(self) -> Iterator[Line]:
         torch.set_num_threads(1)
-        model, text, step = Decoder(train.CONFIG), train.Text(), 0
-        first = model.describe().first_value
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(first(name, Box.whole(parameter.shape), train.SEED))
-        update = train.optimizer(model.named_parameters())
-        rates = train.scheduler(update)
-        while True:
-            batch = pad([text[index] for index in self.sampler.samples(step)])
-            total, count = next_token_loss(model(batch), batch)
-            update.zero_grad()
-            (total / count).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), train.CLIP)
-            update.step()
-            rates.step()
-            yield Line(step=step, loss=float(total.detach()) / count, samples=self.samples(step))
-            step += 1
+        batches = map(self.sampler.samples, itertools.count())
+        for step, (_, loss) in enumerate(train.plain(batches)):
+            yield Line(step=step, loss=loss, samples=self.samples(step))
 
 
 #: One for all parts: their jobs are alike.

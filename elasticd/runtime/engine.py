@@ -359,3 +359,10 @@ class Engine:
         if self.scheduler is not None:
             self.scheduler.step()
         self._owns.clear()
+
+
+def make_engine(recipe: Recipe, layouts: Layouts, fabric: Fabric, pace: Pace) -> Engine:
+    """The groups, the modules and the engine of one member of a plan, which waits for state to `adopt`."""
+    groups = connect(fabric, layouts)
+    local = build(recipe.model, layouts.plan, fabric.me)
+    return Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=pace)

@@ -22,7 +22,7 @@ from elasticd_planner.remains import Remains
 from elasticd_planner.rules import ModelSpec
 
 from elasticd.records import Proposal, Recovery
-from elasticd.runtime.engine import Engine, build, connect, first_state
+from elasticd.runtime.engine import Engine, first_state, make_engine
 from elasticd.runtime.groups import Fabric, Group
 from elasticd.runtime.loading import NoCheckpoint, clear, start_from
 from elasticd.runtime.recipe import Recipe
@@ -79,10 +79,7 @@ def prepare(
     layouts = Layouts(spec, plan)
     engine = None
     if device in plan.members:
-        fabric = fabric_of("groups")
-        groups = connect(fabric, layouts)
-        local = build(recipe.model, plan, device)
-        engine = Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=pace)
+        engine = make_engine(recipe, layouts, fabric_of("groups"), pace)
         engine.meets = recovery is not None
     snapshot = None
     if old is not None and recovery is not None and recovery.snapshots:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,8 +146,8 @@ def main() -> None:
         torch.save(weights, out / f"weights-{job.device.replace('/', ':')}")
 
 
-def reference(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same in one process of plain torch: the loss of every step, and the final weights."""
+def plain(batches: Iterable[Sequence[int]]) -> Iterator[tuple[Decoder, float]]:
+    """The same in one process of plain torch, on these samples: the model after each step, and the loss."""
     model = Decoder(CONFIG)
     first = model.describe().first_value
     with torch.no_grad():
@@ -155,18 +155,23 @@ def reference(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
             parameter.copy_(first(name, Box.whole(parameter.shape), SEED))
     update = optimizer(model.named_parameters())
     rates = scheduler(update)
-    sampler = Sampler(size=len(Text()), global_batch=BATCH, seed=SEED)
-    losses = []
-    for step in range(steps):
-        batch = pad([Text()[i] for i in sampler.samples(step)])
+    for samples in batches:
+        batch = pad([Text()[i] for i in samples])
         total, count = next_token_loss(model(batch), batch)
         update.zero_grad()
         (total / count).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         update.step()
         rates.step()
-        losses.append(float(total.detach()) / count)
-    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+        yield model, float(total.detach()) / count
+
+
+def reference(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The loss of every step, and the final weights."""
+    sampler = Sampler(size=len(Text()), global_batch=BATCH, seed=SEED)
+    made = list(plain(sampler.samples(step) for step in range(steps)))
+    weights = {name: parameter.detach() for name, parameter in made[-1][0].named_parameters()}
+    return [loss for _, loss in made], weights
 
 
 if __name__ == "__main__":

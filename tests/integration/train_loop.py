@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from elasticd_planner.batch import Sampler
-from elasticd_planner.boxes import Box
 from elasticd_planner.plan import Plan
 
 import elasticd
@@ -162,46 +161,16 @@ def between(job: elasticd.Job, out: Path, step: int) -> None:
 
 def in_order(steps: int) -> list[float]:
     """The losses of one process of plain torch on the samples one after the other."""
-    model = Decoder(train.CONFIG)
-    first = model.describe().first_value
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(first(name, Box.whole(parameter.shape), train.SEED))
-    update = train.optimizer(model.named_parameters())
-    rates = train.scheduler(update)
-    losses = []
-    for step in range(steps):
-        batch = pad([train.Text()[i] for i in range(step * train.BATCH, (step + 1) * train.BATCH)])
-        total, count = next_token_loss(model(batch), batch)
-        update.zero_grad()
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train.CLIP)
-        update.step()
-        rates.step()
-        losses.append(float(total.detach()) / count)
-    return losses
+    batches = (range(step * train.BATCH, (step + 1) * train.BATCH) for step in range(steps))
+    return [loss for _, loss in train.plain(batches)]
 
 
 def reference(steps: int) -> dict[tuple[int, str], float]:
     """The evaluations of one process of plain torch, by step and weights."""
-    model, mean = Decoder(train.CONFIG), Decoder(train.CONFIG)
-    first = model.describe().first_value
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(first(name, Box.whole(parameter.shape), train.SEED))
-    update = train.optimizer(model.named_parameters())
-    rates = train.scheduler(update)
     sampler = Sampler(size=len(Text()), global_batch=train.BATCH, seed=train.SEED)
     held = pad([Held()[i] for i in range(len(Held()))])
-    found = {}
-    for step in range(steps):
-        batch = pad([Text()[i] for i in sampler.samples(step)])
-        total, count = next_token_loss(model(batch), batch)
-        update.zero_grad()
-        (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), train.CLIP)
-        update.step()
-        rates.step()
+    mean, found = Decoder(train.CONFIG), {}
+    for step, (model, _) in enumerate(train.plain(sampler.samples(step) for step in range(steps))):
         with torch.no_grad():
             for kept, parameter in zip(mean.parameters(), model.parameters(), strict=True):
                 kept.copy_(parameter if step == 0 else DECAY * kept + (1 - DECAY) * parameter)

@@ -14,7 +14,7 @@ from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from torch import Tensor, nn
 
 from elasticd.runtime.data import pad
-from elasticd.runtime.engine import Engine, build, connect, first_state
+from elasticd.runtime.engine import first_state, make_engine
 from elasticd.runtime.groups import Fabric
 from elasticd.runtime.in_memory import MemoryFabric, MemoryWorld, run_threads, unpaced
 from elasticd.runtime.model import Model
@@ -101,14 +101,7 @@ def under(training: Training, plan: Plan, *, threads: bool = True) -> Run:
 
     def worker(memory: MemoryFabric) -> tuple[list[float], dict[str, tuple[Box, Tensor]]]:
         fabric, recipe = cast(Fabric, memory), training.recipe()  # its reader is one rank's
-        engine = Engine(
-            recipe=recipe,
-            layouts=layouts,
-            local=build(recipe.model, plan, memory.me),
-            fabric=fabric,
-            groups=connect(fabric, layouts),
-            pace=unpaced,
-        )
+        engine = make_engine(recipe, layouts, fabric, unpaced)
         engine.adopt(first_state(recipe.model, layouts, memory.me, SEED))
         losses = [engine.step(i, lambda: 0, lambda: 0).outcome.loss for i in range(training.steps)]
         return losses, {name: (box, p.detach()) for name, (box, p) in engine.local.parameters.items()}

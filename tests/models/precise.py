@@ -19,7 +19,7 @@ from elasticd_planner.layouts import Layouts
 from elasticd_planner.plan import Plan
 from torch import Tensor, nn
 
-from elasticd.runtime.engine import Engine, build, connect, first_state
+from elasticd.runtime.engine import Engine, first_state, make_engine
 from elasticd.runtime.groups import Fabric
 from elasticd.runtime.in_memory import MemoryFabric, run_threads, unpaced
 from elasticd.runtime.precision import Precision, lowered
@@ -66,14 +66,7 @@ def engine_of(course: Course, plan: Plan, memory: MemoryFabric, state: LocalStat
     recipe = course.recipe()  # its reader is one rank's
     layouts = Layouts(recipe.model.spec, plan)
     fabric = cast(Fabric, memory)
-    engine = Engine(
-        recipe=recipe,
-        layouts=layouts,
-        local=build(recipe.model, plan, memory.me),
-        fabric=fabric,
-        groups=connect(fabric, layouts),
-        pace=unpaced,
-    )
+    engine = make_engine(recipe, layouts, fabric, unpaced)
     engine.adopt(state or first_state(recipe.model, layouts, memory.me, SEED, recipe.master))
     return engine
 

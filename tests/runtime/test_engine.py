@@ -12,7 +12,7 @@ from elasticd_planner.batch import BatchPlan
 from elasticd_planner.layouts import Layouts
 from elasticd_planner.plan import Plan
 
-from elasticd.runtime.engine import Engine, build, connect, first_state
+from elasticd.runtime.engine import Engine, first_state, make_engine
 from elasticd.runtime.in_memory import MemoryFabric, run_threads
 from elasticd.runtime.reader import SampleError
 from elasticd.runtime.recipe import Recipe
@@ -29,11 +29,7 @@ UNEQUAL = plan_of(
 
 def engine_on(fabric: Any, recipe: Recipe, plan: Plan, state: LocalState | None = None) -> Engine:
     layouts = Layouts(recipe.model.spec, plan)
-    groups = connect(fabric, layouts)
-    local = build(recipe.model, plan, fabric.me)
-    engine = Engine(
-        recipe=replace(recipe), layouts=layouts, local=local, fabric=fabric, groups=groups, pace=unpaced
-    )
+    engine = make_engine(replace(recipe), layouts, fabric, unpaced)
     engine.adopt(first_state(recipe.model, layouts, fabric.me, SEED) if state is None else state)
     return engine
 

@@ -14,7 +14,7 @@ from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.data import pad
-from elasticd.runtime.engine import Engine, build, connect, first_state
+from elasticd.runtime.engine import first_state, make_engine
 from elasticd.runtime.groups import Fabric
 from elasticd.runtime.recipe import Recipe
 from tests.runtime import gang
@@ -107,9 +107,7 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     recipe = make_recipe()
     layouts = Layouts(recipe.model.spec, plan)
     fabric = Fabric("plan/1", device, "127.0.0.1", store)
-    groups = connect(fabric, layouts)
-    local = build(recipe.model, plan, device)
-    engine = Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=unpaced)
+    engine = make_engine(recipe, layouts, fabric, unpaced)
     engine.adopt(first_state(recipe.model, layouts, device, SEED))
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
     assert engine.runner is not None
@@ -118,7 +116,9 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     return {
         "losses": [d.outcome.loss for d in done],
         "norms": [d.outcome.norm for d in done],
-        "weights": {n: (box.start, box.stop, p.detach().numpy()) for n, (box, p) in local.parameters.items()},
+        "weights": {
+            n: (box.start, box.stop, p.detach().numpy()) for n, (box, p) in engine.local.parameters.items()
+        },
         "alive": engine.runner.most_alive,
         "promised": most_alive(
             len(pipeline.stages), place.stage, pipeline.micro_batches, (1,) * pipeline.chunks

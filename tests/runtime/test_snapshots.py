@@ -15,7 +15,7 @@ from elasticd_planner.plan import Plan, StatePolicy
 
 from elasticd.messages import Message, Welcome
 from elasticd.records import Proposal, Recovery
-from elasticd.runtime.engine import Engine, StepDone, build, connect, first_state
+from elasticd.runtime.engine import Engine, StepDone, first_state, make_engine
 from elasticd.runtime.groups import Fabric
 from elasticd.runtime.memory_file import BadSnapshot, read
 from elasticd.runtime.move import move, prepare
@@ -127,14 +127,7 @@ def first(device: str, store: Any, plan: Plan) -> Engine:
     made = recipe()
     layouts = Layouts(made.model.spec, plan)
     fabric = Fabric("plan/1", device, "127.0.0.1", store)
-    engine = Engine(
-        recipe=made,
-        layouts=layouts,
-        local=build(made.model, plan, device),
-        fabric=fabric,
-        groups=connect(fabric, layouts),
-        pace=unpaced,
-    )
+    engine = make_engine(made, layouts, fabric, unpaced)
     engine.adopt(first_state(made.model, layouts, device, SEED))
     return engine
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.data import pad
-from elasticd.runtime.engine import Engine, build, connect, first_state
+from elasticd.runtime.engine import first_state, make_engine
 from elasticd.runtime.groups import Fabric
 from elasticd.runtime.recipe import Recipe
 from tests.runtime import gang
@@ -107,14 +107,12 @@ def train(device: str, store: Any, plan: Plan, name: str, frozen: bool) -> dict[
     made = recipe(frozen)
     layouts = Layouts(made.model.spec, plan)
     fabric = Fabric(name, device, "127.0.0.1", store)
-    groups = connect(fabric, layouts)
-    local = build(made.model, plan, device)
-    engine = Engine(recipe=made, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=unpaced)
+    engine = make_engine(made, layouts, fabric, unpaced)
     engine.adopt(first_state(made.model, layouts, device, SEED))
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
     engine.settle()
     state = engine.state()
-    gradients = {n: p.grad is not None for n, (_, p) in local.parameters.items()}
+    gradients = {n: p.grad is not None for n, (_, p) in engine.local.parameters.items()}
     return {
         "losses": [d.outcome.loss for d in done],
         "norms": [d.outcome.norm for d in done],
@@ -127,7 +125,7 @@ def train(device: str, store: Any, plan: Plan, name: str, frozen: bool) -> dict[
         },
         "gradients left": any(gradients.values()),
         "most bytes": engine.reducer.most_bytes,
-        "gradient bytes": sum(p.numel() * p.element_size() for _, p in local.parameters.values()),
+        "gradient bytes": sum(p.numel() * p.element_size() for _, p in engine.local.parameters.values()),
         "owned bytes": sum(part.parameter.numel() * 8 for part in engine.owned),
     }
 

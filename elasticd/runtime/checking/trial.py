@@ -14,7 +14,7 @@ from elasticd_planner.plan import Plan
 from torch import Tensor, nn
 
 from elasticd.runtime.data import Collate, Dataset
-from elasticd.runtime.engine import Engine, build, connect, first_state
+from elasticd.runtime.engine import first_state, make_engine
 from elasticd.runtime.groups import Fabric, PeerLost
 from elasticd.runtime.in_memory import MemoryFabric, run_threads, unpaced
 from elasticd.runtime.model import Model
@@ -82,14 +82,7 @@ def tried(subject: Subject, plan: Plan) -> Trial:
 
     def worker(memory: MemoryFabric) -> float:
         fabric, recipe, seen = cast(Fabric, memory), subject.recipe(plan.global_batch), members[memory.me]
-        engine = Engine(
-            recipe=recipe,
-            layouts=layouts,
-            local=build(recipe.model, plan, memory.me),
-            fabric=fabric,
-            groups=connect(fabric, layouts),
-            pace=unpaced,
-        )
+        engine = make_engine(recipe, layouts, fabric, unpaced)
         engine.adopt(first_state(recipe.model, layouts, memory.me, subject.seed))
         terms: dict[str, Tensor] = {}
         for name, (_, parameter) in engine.local.parameters.items():
