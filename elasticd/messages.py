@@ -151,9 +151,11 @@ class Finished(Message, frozen=True, kw_only=True):
 
 
 class Leaving(Message, frozen=True, kw_only=True):
-    """This process was told to go, and by what; it stays a source until a plan without it is recorded."""
+    """This process was told to go, and by what; it stays a source until a plan without it is recorded. `saves`:
+    were all told, it would make a last checkpoint first; said again without, once that is done."""
 
     reason: str
+    saves: bool = False
 
 
 class Goodbye(Message, frozen=True, kw_only=True):

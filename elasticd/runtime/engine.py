@@ -45,7 +45,7 @@ from elasticd.runtime.reduce import GradientReducer
 from elasticd.runtime.spans import spans_of
 from elasticd.runtime.stage import Pace, Passed, StageRunner
 from elasticd.runtime.telemetry import Telemetry
-from elasticd.runtime.vote import Outcome, Record, hash_samples, vote
+from elasticd.runtime.vote import Going, Outcome, Record, hash_samples, vote
 
 #: What of a state says where its data is to be read on: see `feed`.
 DATA = "data"
@@ -273,10 +273,11 @@ class Engine:
         prepared: Callable[[], int],
         saving: Callable[[], int] = int,
         snapshot: Callable[[], bool] = bool,
+        going: Callable[[], Going] = lambda: Going.STAYS,
     ) -> StepDone:
-        """Trains step `step` (counted from 0). `prepared`, `saving` and `snapshot` are read once, as the vote's
-        record is made. Raises SampleError on every rank where one could not read a sample: the state is then
-        what it was before the step."""
+        """Trains step `step` (counted from 0). `prepared`, `saving`, `snapshot` and `going` are read once, as
+        the vote's record is made. Raises SampleError on every rank where one could not read a sample: the state
+        is then what it was before the step."""
         self._telemetry.begin()
         self.local.drawing.begin(self._recipe.sampler.seed, step)
         self._after = self._recipe.feed.begin(step, self.plan, self.everyone, self._carried.get(DATA))
@@ -302,6 +303,7 @@ class Engine:
             targets=passed.count,
             samples=passed.samples,
             failed=passed.failure.index + 1 if passed.failure is not None else 0,
+            going=going(),
         )
         hashes = [[expected_hash(pipeline) for pipeline in module] for module in batch.modules]
         expected = [hashes[p.module][p.pipeline] for p in self.plan.places.values()]

@@ -28,7 +28,7 @@ from elasticd.runtime.feed import Mapped
 from elasticd.runtime.interludes import Interludes, Run
 from elasticd.runtime.loop import Loop, Next
 from elasticd.runtime.model import Model
-from elasticd.runtime.notice import Notice
+from elasticd.runtime.notice import NOTICE, Notice
 from elasticd.runtime.options import Options, environment, held_out_sets, hello
 from elasticd.runtime.precision import Name, Precision
 from elasticd.runtime.probe import Prober
@@ -171,7 +171,7 @@ class Job(Seat):
     def _told_to_go(self) -> None:
         """On the notice's thread."""
         log.warning("%s is told to go: it stays until the others have what it holds", self.device)
-        self._control.send(Leaving(reason="SIGTERM"))
+        self._control.send(Leaving(reason=NOTICE, saves=self._saver is not None))
         self._switcher.told_to_go()
 
     def _make_saver(self, keeping: Keeping, spec: JobSpec) -> Saver:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from elasticd.messages import Finished, Report
+from elasticd.messages import Finished, Leaving, Report
 from elasticd.records import Vote
 from elasticd.runtime.control import Control
 from elasticd.runtime.emulation import Pacer
@@ -14,12 +14,13 @@ from elasticd.runtime.engine import Engine, StepDone
 from elasticd.runtime.feed import BatchesDiffer, Feed
 from elasticd.runtime.groups import Cancelled, PeerLost
 from elasticd.runtime.interludes import Interludes
+from elasticd.runtime.notice import NOTICE
 from elasticd.runtime.reader import SampleError
 from elasticd.runtime.saver import Saver
 from elasticd.runtime.snapper import Snapper
 from elasticd.runtime.step import Step
 from elasticd.runtime.switching import Switcher
-from elasticd.runtime.vote import LedgerError
+from elasticd.runtime.vote import Going, LedgerError
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Loop:
                     made += 1
                 if made >= total:
                     self.finish(engine, made)
+                elif done is not None and done.outcome.last:
+                    self._save_and_say(engine, made)
                 switcher.step = made  # until here the vote alone tells of it, to whoever loses the others
             except (PeerLost, Cancelled) as error:
                 switcher.bereaved(error)
@@ -104,6 +107,7 @@ class Loop:
                 self.switcher.prepared,
                 lambda: saver.word if saver else 0,
                 lambda: snapper is not None and snapper.ready(engine.plan.number, step + 1),
+                self._going,
             )
         except SampleError as error:
             raise self.unreadable(engine, step, error) from error
@@ -117,6 +121,19 @@ class Loop:
         """On every rank alike, with nothing of the step in the state: saves it."""
         self.finish(engine, step)
         return JobStopped(f"elasticd: {error}")
+
+    def _going(self) -> Going:
+        if not self.switcher.leaving:
+            return Going.STAYS
+        return Going.UNSAVED if self.saver is not None and not self.saver.parted else Going.SAVED
+
+    def _save_and_say(self, engine: Engine, step: int) -> None:
+        """All members were told to go: by all of them, a last checkpoint. The leader, which knows of those that
+        are no members too, then ends the job or goes on with others."""
+        assert self.saver is not None
+        self.finish(engine, step)
+        self.saver.parted = True
+        self.control.send(Leaving(reason=NOTICE))
 
     def finish(self, engine: Engine, step: int) -> None:
         """After the last step, by all members of the plan: also of one that recovered from it."""

@@ -18,6 +18,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+#: What the leader is told of the notice.
+NOTICE = "SIGTERM"
 #: Seconds in which a second signal is the first one's echo: who signals a whole process group, or a container,
 #: signals torchrun too, which then sends it on to its workers.
 ECHO_SECONDS = 5.0

@@ -116,12 +116,9 @@ class Switcher:
                 self._fabrics.remember(thread)
             case sw.Cancel(number=number):
                 self._cancel(number)
-            case sw.Stop(reason=reason):
-                self._fabrics.shut()
-                self._todo.put(effect)
             case sw.Move() | sw.Say() | sw.Swap() | sw.DropOld() | sw.Retire() | sw.Renounce() | sw.Depart():
                 self._todo.put(effect)
-            case sw.Interrupt():
+            case sw.Stop() | sw.Interrupt():
                 self._fabrics.shut()
                 self._todo.put(effect)  # wakes a main thread that waits here
             case sw.ReportLost(reason=reason):
@@ -223,6 +220,11 @@ class Switcher:
             self._feed(sw.Lost(reason=str(error)))
         self._rest()
 
+    @property
+    def leaving(self) -> bool:
+        """Whether this process was told to go."""
+        return self._state.leaving
+
     def missed(self, plan: int, vote: Vote) -> None:
         """A step of which the loop has not heard, though its update is made."""
         self.step = vote.step + 1
@@ -270,9 +272,7 @@ class Switcher:
                 return
             except queue.Empty:
                 if self._control.lost:
-                    raise self._stopped(
-                        f"the agent is gone while this rank {what}: nobody can tell it more"
-                    ) from None
+                    raise self._stopped(f"the agent is gone while it {what}: nobody tells it more") from None
                 if time.monotonic() - since >= _REMIND:
                     since = time.monotonic()
                     log.warning("%s %s for the coordinator's word, its state is safe", self._device, what)

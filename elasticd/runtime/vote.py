@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -19,11 +20,19 @@ from elasticd.records import Vote
 from elasticd.runtime.groups import Group
 
 #: A record's fields in their order: integers, but for sums of squares and loss and the count of targets.
-_RECORD = struct.Struct("<qqq??qdddQq")
+_RECORD = struct.Struct("<qqq??qdddQqb")
 
 
 class LedgerError(RuntimeError):
     """The samples that travelled through some rank are not those of the batch plan."""
+
+
+class Going(IntEnum):
+    """Whether a rank was told to go, and has a last checkpoint to make if all were."""
+
+    STAYS = 0
+    UNSAVED = 1
+    SAVED = 2
 
 
 class Record(NamedTuple):
@@ -31,7 +40,7 @@ class Record(NamedTuple):
     targets are of the samples whose loss it computed (zero elsewhere); `samples` hashes the ids that came with
     the tensors into its forward; `saving` is the word on its checkpoint (see machines.saving); `snapshot` says
     that one is due after this step, and that this rank can make it; `failed` is one more than the index of a
-    sample that this rank could not read, or 0."""
+    sample that this rank could not read, or 0; `going` says whether this process was told to go."""
 
     step: int
     prepared: int
@@ -44,6 +53,7 @@ class Record(NamedTuple):
     targets: float
     samples: int
     failed: int = 0
+    going: Going = Going.STAYS
 
     def pack(self) -> torch.Tensor:
         packed = torch.empty(_RECORD.size, dtype=torch.uint8)
@@ -60,7 +70,7 @@ class Outcome:
     """What the vote decided, the same on every rank: mean loss per target, gradient norm of the mean loss,
     target count, tokens, whether to apply the update, and of every rank the number that it had prepared, its
     word on checkpoints and its bit on snapshots. `failed`: the first rank that could not read a sample, and the
-    sample's index; nothing is applied then."""
+    sample's index; nothing is applied then. `last`: all were told to go, and what they hold is to be saved."""
 
     step: int
     loss: float
@@ -72,6 +82,7 @@ class Outcome:
     saving: tuple[int, ...]
     snapshot: tuple[bool, ...]
     failed: tuple[int, int] | None = None
+    last: bool = False
 
     @property
     def vote(self) -> Vote:
@@ -122,6 +133,7 @@ def fold(records: Sequence[Record], expected: Sequence[int]) -> Outcome:
         saving=tuple(record.saving for record in records),
         snapshot=tuple(record.snapshot for record in records),
         failed=failed,
+        last=all(record.going for record in records) and any(r.going == Going.UNSAVED for r in records),
     )
 
 

@@ -38,6 +38,8 @@ from elasticd_migration.transport import Transport
 
 #: zlib's fastest: the names of tensors repeat each other, anything packs them.
 _LEVEL = 1
+#: Bytes of a rank's schema that it tells at once, packed, rather than its digest first.
+_SHORT = 1 << 15
 
 
 class Corrupt(RuntimeError):
@@ -45,10 +47,11 @@ class Corrupt(RuntimeError):
 
 
 class _Section(msgspec.Struct, frozen=True, array_like=True):
-    """A part of a rank's schema by its digest, and its bytes."""
+    """A part of a rank's schema by its digest, and its bytes; packed: the part itself, of a short schema."""
 
     digest: bytes
     size: int
+    packed: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,38 +86,59 @@ def agree(transport: Transport, mine: Schema) -> Schema:
 
     Few bytes are gathered. A schema falls into sections; all gather the digests of theirs, then each section
     goes over the wire once, in as many parts as ranks have it, each part from one of them. A part is packed
-    after it was cut, since two machines may pack the same bytes differently.
+    after it was cut, since two machines may pack the same bytes differently. Short schemas go with their
+    digests: one gathering is sooner over than two.
     Raises `Disagreement`, on every rank or on none.
     """
     texts = {_digest(text): text for text in (section.to_json() for section in _sections(mine))}
-    told = [_Section(digest, len(text)) for digest, text in texts.items()]
+    short = sum(map(len, texts.values())) <= _SHORT
+    told = [
+        _Section(digest, len(text), zlib.compress(text, _LEVEL) if short else b"")
+        for digest, text in texts.items()
+    ]
     heard = [
         msgspec.msgpack.decode(row, type=list[_Section])
         for row in transport.all_gather(msgspec.msgpack.encode(told))
     ]
     having: dict[bytes, list[int]] = {}
-    sizes: dict[bytes, int] = {}
+    known: dict[bytes, _Section] = {}
     for rank, row in enumerate(heard):
         for section in row:
             having.setdefault(section.digest, []).append(rank)
-            sizes[section.digest] = section.size
-    parts = {
-        digest: zlib.compress(texts[digest][slice(*_span(sizes[digest], ranks, transport.rank))], _LEVEL)
-        for digest, ranks in having.items()
-        if digest in texts
-    }
-    rows = [
-        msgspec.msgpack.decode(row, type=dict[bytes, bytes])
-        for row in transport.all_gather(msgspec.msgpack.encode(parts))
-    ]
+            known.setdefault(section.digest, section)
+    packed = {digest: [section.packed] for digest, section in known.items()}
+    long = [section for section in known.values() if not section.packed]
+    if long:
+        packed |= _in_parts(transport, long, having, texts)
     schemas, members = [], []
     for digest, ranks in having.items():
-        text = b"".join(zlib.decompress(rows[rank][digest]) for rank in ranks)
+        text = b"".join(map(zlib.decompress, packed[digest]))
         if _digest(text) != digest:
             raise Disagreement(f"what {transport.members[ranks[0]]} says that it holds arrived damaged")
         schemas.append(Schema.from_json(text))
         members.append(transport.members[ranks[0]])
     return merge(schemas, members)
+
+
+def _in_parts(
+    transport: Transport,
+    sections: Sequence[_Section],
+    having: Mapping[bytes, Sequence[int]],
+    texts: Mapping[bytes, bytes],
+) -> dict[bytes, list[bytes]]:
+    """The packed parts of each section, in order, from all ranks together. `texts`: of those held here."""
+    parts = {
+        each.digest: zlib.compress(
+            texts[each.digest][slice(*_span(each.size, having[each.digest], transport.rank))], _LEVEL
+        )
+        for each in sections
+        if each.digest in texts
+    }
+    rows = [
+        msgspec.msgpack.decode(row, type=dict[bytes, bytes])
+        for row in transport.all_gather(msgspec.msgpack.encode(parts))
+    ]
+    return {each.digest: [rows[rank][each.digest] for rank in having[each.digest]] for each in sections}
 
 
 def migrate(

@@ -25,6 +25,9 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ProcessGroup, Work
 
+#: Bytes of a payload that go with its length in an all-gather's first collective, and of the length.
+_SHORT, _LENGTH = 4096, 8
+
 
 class Handle(Protocol):
     def wait(self) -> None:
@@ -146,20 +149,34 @@ class ProcessGroupTransport(_Endpoint):
         return _Received(self._group.recv([raw], self._peer(source), channel), raw)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
+        """Short payloads in one collective; of longer ones the rest follows, once all know how long it is."""
         if self.size == 1:
             return [payload]
-        lengths = self._gather(torch.tensor([len(payload)], dtype=torch.int64))
-        longest = max(int(length) for length in lengths)
-        padded = torch.zeros(max(1, longest), dtype=torch.uint8)
-        if payload:
-            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        gathered = self._gather(padded)
-        return [row[: int(length)].numpy().tobytes() for row, length in zip(gathered, lengths, strict=True)]
+        head = torch.zeros(_LENGTH + _SHORT, dtype=torch.uint8)
+        _fill(head, len(payload).to_bytes(_LENGTH, "little") + payload[:_SHORT])
+        heads = [row.numpy().tobytes() for row in self._gather(head)]
+        lengths = [int.from_bytes(row[:_LENGTH], "little") for row in heads]
+        rows = [row[_LENGTH : _LENGTH + length] for row, length in zip(heads, lengths, strict=True)]
+        if (longest := max(lengths)) <= _SHORT:
+            return rows
+        rest = torch.zeros(longest - _SHORT, dtype=torch.uint8)
+        _fill(rest, payload[_SHORT:])
+        rests = (row.numpy().tobytes() for row in self._gather(rest))
+        return [
+            row + more[: max(0, length - _SHORT)]
+            for row, more, length in zip(rows, rests, lengths, strict=True)
+        ]
 
     def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         out = [torch.empty_like(tensor) for _ in range(self.size)]
         self._wait(self._group.allgather([out], [tensor]))
         return out
+
+
+def _fill(tensor: torch.Tensor, payload: bytes) -> None:
+    """Bytes at the start of a tensor."""
+    if payload:
+        tensor[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
 class _Received:

@@ -56,6 +56,33 @@ def killed(cluster: Cluster, folder: Path, steps: int) -> int:
 
 
 @pytest.mark.slow
+def test_a_job_that_is_told_to_go_makes_a_last_checkpoint_and_goes_on_from_it(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    job = options(folder, checkpoint_every=1_000_000)
+    with Cluster({"a": 2, "b": 1}, plans=TWO_PIPELINES) as cluster:
+        cluster.run(SCRIPT, steps=100_000, job=job)
+        cluster.runs(1, steps=5)
+        for worker in cluster.workers.values():
+            worker.send_signal(signal.SIGTERM)
+        codes = cluster.wait(120)
+        assert set(codes.values()) == {1}
+        made = ledger(cluster)[-1]["step"] + 1
+        assert "all workers were told to go" in cluster.log("a/0"), cluster.log("a/0")[-2000:]
+    (last,) = scan(folder)
+    assert damages(last.path) == ()
+    assert 0 <= made - last.step <= 5, "what was trained while the leader's word was on its way"
+    steps = last.step + 6
+    losses, _ = train.reference(steps)
+    with Cluster({"a": 2}, plans=ONE_GROUP) as cluster:
+        cluster.run(SCRIPT, steps=steps, job=job)
+        codes = cluster.wait()
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-2000:] for device in codes}
+        lines = ledger(cluster)
+        assert [line["step"] for line in lines] == list(range(last.step, steps))
+        assert [line["loss"] for line in lines] == pytest.approx(losses[last.step :], abs=1e-10)
+
+
+@pytest.mark.slow
 def test_a_job_killed_whole_goes_on_under_another_layout_as_if_undisturbed(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with Cluster({"a": 2, "b": 1}, plans=TWO_PIPELINES) as cluster:

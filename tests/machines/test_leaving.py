@@ -14,9 +14,9 @@ from tests.machines.world import World
 WHY = "it was told to go, and the job goes on without it"
 
 
-def tell(world: World, *devices: str) -> None:
+def tell(world: World, *devices: str, saves: bool = False) -> None:
     for device in devices:
-        world.outcome(world.workers[device], Leaving(reason="SIGTERM"))
+        world.outcome(world.workers[device], Leaving(reason="SIGTERM", saves=saves))
 
 
 def members(world: World) -> set[str]:
@@ -116,6 +116,34 @@ def test_all_told_to_go_end_the_job_and_it_says_so() -> None:
     done = world.done()
     assert isinstance(done, DoneRecord)
     assert done.reason.startswith(f"all workers were told to go (SIGTERM), after step {world.steps}")
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_all_told_to_go_make_a_last_checkpoint_before_the_job_ends(crash: bool) -> None:
+    world = running()
+    everyone = sorted(members(world))
+    tell(world, *everyone, saves=True)
+    world.settle()
+    if crash:
+        world.new_leader()
+        world.settle()
+    tell(world, *everyone[1:])
+    world.settle()
+    assert world.phase is not Phase.STOPPED, "one has not said that it is made"
+    assert world.done() is None
+    tell(world, everyone[0])
+    world.settle()
+    assert world.phase is Phase.STOPPED
+
+
+def test_one_that_dies_before_the_last_checkpoint_is_made_ends_the_job_all_the_same() -> None:
+    world = running()
+    everyone = sorted(members(world))
+    tell(world, *everyone, saves=True)
+    world.settle()
+    world.kill(everyone[0])
+    world.settle()
+    assert world.phase is Phase.STOPPED
 
 
 def test_a_leader_that_just_came_does_not_take_the_first_few_for_all() -> None:

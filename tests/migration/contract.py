@@ -83,9 +83,9 @@ def many_large_messages_pass_both_ways_at_once(transport: Transport) -> None:
 
 
 def payloads_of_any_length_are_gathered_in_rank_order(transport: Transport) -> None:
-    for length in (0, 1, 1000):
-        found = transport.all_gather(bytes([transport.rank]) * (length * transport.rank))
-        assert found == [bytes([rank]) * (length * rank) for rank in range(transport.size)]
+    for length in (0, 1, 1000, 4095, 4096, 4097, 10_000):
+        wanted = [bytes((rank + i) % 251 for i in range(length * rank)) for rank in range(transport.size)]
+        assert transport.all_gather(wanted[transport.rank]) == wanted
 
 
 def bytes_are_counted_where_they_are_sent(transport: Transport) -> None:

@@ -27,10 +27,11 @@ class Counted:
     longest, as gloo's all-gather has it."""
 
     def __init__(self, end: MemoryTransport) -> None:
-        self._end, self.carried = end, 0
+        self._end, self.carried, self.gatherings = end, 0, 0
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         rows = self._end.all_gather(payload)
+        self.gatherings += 1
         self.carried += max(map(len, rows)) * (len(rows) - 1) + 8 * (len(rows) - 1)
         return rows
 
@@ -95,6 +96,15 @@ def test_eight_ranks_tell_2000_tensors_with_few_bytes(name: str) -> None:
     before = in_full(states)
     print(f"{name}: {before / 1e3:.0f} kB before, {carried / 1e3:.0f} kB now")
     assert carried * (40 if name == "all alike" else 5) < before
+
+
+@pytest.mark.parametrize(("states", "gatherings"), [([large(20)] * 3, 1), ([large(2000), large(20)], 2)])
+def test_short_schemas_are_told_in_one_gathering(states: list[LocalState], gatherings: int) -> None:
+    members = RANKS[: len(states)]
+    counted = [Counted(end) for end in MemoryTransport.connect(members)]
+    found = together(counted, lambda end: agree(end, states[end.rank].schema()))  # type: ignore[arg-type]
+    assert found == [merge([state.schema() for state in states], members)] * len(states)
+    assert [end.gatherings for end in counted] == [gatherings] * len(states)
 
 
 @settings(max_examples=30, deadline=None)

@@ -4,23 +4,26 @@ One rule for both: no plan takes them up, and one that uses them is replaced as 
 What is theirs moves off while training goes on, for they are sources of that switch as any member is. A node
 that is drained waits for it however long that takes. A worker that was told to go (SIGTERM, a spot notice) has
 a deadline that nobody here knows: it ends by itself once the plan without it is recorded; one that ends earlier
-is a loss like any other.
+is a loss like any other. If all are told, the members of the plan make a last checkpoint, and the job stops.
 """
 
 from __future__ import annotations
 
 from elasticd.machines.job.ending import stop
 from elasticd.machines.job.fence import FALLIBLE
-from elasticd.machines.job.state import Phase, Worker
+from elasticd.machines.job.state import JobState, Phase, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Leaving
 
 
 def told(turn: Turn, worker: Worker, body: Leaving) -> None:
     """A worker was told to go. A plan that only was to take it up is given up."""
-    if worker.leaving or worker.left:
+    if worker.left:
         return
-    turn.worker(worker, leaving=body.reason)
+    before = worker.leaving
+    turn.worker(worker, leaving=body.reason, saves=body.saves)
+    if before:
+        return
     turn.set(remedy=None, decided=None)
     text = f"worker {worker.device} is told to go ({body.reason}): the next plan leaves it"
     turn.note("leaving", text, device=worker.device, reason=body.reason)
@@ -33,14 +36,22 @@ def told(turn: Turn, worker: Worker, body: Leaving) -> None:
 
 
 def all_told(turn: Turn) -> None:
-    """Every worker is told to go, as when one torchrun that has them all is: nobody is left to go on."""
+    """Every worker is told to go, as when one torchrun that has them all is: nobody is left to go on. Those
+    that train, and so can, make a last checkpoint before; whose grace is over first is lost, and ends that."""
     job = turn.job
     if job.phase not in FALLIBLE or job.settle_until is not None or not job.workers or not job.all_reported:
         return
     there = [worker for worker in job.workers.values() if not worker.left]
-    if there and all(worker.leaving for worker in there):
+    if there and all(worker.leaving for worker in there) and not _saving(job):
         reasons = ", ".join(dict.fromkeys(worker.leaving for worker in there))
         stop(turn, f"all workers were told to go ({reasons}), after step {job.progress.step}")
+
+
+def _saving(job: JobState) -> bool:
+    """Whether members that train have a last checkpoint to make."""
+    if job.plan is None or job.fence is not None:
+        return False
+    return any(job.workers[device].saves for device in job.plan.members if device in job.workers)
 
 
 def to_leave(turn: Turn) -> tuple[str, ...]:

@@ -159,8 +159,8 @@ class Worker(Value, frozen=True, kw_only=True):
     took its leave: since when, and why. `orphan`: its node's agent was started again, and it has not come back
     to that one yet. `bereft_at`: since when it stands still, having lost the others; `standing` what it said
     after a fence. `checkpoints` are the names of those that it sees, the newest first. `leaving`:
-    it was told to go, and by what. `probe_by`: until when its device's first probe is waited for (None: no
-    more).
+    it was told to go, and by what; `saves` while it has a last checkpoint to make should all go. `probe_by`:
+    until when its device's first probe is waited for (None: no more).
     """
 
     device: str
@@ -179,6 +179,7 @@ class Worker(Value, frozen=True, kw_only=True):
     standing: Standing | None = None
     checkpoints: tuple[str, ...] = ()
     leaving: str = ""
+    saves: bool = False
     probe_by: float | None = None
 
     @property
