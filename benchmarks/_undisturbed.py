@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from elasticd_planner.batch import Sampler
@@ -18,22 +17,20 @@ class Undisturbed:
     def __init__(self) -> None:
         self.sampler = Sampler(size=len(train.Text()), global_batch=train.BATCH, seed=train.SEED)
         self._lines: list[Line] = []
-        self._training = self._train()
+        self._plain: train.Plain | None = None
 
     def lines(self, steps: int) -> Sequence[Line]:
         """The first steps, by index."""
-        while len(self._lines) < steps:
-            self._lines.append(next(self._training))
+        if self._plain is None:
+            torch.set_num_threads(1)
+            self._plain = train.Plain()
+        for step in range(len(self._lines), steps):
+            samples = self.samples(step)
+            self._lines.append(Line(step=step, loss=self._plain.step(samples), samples=samples))
         return self._lines[:steps]
 
     def samples(self, step: int) -> tuple[int, ...]:
         return tuple(self.sampler.samples(step))
-
-    def _train(self) -> Iterator[Line]:
-        torch.set_num_threads(1)
-        batches = map(self.sampler.samples, itertools.count())
-        for step, (_, loss) in enumerate(train.plain(batches)):
-            yield Line(step=step, loss=loss, samples=self.samples(step))
 
 
 #: One for all parts: their jobs are alike.

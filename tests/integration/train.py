@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -146,32 +146,35 @@ def main() -> None:
         torch.save(weights, out / f"weights-{job.device.replace('/', ':')}")
 
 
-def plain(batches: Iterable[Sequence[int]]) -> Iterator[tuple[Decoder, float]]:
-    """The same in one process of plain torch, on these samples: the model after each step, and the loss."""
-    model = Decoder(CONFIG)
-    first = model.describe().first_value
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(first(name, Box.whole(parameter.shape), SEED))
-    update = optimizer(model.named_parameters())
-    rates = scheduler(update)
-    for samples in batches:
+class Plain:
+    """The same in one process of plain torch, on whatever samples."""
+
+    def __init__(self) -> None:
+        self.model = Decoder(CONFIG)
+        first = self.model.describe().first_value
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(first(name, Box.whole(parameter.shape), SEED))
+        self._update = optimizer(self.model.named_parameters())
+        self._rates = scheduler(self._update)
+
+    def step(self, samples: Iterable[int]) -> float:
+        """Trains one step on these; its loss."""
         batch = pad([Text()[i] for i in samples])
-        total, count = next_token_loss(model(batch), batch)
-        update.zero_grad()
+        total, count = next_token_loss(self.model(batch), batch)
+        self._update.zero_grad()
         (total / count).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        update.step()
-        rates.step()
-        yield model, float(total.detach()) / count
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self._update.step()
+        self._rates.step()
+        return float(total.detach()) / count
 
 
 def reference(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The loss of every step, and the final weights."""
-    sampler = Sampler(size=len(Text()), global_batch=BATCH, seed=SEED)
-    made = list(plain(sampler.samples(step) for step in range(steps)))
-    weights = {name: parameter.detach() for name, parameter in made[-1][0].named_parameters()}
-    return [loss for _, loss in made], weights
+    """By plain torch: the loss of every step, and the final weights."""
+    plain, sampler = Plain(), Sampler(size=len(Text()), global_batch=BATCH, seed=SEED)
+    losses = [plain.step(sampler.samples(step)) for step in range(steps)]
+    return losses, {name: parameter.detach() for name, parameter in plain.model.named_parameters()}
 
 
 if __name__ == "__main__":

@@ -161,21 +161,22 @@ def between(job: elasticd.Job, out: Path, step: int) -> None:
 
 def in_order(steps: int) -> list[float]:
     """The losses of one process of plain torch on the samples one after the other."""
-    batches = (range(step * train.BATCH, (step + 1) * train.BATCH) for step in range(steps))
-    return [loss for _, loss in train.plain(batches)]
+    plain = train.Plain()
+    return [plain.step(range(step * train.BATCH, (step + 1) * train.BATCH)) for step in range(steps)]
 
 
 def reference(steps: int) -> dict[tuple[int, str], float]:
     """The evaluations of one process of plain torch, by step and weights."""
     sampler = Sampler(size=len(Text()), global_batch=train.BATCH, seed=train.SEED)
     held = pad([Held()[i] for i in range(len(Held()))])
-    mean, found = Decoder(train.CONFIG), {}
-    for step, (model, _) in enumerate(train.plain(sampler.samples(step) for step in range(steps))):
+    plain, mean, found = train.Plain(), Decoder(train.CONFIG), {}
+    for step in range(steps):
+        plain.step(sampler.samples(step))
         with torch.no_grad():
-            for kept, parameter in zip(mean.parameters(), model.parameters(), strict=True):
+            for kept, parameter in zip(mean.parameters(), plain.model.parameters(), strict=True):
                 kept.copy_(parameter if step == 0 else DECAY * kept + (1 - DECAY) * parameter)
             if (step + 1) % EVERY == 0:
-                for weights, each in (("value", model), ("average", mean)):
+                for weights, each in (("value", plain.model), ("average", mean)):
                     loss, targets = next_token_loss(each(held), held)
                     found[step + 1, weights] = float(loss) / targets
     return found
