@@ -24,10 +24,12 @@ from elasticd.checkpoints.sums import Damaged, FileSums
 MANIFEST = "manifest.json"
 #: torch.distributed.checkpoint's index of the same files.
 METADATA = ".metadata"
-#: The plane of a parameter's value and of a buffer, and the roles that have it.
-VALUE = "value"
+#: The plane of a parameter's value and of a buffer, and the roles that have it; that of its master weights.
+VALUE, MASTER = "value", "master"
 VALUES: tuple[Role, ...] = ("value", "buffer")
 VERSION = 1
+#: Types between which what is not trained is rounded, where a model is trained on in another.
+_FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -220,8 +222,9 @@ def _check_whole(name: str, entry: TensorEntry) -> None:
             raise ValueError(f"{name}: of {plane.name} {written} elements were written and not {whole}")
 
 
-def differences(manifest: Manifest, spec: ModelSpec) -> str:
-    """Why what was saved is not the state of this model, or nothing."""
+def differences(manifest: Manifest, spec: ModelSpec, master: str | None = None) -> str:
+    """Why what was saved is not the state of this model, whose master weights, if any, are of type `master`; or
+    nothing. The type that is computed in may be another: what is trained is what was stepped on."""
     saved = {name: entry for role in VALUES for name, entry in manifest.tensors.get(role, {}).items()}
     model = {
         f"{section}.{parameter.name}": parameter
@@ -239,10 +242,23 @@ def differences(manifest: Manifest, spec: ModelSpec) -> str:
         )
     for name, parameter in model.items():
         value = saved[name].plane(VALUE)
-        have = saved[name].shape, value.dtype if value is not None else "nothing"
-        if have != (parameter.shape, parameter.dtype):
+        have = value.dtype if value is not None else "nothing"
+        same = have == parameter.dtype
+        if not same and parameter.kind == "trained":
+            have, same = _stepped_on(manifest, name, have, master or parameter.dtype)
+        elif not same:
+            same = {have, parameter.dtype} <= _FLOATING
+        if not same or saved[name].shape != parameter.shape:
             return (
-                f"{name} is {have[0]} {have[1]} in the checkpoint and {parameter.shape} {parameter.dtype} "
-                "in the model"
+                f"{name} is {saved[name].shape} {have} in the checkpoint and {parameter.shape} "
+                f"{parameter.dtype if master is None else master} in the model"
             )
     return ""
+
+
+def _stepped_on(manifest: Manifest, name: str, value: str, wanted: str) -> tuple[str, bool]:
+    """The type of what an optimizer stepped on, and whether it is the one that is wanted."""
+    entry = manifest.tensors.get("state", {}).get(name)
+    master = entry.plane(MASTER) if entry is not None else None
+    found = master.dtype if master is not None else value
+    return found, found == wanted

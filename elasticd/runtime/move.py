@@ -24,7 +24,7 @@ from elasticd_planner.rules import ModelSpec
 from elasticd.records import Proposal, Recovery
 from elasticd.runtime.engine import Engine, first_state, make_engine
 from elasticd.runtime.groups import Fabric, Group
-from elasticd.runtime.loading import NoCheckpoint, clear, start_from
+from elasticd.runtime.loading import NoCheckpoint, Types, clear, start_from
 from elasticd.runtime.recipe import Recipe
 from elasticd.runtime.stage import Pace
 from elasticd.runtime.standing_in import stood_in
@@ -149,8 +149,8 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
     if prepared.old is None:
         assert new is not None
         if prepared.checkpoints and recipe.checkpoints is not None:
-            held, place = prepared.new.held(group.me), torch.device("cpu")
-            found = start_from(recipe.checkpoints, prepared.checkpoints, held, group, place)
+            types = Types(layouts=prepared.new, master=recipe.master)
+            found = start_from(recipe.checkpoints, prepared.checkpoints, types, group, torch.device("cpu"))
             new.adopt(found.state)
             return Side(step=found.step, checkpoint=found.name, began=began)
         if recovery is not None:

@@ -19,15 +19,16 @@ from elasticd_planner.plan import Plan, StatePolicy
 
 from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import look
+from elasticd.checkpoints.manifest import Manifest, differences
 from elasticd.records import JobSpec
 from elasticd.runtime.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.loading import load
+from elasticd.runtime.loading import Types, load
 from elasticd.runtime.precision import LossScale, LossScaler, Precision, lowered, precision_of
 from tests.checkpoints.support import task_of, write
 from tests.migration.ranks import copy_of
 from tests.migration.ranks import together as at_once
 from tests.models.layouts import BATCH, SEED
-from tests.models.precise import Course, alone, apart, engine_of, under, whole_planes
+from tests.models.precise import Course, alone, apart, engine_of, together, under, whole_planes
 from tests.models.test_matrix import NEAR, PLAIN, PRECISIONS, course
 
 BEFORE = PLAIN["tp3 uneven beside a pipeline"]
@@ -109,31 +110,72 @@ def test_a_switch_keeps_every_bit_of_master_weights_moments_and_scale(name: str)
         assert all('"scale",{"float":"0x1.0000000000000p+6"}' in s.extras["scaler"] for s in states.values())
 
 
-@pytest.mark.parametrize("name", HALVES)
-def test_a_checkpoint_is_gone_on_from_under_another_layout_to_the_bit(name: str, tmp_path: Path) -> None:
-    made = course_in(HALVES[name])
-    layouts, numbers = layouts_of(made, BEFORE), made.precision.numbers if made.precision else None
-    spec = JobSpec(
+def spec_of(made: Course) -> JobSpec:
+    return JobSpec(
         job="job",
-        model=layouts.spec,
+        model=layouts_of(made, BEFORE).spec,
         global_batch=BATCH,
         micro_batch=1,
         samples=64,
         sample_tokens=9.0,
         seed=SEED,
-        numbers=numbers,
+        numbers=made.precision.numbers if made.precision else None,
     )
+
+
+def saved(made: Course, folder: Path) -> tuple[States, Path, Manifest]:
+    """The checkpoint of two steps."""
     _, states = trained(made, BEFORE, 0, 2)
-    tasks = [task_of(tmp_path, layouts, device, 2, states[device], spec) for device in BEFORE.members]
-    path = write(tmp_path, tasks, LocalDisk())
+    layouts, spec = layouts_of(made, BEFORE), spec_of(made)
+    tasks = [task_of(folder, layouts, device, 2, states[device], spec) for device in BEFORE.members]
+    path = write(folder, tasks, LocalDisk())
     manifest = look(path).manifest
     assert manifest is not None
+    return states, path, manifest
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_a_checkpoint_is_gone_on_from_under_another_layout_to_the_bit(name: str, tmp_path: Path) -> None:
+    made = course_in(HALVES[name])
+    states, path, manifest = saved(made, tmp_path)
     held = {device: layouts_of(made, AFTER).held(device) for device in AFTER.members}
     loaded = {device: load(path, manifest, held[device], torch.device("cpu")) for device in AFTER.members}
     assert_same(made, BEFORE, states, AFTER, loaded)
     again, _ = trained(made, AFTER, 2, 3, loaded)
     switched, _ = trained(made, AFTER, 2, 3, moved(made, BEFORE, AFTER, states))
     assert again == switched
+
+
+TYPES = {"fp32": None, **HALVES, "fp64": Precision(compute=torch.float64, master=torch.float64)}
+
+
+@pytest.mark.parametrize("after", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("before", ["fp32", "bf16", "fp16"])
+def test_a_checkpoint_is_gone_on_from_in_another_precision(before: str, after: str, tmp_path: Path) -> None:
+    """With what the optimizer stepped on, to the bit, and its moments; computed with is that, rounded."""
+    was, now = course_in(TYPES[before]), course_in(TYPES[after])
+    states, path, manifest = saved(was, tmp_path)
+    spec = spec_of(now)
+    assert not differences(manifest, spec.model, spec.numbers.master if spec.numbers else None)
+    layouts, cpu = layouts_of(now, AFTER), torch.device("cpu")
+    types = Types(layouts=layouts, master=now.recipe().master)
+    there = {each: load(path, manifest, layouts.held(each), cpu, types) for each in AFTER.members}
+    stepped = together(layouts_of(was, BEFORE), states)
+    assert together(layouts, there).keys() == stepped.keys()
+    for name, weight in together(layouts, there).items():
+        assert torch.equal(weight, stepped[name]), name
+    for plane in ("exp_avg", "exp_avg_sq"):
+        one, two = whole_planes(layouts_of(was, BEFORE), states, plane), whole_planes(layouts, there, plane)
+        assert all(torch.equal(one[name], two[name]) for name in one), plane
+    losses, _ = trained(now, AFTER, 2, 4, there)
+    assert losses == pytest.approx(alone(now).losses[2:], rel=2e-2), "as if it had been so all the time"
+
+
+def test_a_checkpoint_of_what_was_stepped_on_in_another_type_is_refused(tmp_path: Path) -> None:
+    _, _, manifest = saved(course_in(None), tmp_path)
+    spec = spec_of(course_in(TYPES["fp64"]))
+    assert "float32 in the checkpoint and" in differences(manifest, spec.model)
+    assert "float64" in differences(manifest, spec.model)
 
 
 def test_an_overflow_is_skipped_by_all_ranks_as_by_torchs_scaler() -> None:
