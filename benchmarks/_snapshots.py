@@ -18,8 +18,8 @@ from typing import Any
 from _results import Row, row
 
 from elasticd.demo.cluster import Cluster
-from elasticd.demo.processes import Processes
 from elasticd.demo.scenario import DemoError
+from elasticd.processes import Processes
 
 HERE = Path(__file__).resolve().parent
 #: Of which the first ten are not counted.

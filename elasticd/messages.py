@@ -151,8 +151,7 @@ class Finished(Message, frozen=True, kw_only=True):
 
 
 class Leaving(Message, frozen=True, kw_only=True):
-    """This process was told to go, and by what; it stays a source until a plan without it is recorded. `saves`:
-    were all told, it would make a last checkpoint first; said again without, once that is done."""
+    """This process was told to go, and by what. `saves`: it has a last checkpoint to make should all go."""
 
     reason: str
     saves: bool = False
@@ -178,8 +177,7 @@ class StoreCall(Message, frozen=True, kw_only=True):
 
 
 class Join(Message, frozen=True, kw_only=True):
-    """A torchrun asks to take part in a job. `slot`: the index of the one device that it is for; without, it
-    is for all of its node's."""
+    """A torchrun asks to take part in a job. `slot`: the index of its one device (None: all of its node's)."""
 
     job: str
     min_nodes: int

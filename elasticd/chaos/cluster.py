@@ -14,8 +14,7 @@ from elasticd_planner.value import Value
 
 from elasticd.chaos.verbs import Chaos
 from elasticd.cli.reach import Api, CannotReach, JobStatus
-from elasticd.demo.processes import Child, Processes
-from elasticd.demo.scenario import DemoError
+from elasticd.processes import Child, ProcessError, Processes
 from elasticd.records import Keys
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.leader import Leader
@@ -199,7 +198,7 @@ class Cluster:
 
     def until(self, condition: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
         """The first value of `condition` that is true; a coordinator that is not there is waited for. Raises
-        DemoError after `seconds`."""
+        ProcessError after `seconds`."""
         deadline = time.monotonic() + seconds
         said = ""
         while time.monotonic() < deadline:
@@ -210,7 +209,7 @@ class Cluster:
             except CannotReach as error:
                 said = f": {error}"
             self._processes.pause(_LOOK)
-        raise DemoError(f"{what} did not happen within {seconds:g} s{said}")
+        raise ProcessError(f"{what} did not happen within {seconds:g} s{said}")
 
     # -- processes ---------------------------------------------------------------------------------------------
 

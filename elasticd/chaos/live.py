@@ -16,8 +16,8 @@ from elasticd_planner.value import refuse
 from elasticd.chaos.cluster import JOB, PATIENCE, Cluster
 from elasticd.chaos.fault import Fault
 from elasticd.cli.reach import CannotReach, JobStatus
-from elasticd.demo.scenario import DemoError
 from elasticd.machines.job.holdings import lost_boxes
+from elasticd.processes import ProcessError
 from elasticd.records import Fence, JobSpec, decode
 
 #: What a real cluster can be done; a partition needs its network. A shift needs a dataset that allows it.
@@ -90,7 +90,7 @@ class Live:
         self._killed: dict[str, str] = {}
 
     def play(self, script: Iterable[Fault]) -> Played:
-        """All of it, by step. Raises StandsStill, and DemoError where a launcher ended before the job."""
+        """All of it, by step. Raises StandsStill, and ProcessError where a launcher ended before the job."""
         faults = list(script)
         for fault in faults:
             if fault.step is None or fault.kind not in KINDS or (fault.kind == "kill" and fault.node):
@@ -109,7 +109,7 @@ class Live:
             self._thaw()
             self._steps.look()
             if not self._cluster.launchers_live():
-                raise DemoError("a launcher ended before the last fault")
+                raise ProcessError("a launcher ended before the last fault")
             if deadline is not None and time.monotonic() > deadline:
                 return False
             if time.monotonic() - self._steps.moved > self._still:

@@ -28,8 +28,7 @@ from elasticd.chaos.drawn import WEIGHTS, Soaking, draw
 from elasticd.chaos.faults import Faults
 from elasticd.chaos.history import History, JobHistory
 from elasticd.chaos.live import Live, Played, StandsStill, Steps
-from elasticd.demo.processes import Processes
-from elasticd.demo.scenario import DemoError
+from elasticd.processes import ProcessError, Processes
 from elasticd.store.protocol import WatchEvent
 
 #: Steps after the last fault, in which all is to come to rest; and for each fault some more, because those that
@@ -73,8 +72,8 @@ class Report(Value, frozen=True, kw_only=True):
 
 
 def soak(script: Faults, shape: Shape, folder: Path, seed: int, still: float) -> Report:
-    """Runs the job under the script and checks it; `folder` keeps logs and ledgers. Raises DemoError where the
-    cluster does not come up."""
+    """Runs the job under the script and checks it; `folder` keeps logs and ledgers. Raises ProcessError where
+    the cluster does not come up."""
     began = time.monotonic()
     training = Path(__file__).resolve().parents[1] / "runtime" / "soaking.py"
     steps = max(fault.step or 0 for fault in script) + REST_STEPS + HELD_STEPS * len(list(script))
@@ -95,7 +94,7 @@ def soak(script: Faults, shape: Shape, folder: Path, seed: int, still: float) ->
             print("all faults are done; the job is to end by itself", flush=True)
             codes = cluster.end_codes(10 * still)
             wrong += [f"{name} ended with {code}" for name, code in codes.items() if code]
-        except (StandsStill, DemoError) as error:
+        except (StandsStill, ProcessError) as error:
             wrong.append(f"after {len(live.played.happened)} faults: {error}")
             _keep_status(cluster, folder)
         seen = list(cluster.seen)

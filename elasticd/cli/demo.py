@@ -23,10 +23,10 @@ def demo(out: str, steps: int | None) -> None:
     import msgspec
 
     from elasticd.cli.reach import CannotReach
-    from elasticd.demo.processes import Interrupted
     from elasticd.demo.run import Folders, run
     from elasticd.demo.scenario import DemoError, Scenario
     from elasticd.demo.show import show
+    from elasticd.processes import Interrupted, ProcessError
 
     console = Console(highlight=False)
     scenario = Scenario() if steps is None else Scenario(steps=steps)
@@ -36,7 +36,7 @@ def demo(out: str, steps: int | None) -> None:
     except Interrupted:
         console.print("interrupted: every process that the demo started was ended")
         sys.exit(INTERRUPTED)
-    except (CannotReach, DemoError) as error:
+    except (CannotReach, DemoError, ProcessError) as error:
         raise click.ClickException(f"{error}\nlogs: {folders.logs}") from None
     (folders.out / "record.json").write_bytes(msgspec.json.encode(record))
     sys.exit(show(record, folders.out, console))

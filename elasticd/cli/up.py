@@ -11,9 +11,8 @@ import click
 from elasticd.cli.options import config_option
 from elasticd.cli.reach import CannotReach, leader_url
 from elasticd.config import CONFIG_VARIABLE, Config, load
-from elasticd.demo.processes import Child, Interrupted, Processes
-from elasticd.demo.scenario import DemoError
 from elasticd.packets import default_path
+from elasticd.processes import Child, Interrupted, ProcessError, Processes
 from elasticd.remembered import default_folder
 from elasticd.store.server import EtcdServer, EtcdServerError
 
@@ -49,7 +48,7 @@ def up(config: str | None, devices: int | None, memory: str | None, folder: str 
                 processes.pause(_LOOK)
     except Interrupted:
         click.echo("ended")
-    except (DemoError, EtcdServerError) as error:
+    except (ProcessError, EtcdServerError) as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(

@@ -9,8 +9,8 @@ from types import TracebackType
 
 from elasticd.cli.reach import Api, CannotReach, leader_url
 from elasticd.config import Config, load
-from elasticd.demo.processes import Child, Processes
 from elasticd.demo.scenario import JOB, DemoError, Scenario, training_script
+from elasticd.processes import Child, Processes
 from elasticd.store.server import EtcdServer, EtcdServerError
 
 START_SECONDS = 60.0

@@ -13,11 +13,11 @@ from elasticd.cli.reach import JobStatus
 from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
 from elasticd.demo import story
 from elasticd.demo.cluster import LEDGER, PLAIN_LEDGER, Cluster
-from elasticd.demo.processes import Child, Processes
 from elasticd.demo.progress import Progress
 from elasticd.demo.record import Record, read_ledger
 from elasticd.demo.scenario import JOB, DemoError, Scenario, check_installed
 from elasticd.demo.story import Action, Phase, Seen, Story
+from elasticd.processes import Child, Processes
 
 #: Seconds between two looks at the coordinator.
 _LOOK = 0.2

@@ -1,4 +1,4 @@
-"""The demo's processes: each is started to die with us, and all are ended in order, whatever happens.
+"""Programs that a command runs for a while: each is started to die with us, all are ended, whatever happens.
 
 1. Every child asks the kernel for SIGTERM when we end (PR_SET_PDEATHSIG), so that even our SIGKILL ends the
    tree: torchrun passes it on to its workers.
@@ -23,7 +23,6 @@ from typing import TypeVar
 
 import psutil
 
-from elasticd.demo.scenario import DemoError
 from elasticd.offspring import ending_with_us
 
 _SET_CHILD_SUBREAPER = 36
@@ -31,6 +30,10 @@ _SET_CHILD_SUBREAPER = 36
 GRACE = 5.0
 _POLL = 0.05
 T = TypeVar("T")
+
+
+class ProcessError(Exception):
+    """A process ended, or did not do what was waited for; the message has the end of its output."""
 
 
 class Interrupted(Exception):
@@ -57,7 +60,7 @@ class Child:
 
 
 class Processes:
-    """Starts and ends the demo's processes. Used as a context manager, from the main thread: a death signal
+    """Starts and ends them. Used as a context manager, from the main thread: a death signal
     comes when the thread that started a child ends."""
 
     def __init__(self, logs: Path) -> None:
@@ -68,7 +71,7 @@ class Processes:
 
     def __enter__(self) -> Processes:
         if ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-            raise DemoError(f"prctl: {os.strerror(ctypes.get_errno())}")
+            raise ProcessError(f"prctl: {os.strerror(ctypes.get_errno())}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,7 +121,7 @@ class Processes:
         self, condition: Callable[[], T | None], what: str, seconds: float, *, needs: Sequence[Child]
     ) -> T:
         """The first value of `condition` that is neither None nor False; `needs` must go on meanwhile. Raises
-        DemoError after `seconds`, or when one of them ends."""
+        ProcessError after `seconds`, or when one of them ends."""
         deadline = time.monotonic() + seconds
         while True:
             value = condition()
@@ -128,16 +131,16 @@ class Processes:
                 self.alive(child)
             if time.monotonic() > deadline:
                 said = "".join(f"\n{child.name}: {child.said()}" for child in needs)
-                raise DemoError(f"{what} did not happen within {seconds:g} s{said}")
+                raise ProcessError(f"{what} did not happen within {seconds:g} s{said}")
             self.pause()
 
     def alive(self, child: Child) -> None:
-        """Raises DemoError where it has ended."""
+        """Raises ProcessError where it has ended."""
         if child.code is not None:
-            raise DemoError(f"{child.name} ended with {child.code}:\n{child.said()}")
+            raise ProcessError(f"{child.name} ended with {child.code}:\n{child.said()}")
 
     def wait(self, child: Child, seconds: float) -> int:
-        """Its exit code. Raises DemoError when it takes too long."""
+        """Its exit code. Raises ProcessError when it takes too long."""
         return self.until(lambda: child.code, f"the end of {child.name}", seconds, needs=())
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The demo's processes end on every path: by themselves in order, after Ctrl-C, and when the demo is killed."""
+"""Processes of a command end on every path: by themselves in order, after Ctrl-C, and when it is killed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticd.demo.processes import Processes
-from elasticd.demo.scenario import DemoError
+from elasticd.processes import ProcessError, Processes
 
 DEADLINE = 20.0
 
@@ -35,10 +34,10 @@ if not orphan:
     time.sleep(600)
 """
 
-DEMO = """
+COMMAND = """
 import sys
 from pathlib import Path
-from elasticd.demo import processes as p
+from elasticd import processes as p
 p.GRACE = 0.5
 folder = Path(sys.argv[1])
 tree = (sys.executable, str(folder / "tree.py"))
@@ -66,10 +65,12 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def demo(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
-    """A small demo once all of its children run, and those children."""
+def command(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], list[psutil.Process]]]:
+    """A small command once all of its children run, and those children."""
     (folder / "tree.py").write_text(TREE)
-    process = subprocess.Popen([sys.executable, "-c", DEMO, str(folder), *arguments], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(folder), *arguments], stderr=subprocess.DEVNULL
+    )
     tree: list[psutil.Process] = []
 
     def ready() -> bool:
@@ -104,10 +105,10 @@ def assert_gone(tree: list[psutil.Process]) -> None:
         (signal.SIGINT, ["orphan", "deaf"]),
     ],
 )
-def test_interrupted_demo_ends_all_of_its_processes(
+def test_interrupted_command_ends_all_of_its_processes(
     number: signal.Signals, second: list[str], tmp_path: Path
 ) -> None:
-    with demo(tmp_path, "wait", *second) as (process, tree):
+    with command(tmp_path, "wait", *second) as (process, tree):
         process.send_signal(number)
         process.send_signal(number)  # an impatient user harms nothing
         assert process.wait(DEADLINE) == 130
@@ -115,14 +116,14 @@ def test_interrupted_demo_ends_all_of_its_processes(
 
 
 @pytest.mark.parametrize(("how", "code"), [("end", 0), ("error", 1)])
-def test_demo_that_ends_by_itself_ends_its_processes(how: str, code: int, tmp_path: Path) -> None:
-    with demo(tmp_path, how, "orphan") as (process, tree):
+def test_one_that_ends_by_itself_ends_its_processes(how: str, code: int, tmp_path: Path) -> None:
+    with command(tmp_path, how, "orphan") as (process, tree):
         assert process.wait(DEADLINE) == code
         assert_gone(tree)
 
 
-def test_killed_demo_takes_its_processes_along(tmp_path: Path) -> None:
-    with demo(tmp_path, "wait") as (process, tree):
+def test_killed_one_takes_its_processes_along(tmp_path: Path) -> None:
+    with command(tmp_path, "wait") as (process, tree):
         process.kill()
         assert_gone(tree)
 
@@ -130,8 +131,8 @@ def test_killed_demo_takes_its_processes_along(tmp_path: Path) -> None:
 def test_wait_for_something_that_cannot_come_ends_with_what_was_said(tmp_path: Path) -> None:
     processes = Processes(tmp_path)
     child = processes.start("talker", (sys.executable, "-c", "print('why I ended'); raise SystemExit(3)"))
-    with pytest.raises(DemoError, match=r"talker ended with 3:\nwhy I ended"):
+    with pytest.raises(ProcessError, match=r"talker ended with 3:\nwhy I ended"):
         processes.until(lambda: None, "something", DEADLINE, needs=[child])
-    with pytest.raises(DemoError, match=r"something else did not happen within 0\.1 s"):
+    with pytest.raises(ProcessError, match=r"something else did not happen within 0\.1 s"):
         processes.until(lambda: None, "something else", 0.1, needs=())
     assert processes.wait(child, DEADLINE) == 3
