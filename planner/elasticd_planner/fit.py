@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -43,9 +43,7 @@ def fit(
     by_token = profile.collective_token_seconds
     fitted = msgspec.structs.replace(
         profile,
-        block=_section(profile.block, [_Spent.in_blocks(plan, m, rates) for m in ours]),
-        embed=_section(profile.embed, [_Spent.at_an_edge(plan, m, m.embed_seconds, rates) for m in ours]),
-        head=_section(profile.head, [_Spent.at_an_edge(plan, m, m.head_seconds, rates) for m in ours]),
+        **_sections(profile, plan, ours, rates),
         collective_seconds={**profile.collective_seconds, **collectives},
         recompute_factor=_recompute_factor(profile, plan, ours),
         collective_token_seconds={w: each for w, each in by_token.items() if w not in collectives},
@@ -64,16 +62,10 @@ def remeasured(
     steps: what is known of all else stays."""
     rates = rates or {}
     ours = [m for m in measurements if m.plan == plan.number and m.device in plan.places and m.block_work > 0]
-    return msgspec.structs.replace(
-        profile,
-        block=_section(profile.block, [_Spent.in_blocks(plan, m, rates) for m in ours]),
-        embed=_section(profile.embed, [_Spent.at_an_edge(plan, m, m.embed_seconds, rates) for m in ours]),
-        head=_section(profile.head, [_Spent.at_an_edge(plan, m, m.head_seconds, rates) for m in ours]),
-    )
+    return msgspec.structs.replace(profile, **_sections(profile, plan, ours, rates))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Spent:
+class _Spent(NamedTuple):
     """Seconds of a member of a group of `width` in `passes` of a section, and what for: tokens x share x rate,
     and passes x rate."""
 
@@ -82,34 +74,58 @@ class _Spent:
     work: float
     passes: float
 
-    @classmethod
-    def in_blocks(cls, plan: Plan, measured: Measurement, rates: Rates) -> _Spent:
-        place, rate = plan.places[measured.device], rate_of(rates, measured.device)
-        stage = plan.stage(place)
-        return cls(
-            seconds=measured.block_seconds,
-            width=len(stage.devices),
-            work=measured.block_work * rate,
-            passes=_micro_batches(plan, measured) * stage.layers * rate,
-        )
+
+class _Seat(NamedTuple):
+    """What is the same for a member in all steps of its plan: the width of its group, its part of an edge's
+    work, the layers and micro-batches that it computes in a step, how many times longer it takes."""
+
+    width: int
+    part: float
+    layers: int
+    micro_batches: int
+    rate: float
 
     @classmethod
-    def at_an_edge(cls, plan: Plan, measured: Measurement, seconds: float, rates: Rates) -> _Spent:
-        """Of a member of the first or last stage."""
-        place, rate = plan.places[measured.device], rate_of(rates, measured.device)
+    def of(cls, plan: Plan, device: str, rates: Rates) -> _Seat:
+        place = plan.places[device]
         stage = plan.stage(place)
         return cls(
-            seconds=seconds,
             width=len(stage.devices),
-            work=measured.tokens * stage.fraction(place.position) * rate,
-            passes=_micro_batches(plan, measured) * rate,
+            part=stage.fraction(place.position),
+            layers=stage.layers,
+            micro_batches=plan.modules[place.module].pipelines[place.pipeline].micro_batches,
+            rate=rate_of(rates, device),
         )
+
+    def in_blocks(self, measured: Measurement) -> _Spent:
+        work, passes = measured.block_work * self.rate, self.micro_batches * self.layers * self.rate
+        return _Spent(measured.block_seconds, self.width, work, passes)
+
+    def at_an_edge(self, seconds: float, tokens: int) -> _Spent:
+        """Of a member of the first or last stage."""
+        return _Spent(seconds, self.width, tokens * self.part * self.rate, self.micro_batches * self.rate)
+
+
+def _sections(
+    profile: ModelProfile, plan: Plan, measurements: Sequence[Measurement], rates: Rates
+) -> dict[str, SectionProfile]:
+    """The profile's sections as measured. A large job's leader asks for this between two messages: what is a
+    member's is looked up once, and who has no edge says nothing of it."""
+    seats = {device: _Seat.of(plan, device, rates) for device in {each.device for each in measurements}}
+    blocks = [seats[m.device].in_blocks(m) for m in measurements if m.block_seconds > 0]
+    first = [seats[m.device].at_an_edge(m.embed_seconds, m.tokens) for m in measurements if m.embed_seconds > 0]
+    last = [seats[m.device].at_an_edge(m.head_seconds, m.tokens) for m in measurements if m.head_seconds > 0]
+    return {
+        "block": _section(profile.block, blocks),
+        "embed": _section(profile.embed, first),
+        "head": _section(profile.head, last),
+    }
 
 
 def _section(section: SectionProfile, spent: Sequence[_Spent]) -> SectionProfile:
     """A section whose seconds, where any were measured, are those: what was known of their fixed part and of
     the widths keeps its proportions, and all of it is scaled by the median of measured over expected."""
-    known = [s for s in spent if s.seconds > 0 and s.work > 0]
+    known = [s for s in spent if s.work > 0]
     if not known:
         return section
     if not section.seconds > 0:
@@ -140,23 +156,23 @@ def _recompute_factor(profile: ModelProfile, plan: Plan, measurements: Sequence[
     return profile.recompute_factor
 
 
-def _micro_batches(plan: Plan, measured: Measurement) -> int:
-    place = plan.places[measured.device]
-    return plan.modules[place.module].pipelines[place.pipeline].micro_batches
-
-
 def _collectives(profile: ModelProfile, plan: Plan, measurements: Sequence[Measurement]) -> dict[int, float]:
     """Seconds of one all-reduce by width. Of a group's members the one that waited least counts: it came
     last, so that its time is the collective's own."""
+    counts = {
+        stage.devices: pipeline.micro_batches * _collectives_of(profile, stage)
+        for module in plan.modules
+        for pipeline in module.pipelines
+        for stage in pipeline.stages
+        if len(stage.devices) > 1
+    }
     least: dict[tuple[int, tuple[str, ...]], float] = {}
     for measured in measurements:
-        place = plan.places[measured.device]
-        stage = plan.stage(place)
-        pipeline = plan.modules[place.module].pipelines[place.pipeline]
-        count = pipeline.micro_batches * _collectives_of(profile, stage)
-        if len(stage.devices) > 1 and count and measured.tensor_seconds > 0:
-            key = (measured.step, stage.devices)
-            spent = measured.tensor_seconds / count
+        if not measured.tensor_seconds > 0:
+            continue
+        devices = plan.stage(plan.places[measured.device]).devices
+        if count := counts.get(devices, 0.0):
+            key, spent = (measured.step, devices), measured.tensor_seconds / count
             least[key] = min(spent, least.get(key, spent))
     by_width: dict[int, list[float]] = defaultdict(list)
     for (_, devices), seconds in least.items():
