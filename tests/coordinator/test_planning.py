@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -26,8 +27,14 @@ def problem() -> Problem:
     return Problem(cluster=Cluster(nodes=nodes), profile=profile, global_batch=8, micro_batch=1)
 
 
-def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "time.sleep(60)" in " ".join(child.cmdline())]
+def children(what: str = "time.sleep(60)") -> list[psutil.Process]:
+    """Of this process, those that live and have this in their command line."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE and what in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 async def until(reached: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -144,5 +151,4 @@ def test_child_ahead_that_cannot_be_started_fails_the_request_alone() -> None:
 
 def started() -> list[psutil.Process]:
     """Planners of this process that live."""
-    mine = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in mine if "elasticd_planner" in child.cmdline()]
+    return children("elasticd_planner")

@@ -66,7 +66,7 @@ def test_the_last_survivor_goes_on_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["preparing", "voting", "moving", "saying", "swapping"])
 def test_a_worker_killed_at_any_moment_of_a_switch_costs_one_device(moment: str) -> None:
-    steps = 40
+    steps = 90  # where others use the processors, the slow device is found late
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT, steps=steps, **{"b/0": {"die_at": moment}})
         cluster.runs(1, steps=12)
