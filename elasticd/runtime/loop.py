@@ -137,7 +137,7 @@ class Loop:
 
     def finish(self, engine: Engine, step: int) -> None:
         """After the last step, by all members of the plan: also of one that recovered from it."""
-        if self.saver is not None and step > 0 and not self.switcher.untouched:
+        if self.saver is not None and step > 0 and not self.switcher.loaded(step):
             self.saver.finish(step, engine.gather, engine.layouts, engine.state)
         engine.settle()
 

@@ -235,10 +235,9 @@ class Switcher:
         missed, self._missed = self._missed, []
         return missed
 
-    @property
-    def untouched(self) -> bool:
-        """Whether the state in force is that of a checkpoint still, on every member of the plan alike."""
-        return self._loaded == self.step
+    def loaded(self, step: int) -> bool:
+        """Whether the state after `step` updates is that of a checkpoint, on every member of the plan alike."""
+        return self._loaded == step
 
     @property
     def at_work(self) -> bool:

@@ -176,6 +176,17 @@ def test_what_all_ranks_find_damaged_only_by_reading_it_stops_the_job_with_its_n
         assert "its global_batch is 6, not 12" in cluster.log("a/0")
 
 
+@pytest.mark.slow
+def test_a_single_step_from_a_checkpoint_on_is_saved_and_none_is_not_saved_again(tmp_path: Path) -> None:
+    folder, found = tmp_path / "checkpoints", []
+    for steps in (5, 6, 6):
+        with Cluster({"a": 1}) as cluster:
+            cluster.run(SCRIPT, steps=steps, job=options(folder))
+            assert cluster.wait() == {"a/0": 0}
+        found.append([item.step for item in scan(folder)])
+    assert found == [[5, 4], [6, 5], [6, 5]]
+
+
 def torchrun(cluster: Cluster, workers: int, **options: Any) -> subprocess.Popen[bytes]:
     """The real torchrun of node a, in a process group of its own."""
     environment = dict(
