@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from elasticd.machines.job.effects import Configured
-from tests.machines.test_coordinator_faults import running
+from elasticd.machines.job.state import Phase
+from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
 
 
@@ -27,3 +28,23 @@ def test_a_running_job_is_planned_anew_when_its_stages_may_be_interleaved_and_no
     world.train(2)
     assert world.planning is not None
     assert world.planning.problem.freedom.interleave == 3
+
+
+def test_a_recovery_is_planned_without_and_the_job_anew_once_it_runs() -> None:
+    """The search for chunks takes longer, and survivors stand still meanwhile."""
+    world = running()
+    world.train(12)
+    allowed(world, 3)
+    world.train(2)
+    world.planner_waits = True
+    world.kill("beta/1")
+    while world.planning is None:
+        world.turn()
+    assert world.phase is Phase.RECOVERING
+    assert world.planning.problem.freedom.interleave == 1
+    world.planner_waits = False
+    while world.phase is not Phase.RUNNING or world.planning is None:
+        world.turn()
+    assert world.planning.problem.freedom.interleave == 3
+    world.settle()
+    assert recovered(world)

@@ -156,8 +156,7 @@ def _request(turn: Turn) -> None:
     devices = _devices(turn)
     if not devices:
         return
-    chunks = turn.settings.policy.interleave
-    basis = Basis(devices=devices, rates=_rates(turn, devices), profile=profile, interleave=chunks)
+    basis = _basis(turn, devices, profile)
     if job.asked is not None:
         if job.asked.basis == basis:
             return
@@ -186,13 +185,14 @@ def problem_now(turn: Turn) -> Problem | None:
     job, devices = turn.job, _devices(turn)
     if job.spec is None or job.profile is None or not devices:
         return None
-    basis = Basis(
-        devices=devices,
-        rates=_rates(turn, devices),
-        profile=job.profile,
-        interleave=turn.settings.policy.interleave,
-    )
-    return _problem(turn, basis, job.spec)
+    return _problem(turn, _basis(turn, devices, job.profile), job.spec)
+
+
+def _basis(turn: Turn, devices: tuple[Device, ...], profile: ModelProfile) -> Basis:
+    """Chunks make a search several times as long: not while survivors stand still. They are asked for again
+    once the job runs."""
+    chunks = 1 if turn.job.phase is Phase.RECOVERING else turn.settings.policy.interleave
+    return Basis(devices=devices, rates=_rates(turn, devices), profile=profile, interleave=chunks)
 
 
 def _problem(turn: Turn, basis: Basis, spec: JobSpec) -> Problem:
