@@ -60,7 +60,7 @@ class Child:
 
 
 class Processes:
-    """Starts and ends them. Used as a context manager, from the main thread: a death signal
+    """Starts and ends such programs. Used as a context manager, from the main thread: a death signal
     comes when the thread that started a child ends."""
 
     def __init__(self, logs: Path) -> None:

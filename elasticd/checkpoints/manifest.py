@@ -242,23 +242,18 @@ def differences(manifest: Manifest, spec: ModelSpec, master: str | None = None) 
         )
     for name, parameter in model.items():
         value = saved[name].plane(VALUE)
-        have = value.dtype if value is not None else "nothing"
-        same = have == parameter.dtype
-        if not same and parameter.kind == "trained":
-            have, same = _stepped_on(manifest, name, have, master or parameter.dtype)
-        elif not same:
-            same = {have, parameter.dtype} <= _FLOATING
+        have, want = value.dtype if value is not None else "nothing", parameter.dtype
+        if parameter.kind == "trained":
+            have, want = _stepped_on(manifest, name, have), master or want
+        same = have == want or (parameter.kind != "trained" and {have, want} <= _FLOATING)
         if not same or saved[name].shape != parameter.shape:
-            return (
-                f"{name} is {saved[name].shape} {have} in the checkpoint and {parameter.shape} "
-                f"{parameter.dtype if master is None else master} in the model"
-            )
+            was, now = saved[name].shape, parameter.shape
+            return f"{name} is {was} {have} in the checkpoint and {now} {want} in the model"
     return ""
 
 
-def _stepped_on(manifest: Manifest, name: str, value: str, wanted: str) -> tuple[str, bool]:
-    """The type of what an optimizer stepped on, and whether it is the one that is wanted."""
+def _stepped_on(manifest: Manifest, name: str, value: str) -> str:
+    """The type of what an optimizer stepped on: of the master weights, else of the values."""
     entry = manifest.tensors.get("state", {}).get(name)
     master = entry.plane(MASTER) if entry is not None else None
-    found = master.dtype if master is not None else value
-    return found, found == wanted
+    return master.dtype if master is not None else value

@@ -106,7 +106,7 @@ class Cluster:
             raise DemoError(f"elasticd chaos {' '.join(arguments)} failed:\n{child.said()}")
 
     def check(self) -> None:
-        """Raises DemoError when a daemon is gone."""
+        """Raises ProcessError when a daemon is gone."""
         for child in self.daemons:
             self._processes.alive(child)
 

@@ -79,7 +79,7 @@ class Folders(Value, frozen=True, kw_only=True):
 
 
 def run(scenario: Scenario, folders: Folders, console: Console) -> Record:
-    """The whole run. Raises DemoError where it fails, Interrupted where the user ends it."""
+    """The whole run. Raises DemoError or ProcessError where it fails, Interrupted where the user ends it."""
     check_installed()
     folders.prepare()
     processes = Processes(folders.logs)

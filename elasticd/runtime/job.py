@@ -80,7 +80,8 @@ class Job(Seat):
     callbacks: see `Callback`; they are told of plans, steps and evaluations on every rank. profile: a file of
     `elasticd profile` for this model, for a first plan from measured seconds, not guesses. grace: seconds from
     SIGTERM until this process ends, whatever it is at. Meanwhile its state moves to the others; then the script
-    ends by a SystemExit with code 0. torchrun kills 30 s after it sent the signal on.
+    ends by a SystemExit with code 0. Where all workers are told, a last checkpoint is made (with `checkpoint`),
+    the job stops, and the code is 1. torchrun kills 30 s after it sent the signal on.
 
     Start the script with `elasticd run`, or with `torchrun --rdzv-backend=elasticd`. Raises SystemExit with one
     line where the job cannot start or go on.
@@ -170,7 +171,9 @@ class Job(Seat):
 
     def _told_to_go(self) -> None:
         """On the notice's thread."""
-        log.warning("%s is told to go: it stays until the others have what it holds", self.device)
+        log.warning(
+            "%s is told to go: it stays until the others, or a checkpoint, have what it holds", self.device
+        )
         self._control.send(Leaving(reason=NOTICE, saves=self._saver is not None))
         self._switcher.told_to_go()
 

@@ -227,7 +227,10 @@ def _sources(manifest: Manifest, item: Item, types: Types | None) -> list[_Sourc
     master = plane(state, MASTER)
     if master is not None and any(source.dtype != wanted for source in saved):
         return [_Source(VALUE, state, master, wanted)]
-    return [source._replace(dtype=wanted) for source in saved]
+    floating = wanted.is_floating_point
+    return [
+        each._replace(dtype=wanted) if floating and each.dtype.is_floating_point else each for each in saved
+    ]
 
 
 def _on(tensor: LocalTensor, device: torch.device) -> LocalTensor:

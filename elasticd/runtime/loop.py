@@ -64,7 +64,7 @@ class Loop:
                 if made >= total:
                     self.finish(engine, made)
                 elif done is not None and done.outcome.last:
-                    self._save_and_say(engine, made)
+                    self._part(engine, made)
                 switcher.step = made  # until here the vote alone tells of it, to whoever loses the others
             except (PeerLost, Cancelled) as error:
                 switcher.bereaved(error)
@@ -75,6 +75,8 @@ class Loop:
                 self._report(done, first=engine.rank == 0)
             if made >= total:
                 self.control.send(Finished(step=made))
+            elif done is not None and done.outcome.last:
+                self.control.send(Leaving(reason=NOTICE))
             if done is not None:
                 yield self._step(engine.plan.number, done.outcome.vote)
             if done is None or made >= total:
@@ -127,13 +129,12 @@ class Loop:
             return Going.STAYS
         return Going.UNSAVED if self.saver is not None and not self.saver.parted else Going.SAVED
 
-    def _save_and_say(self, engine: Engine, step: int) -> None:
+    def _part(self, engine: Engine, step: int) -> None:
         """All members were told to go: by all of them, a last checkpoint. The leader, which knows of those that
         are no members too, then ends the job or goes on with others."""
-        assert self.saver is not None
         self.finish(engine, step)
-        self.saver.parted = True
-        self.control.send(Leaving(reason=NOTICE))
+        if self.saver is not None:
+            self.saver.parted = True
 
     def finish(self, engine: Engine, step: int) -> None:
         """After the last step, by all members of the plan: also of one that recovered from it."""

@@ -136,6 +136,43 @@ def test_all_told_to_go_make_a_last_checkpoint_before_the_job_ends(crash: bool) 
     assert world.phase is Phase.STOPPED
 
 
+def test_a_plan_for_those_who_stay_is_not_proposed_once_nobody_does() -> None:
+    world = running()
+    world.train(12)
+    world.planner_waits = True
+    everyone = sorted(members(world))
+    tell(world, *everyone[:1], saves=True)
+    while world.planning is None:
+        world.turn()
+    tell(world, *everyone[1:], saves=True)
+    while world.inbox:
+        world.turn()
+    assert world.planning is None, "it is ended"
+    world.planner_waits = False
+    world.train(3)
+    assert world.phase is Phase.RUNNING
+    assert world.kinds().count("proposed") == 1
+
+
+@pytest.mark.parametrize("turns", range(1, 8))
+def test_one_that_is_proposed_already_is_given_up(turns: int) -> None:
+    world = running()
+    world.train(12)
+    everyone = sorted(members(world))
+    tell(world, *everyone[:1], saves=True)
+    while world.phase is not Phase.PROPOSED:
+        world.turn()
+    for _ in range(turns):
+        if world.inbox:
+            world.turn()
+    tell(world, *everyone[1:], saves=True)
+    world.settle()
+    train_until(world, lambda: world.phase is Phase.RUNNING)
+    tell(world, *everyone)
+    world.settle()
+    assert world.phase is Phase.STOPPED
+
+
 def test_one_that_dies_before_the_last_checkpoint_is_made_ends_the_job_all_the_same() -> None:
     world = running()
     everyone = sorted(members(world))

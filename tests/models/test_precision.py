@@ -178,6 +178,24 @@ def test_a_checkpoint_of_what_was_stepped_on_in_another_type_is_refused(tmp_path
     assert "float64" in differences(manifest, spec.model)
 
 
+OTHERS = {
+    "no master weights": Precision(compute=torch.bfloat16, master=torch.bfloat16),
+    "master weights of another type": Precision(compute=torch.bfloat16, master=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_master_weights_are_neither_dropped_nor_taken_for_others(name: str, tmp_path: Path) -> None:
+    """Though what is computed in is the same."""
+    _, _, manifest = saved(course_in(TYPES["bf16"]), tmp_path)
+    spec = spec_of(course_in(OTHERS[name]))
+    master = spec.numbers.master if spec.numbers else None
+    wanted = "bfloat16" if master is None else "float64"
+    found = differences(manifest, spec.model, master)
+    assert "float32 in the checkpoint and" in found
+    assert found.endswith(f" {wanted} in the model")
+
+
 def test_an_overflow_is_skipped_by_all_ranks_as_by_torchs_scaler() -> None:
     """The first steps overflow; then the scale holds, and grows until it overflows again."""
     rules = LossScale(first=2.0**30, backoff=2.0**-11, growth=2.0**11, interval=2)

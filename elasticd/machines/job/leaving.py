@@ -31,8 +31,10 @@ def told(turn: Turn, worker: Worker, body: Leaving) -> None:
     if job.phase is not Phase.PROPOSED or job.fence is not None or job.plan is None or job.proposal is None:
         return
     joins = worker.device in job.proposal.plan.binding and worker.device not in job.plan.binding
-    if joins and not job.give_up:
-        turn.set(give_up=f"worker {worker.device}, which was to join, is told to go")
+    nobody = all(_told(turn, device) for device in job.proposal.plan.members)
+    if (joins or nobody) and not job.give_up:
+        which = "which was to join" if joins else "the last that was to stay"
+        turn.set(give_up=f"worker {worker.device}, {which}, is told to go")
 
 
 def all_told(turn: Turn) -> None:

@@ -155,6 +155,9 @@ def _request(turn: Turn) -> None:
         return
     devices = _devices(turn)
     if not devices:
+        if job.asked is not None:  # the last of them were told to go meanwhile
+            turn.set(asked=None)
+            turn.effects.append(CancelPlan(job=job.job))
         return
     basis = _basis(turn, devices, profile)
     if job.asked is not None:
