@@ -12,12 +12,13 @@ _LEAVE = 5.0
 
 
 class Fabrics:
-    """Thread-safe."""
+    """Thread-safe, but for what is `spent`: that is the main thread's."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._fabrics: dict[int, list[Fabric]] = {}
         self._threads: list[threading.Thread] = []
+        self._spent: list[Fabric] = []
 
     def add(self, number: int, fabric: Fabric) -> None:
         with self._lock:
@@ -35,6 +36,18 @@ class Fabrics:
                 if fabric in fabrics:
                     fabrics.remove(fabric)
         self.remember(fabric.park())
+
+    def spent(self, fabric: Fabric, *, now: bool) -> None:
+        """A switch's own groups are not needed any more. They go with the next `release_spent`, after the first
+        step, unless `now`: to let them go takes processor that the switch and that step are in want of."""
+        self.release_spent()
+        self._spent.append(fabric)
+        if now:
+            self.release_spent()
+
+    def release_spent(self) -> None:
+        while self._spent:
+            self.release(self._spent.pop())
 
     def cancel(self, number: int) -> None:
         """Frees who waits in the fabrics of this number, and lets them go."""

@@ -193,6 +193,7 @@ class Switcher:
 
     def voted(self, numbers: tuple[int, ...]) -> None:
         """A vote completed: switches, where all ranks agree to, or recovers."""
+        self._fabrics.release_spent()
         self._feed(sw.Voted(prepared=numbers))
         self._rest()
 
@@ -349,7 +350,7 @@ class Switcher:
     def _swap(self, number: int, member: bool) -> None:
         prepared = self._prepared.pop(number)
         assert self._side is not None
-        self._fabrics.release(prepared.transition)
+        self._fabrics.spent(prepared.transition, now=not member)
         if self.engine is not None:
             self._copies.keep(self.engine.plan.number, self.engine, self.step)
         self.engine = prepared.engine if member else None
