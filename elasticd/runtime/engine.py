@@ -45,7 +45,7 @@ from elasticd.runtime.reduce import GradientReducer
 from elasticd.runtime.spans import spans_of
 from elasticd.runtime.stage import Pace, Passed, StageRunner
 from elasticd.runtime.telemetry import Telemetry
-from elasticd.runtime.vote import Going, Outcome, Record, hash_samples, vote
+from elasticd.runtime.vote import NO_SAMPLES, Going, Outcome, Record, vote
 
 #: What of a state says where its data is to be read on: see `feed`.
 DATA = "data"
@@ -282,7 +282,7 @@ class Engine:
         self.local.drawing.begin(self._recipe.sampler.seed, step)
         self._after = self._recipe.feed.begin(step, self.plan, self.everyone, self._carried.get(DATA))
         batch = self._batch(step)
-        passed = Passed(loss=0.0, count=0.0, tokens=0, samples=hash_samples(()))
+        passed = Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)
         if self.runner is not None:
             place = self.plan.places[self.device]
             batches = (batch, self._batch(step + 1)) if self._recipe.feed.ahead else (batch,)
@@ -307,7 +307,7 @@ class Engine:
         )
         hashes = [[expected_hash(pipeline) for pipeline in module] for module in batch.modules]
         expected = [hashes[p.module][p.pipeline] for p in self.plan.places.values()]
-        expected += [hash_samples(())] * len(self.plan.carriers)
+        expected += [NO_SAMPLES] * len(self.plan.carriers)
         outcome = vote(self._groups.everyone, record, expected)
         self._groups.everyone.received()
         if outcome.failed is not None:

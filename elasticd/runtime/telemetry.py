@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from elasticd_planner.lengths import bucket
@@ -25,10 +26,15 @@ PASSES = ("blocks", "forward", "backward", "again")
 def resident() -> int:
     """Bytes of memory that this process has now; 0 where the system does not say."""
     try:
-        with open("/proc/self/statm", "rb") as statm:
-            return int(statm.read().split()[1]) * _PAGE
+        return int(os.pread(_statm(os.getpid()), 128, 0).split()[1]) * _PAGE
     except OSError:
         return 0
+
+
+@lru_cache(maxsize=1)
+def _statm(pid: int) -> int:
+    """Open as long as the process lives: it is read in every step."""
+    return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 class Telemetry:

@@ -104,6 +104,10 @@ def hash_samples(ids: Iterable[int]) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
+#: Of a rank that sees none.
+NO_SAMPLES = hash_samples(())
+
+
 def fold(records: Sequence[Record], expected: Sequence[int]) -> Outcome:
     """Folds the records in rank order; `expected` are the hashes that the batch plan gives each rank.
 
