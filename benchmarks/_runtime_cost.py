@@ -46,8 +46,8 @@ STEPS, WARM = 60, 10
 class Meter:
     """CPU seconds of this thread inside the functions that it is put around; in none of them twice.
 
-    The clock is a system call: in the midst of a step its first read finds none of it in the caches, which would
-    be counted as the function's. So it is read twice, and the second time counts."""
+    The clock is a system call: in the midst of a step its first read finds none of it in the caches, which is
+    no time of the function's. So it is read twice, and the second time counts."""
 
     def __init__(self) -> None:
         self.seconds, self._depth, self._since, self._own = 0.0, 0, 0.0, 0.0

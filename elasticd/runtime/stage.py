@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,6 +57,10 @@ class _Chunk:
     modules: dict[str, nn.Module]
     before: Before | None
     after: After | None
+
+    @cached_property
+    def blocks(self) -> dict[str, nn.Module]:
+        return {name: module for name, module in self.modules.items() if name.startswith("blocks.")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,12 +232,11 @@ class StageRunner:
         passage.segments.append(("embed", x, x))
         if chunk is self._chunks[0]:
             self._telemetry.worked(passage.tokens, self._layers, self._share, x.shape[1])
-        for section, module in chunk.modules.items():
-            if section.startswith("blocks."):
+        with self._telemetry.compute("forward"):
+            for section, module in chunk.blocks.items():
                 start, communicated = time.perf_counter(), self._stopwatch.read("tensor")
-                with self._telemetry.compute("forward"):
-                    x = self._segment(passage, section, module, x)
-                    self._end_pace("forward", passage.tokens, start, communicated)
+                x = self._segment(passage, section, module, x)
+                self._end_pace("forward", passage.tokens, start, communicated)
         counted = 0
         if chunk.after is None:
             with self._telemetry.compute("head"):
