@@ -17,8 +17,8 @@ from _results import Row, machine, versions
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One part as it was measured: when it ended (UTC), seconds that it took, faults of each kind, the load
-    average at its end, the versions, and how many rows it has."""
+    """One part as it was measured: when it ended (UTC), seconds that it took, faults of each kind (0: it has
+    none), the load average at its end, the versions, and how many rows it has."""
 
     part: str
     ended: str
@@ -55,7 +55,7 @@ class Parts:
     def seconds(self) -> Mapping[str, float]:
         return {name: self._found[name][0].seconds for name in self._names if name in self._found}
 
-    def put(self, name: str, rows: Sequence[Row], seconds: float, injections: int) -> None:
+    def put(self, name: str, rows: Sequence[Row], seconds: float, injections: int = 0) -> None:
         """A part was measured: it takes the place of what was measured of it before, in the file, too."""
         part = Part(
             part=name,
