@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from elasticd_migration.schema import Group, Scalar, Schema
+from elasticd_migration.schema import MASTER, VALUE, Group, Scalar, Schema
 from elasticd_migration.schema import merge as agreed
 from elasticd_planner.boxes import Box
 from elasticd_planner.layouts import Role
@@ -24,8 +24,7 @@ from elasticd.checkpoints.sums import Damaged, FileSums
 MANIFEST = "manifest.json"
 #: torch.distributed.checkpoint's index of the same files.
 METADATA = ".metadata"
-#: The plane of a parameter's value and of a buffer, and the roles that have it; that of its master weights.
-VALUE, MASTER = "value", "master"
+#: The roles that have a plane of values.
 VALUES: tuple[Role, ...] = ("value", "buffer")
 VERSION = 1
 #: Types between which what is not trained is rounded, where a model is trained on in another.

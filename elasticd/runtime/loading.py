@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from elasticd_migration.schema import MASTER, VALUE
 from elasticd_migration.state import LocalState, LocalTensor, Shard, restore, torch_dtype
 from elasticd_planner.boxes import Box
 from elasticd_planner.layouts import Item, Layouts
@@ -21,8 +22,6 @@ from elasticd_planner.layouts import Item, Layouts
 from elasticd.checkpoints import folder as folders
 from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.manifest import (
-    MASTER,
-    VALUE,
     Manifest,
     PlaneEntry,
     TensorEntry,

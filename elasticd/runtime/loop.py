@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elasticd.messages import Finished, Leaving, Report
 from elasticd.records import Vote
@@ -30,7 +30,7 @@ class Next:
     index: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Loop:
     """What the loop works with. `feed` must know a step's samples when the loop goes on after its `Next`."""
 
@@ -41,6 +41,8 @@ class Loop:
     interludes: Interludes
     saver: Saver | None
     snapper: Snapper | None
+    #: All were told to go, and the last checkpoint was made.
+    _parted: bool = field(default=False, init=False)
 
     def run(self, total: int) -> Iterator[Next | Step]:
         """Until `total` updates were made: what comes next, and each step after it is done. Raises what
@@ -127,14 +129,13 @@ class Loop:
     def _going(self) -> Going:
         if not self.switcher.leaving:
             return Going.STAYS
-        return Going.UNSAVED if self.saver is not None and not self.saver.parted else Going.SAVED
+        return Going.UNSAVED if self.saver is not None and not self._parted else Going.SAVED
 
     def _part(self, engine: Engine, step: int) -> None:
         """All members were told to go: by all of them, a last checkpoint. The leader, which knows of those that
         are no members too, then ends the job or goes on with others."""
         self.finish(engine, step)
-        if self.saver is not None:
-            self.saver.parted = True
+        self._parted = True
 
     def finish(self, engine: Engine, step: int) -> None:
         """After the last step, by all members of the plan: also of one that recovered from it."""

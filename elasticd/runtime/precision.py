@@ -3,7 +3,7 @@
 With a precision the modules' parameters and the activations are of one type, bfloat16 or float16. Gradients of
 micro-batches add up in single precision and are reduced so; the optimizer steps on master weights in single
 precision, whose rounded values the modules then get. Who keeps a box of the optimizer's state keeps its master
-weights: they move, are sharded and are saved with it (`MASTER` in elasticd_migration.state).
+weights: they move, are sharded and are saved with it (`MASTER` in elasticd_migration.schema).
 
 In float16 small gradients vanish, so the loss is multiplied by a scale before the backward pass. Whether a
 step's gradients are finite is part of the vote: all ranks skip the same update, and all change the scale alike.

@@ -75,7 +75,6 @@ class Saver:
     ) -> None:
         self.keeping = keeping
         self.copy_seconds = 0.0  # what the last checkpoint held its step up
-        self.parted = False  # all were told to go, and the last checkpoint was made
         self._spec, self._device, self._tell, self._lost = spec, device, tell, lost
         self._disk: Disk = disk or LocalDisk()
         self._state = saving.State(every=keeping.every)

@@ -40,7 +40,8 @@ class Record(NamedTuple):
     targets are of the samples whose loss it computed (zero elsewhere); `samples` hashes the ids that came with
     the tensors into its forward; `saving` is the word on its checkpoint (see machines.saving); `snapshot` says
     that one is due after this step, and that this rank can make it; `failed` is one more than the index of a
-    sample that this rank could not read, or 0; `going` says whether this process was told to go."""
+    sample that this rank could not read, or 0; `going` says whether this process was told to go (a
+    `Going`)."""
 
     step: int
     prepared: int
@@ -53,7 +54,7 @@ class Record(NamedTuple):
     targets: float
     samples: int
     failed: int = 0
-    going: Going = Going.STAYS
+    going: int = Going.STAYS
 
     def pack(self) -> torch.Tensor:
         packed = torch.empty(_RECORD.size, dtype=torch.uint8)

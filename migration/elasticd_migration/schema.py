@@ -15,6 +15,11 @@ import msgspec
 from elasticd_planner.layouts import Item, Role
 from elasticd_planner.value import Value
 
+#: The plane of a value or a buffer.
+VALUE = "value"
+#: The plane of a parameter's state that is its master weight, where the value is a rounded copy of it.
+MASTER = "master"
+
 
 class Disagreement(RuntimeError):
     """Ranks describe one item in different ways, or one of them cannot describe it."""

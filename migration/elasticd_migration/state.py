@@ -16,14 +16,10 @@ import torch
 from elasticd_planner.boxes import Box
 from elasticd_planner.layouts import Item, Layouts, Role
 
+from elasticd_migration.schema import MASTER as MASTER
+from elasticd_migration.schema import VALUE as VALUE
 from elasticd_migration.schema import Group, Plane, Scalar, Schema, TensorSchema
 from elasticd_migration.settings import NotPlain, from_text, to_text
-
-#: The plane of a value or a buffer.
-VALUE = "value"
-
-#: The plane of a parameter's state that is its master weight, where the value is a rounded copy of it.
-MASTER = "master"
 
 #: What a scalar can be.
 Number = torch.Tensor | float | int | bool | None

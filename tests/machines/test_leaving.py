@@ -160,6 +160,7 @@ def test_one_that_is_proposed_already_is_given_up(turns: int) -> None:
     world.train(12)
     everyone = sorted(members(world))
     tell(world, *everyone[:1], saves=True)
+    number = world.job.number
     while world.phase is not Phase.PROPOSED:
         world.turn()
     for _ in range(turns):
@@ -168,6 +169,8 @@ def test_one_that_is_proposed_already_is_given_up(turns: int) -> None:
     tell(world, *everyone[1:], saves=True)
     world.settle()
     train_until(world, lambda: world.phase is Phase.RUNNING)
+    assert world.job.number == number
+    assert world.kinds().count("aborted") == 1
     tell(world, *everyone)
     world.settle()
     assert world.phase is Phase.STOPPED
