@@ -164,7 +164,9 @@ def torchrun(injections: int, nodes: int, every: int) -> tuple[list[float], list
             shape = (f"--nnodes={nodes}", f"--nproc-per-node={WORKERS // nodes}", "--max-restarts=1000")
             options = (str(job.folder), str(every), str(COMPUTE))
             command = (sys.executable, "-m", "torch.distributed.run", *shape, *rendezvous, script, *options)
-            job.start(f"torchrun{node}", command)
+            # As of torch 2.13 workers that are started again would read what the ones before them left in the
+            # store that torchrun shares with them (https://github.com/pytorch/pytorch/issues/135712).
+            job.start(f"torchrun{node}", command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
         job.steady()
         for _ in range(injections):
             before = job.ledgers()

@@ -18,6 +18,7 @@ from typing import Literal
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -79,7 +80,8 @@ def table(name: str, rows: Sequence[Row]) -> Table:
         value = f"{each.value:,.4g}" if isinstance(each.value, float) else str(each.value)
         style = {True: "green", False: "red", None: ""}[each.met]
         noise = "" if each.noise is None else f"±{each.noise:.1%}"
-        made.add_row(each.name, f"{value} {each.unit}", each.goal or "", noise, each.kind, style=style)
+        cells = (each.name, f"{value} {each.unit}", each.goal or "", noise, each.kind)
+        made.add_row(*map(escape, cells), style=style)
     return made
 
 

@@ -28,6 +28,13 @@ def demo(results: ModuleType) -> ModuleType:
     return importlib.import_module("demo")
 
 
+def test_what_looks_like_markup_is_printed_as_it_is(
+    results: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results.finish("x", [results.row("peer", "no: [/a/b.cc:1] refused [bold]", "")], tmp_path)
+    assert "no: [/a/b.cc:1] refused [bold]" in " ".join(capsys.readouterr().out.split())
+
+
 def test_file_has_rows_machine_and_versions(results: ModuleType, tmp_path: Path) -> None:
     rows = [
         results.row("speed", 2.5, "tokens/s", kind="emulated", goal=">= 2", met=True, noise=0.02),
