@@ -44,6 +44,7 @@ from elasticd.runtime.step import Step as Step
 from elasticd.runtime.stream import Stream
 from elasticd.runtime.switching import Switcher
 from elasticd.runtime.vote import LedgerError
+from elasticd.runtime.warming import warm
 from elasticd.snapshots import Freed
 
 log = logging.getLogger(__name__)
@@ -250,6 +251,7 @@ class Job(Seat):
         if self._taken:
             raise RuntimeError("a Job's steps are taken once: ask for all of them in one call of steps()")
         self._taken = True
+        warm(self._recipe.model)
         try:
             try:
                 yield from self._told(self._loop.run(total))

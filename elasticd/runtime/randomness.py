@@ -62,7 +62,7 @@ class Drawing:
             if section not in self._quiet:
                 ids = "all" if self.samples is None else ",".join(map(str, self.samples))
                 saved[:] = [torch.default_generator.get_state()]
-                torch.manual_seed(_key(self.seed, self.step, ids, section, 0) & (2**62 - 1))
+                _seed(_key(self.seed, self.step, ids, section, 0) & (2**62 - 1))
                 saved.append(torch.default_generator.get_state())
 
         def after(ran: nn.Module, *_: object) -> None:
@@ -76,6 +76,13 @@ class Drawing:
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
+
+
+def _seed(seed: int) -> None:
+    """As torch.manual_seed does, for the devices that are in use: for every other one that formats a stack."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
 
 
 def _key(*parts: object) -> int:
