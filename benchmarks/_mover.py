@@ -148,14 +148,14 @@ def main(folder: str, rank: int, address: str, scene: str, repeats: int) -> dict
 
     def move(rounds: Foreseen | None) -> None:
         """As a switch does, until all have said ok."""
-        transport = ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
+        transport = ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
         result.append(migrate(old, new, state, transport, foreseen=rounds))
         group.all_gather(torch.ones(1))
         transport.drain()
 
     def prepared() -> Foreseen | None:
         """What is made while training goes on, with fresh layouts."""
-        transport = ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
+        transport = ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
         return foresee(Layouts(SPEC, before), Layouts(SPEC, after), state.schema(), transport)
 
     seconds: list[tuple[float, float]] = []

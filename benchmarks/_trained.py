@@ -22,6 +22,7 @@ from elasticd.runtime.data import Dataset, pad
 from elasticd.runtime.engine import Engine, first_state, make_engine
 from elasticd.runtime.feed import Feed
 from elasticd.runtime.groups import Fabric
+from elasticd.runtime.in_memory import unpaced
 from elasticd.runtime.model import Model
 from elasticd.runtime.recipe import Recipe
 from elasticd.runtime.stage import Pace
@@ -100,10 +101,6 @@ def plan_of(*pipelines: tuple[int, Sequence[Stage]], micro_batch: int) -> Plan:
 
 def adamw(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(named, lr=1e-3)
-
-
-def unpaced(kind: str, tokens: int, share: float, start: float, communicated: float) -> None:
-    pass
 
 
 def sampler(plan: Plan, data: Dataset) -> Sampler:

@@ -29,6 +29,11 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from elasticd.runtime.sockets import Address, listeners, polled, tcp_sockets, wait_until_quiet
 from elasticd.runtime.stopwatch import Stopwatch
 
+#: Bytes of a tensor, and members of a group, up to which its collectives are one exchange of messages: each
+#: goes into a socket at once, so that no freeze cuts it in two.
+AT_ONCE, MOST_AT_ONCE = 1 << 16, 16
+#: The tag of those messages: no boundary of two stages has it, nor what `ownership` sends.
+_TERMS = 1 << 25
 #: Seconds that payloads have to arrive before the sockets of a fabric are shut.
 _DRAIN = 0.2
 
@@ -102,6 +107,7 @@ class Group:
         self.rank, self.size = members.index(me), len(members)
         self._sent: dict[int, tuple[Any, Tensor]] = {}
         self._count = 0
+        self._exchanged: list[int] = []
 
     def wait(self, work: Any) -> None:
         """Polls a collective until it is complete; the pause grows with the time waited, to at most 0.5 ms."""
@@ -128,11 +134,40 @@ class Group:
             raise PeerLost(f"{self.label} among {', '.join(self.members)}: {text}") from error
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sums in place over the group."""
-        if self.size > 1:
-            with self.fabric.stopwatch.measure(self.label):
+        """The sum over the group, the same to the bit on every member. `tensor` is given away: its memory may
+        be that of the sum, or on its way still."""
+        if self.size == 1:
+            return tensor
+        with self.fabric.stopwatch.measure(self.label):
+            if not self._at_once(tensor):
                 self.wait(self.backend.allreduce([tensor]))
-        return tensor
+                return tensor
+            terms = [torch.empty_like(tensor) for _ in self.members]
+            terms[self.rank] = tensor
+            self._exchange(tensor, terms)
+        total = terms[0] + terms[1]
+        for term in terms[2:]:
+            total += term
+        return total
+
+    def _at_once(self, tensor: Tensor) -> bool:
+        return tensor.nbytes <= AT_ONCE and self.size <= MOST_AT_ONCE and not tensor.is_cuda
+
+    def _exchange(self, mine: Tensor, terms: Sequence[Tensor]) -> None:
+        """Every member sends a small tensor to all others, and receives theirs into `terms`, by rank: in the
+        time of one message, where gloo's collectives take several, handed from thread to thread."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        backend, sent = self.backend, list[int]()
+        with self._told():
+            works = [backend.recv([terms[rank]], rank, _TERMS) for rank in others]
+            for rank in others:
+                self._count += 1
+                self._sent[self._count] = (backend.send([mine], rank, _TERMS), mine)
+                sent.append(self._count)
+            for work in works:
+                work.wait()
+        self.arrived(self._exchanged)  # who sends a term has had those of the exchange before
+        self._exchanged = sent
 
     def begin_all_reduce(self, tensor: Tensor) -> Any:
         """Starts to sum in place over the group, beside whatever else runs: `finish` waits. All members start
@@ -145,13 +180,17 @@ class Group:
         with self.fabric.stopwatch.measure(self.label):
             self.wait(work)
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every member's tensor, by rank; all of one shape."""
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Every member's tensor, all of one shape, stacked by rank."""
         if self.size == 1:
-            return [tensor]
-        out = [torch.empty_like(tensor) for _ in range(self.size)]
+            return tensor.unsqueeze(0)
+        out = tensor.new_empty((self.size, *tensor.shape))
         with self.fabric.stopwatch.measure(self.label):
-            self.wait(self.backend.allgather([out], [tensor]))
+            if self._at_once(tensor):
+                out[self.rank] = tensor
+                self._exchange(tensor.clone(), out.unbind())
+            else:
+                self.wait(self.backend._allgather_base(out, tensor.unsqueeze(0)))
         return out
 
     def send(self, tensor: Tensor, to: int, tag: int, label: str = "boundary") -> int:
@@ -181,8 +220,9 @@ class Group:
             self._sent.pop(number, None)
 
     def received(self) -> None:
-        """A collective over this group completed after all sends were received: lets their tensors go."""
-        self._sent.clear()
+        """A collective over this group completed after all sends were received: lets their tensors go, but for
+        those of the last exchange, which may have been that collective."""
+        self._sent = {number: self._sent[number] for number in self._exchanged if number in self._sent}
 
     @property
     def backend(self) -> Any:

@@ -7,6 +7,7 @@ are made in rank order, so that every member has the same bits.
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -87,10 +88,10 @@ class MemoryGroup:
         self.finish(self.begin_all_reduce(tensor))
         return tensor
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         number, _ = self.begin_all_reduce(tensor)
         with self.fabric.stopwatch.measure(self.label):
-            return [part.clone() for part in self.fabric.world.taken(self.members, number)]
+            return torch.stack(list(self.fabric.world.taken(self.members, number)))
 
     def send(self, tensor: Tensor, to: int, tag: int, label: str = "boundary") -> int:
         self.fabric.world.post(self.members, self.rank, to, tag, tensor)
@@ -154,5 +155,6 @@ def run_threads(names: Sequence[str], worker: Callable[[MemoryFabric], T]) -> di
     return results
 
 
-def unpaced(*_: Any) -> None:
+def unpaced(*_: Any) -> float:
     """A pace that holds nothing up."""
+    return time.perf_counter()

@@ -110,7 +110,7 @@ def _foreseen(old: Layouts, new: Layouts, group: Group, training: Engine | None)
 
 
 def _transport(group: Group) -> ProcessGroupTransport:
-    return ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
+    return ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
 
 
 def _members(old: Plan | None, plan: Plan, recovery: Recovery | None) -> tuple[str, ...]:

@@ -97,7 +97,7 @@ def as_modules(state: LocalState, fused: Mapping[str, int]) -> LocalState:
 
 
 def _moved(engine: Engine, state: LocalState, group: Group) -> LocalState:
-    transport = ProcessGroupTransport(group.backend, group.members, group.me, group.wait)
+    transport = ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
     target = Layouts(engine.layouts.spec, alone(engine.plan))
     try:
         moved = migrate(engine.layouts, target, state, transport)

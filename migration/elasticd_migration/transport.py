@@ -109,16 +109,11 @@ class _Endpoint:
         return rank
 
 
-def _wait_plainly(work: Work) -> None:
-    work.wait()
-
-
 class ProcessGroupTransport(_Endpoint):
     """Over a torch process group, which need not be the default one nor known to torch's world.
 
-    group: made by its members, in the order of `members`; None for one that is alone. wait: how the owner waits
-    for a collective (polling, so that a fault can end it); it returns when the work is done and raises when it
-    is not.
+    group: made by its members, in the order of `members`; None for one that is alone. gather: how the owner
+    gathers a small tensor from all, by rank, so that a fault can end it.
     """
 
     def __init__(
@@ -126,7 +121,7 @@ class ProcessGroupTransport(_Endpoint):
         group: ProcessGroup | None,
         members: Sequence[str],
         me: str,
-        wait: Callable[[Work], None] = _wait_plainly,
+        gather: Callable[[torch.Tensor], Iterable[torch.Tensor]] | None = None,
     ) -> None:
         super().__init__(members, me)
         if group is None and self.size > 1:
@@ -137,7 +132,7 @@ class ProcessGroupTransport(_Endpoint):
                 f"but {self.rank} of {self.size} by name"
             )
         self._group: Any = group
-        self._wait = wait
+        self._gather = gather or self._gather_plainly
 
     def send(self, destination: int, tensor: torch.Tensor, *, channel: int = 0) -> int:
         raw = as_bytes(tensor)
@@ -167,9 +162,9 @@ class ProcessGroupTransport(_Endpoint):
             for row, more, length in zip(rows, rests, lengths, strict=True)
         ]
 
-    def _gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _gather_plainly(self, tensor: torch.Tensor) -> Iterable[torch.Tensor]:
         out = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._wait(self._group.allgather([out], [tensor]))
+        self._group.allgather([out], [tensor]).wait()
         return out
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -37,14 +38,21 @@ def raw_group(rank: int, size: int, file: str) -> dist.ProcessGroup:
     return group
 
 
-def poll(work: dist.Work) -> None:
-    """Wait as the runtime does: never blocked inside the backend."""
-    deadline = time.monotonic() + TIMEOUT
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            raise RuntimeError("collective did not end")
-        time.sleep(0.0002)
-    work.wait()
+def polled(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Gathers without ever being blocked inside the backend."""
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        out = tensor.new_empty((group.size(), *tensor.shape))
+        work = group._allgather_base(out, tensor.unsqueeze(0))
+        deadline = time.monotonic() + TIMEOUT
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError("collective did not end")
+            time.sleep(0.0002)
+        work.wait()
+        return out
+
+    return gather
 
 
 def moved(transport: ProcessGroupTransport) -> dict[str, object]:
@@ -85,7 +93,8 @@ def bereaved(transport: ProcessGroupTransport) -> str:
 def main(rank: int, size: int, file: str) -> None:
     torch.set_num_threads(1)
     names = members(BEFORE, AFTER)[:size]
-    transport = ProcessGroupTransport(raw_group(rank, size, file), names, names[rank], poll)
+    group = raw_group(rank, size, file)
+    transport = ProcessGroupTransport(group, names, names[rank], polled(group))
     found: dict[str, object] = {}
     for check in CHECKS:
         try:

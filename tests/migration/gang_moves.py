@@ -11,7 +11,7 @@ from elasticd_migration.execute import migrate
 from elasticd_migration.transport import ProcessGroupTransport
 from elasticd_planner.layouts import Layouts
 
-from tests.migration.gang import poll, raw_group
+from tests.migration.gang import polled, raw_group
 from tests.migration.plans import SPEC, random_plan
 from tests.migration.ranks import assert_same_bits, copy_of, local, trained
 
@@ -19,7 +19,8 @@ from tests.migration.ranks import assert_same_bits, copy_of, local, trained
 def main(rank: int, size: int, file: str, moves: int) -> None:
     torch.set_num_threads(1)
     names = tuple(f"n{i % 3}/{i // 3}" for i in range(size))
-    transport = ProcessGroupTransport(raw_group(rank, size, file), names, names[rank], poll)
+    group = raw_group(rank, size, file)
+    transport = ProcessGroupTransport(group, names, names[rank], polled(group))
     whole = trained()
     old = Layouts(SPEC, random_plan(size, 1, names))
     state = local(whole, old, names[rank])

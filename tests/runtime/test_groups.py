@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.runtime.groups import Cancelled, Fabric
+from elasticd.runtime.groups import AT_ONCE, Cancelled, Fabric
 from tests.runtime import gang
 
 
@@ -32,14 +32,57 @@ def test_groups_are_made_by_their_members_alone() -> None:
     assert results == {"a": [3.0, 6.0], "b": [3.0, 6.0, 3.0], "c": [6.0, 3.0]}
 
 
-def shut_while_blocked(name: str, store: Any) -> dict[str, Any]:
+def terms(size: int, round_: int, rank: int) -> torch.Tensor:
+    return torch.rand(size, generator=torch.Generator().manual_seed(100 * round_ + rank))
+
+
+def exchanged(name: str, store: Any) -> dict[str, Any]:
+    """Collectives of all sizes in a row, with messages between them."""
+    members = ("a", "b", "c")
+    group = Fabric("plan/1", name, "127.0.0.1", store).group(members, "tensor")
+    limit, wrong, sums, kept = AT_ONCE // 4, list[str](), list[float](), 0
+    after, before = (group.rank + 1) % 3, (group.rank - 1) % 3
+    for number, size in enumerate([1, 7, limit - 1, limit, limit + 1, 5, 3 * limit, 1] * 6):
+        mine, all_ = terms(size, number, group.rank), [terms(size, number, rank) for rank in range(3)]
+        group.send(mine, after, 1)
+        total = group.all_reduce(mine.clone())
+        if not torch.allclose(total, all_[0] + all_[1] + all_[2]):
+            wrong.append(f"sum of {size}")
+        if not torch.equal(group.receive(torch.empty(size), before, 1), all_[before]):
+            wrong.append(f"message of {size}")
+        if not torch.equal(group.all_gather(mine), torch.stack(all_)):
+            wrong.append(f"gathering of {size}")
+        group.received()
+        sums.append(float(total.double().sum()))
+        kept = max(kept, len(group._sent))
+    group.all_reduce(torch.zeros(1))
+    store.set(f"done/{name}", b"")
+    for member in members:
+        store.get(f"done/{member}", 20)
+    return {"wrong": wrong, "sums": sums, "kept": kept}
+
+
+@pytest.mark.slow
+def test_collectives_of_any_size_give_all_members_the_same_bits() -> None:
+    results = gang.run(__file__, "exchanged", ["a", "b", "c"])
+    for result in results.values():
+        assert result["wrong"] == []
+        assert result["sums"] == results["a"]["sums"]
+        assert result["kept"] <= 2, "the terms of the last exchange alone"
+
+
+def shut_in_gloo(name: str, store: Any) -> dict[str, Any]:
+    return shut_while_blocked(name, store, AT_ONCE)
+
+
+def shut_while_blocked(name: str, store: Any, size: int = 1) -> dict[str, Any]:
     """c never comes to the collective; a shuts its fabric from another thread; all leave and meet anew."""
     members = ("a", "b", "c")
     other = Fabric("plan/2", name, "127.0.0.1", store)
     untouched = other.group(members, "vote")
     fabric = Fabric("plan/1", name, "127.0.0.1", store)
     group = fabric.group(members, "vote")
-    group.all_reduce(torch.ones(1))
+    group.all_reduce(torch.ones(size))
     left = ""
     start = time.monotonic()
     if name == "c":
@@ -50,7 +93,7 @@ def shut_while_blocked(name: str, store: Any) -> dict[str, Any]:
         if name == "a":
             threading.Timer(0.2, fabric.shut).start()
         try:
-            group.all_reduce(torch.ones(1))
+            group.all_reduce(torch.ones(size))
         except Cancelled:
             left = "cancelled"
         except RuntimeError:
@@ -64,8 +107,9 @@ def shut_while_blocked(name: str, store: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_shutting_a_fabric_frees_its_ranks_and_spares_the_others() -> None:
-    results = gang.run(__file__, "shut_while_blocked", ["a", "b", "c"])
+@pytest.mark.parametrize("how", ["shut_while_blocked", "shut_in_gloo"])
+def test_shutting_a_fabric_frees_its_ranks_and_spares_the_others(how: str) -> None:
+    results = gang.run(__file__, how, ["a", "b", "c"])
     assert results["a"]["left"] == "cancelled"
     assert results["b"]["left"] in ("error", "cancelled"), "its peer's socket closed"
     for result in results.values():
@@ -73,15 +117,19 @@ def test_shutting_a_fabric_frees_its_ranks_and_spares_the_others() -> None:
         assert result["spared"] == result["again"] == 3.0
 
 
-def killed(name: str, store: Any) -> str:
+def killed_in_gloo(name: str, store: Any) -> str:
+    return killed(name, store, AT_ONCE)
+
+
+def killed(name: str, store: Any, size: int = 1) -> str:
     """c dies in the collective: the others see an error, soon."""
     fabric = Fabric("plan/1", name, "127.0.0.1", store)
     group = fabric.group(("a", "b", "c"), "vote")
-    group.all_reduce(torch.ones(1))
+    group.all_reduce(torch.ones(size))
     if name == "c":
         os._exit(0)
     try:
-        group.all_reduce(torch.ones(1))
+        group.all_reduce(torch.ones(size))
     except RuntimeError:
         fabric.shut()
         return "error"
@@ -89,8 +137,9 @@ def killed(name: str, store: Any) -> str:
 
 
 @pytest.mark.slow
-def test_a_death_in_a_collective_reaches_the_others() -> None:
-    results = gang.run(__file__, "killed", ["a", "b", "c"], dying=["c"])
+@pytest.mark.parametrize("how", ["killed", "killed_in_gloo"])
+def test_a_death_in_a_collective_reaches_the_others(how: str) -> None:
+    results = gang.run(__file__, how, ["a", "b", "c"], dying=["c"])
     assert results == {"a": "error", "b": "error"}
 
 

@@ -16,6 +16,7 @@ from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.data import pad
 from elasticd.runtime.engine import first_state, make_engine
 from elasticd.runtime.groups import Fabric
+from elasticd.runtime.in_memory import unpaced as unpaced
 from elasticd.runtime.recipe import Recipe
 from tests.runtime import gang
 
@@ -97,10 +98,6 @@ def make_recipe() -> Recipe:
         sampler=Sampler(size=64, global_batch=BATCH, seed=SEED),
         clip=CLIP,
     )
-
-
-def unpaced(kind: str, tokens: int, share: float, start: float, communicated: float) -> None:
-    pass
 
 
 def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:

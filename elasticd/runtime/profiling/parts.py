@@ -36,8 +36,8 @@ class Alone:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor] * self.size
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack([tensor] * self.size)
 
 
 class Values:
