@@ -50,71 +50,45 @@ class Meter:
     no time of the function's. So it is read twice, and the second time counts."""
 
     def __init__(self) -> None:
-        self.seconds, self._depth, self._since, self._own = 0.0, 0, 0.0, 0.0
-        self._own = min(self._nothing() for _ in range(20))
-
-    def _nothing(self) -> float:
-        """What one use counts of itself: two reads of a clock that is a system call."""
-        before = self.seconds
-        for _ in range(100):
-            with self:
-                pass
-        self.seconds, spent = before, self.seconds - before
-        return spent / 100
-
-    def __enter__(self) -> None:
-        if self._depth == 0:
-            time.thread_time()
-            self._since = time.thread_time()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self.seconds += time.thread_time() - self._since - self._own
-
-    @contextmanager
-    def out(self) -> Iterator[None]:
-        """What happens inside is not counted."""
-        depth, self._depth = self._depth, 1
-        self.__exit__()
-        yield
-        self._depth = 0
-        self.__enter__()
-        self._depth = depth
+        self.seconds, self._inside, self._since, self._own = 0.0, False, 0.0, 0.0
+        measured = self._counted(lambda: None)
+        for _ in range(2000):
+            measured()
+        self._own, self.seconds = self.seconds / 2000, 0.0
 
     def around(self, owner: Any, name: str) -> None:
-        inner = getattr(owner, name)
+        setattr(owner, name, self._counted(getattr(owner, name)))
 
+    def _counted(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            with self:
+            if self._inside:
                 return inner(*args, **kwargs)
+            self._inside = True
+            time.thread_time()
+            self._since = time.thread_time()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.seconds += time.thread_time() - self._since - self._own
+                self._inside = False
 
-        setattr(owner, name, counted)
-
-    def around_context(self, owner: Any, name: str) -> None:
-        """The entry and the exit of a context manager, not what it is put around."""
-        inner = getattr(owner, name)
-
-        @contextmanager
-        def counted(*args: Any, **kwargs: Any) -> Iterator[None]:
-            context = inner(*args, **kwargs)
-            with self:
-                context.__enter__()
-            yield
-            with self:
-                context.__exit__(None, None, None)
-
-        setattr(owner, name, counted)
+        return counted
 
     def not_around(self, owner: Any, name: str) -> None:
+        """What happens inside of it is not counted, wherever it is called."""
         inner = getattr(owner, name)
 
         def uncounted(*args: Any, **kwargs: Any) -> Any:
-            if not self._depth:
+            if not self._inside:
                 return inner(*args, **kwargs)
-            with self.out():
+            self.seconds += time.thread_time() - self._since
+            self._inside = False
+            try:
                 return inner(*args, **kwargs)
+            finally:
+                self._inside = True
+                time.thread_time()
+                self._since = time.thread_time()
 
         setattr(owner, name, uncounted)
 
@@ -164,9 +138,8 @@ def cpu_seconds(engine: engines.Engine, talk: Control) -> float:
         meter.around(engines, name)
     for owner, name in ((engines.Recipe, "batch"), (stages, "hash_samples")):
         meter.around(owner, name)
-    for name in ("begin", "worked", "finish"):
+    for name in ("begin", "mark", "passed", "worked", "finish"):
         meter.around(Telemetry, name)
-    meter.around_context(Telemetry, "compute")
     meter.not_around(Group, "all_gather")
     meter.around(talk, "send")
     for index in range(WARM + STEPS):

@@ -23,9 +23,10 @@ class Pacer:
         self.paced = 0
         self.overruns = 0
 
-    def __call__(self, kind: str, tokens: int, share: float, start: float, communicated: float) -> None:
+    def __call__(self, kind: str, tokens: int, share: float, start: float, communicated: float) -> float:
         """Sleeps at the end of one block's pass ("forward" or "backward") that began at `start`
-        (perf_counter) and spent `communicated` seconds in communication."""
+        (perf_counter) and spent `communicated` seconds in communication. When it ended: that is the start of
+        what follows it at once, so that late waking does not add up."""
         pace = self.pace
         each = pace.forward if kind == "forward" else pace.backward
         spent = time.perf_counter() - start - communicated
@@ -36,7 +37,7 @@ class Pacer:
             self.paced += 1
             if spent > target:
                 self.overruns += 1
-        _until(start + communicated + target)
+        return _until(start + communicated + target)
 
     def product(self, start: float) -> None:
         """Sleeps at the end of a probe's product that began at `start`."""
@@ -51,6 +52,11 @@ class Pacer:
         return counts
 
 
-def _until(deadline: float) -> None:
+def _until(deadline: float) -> float:
+    """The deadline, or now where it is over already."""
+    now = time.perf_counter()
+    if now >= deadline:
+        return now
     while (left := deadline - time.perf_counter()) > 0:
         time.sleep(left)
+    return deadline

@@ -264,8 +264,7 @@ class Engine:
 
     def gather(self, word: int) -> tuple[int, ...]:
         """All members' words, in rank order. Between steps: each member must ask."""
-        words = self._groups.everyone.all_gather(torch.tensor([word]))
-        return tuple(int(word) for word in words)
+        return tuple(self._groups.everyone.all_gather(torch.tensor(word)).tolist())
 
     def step(
         self,
@@ -312,8 +311,9 @@ class Engine:
         self._groups.everyone.received()
         if outcome.failed is not None:
             self._drop(*outcome.failed, passed.failure)
-        with self._telemetry.compute("optimizer"):
-            self.apply(outcome.vote)
+        self._telemetry.mark()
+        self.apply(outcome.vote)
+        self._telemetry.passed("optimizer")
         if outcome.apply:
             self._owns.return_values()
         self.stale = False

@@ -48,25 +48,42 @@ class Spans:
     def __init__(self, make: Callable[[], Event]) -> None:
         self._make = make
         self._free: list[Event] = []
-        self._open: list[_Span] = []
+        self._began: Event | None = None
+        self._talk: tuple[str, Event] | None = None
+        self._inside: list[_Span] = []
         self._done: deque[_Span] = deque(maxlen=MOST)
 
-    def begin(self, kind: str) -> None:
-        """A section, or a communication in one, begins with what the host queues next."""
-        span = _Span(kind, self._event(), self._event())
-        span.begin.record()
-        self._open.append(span)
+    def mark(self) -> None:
+        """A section begins with what the host queues next. One that began and never ended counts for
+        nothing."""
+        for each in self._inside:
+            self._free += (each.begin, each.end)
+        self._inside = []
+        if self._began is None:
+            self._began = self._event()
+        self._began.record()
 
-    def end(self, *, counts: bool = True) -> None:
-        """What began last ends; it `counts` for nothing where it failed."""
-        span = self._open.pop()
-        if not counts:
-            return
+    def passed(self, kind: str) -> None:
+        """The section ends that began at the mark, and another begins."""
+        assert self._began is not None
+        span = _Span(kind, self._began, self._event(), self._inside)
         span.end.record()
-        if self._open:
-            self._open[-1].inside.append(span)
-        else:
-            self._done.append(span)
+        self._done.append(span)
+        self._began, self._inside = None, []
+        self.mark()
+
+    def begin(self, kind: str) -> None:
+        """A communication within a section begins."""
+        self._talk = kind, self._event()
+        self._talk[1].record()
+
+    def end(self) -> None:
+        """And ends."""
+        if self._talk is not None:
+            span = _Span(*self._talk, self._event())
+            span.end.record()
+            self._inside.append(span)
+            self._talk = None
 
     def take(self) -> dict[str, float]:
         """Seconds by kind, of what the device has done since the last take: of sections without the

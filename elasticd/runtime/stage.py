@@ -31,8 +31,9 @@ from elasticd.runtime.telemetry import Telemetry
 from elasticd.runtime.vote import hash_samples
 
 Loss = Callable[[Tensor, Any], tuple[Tensor, int]]
-#: (kind of pass, tokens, share, when it began, seconds of communication in it): sleeps on emulated devices.
-Pace = Callable[[str, int, float, float, float], None]
+#: (kind of pass, tokens, share, when it began, seconds of communication in it): sleeps on emulated devices, and
+#: says when the pass ended.
+Pace = Callable[[str, int, float, float, float], float]
 
 #: Receives are posted this many passes before they are waited for.
 AHEAD = 2
@@ -215,34 +216,38 @@ class StageRunner:
             chunk.after.post(index, alive[number, index].segments[-1][2])
 
     def _forward(self, index: int, micro: MicroBatch, chunk: _Chunk) -> tuple[_Passage, int]:
+        telemetry = self._telemetry
         ids: Sequence[int] = micro
         batch = None
         if chunk.before is None or chunk.after is None:
             with self._stopwatch.measure("input"):
                 batch = self._loader.batch(micro)
         if chunk.before is None:
-            self._telemetry.named(batch)
+            telemetry.named(batch)
         self._drawing.samples = ids
         if chunk.before is not None:
             x, ids = chunk.before.activation(index, len(micro))
         else:
-            with self._telemetry.compute("embed"):
-                x = chunk.modules["embed"](self._precision.entering(batch) if self._precision else batch)
+            telemetry.mark()
+            x = chunk.modules["embed"](self._precision.entering(batch) if self._precision else batch)
+            telemetry.passed("embed")
         passage = _Passage(tokens=x.shape[0] * x.shape[1], ids=ids)
         passage.segments.append(("embed", x, x))
         if chunk is self._chunks[0]:
-            self._telemetry.worked(passage.tokens, self._layers, self._share, x.shape[1])
-        with self._telemetry.compute("forward"):
-            for section, module in chunk.blocks.items():
-                start, communicated = time.perf_counter(), self._stopwatch.read("tensor")
-                x = self._segment(passage, section, module, x)
-                self._end_pace("forward", passage.tokens, start, communicated)
+            telemetry.worked(passage.tokens, self._layers, self._share, x.shape[1])
+        telemetry.mark()
+        start = time.perf_counter()
+        for section, module in chunk.blocks.items():
+            communicated = self._stopwatch.read("tensor")
+            x = self._segment(passage, section, module, x)
+            start = self._end_pace("forward", passage.tokens, start, communicated)
+        telemetry.passed("forward")
         counted = 0
         if chunk.after is None:
-            with self._telemetry.compute("head"):
-                logits = self._segment(passage, "head", chunk.modules["head"], x)
-                logits = self._precision.leaving(logits) if self._precision else logits
-                passage.loss, counted = self._loss(logits, batch)
+            logits = self._segment(passage, "head", chunk.modules["head"], x)
+            logits = self._precision.leaving(logits) if self._precision else logits
+            passage.loss, counted = self._loss(logits, batch)
+            telemetry.passed("head")
         else:
             chunk.after.send_activation(index, x.detach(), ids)
         return passage, counted
@@ -258,46 +263,49 @@ class StageRunner:
 
     def _backward(self, index: int, passage: _Passage, chunk: _Chunk, *, last: bool) -> None:
         """`last`: all gradients that this device adds to a section are there when the pass leaves it."""
+        telemetry = self._telemetry
         self._drawing.samples = passage.ids
         first, *rest = passage.segments
         grad: Tensor | None = None
         if passage.loss is not None:
             section, entered, _ = rest.pop()
-            with self._telemetry.compute("head"):
-                torch.autograd.backward(passage.loss, torch.full_like(passage.loss, self._scale))
+            telemetry.mark()
+            torch.autograd.backward(passage.loss, torch.full_like(passage.loss, self._scale))
+            telemetry.passed("head")
             grad = entered.grad
             if last:
                 self._ready(section)
         else:
             assert chunk.after is not None
             grad = chunk.after.gradient(index, rest[-1][2])
+        telemetry.mark()
+        start = time.perf_counter()
         while rest:
             section, entered, out = rest.pop()
             if section in self._again:
-                out = self._make_again(section, entered, passage)
-            start, communicated = time.perf_counter(), self._stopwatch.read("tensor")
-            with self._telemetry.compute("backward"):
-                torch.autograd.backward(out, grad)
-                self._end_pace("backward", passage.tokens, start, communicated)
+                communicated = self._stopwatch.read("tensor")
+                out = self._again[section].again(entered, passage.changed.pop(section))
+                start = self._end_pace("forward", passage.tokens, start, communicated)
+                telemetry.passed("again")
+            communicated = self._stopwatch.read("tensor")
+            torch.autograd.backward(out, grad)
+            start = self._end_pace("backward", passage.tokens, start, communicated)
             grad = entered.grad
+            if last or self._again or not rest:
+                telemetry.passed("backward")
             if last:
                 self._ready(section)
+                start = time.perf_counter()
+                telemetry.mark()
         assert grad is not None
         if chunk.before is not None:
             chunk.before.send_gradient(index, grad)
             return
-        with self._telemetry.compute("embed"):
-            if first[2].requires_grad:  # it may be frozen
-                torch.autograd.backward(first[2], grad)
+        if first[2].requires_grad:  # it may be frozen
+            torch.autograd.backward(first[2], grad)
+            telemetry.passed("embed")
         if last:
             self._ready("embed")
 
-    def _make_again(self, section: str, entered: Tensor, passage: _Passage) -> Tensor:
-        start, communicated = time.perf_counter(), self._stopwatch.read("tensor")
-        with self._telemetry.compute("again"):
-            out = self._again[section].again(entered, passage.changed.pop(section))
-            self._end_pace("forward", passage.tokens, start, communicated)
-        return out
-
-    def _end_pace(self, kind: str, tokens: int, start: float, communicated: float) -> None:
-        self._pace(kind, tokens, self._share, start, self._stopwatch.read("tensor") - communicated)
+    def _end_pace(self, kind: str, tokens: int, start: float, communicated: float) -> float:
+        return self._pace(kind, tokens, self._share, start, self._stopwatch.read("tensor") - communicated)

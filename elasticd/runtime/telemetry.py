@@ -57,16 +57,28 @@ class Telemetry:
         self._start = time.perf_counter()
         self._stopwatch.take()
         self._compute = dict.fromkeys((*PASSES, "embed", "head", "optimizer"), 0.0)
-        self._squares, self._longest, self._lengths = 0.0, 0, dict[int, int]()
-        self._work, self._tokens, self._micro_batches = 0.0, 0, 0
+        self._worked: list[tuple[int, float, int]] = []
         self._modalities: dict[str, int] = {}
         if self._spans is not None:  # passes since the last step, of an evaluation, are no part of this one
             self._compute["optimizer"] += self._spans.take().get("optimizer", 0.0)
 
-    def compute(self, kind: str) -> Computing:
-        """A context that times a section of kind "embed" or "head", the "forward" or "backward" pass of a block
-        ("blocks": either; "again": a forward pass that is run once more), or the "optimizer"."""
-        return Computing(self._compute, kind, self._stopwatch, self._spans)
+    def mark(self) -> None:
+        """What is computed from here on is a part of what `passed` names."""
+        if self._spans is not None:
+            self._spans.mark()
+        else:
+            self._since = time.perf_counter() - self._stopwatch.read(INSIDE)
+
+    def passed(self, kind: str) -> None:
+        """What was computed since the mark was "embed", "head", the "forward" or "backward" pass of blocks
+        ("blocks": either; "again": a forward pass that was made once more) or the "optimizer". The mark is here
+        now. What fails before it is passed counts for nothing."""
+        if self._spans is not None:
+            self._spans.passed(kind)
+        else:
+            now = time.perf_counter() - self._stopwatch.read(INSIDE)
+            self._compute[kind] += now - self._since
+            self._since = now
 
     def named(self, batch: Any) -> None:
         """A micro-batch that this device read: what it names of its modalities, as {"image": 3}."""
@@ -78,14 +90,7 @@ class Telemetry:
     def worked(self, tokens: int, layers: int, share: float, length: int = 0) -> None:
         """A micro-batch of `tokens`, in sequences of `length` with their padding (0: not known), went through
         `layers` blocks of which this device holds `share`."""
-        self._tokens += tokens
-        self._micro_batches += 1
-        self._work += tokens * layers * share
-        if length:
-            self._squares += tokens * length
-            self._longest = max(self._longest, length)
-            at = bucket(length)
-            self._lengths[at] = self._lengths.get(at, 0) + tokens // length
+        self._worked.append((tokens, layers * share, length))
 
     def finish(self, plan: int, step: int) -> Measurement:
         spent, compute = self._stopwatch.take(), self._compute
@@ -93,15 +98,26 @@ class Telemetry:
             for kind, seconds in self._spans.take().items():
                 to = spent if kind == INSIDE else compute
                 to[kind] = to.get(kind, 0.0) + seconds
+        tokens = longest = 0
+        work = squares = 0.0
+        lengths: dict[int, int] = {}
+        for each, blocks, length in self._worked:
+            tokens += each
+            work += each * blocks
+            if length:
+                squares += each * length
+                longest = max(longest, length)
+                at = bucket(length)
+                lengths[at] = lengths.get(at, 0) + each // length
         return Measurement(
             device=self._device,
             plan=plan,
             step=step,
-            tokens=self._tokens,
+            tokens=tokens,
             block_seconds=compute["blocks"] + compute["forward"] + compute["backward"],
             forward_seconds=compute["forward"],
             backward_seconds=compute["backward"],
-            block_work=self._work,
+            block_work=work,
             again_seconds=compute["again"],
             embed_seconds=compute["embed"],
             head_seconds=compute["head"],
@@ -112,33 +128,10 @@ class Telemetry:
             vote_seconds=spent.get("vote", 0.0),
             input_seconds=spent.get("input", 0.0),
             step_seconds=time.perf_counter() - self._start,
-            micro_batches=self._micro_batches,
-            squares=self._squares,
-            longest=self._longest,
-            lengths=self._lengths,
+            micro_batches=len(self._worked),
+            squares=squares,
+            longest=longest,
+            lengths=lengths,
             modalities=self._modalities,
             memory_bytes=self._memory(),
         )
-
-
-class Computing:
-    """One section's time: what it took without the communication in it. Nothing is counted where it fails."""
-
-    __slots__ = ("_began", "_compute", "_kind", "_spans", "_stopwatch")
-
-    def __init__(
-        self, compute: dict[str, float], kind: str, stopwatch: Stopwatch, spans: Spans | None = None
-    ) -> None:
-        self._compute, self._kind, self._stopwatch, self._spans = compute, kind, stopwatch, spans
-
-    def __enter__(self) -> None:
-        if self._spans is not None:
-            self._spans.begin(self._kind)
-            return
-        self._began = time.perf_counter() - self._stopwatch.read("tensor")
-
-    def __exit__(self, failed: object, *_: object) -> None:
-        if self._spans is not None:
-            self._spans.end(counts=failed is None)
-        elif failed is None:
-            self._compute[self._kind] += time.perf_counter() - self._stopwatch.read("tensor") - self._began

@@ -10,11 +10,12 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import NamedTuple
 
 import torch
+from elasticd_planner.value import Value
 
 from elasticd.records import Vote
 from elasticd.runtime.groups import Group
@@ -57,17 +58,15 @@ class Record(NamedTuple):
     going: int = Going.STAYS
 
     def pack(self) -> torch.Tensor:
-        packed = torch.empty(_RECORD.size, dtype=torch.uint8)
-        _RECORD.pack_into(packed.numpy().data, 0, *self)
-        return packed
+        return torch.frombuffer(bytearray(_RECORD.pack(*self)), dtype=torch.uint8)
 
     @classmethod
-    def unpack(cls, tensor: torch.Tensor) -> Record:
-        return cls._make(_RECORD.unpack(tensor.numpy().data))
+    def unpack(cls, packed: torch.Tensor) -> list[Record]:
+        """All ranks' records, of which `packed` has one in each row."""
+        return [cls._make(fields) for fields in _RECORD.iter_unpack(packed.numpy().data)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Outcome(Value, frozen=True, kw_only=True):
     """What the vote decided, the same on every rank: mean loss per target, gradient norm of the mean loss,
     target count, tokens, whether to apply the update, and of every rank the number that it had prepared, its
     word on checkpoints and its bit on snapshots. `failed`: the first rank that could not read a sample, and the
@@ -113,35 +112,35 @@ def fold(records: Sequence[Record], expected: Sequence[int]) -> Outcome:
     """Folds the records in rank order; `expected` are the hashes that the batch plan gives each rank.
 
     Raises `LedgerError` on every rank alike where samples or steps differ."""
-    steps = {record.step for record in records}
-    if len(steps) != 1:
-        raise LedgerError(f"ranks are at different steps: {sorted(steps)}")
-    step = records[0].step
-    wrong = [rank for rank, record in enumerate(records) if record.samples != expected[rank]]
-    if wrong:
+    columns = zip(*records, strict=True)
+    steps, prepared, saving, snapshot = islice(columns, 4)
+    finite, tokens, squares, losses, targets, samples, failed, going = columns
+    step = steps[0]
+    if steps.count(step) != len(steps):
+        raise LedgerError(f"ranks are at different steps: {sorted(set(steps))}")
+    if samples != tuple(expected):
+        wrong = [rank for rank, hashed in enumerate(samples) if hashed != expected[rank]]
         raise LedgerError(f"step {step}: ranks {wrong} did not see the samples of the batch plan")
-    count = math.fsum(record.targets for record in records)
+    count = math.fsum(targets)
     if not count:
         raise LedgerError(f"step {step}: the loss counted no targets in the whole batch")
-    loss = math.fsum(record.loss for record in records)
-    squares = math.fsum(record.squares for record in records)
-    finite = all(record.finite for record in records) and math.isfinite(squares)
-    failed = next(((rank, record.failed - 1) for rank, record in enumerate(records) if record.failed), None)
+    square = math.fsum(squares)
+    unread = next((rank for rank, index in enumerate(failed) if index), None) if any(failed) else None
     return Outcome(
         step=step,
-        loss=loss / count,
-        norm=math.sqrt(squares) / count if math.isfinite(squares) else math.inf,
+        loss=math.fsum(losses) / count,
+        norm=math.sqrt(square) / count if math.isfinite(square) else math.inf,
         count=count,
-        tokens=sum(record.tokens for record in records),
-        apply=finite and failed is None,
-        prepared=tuple(record.prepared for record in records),
-        saving=tuple(record.saving for record in records),
-        snapshot=tuple(record.snapshot for record in records),
-        failed=failed,
-        last=all(record.going for record in records) and any(r.going == Going.UNSAVED for r in records),
+        tokens=sum(tokens),
+        apply=all(finite) and math.isfinite(square) and unread is None,
+        prepared=prepared,
+        saving=saving,
+        snapshot=snapshot,
+        failed=None if unread is None else (unread, failed[unread] - 1),
+        last=all(going) and Going.UNSAVED in going,
     )
 
 
 def vote(group: Group, record: Record, expected: Sequence[int]) -> Outcome:
     """Gathers all ranks' records and folds them."""
-    return fold([Record.unpack(tensor) for tensor in group.all_gather(record.pack())], expected)
+    return fold(Record.unpack(group.all_gather(record.pack())), expected)

@@ -24,7 +24,7 @@ from elasticd.models import next_token_loss
 from elasticd.runtime.accepted import replace_dropouts
 from elasticd.runtime.engine import Engine, build, connect, first_state
 from elasticd.runtime.groups import Fabric
-from elasticd.runtime.in_memory import MemoryFabric, MemoryWorld
+from elasticd.runtime.in_memory import MemoryFabric, MemoryWorld, unpaced
 from elasticd.runtime.recompute import Recomputed, asked
 from examples import train_gpt2
 from tests.models.layouts import SEED, Training, alone, furthest, layouts_of, plan_of, stage, under
@@ -177,13 +177,18 @@ def test_making_activations_again_is_measured_and_paced_by_itself(chosen: tuple[
     plan = plan_of((4, [stage(0, LAYERS, ("a/0", 1))]), micro_batch=2)
     layouts, recipe = Layouts(training.model.spec, plan), training.recipe()
     fabric, paced = cast(Fabric, MemoryFabric(MemoryWorld(), "a/0")), Counter[str]()
+
+    def pace(kind: str, *times: float) -> float:
+        paced[kind] += 1
+        return unpaced(*times)
+
     engine = Engine(
         recipe=recipe,
         layouts=layouts,
         local=build(recipe.model, plan, "a/0"),
         fabric=fabric,
         groups=connect(fabric, layouts),
-        pace=lambda kind, *_: paced.update([kind]),
+        pace=pace,
     )
     engine.adopt(first_state(recipe.model, layouts, "a/0", SEED))
     measured = engine.step(0, lambda: 0).measurement

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +40,8 @@ def record(**changes: object) -> Record:
 )
 def test_a_record_survives_the_wire(**fields: object) -> None:
     made = record(**fields)
-    assert Record.unpack(made.pack()) == made
+    other = made._replace(step=made.step ^ 1)
+    assert Record.unpack(torch.stack([made.pack(), other.pack()])) == [made, other]
 
 
 def test_sums_are_divided_once_by_the_global_count() -> None:
