@@ -68,6 +68,7 @@ class Fabrics:
         is inside gloo aborts."""
         with self._lock:
             fabrics = [fabric for number in list(self._fabrics) for fabric in self._fabrics.pop(number)]
+        _shut(fabrics)
         for fabric in fabrics:
             self.remember(fabric.park())
         deadline = time.monotonic() + _LEAVE
@@ -76,7 +77,7 @@ class Fabrics:
 
 
 def _shut(fabrics: list[Fabric]) -> None:
-    """Who polls in any of them leaves at once, not when those before it are shut."""
+    """Who polls in any of them leaves at once, who waits for a message when it is shut."""
     for fabric in fabrics:
         fabric.dead = True
     for fabric in fabrics:

@@ -1,13 +1,15 @@
 """Process groups made by their members alone, and every private torch API that this takes.
 
 A `Fabric` is the groups of one plan (or of one transition) on one gloo device of its own, so that shutting
-its sockets spares all others. Its bootstrap store is any `KeyValue`. A blocked collective is freed by polling
-and parking: `shut` marks the fabric dead and shuts its sockets; whoever polls leaves with `Cancelled`; the old
-groups are dropped in a daemon thread, because destroying one that still holds a payload can block.
+its sockets spares all others. Its bootstrap store is any `KeyValue`. `shut` frees who is blocked: it marks the
+fabric dead, so that who polls a collective leaves with `Cancelled`, and shuts its sockets, which wakes who
+waits for a message. The old groups are parked then: dropped in a daemon thread, because destroying one that
+still holds a payload can block. Small collectives are exchanges of messages, sooner over than gloo's own.
 
 Facts about gloo that shape this file: abort has no effect on a blocked operation; a work's `is_completed`
-tells the truth for collectives, not for isend and irecv; irecv is woken by a shut socket; an isend is never
-waited for, its tensor is kept until a later collective proves that it was received.
+tells the truth for collectives, not for isend and irecv; irecv is woken by a shut socket, unless a part of its
+message has come; an isend is never waited for, its tensor is kept until a later collective proves that it was
+received.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from elasticd.runtime.sockets import Address, listeners, polled, tcp_sockets, wait_until_quiet
 from elasticd.runtime.stopwatch import Stopwatch
 
-#: Bytes of a tensor, and members of a group, up to which its collectives are one exchange of messages: each
-#: goes into a socket at once, so that no freeze cuts it in two.
-AT_ONCE, MOST_AT_ONCE = 1 << 16, 16
+#: Bytes of a tensor up to which its collectives are one exchange of messages: between members of one node,
+#: where they go into a socket at once, and between nodes, where the segments of one leave together, without a
+#: wait for the other end (one that a death cuts in two would keep who waits for it). And bytes up to which one
+#: member sends to all others together.
+AT_ONCE, A_FLIGHT, TOGETHER = 1 << 14, 1 << 13, 1 << 16
 #: The tag of those messages: no boundary of two stages has it, nor what `ownership` sends.
 _TERMS = 1 << 25
 #: Seconds that payloads have to arrive before the sockets of a fabric are shut.
@@ -108,6 +112,9 @@ class Group:
         self._sent: dict[int, tuple[Any, Tensor]] = {}
         self._count = 0
         self._exchanged: list[int] = []
+        self._awaited: list[tuple[Any, Tensor]] = []
+        nodes = {member.rpartition("/")[0] for member in members}
+        self._limit = min(AT_ONCE if len(nodes) == 1 else A_FLIGHT, TOGETHER // max(1, self.size - 1))
 
     def wait(self, work: Any) -> None:
         """Polls a collective until it is complete; the pause grows with the time waited, to at most 0.5 ms."""
@@ -142,16 +149,16 @@ class Group:
             if not self._at_once(tensor):
                 self.wait(self.backend.allreduce([tensor]))
                 return tensor
-            terms = [torch.empty_like(tensor) for _ in self.members]
-            terms[self.rank] = tensor
-            self._exchange(tensor, terms)
+            terms = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in self.members]
+            terms[self.rank] = tensor.contiguous()
+            self._exchange(terms[self.rank], terms)
         total = terms[0] + terms[1]
         for term in terms[2:]:
             total += term
         return total
 
     def _at_once(self, tensor: Tensor) -> bool:
-        return tensor.nbytes <= AT_ONCE and self.size <= MOST_AT_ONCE and not tensor.is_cuda
+        return tensor.nbytes <= self._limit and not tensor.is_cuda
 
     def _exchange(self, mine: Tensor, terms: Sequence[Tensor]) -> None:
         """Every member sends a small tensor to all others, and receives theirs into `terms`, by rank: in the
@@ -159,13 +166,15 @@ class Group:
         others = [rank for rank in range(self.size) if rank != self.rank]
         backend, sent = self.backend, list[int]()
         with self._told():
-            works = [backend.recv([terms[rank]], rank, _TERMS) for rank in others]
+            # Kept also where one fails: a message that finds its receive gone would never leave the socket.
+            self._awaited = [(backend.recv([terms[rank]], rank, _TERMS), terms[rank]) for rank in others]
             for rank in others:
                 self._count += 1
                 self._sent[self._count] = (backend.send([mine], rank, _TERMS), mine)
                 sent.append(self._count)
-            for work in works:
+            for work, _ in self._awaited:
                 work.wait()
+        self._awaited = []
         self.arrived(self._exchanged)  # who sends a term has had those of the exchange before
         self._exchanged = sent
 
@@ -180,15 +189,18 @@ class Group:
         with self.fabric.stopwatch.measure(self.label):
             self.wait(work)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Every member's tensor, all of one shape, stacked by rank."""
+    def all_gather(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
+        """Every member's tensor, all of one shape, stacked by rank: in `out`, if it is given. `tensor` may be
+        written to when this returns."""
+        if out is None:
+            out = tensor.new_empty((self.size, *tensor.shape))
         if self.size == 1:
-            return tensor.unsqueeze(0)
-        out = tensor.new_empty((self.size, *tensor.shape))
+            out[0] = tensor
+            return out
         with self.fabric.stopwatch.measure(self.label):
             if self._at_once(tensor):
                 out[self.rank] = tensor
-                self._exchange(tensor.clone(), out.unbind())
+                self._exchange(tensor.clone(memory_format=torch.contiguous_format), out.unbind())
             else:
                 self.wait(self.backend._allgather_base(out, tensor.unsqueeze(0)))
         return out

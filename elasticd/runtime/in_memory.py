@@ -88,10 +88,10 @@ class MemoryGroup:
         self.finish(self.begin_all_reduce(tensor))
         return tensor
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         number, _ = self.begin_all_reduce(tensor)
         with self.fabric.stopwatch.measure(self.label):
-            return torch.stack(list(self.fabric.world.taken(self.members, number)))
+            return torch.stack(self.fabric.world.taken(self.members, number), out=out)
 
     def send(self, tensor: Tensor, to: int, tag: int, label: str = "boundary") -> int:
         self.fabric.world.post(self.members, self.rank, to, tag, tensor)

@@ -11,8 +11,8 @@ The contract, for every implementation:
 5. Nobody sends to itself.
 
 What gloo does under faults shaped this: a send is never waited for (its end cannot be polled, and nothing
-wakes it), a receive is waited for plainly (closing its socket wakes it), a collective is polled by the
-owner of the group, who injects how.
+wakes it), a receive is waited for plainly (closing its socket wakes it), and how small tensors are
+gathered is the matter of the group's owner, who injects it.
 """
 
 from __future__ import annotations

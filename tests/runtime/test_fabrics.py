@@ -10,10 +10,14 @@ from elasticd.runtime.groups import Fabric
 
 
 class Parked:
-    """Stands for a fabric: knows whether it was let go."""
+    """Stands for a fabric: knows how often it was let go, and whether who waited in it was free before."""
 
     def __init__(self) -> None:
-        self.times = 0
+        self.times, self.freed, self.dead = 0, False, False
+
+    def shut(self) -> int:
+        self.freed = self.times == 0
+        return 0
 
     def park(self) -> threading.Thread:
         self.times += 1
@@ -46,8 +50,8 @@ def test_a_second_switch_before_that_step_lets_the_first_ones_groups_go() -> Non
     assert (first.times, second.times) == (1, 0)
 
 
-def test_the_end_lets_go_of_what_is_spent_once() -> None:
+def test_the_end_frees_who_waits_and_lets_go_of_what_is_spent_once() -> None:
     fabrics = Fabrics()
     fabric = spend(fabrics, now=False)
     fabrics.end()
-    assert fabric.times == 1
+    assert (fabric.times, fabric.freed) == (1, True)
