@@ -25,18 +25,18 @@ class Pacer:
 
     def __call__(self, kind: str, tokens: int, share: float, start: float, communicated: float) -> float:
         """Sleeps at the end of one block's pass ("forward" or "backward") that began at `start`
-        (perf_counter) and spent `communicated` seconds in communication. When it ended: that is the start of
-        what follows it at once, so that late waking does not add up."""
+        (perf_counter) and spent `communicated` seconds in communication. Returns when it ended, by the table:
+        that is the start of what follows at once, so that late waking does not add up."""
         pace = self.pace
         each = pace.forward if kind == "forward" else pace.backward
         spent = time.perf_counter() - start - communicated
-        if each is None:
-            target = spent * pace.factor  # no table: stretch what the real computation took
-        else:
-            target = each * tokens * share * pace.factor
-            self.paced += 1
-            if spent > target:
-                self.overruns += 1
+        if each is None:  # no table: stretch what the real computation took
+            _until(start + communicated + spent * pace.factor)
+            return time.perf_counter()  # what was slept too long is not stretched once more
+        target = each * tokens * share * pace.factor
+        self.paced += 1
+        if spent > target:
+            self.overruns += 1
         return _until(start + communicated + target)
 
     def product(self, start: float) -> None:

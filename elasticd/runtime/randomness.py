@@ -79,7 +79,8 @@ class Drawing:
 
 
 def _seed(seed: int) -> None:
-    """As torch.manual_seed does, for the devices that are in use: for every other one that formats a stack."""
+    """As torch.manual_seed does for the CPU, and for CUDA where it is in use: there it formats a stack for each
+    kind of device that is not."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)

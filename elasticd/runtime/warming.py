@@ -8,6 +8,8 @@ gradients.
 from __future__ import annotations
 
 import logging
+import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from elasticd_planner.plan import Stage
@@ -29,10 +31,16 @@ def warm(model: Model) -> None:
     if sum(parameter.nbytes for parameter in model.sections[f"blocks.{layer}"].parameters()) > MOST_BYTES:
         return
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), _uncompiled():
             _pass(model, layer)
     except Exception as error:  # the user's module; where it matters, the job's own step will say so
         log.debug("no pass can be made beforehand: %s", error, exc_info=True)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Functions that the user compiles are to be compiled for shapes that come. Who compiled any has loaded
+    what does."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _pass(model: Model, layer: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from elasticd.messages import Pace
 from elasticd.runtime.emulation import Pacer
 
@@ -29,6 +31,23 @@ def test_communication_comes_on_top() -> None:
     start = time.perf_counter()
     pacer("forward", 100, 1.0, start, 0.05)  # as if 50 ms had gone into the TP group
     assert time.perf_counter() - start >= 0.07
+
+
+def test_passes_in_a_row_end_by_the_table_however_late_each_wakes() -> None:
+    pacer = Pacer(Pace(forward=0.001, backward=0.002))
+    start = ended = time.perf_counter()
+    for _ in range(20):
+        ended = pacer("forward", 10, 0.5, ended, 0.0)
+    assert ended - start == pytest.approx(0.1)
+    late = time.perf_counter() - 1.0
+    assert pacer("forward", 10, 0.5, late, 0.0) > late + 0.9, "an overrun ends when it is over"
+
+
+def test_what_was_slept_too_long_is_not_stretched_once_more() -> None:
+    pacer = Pacer(Pace(factor=3.0))
+    start = time.perf_counter()
+    ended = pacer("forward", 10, 1.0, start - 0.01, 0.0)
+    assert start + 0.02 <= ended <= time.perf_counter()
 
 
 def test_an_overrun_is_counted() -> None:
