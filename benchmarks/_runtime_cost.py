@@ -31,7 +31,7 @@ from elasticd.runtime import stage as stages
 from elasticd.runtime.control import Control
 from elasticd.runtime.groups import Group
 from elasticd.runtime.telemetry import Telemetry
-from elasticd.runtime.vote import Record, fold, vote
+from elasticd.runtime.vote import RECORD_BYTES, Booth, Record, fold
 
 CONFIG = DecoderConfig(vocabulary=64, width=64, layers=4, heads=8, kv_heads=4, hidden=176)
 TOKENS = 16
@@ -134,9 +134,12 @@ def control(folder: Path, rank: int) -> Iterator[Control]:
 def cpu_seconds(engine: engines.Engine, talk: Control) -> float:
     """Of a step, in the mean."""
     meter = Meter()
-    for name in ("vote", "expected_hash"):
-        meter.around(engines, name)
-    for owner, name in ((engines.Recipe, "batch"), (stages, "hash_samples")):
+    for owner, name in (
+        (engines.Recipe, "batch"),
+        (stages, "hash_samples"),
+        (engines, "expected_hash"),
+        (Booth, "vote"),
+    ):
         meter.around(owner, name)
     for name in ("begin", "mark", "passed", "worked", "finish"):
         meter.around(Telemetry, name)
@@ -164,14 +167,14 @@ def paired(group: Group, pairs: int) -> dict[str, list[float]]:
         targets=1.0,
         samples=7,
     )
-    packed = record.pack()
+    packed, booth = torch.zeros(RECORD_BYTES, dtype=torch.uint8), Booth(group)
 
     def bare() -> None:
         out = [torch.empty_like(packed) for _ in range(group.size)]
         group.backend.allgather([out], [packed]).wait()
 
     sides: list[tuple[str, Callable[[], Any]]] = [
-        ("vote", lambda: vote(group, record, [7] * group.size)),
+        ("vote", lambda: booth.vote(record, [7] * group.size)),
         ("bare", bare),
     ]
     found: dict[str, list[float]] = {"vote": [], "bare": []}

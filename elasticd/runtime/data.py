@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -142,4 +143,4 @@ class Loader:
 
 def expected_hash(micro_batches: Sequence[Sequence[int]]) -> int:
     """The hash of a pipeline's samples in the order of its forward passes."""
-    return hash_samples(i for micro in micro_batches for i in micro)
+    return hash_samples(chain.from_iterable(micro_batches))

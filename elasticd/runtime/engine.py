@@ -45,7 +45,7 @@ from elasticd.runtime.reduce import GradientReducer
 from elasticd.runtime.spans import spans_of
 from elasticd.runtime.stage import Pace, Passed, StageRunner
 from elasticd.runtime.telemetry import Telemetry
-from elasticd.runtime.vote import NO_SAMPLES, Going, Outcome, Record, vote
+from elasticd.runtime.vote import NO_SAMPLES, Booth, Going, Outcome, Record
 
 #: What of a state says where its data is to be read on: see `feed`.
 DATA = "data"
@@ -152,6 +152,7 @@ class Engine:
             stopwatch=fabric.stopwatch,
         )
         self._owns = Ownership(layouts, self.device, local, groups.everyone, self.reducer, recipe.master)
+        self._booth = Booth(groups.everyone)
         self._carried: dict[str, str] = {}
         self._after: str | None = None
         self.meets = False
@@ -307,7 +308,7 @@ class Engine:
         hashes = [[expected_hash(pipeline) for pipeline in module] for module in batch.modules]
         expected = [hashes[p.module][p.pipeline] for p in self.plan.places.values()]
         expected += [NO_SAMPLES] * len(self.plan.carriers)
-        outcome = vote(self._groups.everyone, record, expected)
+        outcome = self._booth.vote(record, expected)
         self._groups.everyone.received()
         if outcome.failed is not None:
             self._drop(*outcome.failed, passed.failure)

@@ -22,7 +22,7 @@ from elasticd.messages import (
 )
 
 #: The kinds of words that are kept, of each the newest.
-LASTING = (Prepared, Refused, Swapped, Kept, Doubt, Bereft, Standing, Saved, Finished, Leaving)
+LASTING = frozenset({Prepared, Refused, Swapped, Kept, Doubt, Bereft, Standing, Saved, Finished, Leaving})
 
 
 class LastWords:
@@ -39,7 +39,7 @@ class LastWords:
 
     def add(self, message: Message, data: bytes) -> None:
         """Keeps `message`, encoded as `data`, if it is of a kind that lasts."""
-        if not isinstance(message, LASTING):
+        if type(message) not in LASTING:
             return
         number = _number(message)
         for kind, (old, _) in list(self._said.items()):

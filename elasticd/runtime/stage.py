@@ -227,6 +227,7 @@ class StageRunner:
         self._drawing.samples = ids
         if chunk.before is not None:
             x, ids = chunk.before.activation(index, len(micro))
+            telemetry.mark()
         else:
             telemetry.mark()
             x = chunk.modules["embed"](self._precision.entering(batch) if self._precision else batch)
@@ -235,7 +236,6 @@ class StageRunner:
         passage.segments.append(("embed", x, x))
         if chunk is self._chunks[0]:
             telemetry.worked(passage.tokens, self._layers, self._share, x.shape[1])
-        telemetry.mark()
         start = time.perf_counter()
         for section, module in chunk.blocks.items():
             communicated = self._stopwatch.read("tensor")
@@ -275,10 +275,11 @@ class StageRunner:
             grad = entered.grad
             if last:
                 self._ready(section)
+                telemetry.mark()
         else:
             assert chunk.after is not None
             grad = chunk.after.gradient(index, rest[-1][2])
-        telemetry.mark()
+            telemetry.mark()
         start = time.perf_counter()
         while rest:
             section, entered, out = rest.pop()

@@ -67,7 +67,7 @@ class Telemetry:
         if self._spans is not None:
             self._spans.mark()
         else:
-            self._since = time.perf_counter() - self._stopwatch.read(INSIDE)
+            self._since = time.perf_counter() - self._stopwatch.seconds.get(INSIDE, 0.0)
 
     def passed(self, kind: str) -> None:
         """What was computed since the mark was "embed", "head", the "forward" or "backward" pass of blocks
@@ -76,7 +76,7 @@ class Telemetry:
         if self._spans is not None:
             self._spans.passed(kind)
         else:
-            now = time.perf_counter() - self._stopwatch.read(INSIDE)
+            now = time.perf_counter() - self._stopwatch.seconds.get(INSIDE, 0.0)
             self._compute[kind] += now - self._since
             self._since = now
 

@@ -11,8 +11,9 @@ import math
 import struct
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from functools import lru_cache
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from elasticd_planner.value import Value
@@ -22,6 +23,7 @@ from elasticd.runtime.groups import Group
 
 #: A record's fields in their order: integers, but for sums of squares and loss and the count of targets.
 _RECORD = struct.Struct("<qqq??qdddQqb")
+RECORD_BYTES = _RECORD.size
 
 
 class LedgerError(RuntimeError):
@@ -57,14 +59,6 @@ class Record(NamedTuple):
     failed: int = 0
     going: int = Going.STAYS
 
-    def pack(self) -> torch.Tensor:
-        return torch.frombuffer(bytearray(_RECORD.pack(*self)), dtype=torch.uint8)
-
-    @classmethod
-    def unpack(cls, packed: torch.Tensor) -> list[Record]:
-        """All ranks' records, of which `packed` has one in each row."""
-        return [cls._make(fields) for fields in _RECORD.iter_unpack(packed.numpy().data)]
-
 
 class Outcome(Value, frozen=True, kw_only=True):
     """What the vote decided, the same on every rank: mean loss per target, gradient norm of the mean loss,
@@ -99,8 +93,13 @@ class Outcome(Value, frozen=True, kw_only=True):
 
 def hash_samples(ids: Iterable[int]) -> int:
     """A 64-bit hash of sample ids in order."""
-    listed = tuple(ids)
-    data = struct.pack(f"<{len(listed)}q", *listed)
+    return _hash(tuple(ids))
+
+
+@lru_cache(maxsize=64)
+def _hash(ids: tuple[int, ...]) -> int:
+    """A rank asks twice for its own: what it saw, and what it was to see."""
+    data = struct.pack(f"<{len(ids)}q", *ids)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -108,8 +107,8 @@ def hash_samples(ids: Iterable[int]) -> int:
 NO_SAMPLES = hash_samples(())
 
 
-def fold(records: Sequence[Record], expected: Sequence[int]) -> Outcome:
-    """Folds the records in rank order; `expected` are the hashes that the batch plan gives each rank.
+def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> Outcome:
+    """Folds the records' fields in rank order; `expected` are the hashes that the batch plan gives each rank.
 
     Raises `LedgerError` on every rank alike where samples or steps differ."""
     columns = zip(*records, strict=True)
@@ -141,6 +140,21 @@ def fold(records: Sequence[Record], expected: Sequence[int]) -> Outcome:
     )
 
 
-def vote(group: Group, record: Record, expected: Sequence[int]) -> Outcome:
-    """Gathers all ranks' records and folds them."""
-    return fold(Record.unpack(group.all_gather(record.pack())), expected)
+class Booth:
+    """Where one rank votes: the group of all, and memory for their records, which every vote uses again."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._mine, self._all = bytearray(_RECORD.size), bytearray(_RECORD.size * group.size)
+        self._packed = torch.frombuffer(self._mine, dtype=torch.uint8)
+        self._gathered = torch.frombuffer(self._all, dtype=torch.uint8).view(group.size, -1)
+
+    def gather(self, record: Record) -> list[tuple[Any, ...]]:
+        """The fields of all ranks' records."""
+        _RECORD.pack_into(self._mine, 0, *record)
+        self._group.all_gather(self._packed, self._gathered)
+        return list(_RECORD.iter_unpack(self._all))
+
+    def vote(self, record: Record, expected: Sequence[int]) -> Outcome:
+        """Gathers all ranks' records and folds them."""
+        return fold(self.gather(record), expected)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.runtime.vote import LedgerError, Record, fold, hash_samples
+from elasticd.runtime.groups import Group
+from elasticd.runtime.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.vote import Booth, LedgerError, Record, fold, hash_samples
 
 
 def record(**changes: object) -> Record:
@@ -39,9 +41,14 @@ def record(**changes: object) -> Record:
     finite=st.booleans(),
 )
 def test_a_record_survives_the_wire(**fields: object) -> None:
-    made = record(**fields)
-    other = made._replace(step=made.step ^ 1)
-    assert Record.unpack(torch.stack([made.pack(), other.pack()])) == [made, other]
+    made = {"a/0": record(**fields), "b/0": record(**fields)._replace(step=7), "c/0": record()}
+
+    def votes(fabric: MemoryFabric) -> list[list[tuple[Any, ...]]]:
+        booth = Booth(cast(Group, fabric.group([*made], "vote")))
+        return [booth.gather(made[fabric.me]) for _ in range(2)]
+
+    for found in run_threads([*made], votes).values():
+        assert found == [[*made.values()]] * 2
 
 
 def test_sums_are_divided_once_by_the_global_count() -> None:
