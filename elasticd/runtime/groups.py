@@ -37,7 +37,7 @@ from elasticd.runtime.stopwatch import Stopwatch
 #: member sends to all others together.
 AT_ONCE, A_FLIGHT, TOGETHER = 1 << 14, 1 << 13, 1 << 16
 #: The tag of those messages: no boundary of two stages has it, nor what `ownership` sends.
-_TERMS = 1 << 25
+TERMS = 1 << 25
 #: Seconds that payloads have to arrive before the sockets of a fabric are shut.
 _DRAIN = 0.2
 
@@ -167,10 +167,10 @@ class Group:
         backend, sent = self.backend, list[int]()
         with self._told():
             # Kept also where one fails: a message that finds its receive gone would never leave the socket.
-            self._awaited = [(backend.recv([terms[rank]], rank, _TERMS), terms[rank]) for rank in others]
+            self._awaited = [(backend.recv([terms[rank]], rank, TERMS), terms[rank]) for rank in others]
             for rank in others:
                 self._count += 1
-                self._sent[self._count] = (backend.send([mine], rank, _TERMS), mine)
+                self._sent[self._count] = (backend.send([mine], rank, TERMS), mine)
                 sent.append(self._count)
             for work, _ in self._awaited:
                 work.wait()

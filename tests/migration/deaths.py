@@ -29,7 +29,7 @@ from elasticd_migration.transport import Handle, ProcessGroupTransport
 from elasticd_planner.layouts import Layouts
 
 from elasticd.machines import switch as sw
-from elasticd.runtime.groups import Fabric, Group
+from elasticd.runtime.groups import TERMS, Fabric, Group
 from tests.migration.files import Files
 from tests.migration.plans import SPEC, plan
 from tests.migration.ranks import assert_same_bits, local, members, trained
@@ -81,6 +81,7 @@ class Rank:
         self.me, self.steps, self.deaf = me, steps, deaf
         self.fabric = Fabric("move", me, "127.0.0.1", Files(Path(folder) / "store"), seconds=PATIENCE)
         self.group: Group = self.fabric.group(MEMBERS, "transition")
+        self.group.all_gather(torch.zeros(1))  # nobody dies before all have made it
         self.before = local(WHOLE, OLD, me)
         self.after: LocalState | None = None
         self.state = sw.State(number=1, seen=1, trains=me in OLD.plan.members, phase=sw.Phase.STANDBY)
@@ -113,7 +114,7 @@ class Rank:
                     self.outcome = "doubt"
 
     def moved(self) -> sw.Event:
-        transport = Stepping(self.group.backend, self.group.members, self.me, self.group.wait)
+        transport = Stepping(self.group.backend, self.group.members, self.me, self.group.all_gather)
         transport.steps = self.steps
         try:
             result: Moved = migrate(OLD, NEW, self.before, transport, limit=LIMIT)
@@ -128,9 +129,8 @@ class Rank:
         self.steps.next(LAST[0])
         try:
             if self.steps.fatal == len(self.steps.names):
-                tensor = torch.tensor([int(ok)])
-                out = [torch.empty_like(tensor) for _ in MEMBERS]
-                self.group.backend.allgather([out], [tensor])
+                heir = 1 if self.group.rank == 0 else 0
+                self.group.send(torch.tensor([int(ok)]), heir, TERMS)  # one of the others hears it
             self.steps.next(LAST[1])
             oks = self.group.all_gather(torch.tensor([int(ok)]))
             self.steps.next(LAST[2])
