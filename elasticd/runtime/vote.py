@@ -12,7 +12,6 @@ import struct
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from functools import lru_cache
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -111,32 +110,30 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> Outcome
     """Folds the records' fields in rank order; `expected` are the hashes that the batch plan gives each rank.
 
     Raises `LedgerError` on every rank alike where samples or steps differ."""
-    columns = zip(*records, strict=True)
-    steps, prepared, saving, snapshot = islice(columns, 4)
-    finite, tokens, squares, losses, targets, samples, failed, going = columns
-    step = steps[0]
-    if steps.count(step) != len(steps):
-        raise LedgerError(f"ranks are at different steps: {sorted(set(steps))}")
-    if samples != tuple(expected):
-        wrong = [rank for rank, hashed in enumerate(samples) if hashed != expected[rank]]
+    every: Any = Record._make(zip(*records, strict=True))  # of each field what all ranks say
+    step = every.step[0]
+    if every.step.count(step) != len(every.step):
+        raise LedgerError(f"ranks are at different steps: {sorted(set(every.step))}")
+    if every.samples != tuple(expected):
+        wrong = [rank for rank, hashed in enumerate(every.samples) if hashed != expected[rank]]
         raise LedgerError(f"step {step}: ranks {wrong} did not see the samples of the batch plan")
-    count = math.fsum(targets)
+    count = math.fsum(every.targets)
     if not count:
         raise LedgerError(f"step {step}: the loss counted no targets in the whole batch")
-    square = math.fsum(squares)
-    unread = next((rank for rank, index in enumerate(failed) if index), None) if any(failed) else None
+    squares = math.fsum(every.squares)
+    unread = next((rank for rank, index in enumerate(every.failed) if index), None)
     return Outcome(
         step=step,
-        loss=math.fsum(losses) / count,
-        norm=math.sqrt(square) / count if math.isfinite(square) else math.inf,
+        loss=math.fsum(every.loss) / count,
+        norm=math.sqrt(squares) / count if math.isfinite(squares) else math.inf,
         count=count,
-        tokens=sum(tokens),
-        apply=all(finite) and math.isfinite(square) and unread is None,
-        prepared=prepared,
-        saving=saving,
-        snapshot=snapshot,
-        failed=None if unread is None else (unread, failed[unread] - 1),
-        last=all(going) and Going.UNSAVED in going,
+        tokens=sum(every.tokens),
+        apply=all(every.finite) and math.isfinite(squares) and unread is None,
+        prepared=every.prepared,
+        saving=every.saving,
+        snapshot=every.snapshot,
+        failed=None if unread is None else (unread, every.failed[unread] - 1),
+        last=all(every.going) and Going.UNSAVED in every.going,
     )
 
 
