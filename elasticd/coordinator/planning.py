@@ -1,8 +1,9 @@
 """Plans in a child process: the planner may take seconds, the coordinator's loop never waits for it.
 
-The child reads a Problem as JSON and writes an Answer. One at a time for a job: a newer request ends the
-child of the older one, and so does `cancel`. One child is started ahead and waits for its problem: to start
-Python and import the planner takes longer than a small plan, and survivors stand still meanwhile.
+The child reads Problems as lines of JSON and answers each with one. A job asks one at a time: a newer request
+ends the child of the older one, and so does `cancel`. A child that answered waits for the next problem, and
+the first is started ahead: to start Python and import the planner takes longer than a small plan, and takes
+the processor from the survivors of a fault and from the switch that follows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 
 import msgspec
+import psutil
 from elasticd_planner.problem import Answer, Problem
 
 from elasticd.machines.job.effects import Planned
@@ -23,8 +25,14 @@ COMMAND = (sys.executable, "-m", "elasticd_planner")
 #: A planner that has not answered after this many seconds is ended, and its request failed.
 PATIENCE = 120.0
 
-#: Seconds after an answer until the next child is started ahead: the switch that follows needs the processor.
+#: Seconds after a request whose child was ended until the next is started ahead.
 BREATH = 0.5
+
+#: Bytes of memory above which a child that answered is ended: a large search leaves much behind.
+LARGE = 512 << 20
+
+#: Bytes of an answer, or of what a child says on standard error, that are taken in.
+MOST = 1 << 30
 
 
 class Planning:
@@ -42,7 +50,7 @@ class Planning:
         self._command = command
         self._patience = patience
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._spare: asyncio.Task[Process] | None = None
+        self._spare: asyncio.Future[Process] | None = None
         self._later: asyncio.TimerHandle | None = None
 
     def warm(self) -> None:
@@ -91,18 +99,36 @@ class Planning:
         except PlannerFailed as failure:
             self._answer(Planned(job=job, token=token, error=str(failure)))
         finally:
-            if self._later is not None:
-                self._later.cancel()
-            self._later = asyncio.get_running_loop().call_later(BREATH, self.warm)
+            if self._spare is None:
+                if self._later is not None:
+                    self._later.cancel()
+                self._later = asyncio.get_running_loop().call_later(BREATH, self.warm)
 
     async def _asked(self, problem: Problem) -> Answer:
-        """Of the child that was started ahead; of another where that one is not there, or fails: it may have
-        been ended while it waited."""
+        """Of the child that waits; of another where that one is not there, or fails: it may have been ended
+        while it waited."""
         spare, self._spare = self._spare, None
         if spare is not None:
             with contextlib.suppress(PlannerFailed):
-                return await ask(problem, await spare)
-        return await ask(problem, await start(self._command))
+                return await self._answered(problem, await spare)
+        return await self._answered(problem, await start(self._command))
+
+    async def _answered(self, problem: Problem, child: Process) -> Answer:
+        answer = await ask(problem, child)
+        if self._spare is None and _memory(child) <= LARGE:
+            self._spare = asyncio.get_running_loop().create_future()
+            self._spare.set_result(child)
+        else:
+            await ended(child)
+        return answer
+
+
+def _memory(child: Process) -> int:
+    """Its bytes, 0 where it is gone."""
+    try:
+        return int(psutil.Process(child.pid).memory_info().rss)
+    except psutil.Error:
+        return 0
 
 
 class PlannerFailed(Exception):
@@ -117,6 +143,7 @@ async def start(command: tuple[str, ...] = COMMAND) -> Process:
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,
+            limit=MOST,
             start_new_session=True,  # the terminal's Ctrl-C is ours, who end the child
         )
     except OSError as error:
@@ -132,16 +159,23 @@ async def ended(child: Process) -> None:
 
 
 async def ask(problem: Problem, child: Process) -> Answer:
-    """The answer of one planner process, which ends with this call, cancelled or not."""
+    """The answer of a planner process, which waits for another problem then. It is ended where this fails, or
+    is cancelled. Raises PlannerFailed."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
     try:
         text = await asyncio.to_thread(msgspec.json.encode, problem)
-        out, err = await child.communicate(text)
-    finally:
-        await ended(child)
-    if child.returncode != 0:
-        said = err.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
-        raise PlannerFailed(f"the planner ended with {child.returncode}: {said[0]}")
-    try:
-        return await asyncio.to_thread(msgspec.json.decode, out, type=Answer)
+        with contextlib.suppress(ConnectionError):  # it is gone, and said why
+            child.stdin.write(text + b"\n")
+            await child.stdin.drain()
+        if not (line := await child.stdout.readline()):
+            said = (await child.stderr.read()).decode(errors="replace").strip().splitlines()
+            raise PlannerFailed(f"the planner ended with {await child.wait()}: {(said or ['nothing'])[-1]}")
+        return await asyncio.to_thread(msgspec.json.decode, line, type=Answer)
     except msgspec.DecodeError as error:
+        await ended(child)
         raise PlannerFailed(f"the planner's answer cannot be read: {error}") from error
+    except BaseException:
+        await ended(child)
+        raise

@@ -14,7 +14,8 @@ from elasticd_planner.cluster import Cluster, Node
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiles import derive
 
-from elasticd.coordinator.planning import COMMAND, PlannerFailed, Planning, ask, start
+from elasticd.coordinator import planning as module
+from elasticd.coordinator.planning import COMMAND, PlannerFailed, Planning, ask, ended, start
 from elasticd.machines.job.effects import Planned
 from tests.machines.cast import model, node_record
 
@@ -45,13 +46,31 @@ async def until(reached: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 async def asked(command: tuple[str, ...] = COMMAND) -> Answer:
-    return await ask(problem(), await start(command))
+    child = await start(command)
+    try:
+        return await ask(problem(), child)
+    finally:
+        await ended(child)
 
 
 def test_child_answers_with_a_plan() -> None:
     answer = asyncio.run(asked())
     assert answer.plan is not None
     assert answer.plan.global_batch == 8
+
+
+def test_child_goes_on_after_an_answer_and_is_ended_after_a_failure() -> None:
+    async def body() -> None:
+        child = await start()
+        first = await ask(problem(), child)
+        assert child.returncode is None
+        assert await ask(problem(), child) == first
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0):
+                await ask(problem(), child)
+        assert child.returncode is not None
+
+    asyncio.run(body())
 
 
 def test_child_that_fails_is_told_with_its_last_words() -> None:
@@ -105,34 +124,79 @@ def test_cancel_and_close_leave_no_child_behind() -> None:
     assert not children()
 
 
-def test_request_takes_the_child_that_was_started_ahead() -> None:
-    """And one that died meanwhile is no loss."""
+def test_a_child_that_was_started_ahead_answers_one_request_after_another() -> None:
+    """And where it died meanwhile, another does."""
 
     async def body() -> list[Planned]:
         answers: list[Planned] = []
         planning = Planning(answers.append)
         planning.warm()
         await until(lambda: len(started()) == 1)
-        ahead = started()[0]
-        planning.request("demo", 1, problem())
-        await until(lambda: bool(answers), 180)
-        assert not ahead.is_running() or ahead.status() == psutil.STATUS_ZOMBIE
-        planning.warm()
-        await until(lambda: len(started()) == 1)
-        started()[0].kill()
+        (ahead,) = started()
+        for token in (1, 2):
+            planning.request("demo", token, problem())
+            await until(lambda: len(answers) == token, 180)  # noqa: B023
+            assert started() == [ahead]
+        ahead.kill()
         await until(lambda: not started())
-        planning.request("demo", 2, problem())
+        planning.request("demo", 3, problem())
+        await until(lambda: len(answers) == 3, 180)
+        assert len(started()) == 1
+        await planning.close()
+        return answers
+
+    first, *others = asyncio.run(body())
+    assert first.answer is not None
+    assert first.answer.plan is not None
+    assert [other.answer for other in others] == [first.answer] * 2
+    assert not started()
+
+
+def test_of_two_children_that_answered_one_waits_for_the_next_request() -> None:
+    async def body() -> list[Planned]:
+        answers: list[Planned] = []
+        planning = Planning(answers.append)
+        planning.request("one", 1, problem())
+        planning.request("two", 1, problem())
+        await until(lambda: len(started()) == 2)
         await until(lambda: len(answers) == 2, 180)
-        planning.warm()
         await until(lambda: len(started()) == 1)
         await planning.close()
         return answers
 
-    first, second = asyncio.run(body())
-    assert first.answer is not None
-    assert first.answer.plan is not None
-    assert second.answer == first.answer
+    assert all(answer.answer is not None for answer in asyncio.run(body()))
     assert not started()
+
+
+def test_a_child_that_a_search_made_large_gives_way_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        answers: list[Planned] = []
+        planning = Planning(answers.append)
+        planning.warm()
+        await until(lambda: len(started()) == 1)
+        (large,) = started()
+        planning.request("demo", 1, problem())
+        await until(lambda: bool(answers), 180)
+        await until(lambda: len(started()) == 1 and large not in started())
+        await planning.close()
+
+    monkeypatch.setattr(module, "LARGE", 1 << 20)
+    asyncio.run(body())
+    assert not started()
+
+
+def test_after_a_request_that_is_called_off_another_child_is_started_ahead() -> None:
+    async def body() -> None:
+        planning = Planning(lambda _: None, command=SLEEP)
+        planning.request("demo", 1, problem())
+        await until(lambda: len(children()) == 1)
+        (first,) = children()
+        planning.cancel("demo")
+        await until(lambda: bool(children()) and first not in children())
+        await planning.close()
+
+    asyncio.run(body())
+    assert not children()
 
 
 def test_child_ahead_that_cannot_be_started_fails_the_request_alone() -> None:

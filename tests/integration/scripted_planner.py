@@ -5,6 +5,7 @@ tests of what a plan does."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,14 @@ NOISE = 1.7
 
 
 def main() -> None:
-    problem = msgspec.json.decode(sys.stdin.buffer.read(), type=Problem)
     plans = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=dict[str, Plan])
+    for line in sys.stdin.buffer:
+        answer = answered(msgspec.json.decode(line, type=Problem), plans)
+        sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
+        sys.stdout.flush()
+
+
+def answered(problem: Problem, plans: Mapping[str, Plan]) -> Answer:
     rate, slow = max(((rate, device) for device, rate in problem.rates.items()), default=(1.0, ""))
     slow = slow if rate > NOISE else ""
     here = {device.name for device in problem.cluster.devices}
@@ -26,11 +33,9 @@ def main() -> None:
         slow = " ".join(["without", *sorted(every - here)])
     plan = plans.get(slow)
     if plan is None:
-        answer = Answer(plan=None, refusal=f"no plan for {slow!r}")
-    else:
-        prediction = Prediction(step_seconds=0.1, bound_seconds=0.1)
-        answer = Answer(plan=plan.replace(prediction=prediction, reason=slow), current_seconds=10.0)
-    sys.stdout.buffer.write(msgspec.json.encode(answer))
+        return Answer(plan=None, refusal=f"no plan for {slow!r}")
+    prediction = Prediction(step_seconds=0.1, bound_seconds=0.1)
+    return Answer(plan=plan.replace(prediction=prediction, reason=slow), current_seconds=10.0)
 
 
 if __name__ == "__main__":

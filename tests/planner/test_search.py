@@ -269,16 +269,17 @@ def test_the_work_of_planning_stays_small(sizes: tuple[int, ...], most: int) -> 
     assert 0 < answer.candidates < most
 
 
-def test_the_child_answers_on_standard_output() -> None:
-    given = problem(2, 2)
+def test_the_child_answers_each_line_on_standard_output() -> None:
+    given = problem(2, 2), problem(2, 1), problem(2, 2)
     done = subprocess.run(
         [sys.executable, "-m", "elasticd_planner", "7"],
-        input=msgspec.json.encode(given),
+        input=b"\n".join(map(msgspec.json.encode, given)),
         capture_output=True,
         timeout=60,
         check=True,
     )
-    assert msgspec.json.decode(done.stdout, type=Answer) == plan(given, 7)
+    answers = [msgspec.json.decode(line, type=Answer) for line in done.stdout.splitlines()]
+    assert answers == [plan(each, 7) for each in given]
 
 
 def test_the_child_says_what_is_wrong_with_its_problem() -> None:
