@@ -26,12 +26,15 @@ from elasticd.chaos.history import History
 from elasticd.cli.reach import Api
 from elasticd.coordinator.journal import EventRecord
 from elasticd.records import Keys
-from tests.integration.fleet import CLUSTER, Fleet, Step, until
+from tests.integration.fleet import CLUSTER, Fleet, Step, job_by, until
 from tests.integration.trio import NAMES, Trio
 
 FOREVER = 10_000_000
 #: Steps that run between two faults.
 CALM = 10
+#: Seconds between two looks at the job, which take their time from those that are looked at: each time that is
+#: measured is of a ledger or of the journal, none of them is of a look.
+SELDOM = 0.25
 
 
 @dataclass
@@ -79,27 +82,28 @@ class Trained:
             self.fleet.agent(node, 1)
         for node in self.nodes:
             self.launch(node)
-        self.whole()
+        with self.fleet.api() as api:
+            self.whole(api)
         self.fleet.advanced(3 * CALM)
 
     def launch(self, node: str) -> None:
         self.fleet.run(node, 1, str(len(self.nodes)), FOREVER, **self._options)
 
-    def binding(self) -> dict[str, str]:
-        job = self.fleet.job()
+    def binding(self, api: Api) -> dict[str, str]:
+        job = job_by(api)
         plan = job.get("plan")
         return dict(plan["binding"]) if plan and job["phase"] == "running" and not job["proposal"] else {}
 
-    def whole(self, before: Mapping[str, str] | None = None, came: Iterable[str] = ()) -> None:
+    def whole(self, api: Api, before: Mapping[str, str] | None = None, came: Iterable[str] = ()) -> None:
         """Waits until every device is in the plan, those that `came` as other incarnations than before."""
 
         others = {device: (before or {}).get(device) for device in came}
 
         def there() -> bool:
-            now = self.binding()
+            now = self.binding(api)
             return len(now) == len(self.nodes) and all(now[device] != others[device] for device in others)
 
-        until(there, self.fleet.said, 240)
+        until(there, self.fleet.said, 240, SELDOM)
 
     def pid(self, device: str) -> int:
         members = self.fleet.job()["members"]
@@ -175,7 +179,7 @@ class Trained:
         turn = itertools.cycle(self.nodes)
         with self.fleet.api() as api:
             while seen.injected < count:
-                gone, before = [], self.binding()
+                gone, before = [], self.binding(api)
                 for _ in range(min(each, count - seen.injected)):
                     gone.append(node := next(turn))
                     self._one(api, node, kill, knows, seen)
@@ -183,8 +187,8 @@ class Trained:
                     assert revive is not None
                     revive(node)
                 mark, since = last_id(api), time.monotonic()
-                self.whole(before, (f"{node}/0" for node in gone))
-                self.fleet.advanced(CALM)
+                self.whole(api, before, (f"{node}/0" for node in gone))
+                self.fleet.advanced(CALM, pause=SELDOM)
                 self._rejoined(api, mark, since, seen)
         return seen
 
@@ -200,7 +204,7 @@ class Trained:
         killed = kill(node)
         known = wait_event(api, mark, lambda event: knows(event, f"{node}/0"), self.fleet)
         recorded = wait_event(api, known.id, lambda event: event.kind == "recorded", self.fleet)
-        self.fleet.advanced(CALM)
+        self.fleet.advanced(CALM, pause=SELDOM)
         self.injections += 1
         seen.injected += 1
         fences = [event.data["gone"] for event in api.events(mark) if event.kind == "fenced"]
@@ -265,7 +269,9 @@ def last_id(api: Api) -> int:
 
 def wait_event(api: Api, after: int, wanted: Callable[[EventRecord], bool], fleet: Fleet) -> EventRecord:
     """The first such event behind one."""
-    return until(lambda: next((e for e in api.events(after) if wanted(e)), None), fleet.said)  # type: ignore[return-value]
+    return until(  # type: ignore[return-value]
+        lambda: next((e for e in api.events(after) if wanted(e)), None), fleet.said, pause=SELDOM
+    )
 
 
 def died(event: EventRecord, device: str) -> bool:

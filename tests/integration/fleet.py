@@ -43,13 +43,21 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     time: float
 
 
-def until(condition: Callable[[], T], what: Callable[[], object], seconds: float = PATIENCE) -> T:
+def until(
+    condition: Callable[[], T], what: Callable[[], object], seconds: float = PATIENCE, pause: float = 0.02
+) -> T:
     """The first true value of `condition`; fails with `what()` when none comes in time."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"this never became true: {what()}"
-        time.sleep(0.02)
+        time.sleep(pause)
     return value
+
+
+def job_by(api: Api) -> dict[str, Any]:
+    """The job as this coordinator shows it. Raises CannotReach."""
+    jobs = json.loads(api.status_json())["jobs"]
+    return next((job for job in jobs if job["job"] == "job"), {})
 
 
 class Fleet:
@@ -204,10 +212,9 @@ class Fleet:
         """The job as the coordinator at `url` shows it: etcd is not asked."""
         try:
             with Api(url) as api:
-                jobs = json.loads(api.status_json())["jobs"]
+                return job_by(api)
         except CannotReach:
             return {}
-        return next((job for job in jobs if job["job"] == "job"), {})
 
     def events(self) -> tuple[EventRecord, ...]:
         """Of the present leader's time."""
@@ -245,6 +252,8 @@ class Fleet:
         """The steps by "DEVICE-PID"."""
         for path in sorted(self.folder.glob("ledger-*")):
             name = path.name.removeprefix("ledger-")
+            if path.stat().st_size == self._read.get(name, 0):
+                continue
             with path.open("rb") as file:
                 file.seek(self._read.get(name, 0))
                 whole, _, _ = file.read().rpartition(b"\n")  # without one that is half written
@@ -258,10 +267,14 @@ class Fleet:
         """Steps that somebody was given: the highest, and one."""
         return max((ledger[-1].step + 1 for ledger in self.ledgers().values() if ledger), default=0)
 
-    def advanced(self, steps: int, seconds: float = PATIENCE) -> None:
+    def advanced(self, steps: int, seconds: float = PATIENCE, pause: float = 0.02) -> None:
         """Waits until so many more steps were made."""
         goal = self.steps() + steps
-        until(lambda: self.steps() >= goal, lambda: f"step {goal}, at {self.steps()}\n{self.said()}", seconds)
+
+        def missing() -> str:
+            return f"step {goal}, at {self.steps()}\n{self.said()}"
+
+        until(lambda: self.steps() >= goal, missing, seconds, pause)
 
     def largest_gap(self, since: float) -> float:
         """The longest that any worker that lived all the time until now waited for its next step."""
