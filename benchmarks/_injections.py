@@ -173,16 +173,19 @@ class Trained:
         *,
         revive: Callable[[str], None] | None = None,
         each: int = 1,
+        moving: bool = False,
     ) -> Seen:
-        """`count` faults, `each` of them one after the other before those that are gone come back."""
+        """`count` faults, `each` of them one after the other before those that are gone come back. `moving`:
+        those at which the survivors' plan moved nothing are left out, and up to as many more injected."""
         seen = Seen()
         turn = itertools.cycle(self.nodes)
+        most = self.injections + (2 * count if moving else count)
         with self.fleet.api() as api:
-            while seen.injected < count:
+            while seen.injected < count and self.injections < most:
                 gone, before = [], self.binding(api)
                 for _ in range(min(each, count - seen.injected)):
                     gone.append(node := next(turn))
-                    self._one(api, node, kill, knows, seen)
+                    self._one(api, node, kill, knows, seen, moving)
                 for node in gone if revive is not None else ():
                     assert revive is not None
                     revive(node)
@@ -199,6 +202,7 @@ class Trained:
         kill: Callable[[str], float],
         knows: Callable[[EventRecord, str], bool],
         seen: Seen,
+        moving: bool,
     ) -> None:
         mark, since = last_id(api), time.monotonic()
         killed = kill(node)
@@ -206,15 +210,18 @@ class Trained:
         recorded = wait_event(api, known.id, lambda event: event.kind == "recorded", self.fleet)
         self.fleet.advanced(CALM, pause=SELDOM)
         self.injections += 1
+        number = recorded.data["number"]
+        moved = bytes_moved(api.events(mark), number)
+        if moving and not moved:
+            return
         seen.injected += 1
         fences = [event.data["gone"] for event in api.events(mark) if event.kind == "fenced"]
         seen.right += all(gone == [f"{node}/0"] for gone in fences)
         seen.known.append(known.time - killed)
-        number = recorded.data["number"]
         for gap, normal in gaps(self.fleet.ledgers(), number, since):
             seen.stalls.append(gap - normal)
             seen.normal.append(normal)
-        seen.moved_bytes.append(bytes_moved(api.events(mark), number))
+        seen.moved_bytes.append(moved)
         seen.reasons.append(str((self.fleet.job().get("plan") or {}).get("reason", "")))
 
     def _rejoined(self, api: Api, mark: int, since: float, seen: Seen) -> None:
