@@ -210,19 +210,19 @@ class Trained:
         recorded = wait_event(api, known.id, lambda event: event.kind == "recorded", self.fleet)
         self.fleet.advanced(CALM, pause=SELDOM)
         self.injections += 1
-        number = recorded.data["number"]
-        moved = bytes_moved(api.events(mark), number)
+        number, events = recorded.data["number"], api.events(mark)
+        moved = bytes_moved(events, number)
         if moving and not moved:
             return
         seen.injected += 1
-        fences = [event.data["gone"] for event in api.events(mark) if event.kind == "fenced"]
+        fences = [event.data["gone"] for event in events if event.kind == "fenced"]
         seen.right += all(gone == [f"{node}/0"] for gone in fences)
         seen.known.append(known.time - killed)
         for gap, normal in gaps(self.fleet.ledgers(), number, since):
             seen.stalls.append(gap - normal)
             seen.normal.append(normal)
         seen.moved_bytes.append(moved)
-        seen.reasons.append(str((self.fleet.job().get("plan") or {}).get("reason", "")))
+        seen.reasons.append(str((job_by(api).get("plan") or {}).get("reason", "")))
 
     def _rejoined(self, api: Api, mark: int, since: float, seen: Seen) -> None:
         """The last plan recorded since: some may have come before it, where two came back one by one."""
