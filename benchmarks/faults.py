@@ -87,17 +87,19 @@ def layouts(count: int) -> Iterator[Row]:
     with training(FOUR, memory=SMALL, latency=FAR) as job:
         plan = job.fleet.job()["plan"]
         seen = job.endure(count, job.kill_worker, died, moving=True)
-        moved = statistics.fmean(seen.moved_bytes)
         name = "survivors' stall, TP/PP layout change"
         yield row(f"{name}: the plan before", plan["reason"], "")
-        yield row(f"{name}: the plan after", seen.reasons[-1], "")
         enough = seen.injected >= count
         yield row(f"{name}: deaths with one", seen.injected, "", goal=f">= {count}", met=enough)
         yield row(f"{name}: deaths without one, left out", job.injections - seen.injected, "")
+        yield from _lost("TP/PP layout change", job.lost())
+        if not seen.injected:
+            return
+        moved = statistics.fmean(seen.moved_bytes)
+        yield row(f"{name}: the plan after", seen.reasons[-1], "")
         yield row(f"{name}: bytes moved, least", min(seen.moved_bytes), "bytes")
         yield row(f"{name}: bytes moved, mean", moved, "bytes")
         yield from _stall(name, seen, 2.0 + moved / BANDWIDTH, f"<= 2 s + {moved / BANDWIDTH:.3f} s of bytes")
-        yield from _lost("TP/PP layout change", job.lost())
 
 
 def nodes(count: int) -> Iterator[Row]:

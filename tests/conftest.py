@@ -1,10 +1,15 @@
-"""For all tests: what daemons remember over restarts goes to a folder of the test's own, not the user's."""
+"""For all tests: what daemons remember over restarts goes to a folder of the test's own, not the user's.
+Property tests have no deadline: other work on the machine must not fail them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("elasticd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("elasticd")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,7 +15,7 @@ import pytest
 
 from elasticd.processes import ProcessError, Processes
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 # Starts a child that starts another and waits; `deaf` ones do not listen to SIGTERM; with `orphan` the first
 # ends at once and leaves its child behind, as a torchrun does that is killed.
@@ -44,8 +44,10 @@ tree = (sys.executable, str(folder / "tree.py"))
 try:
     with p.Processes(folder) as children, children.interruptible():
         first = children.start("first", tree)
-        children.start("second", (*tree, *sys.argv[3:]))
-        children.until(lambda: "up" in first.log.read_text(), "the first child's start", 20, needs=[first])
+        second = children.start("second", (*tree, *sys.argv[3:]))
+        children.until(lambda: "up" in first.log.read_text(), "the first child's start", 60, needs=[first])
+        there = lambda: "up" in second.log.read_text() or second.process.poll() is not None
+        children.until(there, "the second child's start", 60, needs=[first])
         children.pause(0.5)
         (folder / "ready").touch()
         if sys.argv[2] == "error":

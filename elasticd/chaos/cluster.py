@@ -130,8 +130,8 @@ class Cluster:
             )
 
     def start_plain(self, script: Path, *options: str) -> Child:
-        """The undisturbed run, with what the job leaves of the cores."""
-        return self._python("plain", str(script), str(self.folder), "--plain", *options, idle=True)
+        """The undisturbed run."""
+        return self._python("plain", str(script), str(self.folder), "--plain", *options)
 
     def job(self) -> JobStatus | None:
         """The job as the leader sees it, None while nobody leads, or nobody has joined."""
@@ -234,5 +234,5 @@ class Cluster:
     def _socket(self, node: str) -> str:
         return str(self._sockets / f"{node}.sock")
 
-    def _python(self, name: str, *arguments: str, idle: bool = False) -> Child:
-        return self._processes.start(name, [sys.executable, *arguments], environment=_ENVIRONMENT, idle=idle)
+    def _python(self, name: str, *arguments: str) -> Child:
+        return self._processes.start(name, [sys.executable, *arguments], environment=_ENVIRONMENT)

@@ -33,7 +33,7 @@ from elasticd.store.protocol import WatchEvent
 
 #: Steps after the last fault, in which all is to come to rest; and for each fault some more, because those that
 #: are held back come later than the script says.
-REST_STEPS, HELD_STEPS = 40, 10
+REST_STEPS, HELD_STEPS = 160, 10
 #: Of the script that is trained; it imports torch, which we do not.
 SAMPLES = Sampler(size=1000, global_batch=8, seed=5)
 

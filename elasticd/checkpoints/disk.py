@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -40,7 +41,7 @@ class Disk(Protocol):
         ...
 
     def remove_folder(self, path: Path) -> None:
-        """A folder with all that is in it."""
+        """A folder with all that is in it; no error where others remove it at the same time."""
         ...
 
 
@@ -67,7 +68,9 @@ class LocalDisk:
         path.unlink()
 
     def remove_folder(self, path: Path) -> None:
-        shutil.rmtree(path)
+        while path.exists():
+            with suppress(FileNotFoundError):  # another one was faster here: there may be more
+                shutil.rmtree(path)
 
 
 class _File:

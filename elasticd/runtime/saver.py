@@ -309,7 +309,6 @@ class Saver:
 
     def _remove(self, task: Task) -> None:
         try:
-            if task.path.exists():
-                self._disk.remove_folder(task.path)
+            self._disk.remove_folder(task.path)
         except OSError as error:
             log.warning("%s is left behind: %s", task.path, error)

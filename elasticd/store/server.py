@@ -62,7 +62,7 @@ class EtcdServer:
         *,
         program: str | None = None,
         fsync: bool = True,
-        deadline: float = 15.0,
+        deadline: float = 60.0,
     ) -> None:
         self._program = program if program is not None else find_etcd()
         self._temporary = data_dir is None

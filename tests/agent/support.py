@@ -44,7 +44,7 @@ from elasticd.store.leader import Leadership, campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Store
 
-DEADLINE = 20.0
+DEADLINE = 120.0
 CLUSTER = "test"
 T = TypeVar("T")
 M = TypeVar("M", bound=messages.Message)

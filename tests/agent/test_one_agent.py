@@ -22,9 +22,9 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 def test_second_agent_under_one_node_name_ends_and_the_first_goes_on(node: Node) -> None:
-    first = node.agent(ttl=1)
+    first = node.agent(ttl=3)
     until(lambda: node.store.get(KEYS.node("n0")))
-    second = node.agent(path=str(node.folder / "b.sock"), ttl=1)
+    second = node.agent(path=str(node.folder / "b.sock"), ttl=3)
     second.join()
     assert isinstance(second.error, NodeTaken)
     assert f"node 'n0' is served by agent {first.agent.record.agent}" in str(second.error)

@@ -138,7 +138,13 @@ def test_agent_that_hangs_or_ends_fails_what_is_fetched(
     packets.send(agent.ends[0], messages.encode(Recorded(number=7)))
     until(lambda: worker.heard, WAIT)
     assert open_descriptors() == before
-    threading.Timer(0.1, lambda: agent.ends[0].shutdown(socket.SHUT_RDWR)).start()
+
+    def hang_up() -> None:
+        for _ in range(2):  # what was asked for before, and what is waited for
+            packets.receive(agent.ends[0])
+        agent.ends[0].shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=hang_up).start()
     with pytest.raises(TimeoutError, match="broke"):
         worker.control.fetch(held, WAIT)
 

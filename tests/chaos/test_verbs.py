@@ -14,6 +14,7 @@ from elasticd_planner.value import Invalid
 from elasticd.chaos.verbs import Chaos
 from elasticd.cli.app import elasticd
 from elasticd.cli.reach import Api, CannotReach
+from elasticd.machines.job.state import Settings
 from elasticd.store.memory import MemoryStore
 from tests.integration import train
 from tests.integration.cluster import Cluster, until
@@ -29,7 +30,8 @@ PLANS = {
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    with Cluster({"a": 1, "b": 1}, plans=PLANS) as made:
+    patient = Settings(node_seconds=3.0)  # a step that a busy machine holds up is no fault
+    with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=patient) as made:
         made.run(SCRIPT, steps=2000)
         made.runs(1, steps=2)
         yield made

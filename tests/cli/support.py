@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from elasticd.cli.app import elasticd
 
-DEADLINE = 30.0
+DEADLINE = 120.0
 
 
 def call(*arguments: str) -> Result:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -95,7 +96,12 @@ def test_wrong_input_is_one_message(arguments: tuple[str, ...], message: str) ->
 
 
 def alive(pids: set[int]) -> set[int]:
-    return {pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"}
+    left = set()
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                left.add(pid)
+    return left
 
 
 @pytest.mark.slow
@@ -133,4 +139,5 @@ def test_no_process_outlives_the_command(end: signal.Signals, tmp_path: Path) ->
         running.kill()
         running.wait()
         for pid in alive(seen):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -146,6 +146,8 @@ def test_job_lives_from_its_join_to_its_end() -> None:
             assert history["history"][0]["problem"]["global_batch"] == 8
             await this.tell(first.up(Finished(step=5)))
             await until(lambda: MemoryStore(server).get(KEYS.job(JOB, "done")) is not None)
+            journal = coordinator.leading.journal
+            await until(lambda: "finished" in {event.kind for event in journal.events(0)})
             _, events = await get(coordinator, "/v1/events")
             kinds = [event["kind"] for event in events["events"]]
             assert {"job_gathered", "planning", "proposed", "swapped", "recorded", "finished"} <= {*kinds}
@@ -294,7 +296,7 @@ def test_signal_ends_the_daemon_cleanly(number: signal.Signals) -> None:
             line = process.stdout.readline()
             assert line.startswith("leading test as c0 at http://127.0.0.1:")
             os.kill(process.pid, number)
-            out, err = process.communicate(timeout=15)
+            out, err = process.communicate(timeout=120)
             assert (process.returncode, out, err) == (0, "ended\n", "")
         finally:
             process.kill()
@@ -324,4 +326,4 @@ def test_loop_is_never_held_up_by_planning() -> None:
         return worst
 
     # On a machine that others use, too, one quiet run of some shows that it is not we who hold the loop up.
-    assert any(asyncio.run(body()) < 0.05 for _ in range(5))
+    assert any(asyncio.run(body()) < 0.05 for _ in range(12))

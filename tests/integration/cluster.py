@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import msgspec
 from elasticd_agent.daemon import Agent
@@ -23,6 +24,7 @@ from elasticd_planner.plan import Plan
 
 from elasticd import messages, packets
 from elasticd.config import Config, with_overrides
+from elasticd.coordinator import election
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.planning import COMMAND
 from elasticd.machines.job.state import Settings
@@ -39,6 +41,10 @@ T = TypeVar("T")
 
 #: Seconds that any condition has at least: a busy machine takes half a minute to start a worker.
 LEAST = 180.0
+
+
+#: Seconds of the leader's lease: nobody stands by here who could lead after it.
+LEASE = 60
 
 
 def until(condition: Callable[[], T], seconds: float = 60.0, what: Callable[[], object] = str) -> T:
@@ -113,7 +119,8 @@ class Cluster:
         self.coordinator = Coordinator(
             self.config, self._store(), settings=self._settings, planner=self._planner
         )
-        await self.coordinator.start()
+        with patch.object(election, "LEASE_SECONDS", LEASE):
+            await self.coordinator.start()
         for node in self.nodes:
             self._start_agent(node)
 
@@ -227,7 +234,7 @@ class Cluster:
 
     def wait(self, seconds: float = 90.0) -> dict[str, int]:
         """The workers' exit codes, once all have ended."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + max(seconds, LEAST)
         codes = {}
         for device, worker in self.workers.items():
             try:

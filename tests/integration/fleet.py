@@ -105,8 +105,14 @@ class Fleet:
 
     def coordinator(self, name: str, endpoints: Sequence[str] = ()) -> None:
         """Starts one, and waits until it leads or stands by."""
+        before = len(self.log(name))  # of one of that name that was there before
         self._start(name, "-m", "elasticd", "coordinator", "--name", name, *self._named(endpoints))
-        until(lambda: "standing by" in self.log(name) or "leading" in self.log(name), lambda: self.log(name))
+
+        def there() -> bool:
+            said = self.log(name)[before:]
+            return "standing by" in said or "leading" in said
+
+        until(there, lambda: self.log(name))
 
     def agent(self, node: str, devices: int, endpoints: Sequence[str] = ()) -> None:
         options = ["--node", node, "--socket", self.socket(node), "--devices", str(devices)]

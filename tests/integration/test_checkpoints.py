@@ -223,7 +223,7 @@ def test_under_real_torchruns_too(tmp_path: Path) -> None:
         until(lambda: Path(cluster.socket("a")).exists(), 20)
         process = torchrun(cluster, 1, steps=steps, job=options(folder))
         try:
-            assert process.wait(90) == 0, (cluster.folder / "torchrun.log").read_text()[-3000:]
+            assert process.wait(240) == 0, (cluster.folder / "torchrun.log").read_text()[-3000:]
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -33,7 +33,7 @@ def start(out: Path, *options: str) -> subprocess.Popen[str]:
 
 @pytest.mark.timeout(500)
 def test_demo_tells_its_story_and_every_figure_holds(tmp_path: Path) -> None:
-    process = start(tmp_path, "--steps", "90")
+    process = start(tmp_path, "--steps", "140")
     try:
         said, _ = process.communicate(timeout=450)
     finally:

@@ -70,7 +70,7 @@ def binding(fleet: Fleet) -> dict[str, str]:
 def nobody_waited(fleet: Fleet, since: float, calm: float) -> None:
     """No worker's step took much longer than any of those before."""
     gap = fleet.largest_gap(since)
-    assert gap < 1.5 + 2 * calm, f"a step took {gap:.2f} s, before it was {calm:.2f} s at most"
+    assert gap < 3.0 + 2 * calm, f"a step took {gap:.2f} s, before it was {calm:.2f} s at most"
 
 
 def calm(fleet: Fleet) -> float:
@@ -106,7 +106,7 @@ def taken_over(fleet: Fleet, old: Leader, since: float) -> Leader:
     new = fleet.leads(but=old)
     took = time.monotonic() - since
     assert took < TAKEOVER_SECONDS, f"{new.name} led after {took:.1f} s"
-    until(lambda: all(fleet.epoch(node) == new.term for node in NODES), fleet.said)
+    until(lambda: all(fleet.epoch(node) >= new.term for node in NODES), fleet.said)
     until(lambda: len(fleet.job().get("members", [])) == len(NODES), fleet.said)
     return new
 
@@ -309,8 +309,8 @@ def test_worker_joins_again_under_a_new_leader() -> None:
         old, since = fleet.leads(), time.monotonic()
         fleet.kill(old.name)
         taken_over(fleet, old, since)
+        before = until(lambda: binding(fleet), fleet.said)
         worker(fleet, "b/0").kill()
-        before = binding(fleet)
         until(lambda: len(now := binding(fleet)) == 2 and now["b/0"] != before["b/0"], fleet.said)
         fleet.advanced(10)
         exact(fleet, plans=3)
@@ -326,7 +326,7 @@ def test_etcd_that_is_restored_from_an_older_backup_is_refused_by_all() -> None:
         old = fleet.leads()
         fleet.kill(old.name)
         new = fleet.leads(but=old)
-        until(lambda: all(fleet.epoch(node) == new.term for node in NODES), fleet.said)
+        until(lambda: all(fleet.epoch(node) >= new.term for node in NODES), fleet.said)
         fleet.trio.restore(backup)
         until(lambda: fleet.processes[new.name].poll() is not None, fleet.said)
         assert fleet.processes[new.name].returncode == 1

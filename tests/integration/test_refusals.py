@@ -30,7 +30,7 @@ def run_alone(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
         env={**base, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
 
 

@@ -119,7 +119,7 @@ def test_watch_tells_the_straggler_apart_though_all_wait_for_it(script: Path) ->
 
 
 def test_slow_node_is_left_out_where_going_on_without_it_is_faster_and_stands_by() -> None:
-    options = (f"--script={DDP}", "--steps=250", "--pause=0.02")
+    options = (f"--script={DDP}", "--steps=800", "--pause=0.02")
     with RestartJob({"a": 1, "b": 1, "c": 1}, WATCHED, *options, nnodes="1:3") as job:
         runs = {node: job.start(node) for node in "ac"}
         slow = job.start("b", "--pause=1.5")

@@ -61,7 +61,7 @@ class Torchrun:
         self.process.wait()
         return workers
 
-    def wait(self, seconds: float = 120.0) -> int:
+    def wait(self, seconds: float = 300.0) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:

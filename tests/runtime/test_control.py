@@ -154,7 +154,12 @@ def test_a_full_socket_drops_reports_and_keeps_outcomes(pair: tuple[Agent, Contr
 def test_a_lost_agent_fails_calls_and_nothing_else(pair: tuple[Agent, Control]) -> None:
     agent, control = pair
     control.start(lambda message: None)
-    threading.Timer(0.1, lambda: agent.socket.shutdown(socket.SHUT_RDWR)).start()
+
+    def hang_up() -> None:
+        agent.receive()  # the call
+        agent.socket.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=hang_up).start()
     with pytest.raises(TimeoutError, match="connection to the agent broke"):
         AgentKeyValue(control).get("x", 20)
     control.send(report(1))

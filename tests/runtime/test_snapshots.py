@@ -59,6 +59,10 @@ class Shelf:
         half.write_bytes(os.pread(fd, held.size, 0))
         half.rename(self._path(held))
 
+    def has(self, step: int) -> bool:
+        """Of this device."""
+        return any(self._folder.glob(f"{self._device.replace('/', ':')}-*-{step}.snap"))
+
     def _path(self, held: Held) -> Path:
         return self._folder / f"{held.device.replace('/', ':')}-{held.plan}-{held.step}.snap"
 
@@ -96,6 +100,7 @@ def worker(device: str, store: Any, folder: str, old: Plan, new: Plan) -> dict[s
             snapper.voted(step + 1, done[-1].outcome.snapshot, engine.layouts, engine.state)
             assert all(done[-1].outcome.snapshot) or step + 1 != BACK
         engine.settle()
+        wait(lambda: shelf.has(BACK))  # what is on its way is dropped at the end
         snapper.end()
     if device not in new.members:
         return {"losses": [d.outcome.loss for d in done]}

@@ -147,7 +147,7 @@ class EtcdWorld:
     def client_that_loses_an_answer(self) -> Store:
         proxy = LossyProxy(self.server.endpoint)
         self._proxies.append(proxy)
-        store = self._client(proxy.endpoint)
+        store = self._client(proxy.endpoint, call_timeout=1.0)
         store.identity()
         proxy.swallow_answers()
         return store
@@ -159,8 +159,8 @@ class EtcdWorld:
             proxy.close()
         self.server.start()
 
-    def _client(self, endpoint: str) -> EtcdStore:
-        store = EtcdStore(EtcdOptions(endpoints=(endpoint,), call_timeout=1.0))
+    def _client(self, endpoint: str, call_timeout: float = 5.0) -> EtcdStore:
+        store = EtcdStore(EtcdOptions(endpoints=(endpoint,), call_timeout=call_timeout))
         self._stores.append(store)
         return store
 

@@ -142,12 +142,12 @@ def test_the_empty_prefix_is_refused(store):
 
 
 def test_a_lease_takes_its_keys_along_when_it_expires(store, world):
-    lease = store.grant(1)
+    lease = store.grant(3)
     revision = store.put(world.prefix + "mine", b"x", lease)
     store.put(world.prefix + "kept", b"x")
     assert store.get(world.prefix + "mine").lease == lease
     watch = store.watch(world.prefix + "mine", revision + 1)
-    world.age(1.0)
+    world.age(3.0)
     assert next_event(watch).kind == "delete"
     assert [item.key for item in store.snapshot(world.prefix).items] == [world.prefix + "kept"]
     with pytest.raises(LeaseLost):
@@ -157,10 +157,10 @@ def test_a_lease_takes_its_keys_along_when_it_expires(store, world):
 
 
 def test_a_lease_lives_while_it_is_refreshed(store, world):
-    lease = store.grant(1)
+    lease = store.grant(3)
     store.put(world.prefix + "mine", b"x", lease)
     for _ in range(8):
-        world.age(0.3)
+        world.age(0.5)
         assert store.keep_alive(lease) >= 1
     assert store.get(world.prefix + "mine") is not None
 
