@@ -16,8 +16,9 @@ from elasticd.messages import Hello, Recorded, Welcome
 from elasticd.records import DoneRecord, Keys, NodeRecord, PlanRecord, decode, encode
 from elasticd.snapshots import Fetch, Fetched, Freed, Held, Keeps, Snapped, Whole
 from elasticd.store.memory import MemoryStore
-from tests.agent.snapshots import dying_agent, memory, open_descriptors, plan_of, read
+from tests.agent.snapshots import dying_agent, memory, plan_of, read
 from tests.agent.support import CLUSTER, Leader, Node, RunningAgent, Trainer, closing_all, spec, until
+from tests.descriptors import open_descriptors
 
 KEYS = Keys(cluster=CLUSTER)
 WAIT = 90.0
@@ -332,7 +333,7 @@ def test_descriptors_do_not_grow_over_two_hundred_snapshots(scene: Scene) -> Non
 
     for step in range(1, 11):
         take(step)
-    settled = open_descriptors()
+    settled = len(open_descriptors())
     for step in range(11, 211):
         take(step)
-    until(lambda: open_descriptors() <= settled + 4, WAIT)
+    until(lambda: len(open_descriptors()) <= settled + 4, WAIT)

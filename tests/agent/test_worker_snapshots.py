@@ -24,8 +24,9 @@ from elasticd.messages import (
 from elasticd.runtime.control import Control
 from elasticd.snapshots import Fetched, Freed, Held, Snapped, Whole
 from elasticd.store.server import EtcdServer
-from tests.agent.snapshots import memory, open_descriptors, plan_of, read
+from tests.agent.snapshots import memory, plan_of, read
 from tests.agent.support import Node, closing_all, spec, until
+from tests.descriptors import open_descriptors
 
 WAIT = 90.0
 HELLO = Hello(job="job", local_rank=0, world_size=1, pid=os.getpid(), spec=spec("job"))
@@ -137,7 +138,7 @@ def test_agent_that_hangs_or_ends_fails_what_is_fetched(
     os.close(fd)
     packets.send(agent.ends[0], messages.encode(Recorded(number=7)))
     until(lambda: worker.heard, WAIT)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
     def hang_up() -> None:
         for _ in range(2):  # what was asked for before, and what is waited for
@@ -166,7 +167,7 @@ def test_snapshots_wait_for_an_agent_that_is_slow_to_read(
         assert b'"step":%d,' % step in data
         assert fd is not None
         assert read(fd) == str(step).encode()
-    until(lambda: open_descriptors() == before, WAIT)
+    until(lambda: open_descriptors() <= before, WAIT)
 
 
 def test_worker_hears_of_a_new_connection_and_goes_on(tmp_path: Path, register: Callable[..., object]) -> None:

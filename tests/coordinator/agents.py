@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import msgspec
@@ -15,6 +16,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from elasticd.config import ChaosSection, ClusterSection, Config, CoordinatorSection
+from elasticd.coordinator import election
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.planning import COMMAND
 from elasticd.messages import AgentHello, AgentRejected, Down, ToLeader, encode, to_agent
@@ -36,7 +38,8 @@ async def coordinating(
 ) -> AsyncIterator[Coordinator]:
     store = MemoryStore(server)
     coordinator = Coordinator(config(chaos=chaos), store, planner=planner)
-    await coordinator.start()
+    with patch.object(election, "LEASE_SECONDS", 6):  # a pause of this process deposes nobody
+        await coordinator.start()
     try:
         yield coordinator
     finally:
@@ -44,7 +47,7 @@ async def coordinating(
         store.close()
 
 
-async def until(reached: Callable[[], bool], seconds: float = 15.0) -> None:
+async def until(reached: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline, "it never came"

@@ -186,7 +186,7 @@ def test_leader_whose_key_is_gone_ends_loudly() -> None:
             assert item is not None
             MemoryStore(server).revoke(item.lease)
             with pytest.raises(CannotLead, match="does not lead any longer"):
-                await asyncio.wait_for(coordinator.ended(), 10)
+                await asyncio.wait_for(coordinator.ended(), 60)
             assert (await get(coordinator, "/readyz"))[0] == 503
 
     asyncio.run(body())
@@ -201,7 +201,7 @@ def test_second_coordinator_stands_by_and_leads_when_the_first_ends() -> None:
             starting = asyncio.create_task(second.start())
             await until(lambda: [leader.value for leader in told] == [first.url])
         try:
-            await asyncio.wait_for(starting, 30)
+            await asyncio.wait_for(starting, 60)
             leader = await asyncio.to_thread(read_leader, store, KEYS.leader)
             assert leader is not None
             assert (leader.value, leader.term > told[0].term) == (second.url, True)
@@ -246,7 +246,7 @@ def test_replaced_leader_stands_by_again(capsys: pytest.CaptureFixture[str]) -> 
         await until(lambda: (now := leader()) is not None and now.term > first.term, 30)
         assert not running.done()
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(running, 30)
+        await asyncio.wait_for(running, 60)
         assert leader() is None
 
     asyncio.run(body())

@@ -52,7 +52,7 @@ def test_leader_outlasts_a_restart_of_etcd_and_writes_what_waited(etcd: EtcdServ
                 assert writer is not None
                 await until(lambda: writer.away)
                 await asyncio.to_thread(etcd.start)
-                await asyncio.wait_for(writer.drained(), 20)
+                await asyncio.wait_for(writer.drained(), 60)
                 found = await asyncio.to_thread(store.get, KEYS.job(JOB, "spec"))
                 assert found is not None
                 assert decode(found.value, JobSpec) == hello.spec

@@ -52,7 +52,7 @@ class Desk:
                 )
                 task = asyncio.create_task(writer.run())
                 try:
-                    await asyncio.wait_for(body(writer), 10)
+                    await asyncio.wait_for(body(writer), 60)
                 finally:
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
