@@ -145,7 +145,7 @@ def test_agent_that_hangs_or_ends_fails_what_is_fetched(
             packets.receive(agent.ends[0])
         agent.ends[0].shutdown(socket.SHUT_RDWR)
 
-    threading.Thread(target=hang_up).start()
+    threading.Thread(target=hang_up, daemon=True).start()
     with pytest.raises(TimeoutError, match="broke"):
         worker.control.fetch(held, WAIT)
 

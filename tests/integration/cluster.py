@@ -41,8 +41,6 @@ T = TypeVar("T")
 
 #: Seconds that any condition has at least: a busy machine takes half a minute to start a worker.
 LEAST = 180.0
-
-
 #: Seconds of the leader's lease: nobody stands by here who could lead after it.
 LEASE = 60
 

@@ -159,7 +159,7 @@ def test_a_lost_agent_fails_calls_and_nothing_else(pair: tuple[Agent, Control]) 
         agent.receive()  # the call
         agent.socket.shutdown(socket.SHUT_RDWR)
 
-    threading.Thread(target=hang_up).start()
+    threading.Thread(target=hang_up, daemon=True).start()
     with pytest.raises(TimeoutError, match="connection to the agent broke"):
         AgentKeyValue(control).get("x", 20)
     control.send(report(1))

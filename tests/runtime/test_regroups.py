@@ -203,10 +203,11 @@ def test_a_hundred_regroups_leak_nothing() -> None:
         assert result["user"][0] > REGROUPS, said
         assert sum(other["freed"] for other in results.values()) == REGROUPS // 2 * (len(NAMES) - 1)
         # One operation that gloo does not wake holds four threads and as many descriptors until the patience
-        # ends: it may happen where the machine is very busy. A leak at each regroup would be ten times that.
+        # ends: it may happen, to three of them at most, where the machine is very busy. One more at each of the
+        # 20 aborts between the two looks is beyond that.
         assert looks[100]["parked"] <= 3, said
         assert looks[100]["threads"] <= looks[60]["threads"] + 15, said
-        assert looks[100]["descriptors"] <= looks[60]["descriptors"] + 20, said
+        assert looks[100]["descriptors"] <= looks[60]["descriptors"] + 15, said
         assert looks[100]["resident"] <= looks[60]["resident"] + 128, said
         assert looks[100]["held"] <= looks[60]["held"] + 32, said
         print(said)

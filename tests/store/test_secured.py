@@ -29,7 +29,7 @@ class SecureEtcd(EtcdServer):
     """At `secure` it speaks TLS and asks for a certificate; its health it tells in the clear."""
 
     def __init__(self, folder: Path, authority: Authority) -> None:
-        super().__init__(folder / "etcd", fsync=False, deadline=60.0)
+        super().__init__(folder / "etcd", fsync=False)
         self._authority, self._pair = authority, authority.server("etcd")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
