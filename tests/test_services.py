@@ -6,6 +6,7 @@ import asyncio
 import configparser
 import os
 import re
+import secrets
 import shlex
 import shutil
 import signal
@@ -22,7 +23,7 @@ from elasticd_agent.__main__ import command as agent_command
 
 from elasticd.cli.app import elasticd
 from elasticd.notify import Supervisor
-from elasticd.store.server import EtcdServer
+from tests.etcds import SharedEtcd
 
 UNITS = Path(__file__).resolve().parent.parent / "systemd"
 SERVICES = ("elasticd-agent.service", "elasticd-coordinator.service")
@@ -63,12 +64,6 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
     found.close()
 
 
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdServer]:
-    with EtcdServer(fsync=False) as server:
-        yield server
-
-
 def test_what_is_told_is_the_protocol_of_sd_notify(manager: Manager, tmp_path: Path) -> None:
     supervisor = Supervisor({"NOTIFY_SOCKET": str(tmp_path / "notify")})
     supervisor.ready("leading\nas n0")
@@ -81,7 +76,7 @@ def test_what_is_told_is_the_protocol_of_sd_notify(manager: Manager, tmp_path: P
 
 
 def test_a_socket_in_the_abstract_namespace_is_reached() -> None:
-    name = f"@elasticd-test-{os.getpid()}"
+    name = f"@elasticd-test-{secrets.token_hex(8)}"
     manager = Manager(name)
     try:
         Supervisor({"NOTIFY_SOCKET": name}).status("here")
@@ -117,7 +112,7 @@ def test_without_a_manager_and_with_one_that_is_gone_nothing_happens(tmp_path: P
 
 @pytest.mark.parametrize("daemon", ["agent", "coordinator"])
 def test_a_daemon_says_that_it_is_ready_lives_and_ends(
-    etcd: EtcdServer, manager: Manager, tmp_path: Path, daemon: str
+    shared_etcd: SharedEtcd, manager: Manager, tmp_path: Path, daemon: str
 ) -> None:
     words = {
         "agent": ("elasticd_agent", "--node", "n0", "--socket", str(tmp_path / "a.sock"), "--devices", "1"),
@@ -129,7 +124,7 @@ def test_a_daemon_says_that_it_is_ready_lives_and_ends(
         "WATCHDOG_USEC": "200000",
         "XDG_STATE_HOME": str(tmp_path),
     }
-    options = ("--etcd", etcd.endpoint, "--cluster", f"services-{daemon}")
+    options = ("--etcd", shared_etcd.endpoint, "--cluster", shared_etcd.cluster("services"))
     process = subprocess.Popen([sys.executable, "-m", *words[daemon], *options], env=environment)
     try:
         manager.until("READY=1")

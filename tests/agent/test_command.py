@@ -7,18 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elasticd.records import Keys
 from elasticd.remembered import StateFile
-from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import Identity
-from elasticd.store.server import EtcdServer
-from elasticd.store.session import EtcdOptions
-from tests.agent.support import CLUSTER, DEADLINE, Trainer, until
+from tests.agent.support import DEADLINE, Trainer, until
+from tests.etcds import SharedEtcd
 
 COMMAND = [sys.executable, "-m", "elasticd_agent"]
 
@@ -35,12 +32,6 @@ def refused(*options: str) -> str:
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     return done.stderr
-
-
-@pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdServer]:
-    with EtcdServer(fsync=False) as server:
-        yield server
 
 
 def test_etcd_that_is_not_there_is_named_with_the_remedy(tmp_path: Path) -> None:
@@ -66,15 +57,15 @@ def test_wrong_option_is_named() -> None:
 
 
 def test_etcd_that_was_set_up_anew_under_an_old_name_is_refused_with_the_file_to_delete(
-    etcd: EtcdServer, tmp_path: Path
+    shared_etcd: SharedEtcd, tmp_path: Path
 ) -> None:
-    store = EtcdStore(EtcdOptions(endpoints=(etcd.endpoint,)))
-    known = store.identity()
-    store.close()
-    (tmp_path / "e.toml").write_text(f'[agent]\nstate = "{tmp_path}"\n')
-    memory = StateFile(str(tmp_path), "default", "agent", "n0")
+    with shared_etcd.store() as store:
+        known = store.identity()
+    cluster = shared_etcd.cluster("agent")
+    (tmp_path / "e.toml").write_text(f'[cluster]\nname = "{cluster}"\n[agent]\nstate = "{tmp_path}"\n')
+    memory = StateFile(str(tmp_path), cluster, "agent", "n0")
     memory.note(identity=Identity(cluster_id=known.cluster_id, revision=known.revision + 1000))
-    options = ("--config", str(tmp_path / "e.toml"), "--node", "n0", "--etcd", etcd.endpoint)
+    options = ("--config", str(tmp_path / "e.toml"), "--node", "n0", "--etcd", shared_etcd.endpoint)
     said = refused(*options, "--socket", str(tmp_path / "a.sock"), "--devices", "1", "--memory", "1 MiB")
     assert f"revision {known.revision + 1000} was seen before" in said
     assert f"{memory.path}: if this etcd is the right one" in said
@@ -85,29 +76,29 @@ def test_etcd_that_was_set_up_anew_under_an_old_name_is_refused_with_the_file_to
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_agent_cleanly_and_spares_its_workers(
-    etcd: EtcdServer, tmp_path: Path, number: signal.Signals
+    shared_etcd: SharedEtcd, tmp_path: Path, number: signal.Signals
 ) -> None:
-    path = str(tmp_path / "a.sock")
+    path, cluster = str(tmp_path / "a.sock"), shared_etcd.cluster("agent")
     options = ["--node", "n0", "--socket", path, "--devices", "2", "--memory", "1 MiB"]
     process = subprocess.Popen(
-        [*COMMAND, *options, "--etcd", etcd.endpoint, "--cluster", CLUSTER],
+        [*COMMAND, *options, "--etcd", shared_etcd.endpoint, "--cluster", cluster],
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,
     )
-    store = EtcdStore(EtcdOptions(endpoints=(etcd.endpoint,)))
+    root = Keys(cluster=cluster).root
     try:
-        trainer = Trainer(path)
-        assert trainer.welcomed(1).device == "n0/1"
-        until(lambda: len(store.snapshot(Keys(cluster=CLUSTER).root).items) == 2)
-        process.send_signal(number)
-        _, said = process.communicate(timeout=DEADLINE)
-        assert process.returncode == 0, said
-        assert "Traceback" not in said
-        assert trainer.hear() is None
-        assert store.snapshot(Keys(cluster=CLUSTER).root).items == ()
-        assert not Path(path).exists()
+        with shared_etcd.store() as store:
+            trainer = Trainer(path)
+            assert trainer.welcomed(1).device == "n0/1"
+            until(lambda: len(store.snapshot(root).items) == 2)
+            process.send_signal(number)
+            _, said = process.communicate(timeout=DEADLINE)
+            assert process.returncode == 0, said
+            assert "Traceback" not in said
+            assert trainer.hear() is None
+            assert store.snapshot(root).items == ()
+            assert not Path(path).exists()
     finally:
         process.kill()
         process.wait()
-        store.close()

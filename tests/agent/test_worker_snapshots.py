@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -23,10 +24,10 @@ from elasticd.messages import (
 )
 from elasticd.runtime.control import Control
 from elasticd.snapshots import Fetched, Freed, Held, Snapped, Whole
-from elasticd.store.server import EtcdServer
 from tests.agent.snapshots import memory, plan_of, read
 from tests.agent.support import Node, closing_all, spec, until
 from tests.descriptors import open_descriptors
+from tests.etcds import SharedEtcd
 
 WAIT = 90.0
 HELLO = Hello(job="job", local_rank=0, world_size=1, pid=os.getpid(), spec=spec("job"))
@@ -170,14 +171,16 @@ def test_snapshots_wait_for_an_agent_that_is_slow_to_read(
     until(lambda: open_descriptors() <= before, WAIT)
 
 
-def test_worker_hears_of_a_new_connection_and_goes_on(tmp_path: Path, register: Callable[..., object]) -> None:
+def test_worker_hears_of_a_new_connection_and_goes_on(tmp_path: Path, shared_etcd: SharedEtcd) -> None:
     """An agent that is killed, in a process of its own, and the one that comes after it."""
-    path, log = str(tmp_path / "a.sock"), tmp_path / "log"
+    path, log, config = str(tmp_path / "a.sock"), tmp_path / "log", tmp_path / "e.toml"
+    config.write_text(
+        f'[cluster]\nname = "{shared_etcd.cluster("snapshots")}"\n[agent]\nstate = "{tmp_path}"\n'
+        f'[etcd]\nendpoints = ["{shared_etcd.endpoint}"]\n'
+    )
 
-    def agent(etcd: str) -> subprocess.Popen[bytes]:
-        options = ("--etcd", etcd, "--socket", path, "--node", "n0", "--devices", "2", "--memory", "1 MiB")
-        config = tmp_path / "e.toml"
-        config.write_text(f'[agent]\nstate = "{tmp_path}"\n')
+    def agent() -> subprocess.Popen[bytes]:
+        options = ("--socket", path, "--node", "n0", "--devices", "2", "--memory", "1 MiB")
         with log.open("ab") as out:
             return subprocess.Popen(
                 [sys.executable, "-m", "elasticd_agent", "--config", str(config), *options],
@@ -185,16 +188,14 @@ def test_worker_hears_of_a_new_connection_and_goes_on(tmp_path: Path, register: 
                 stderr=out,
             )
 
-    with EtcdServer(fsync=False) as etcd:
-        processes = [agent(etcd.endpoint)]
-        try:
-            worker = Worker(path)
-            register(worker)
+    processes = [agent()]
+    try:
+        with contextlib.closing(Worker(path)) as worker:  # while there is an agent to say goodbye to
             first = worker.snap(1, b"one")
             assert worker.fetch(first) == b"one"
             processes[0].send_signal(signal.SIGKILL)
             processes[0].wait()
-            processes.append(agent(etcd.endpoint))
+            processes.append(agent())
             until(lambda: any(isinstance(word, Welcome) for word in worker.heard), WAIT)
             with pytest.raises(OSError, match="no snapshot"):
                 worker.control.fetch(first, WAIT)
@@ -202,7 +203,7 @@ def test_worker_hears_of_a_new_connection_and_goes_on(tmp_path: Path, register: 
             assert worker.fetch(second) == b"two"
             worker.control.renew()
             assert worker.fetch(second) == b"two", "another incarnation's snapshot stays"
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

@@ -11,25 +11,18 @@ from pathlib import Path
 import pytest
 
 from elasticd.records import Keys
-from elasticd.store.etcd import EtcdStore
-from elasticd.store.server import EtcdServer
-from elasticd.store.session import EtcdOptions
 from tests.cli.support import call, daemon, refused, until_answered
+from tests.etcds import SharedEtcd
 
 
 @pytest.fixture(scope="module")
-def etcd() -> Iterator[EtcdServer]:
-    with EtcdServer(fsync=False) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def configured(etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def configured(shared_etcd: SharedEtcd, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The configuration of a cluster with a coordinator, and an agent with two devices; chaos is on."""
     folder = tmp_path_factory.mktemp("cluster")
     path = folder / "elasticd.toml"
     path.write_text(
-        f'[cluster]\nname = "commands"\n[etcd]\nendpoints = ["{etcd.endpoint}"]\n[coordinator]\nport = 0\n'
+        f'[cluster]\nname = "{shared_etcd.cluster("commands")}"\n'
+        f'[etcd]\nendpoints = ["{shared_etcd.endpoint}"]\n[coordinator]\nport = 0\n'
         f'[agent]\nnode = "n0"\nsocket = "{folder}/a.sock"\ndevices = 2\n[chaos]\nenabled = true\n'
         "[emulate]\nenabled = true\nforward = 1e-4\nbackward = 2e-4\nmemory = '3 MiB'\n"
     )
@@ -44,7 +37,7 @@ def configured(etcd: EtcdServer, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def test_status_finds_the_leader_by_etcd_and_shows_nodes_and_devices(configured: str) -> None:
     said = call("status", "--config", configured).output
-    assert "cluster commands" in said
+    assert "cluster commands-" in said
     assert "n0/0" in said
     assert "3.0 MiB" in said
     assert "emulated" in said
@@ -58,7 +51,7 @@ def test_status_for_programs_is_the_coordinators_own_answer(configured: str) -> 
 
 def test_coordinator_is_found_by_its_url_too(configured: str) -> None:
     url = json.loads(call("status", "--json", "--config", configured).output)["leader"]["url"]
-    assert "cluster commands" in call("status", "--coordinator", url).output
+    assert "cluster commands-" in call("status", "--coordinator", url).output
 
 
 def test_chaos_slows_a_device_and_lets_it_recover(configured: str) -> None:
@@ -96,28 +89,35 @@ def test_factor_must_be_a_finite_slowdown(factor: str) -> None:
     assert "must be a number of at least 1" in refused("chaos", "slow", "--", "n0/0", factor)
 
 
-def test_chaos_is_off_unless_the_configuration_turns_it_on(etcd: EtcdServer, tmp_path: Path) -> None:
-    options = ("--etcd", etcd.endpoint, "--cluster", "calm", "--port", "0")
-    (tmp_path / "e.toml").write_text(f'[cluster]\nname = "calm"\n[etcd]\nendpoints = ["{etcd.endpoint}"]\n')
-    with daemon("elasticd", "coordinator", *options, log=tmp_path / "log"):
-        until_answered("status", "--config", str(tmp_path / "e.toml"), wanted="cluster calm")
-        said = refused("chaos", "slow", "n0/0", "3", "--config", str(tmp_path / "e.toml"))
+def in_cluster(name: str, etcd: SharedEtcd, folder: Path) -> str:
+    """A configuration that names a cluster and its etcd, and nothing else."""
+    path = folder / "e.toml"
+    path.write_text(f'[cluster]\nname = "{name}"\n[etcd]\nendpoints = ["{etcd.endpoint}"]\n')
+    return str(path)
+
+
+def test_chaos_is_off_unless_the_configuration_turns_it_on(shared_etcd: SharedEtcd, tmp_path: Path) -> None:
+    calm = shared_etcd.cluster("calm")
+    path = in_cluster(calm, shared_etcd, tmp_path)
+    with daemon("elasticd", "coordinator", "--config", path, "--port", "0", log=tmp_path / "log"):
+        until_answered("status", "--config", path, wanted=f"cluster {calm}")
+        said = refused("chaos", "slow", "n0/0", "3", "--config", path)
     assert "chaos is off: set enabled = true in section [chaos]" in said
 
 
-def test_nobody_leading_is_said_with_the_remedy(etcd: EtcdServer, tmp_path: Path) -> None:
-    (tmp_path / "e.toml").write_text(f'[cluster]\nname = "empty"\n[etcd]\nendpoints = ["{etcd.endpoint}"]\n')
-    said = refused("status", "--config", str(tmp_path / "e.toml"))
-    assert "nobody leads the cluster 'empty'" in said
+def test_nobody_leading_is_said_with_the_remedy(shared_etcd: SharedEtcd, tmp_path: Path) -> None:
+    empty = shared_etcd.cluster("empty")
+    said = refused("status", "--config", in_cluster(empty, shared_etcd, tmp_path))
+    assert f"nobody leads the cluster '{empty}'" in said
     assert "start a coordinator with 'elasticd coordinator'" in said
 
 
-def test_foreign_key_in_the_place_of_the_leaders_is_said(etcd: EtcdServer, tmp_path: Path) -> None:
-    store = EtcdStore(EtcdOptions(endpoints=(etcd.endpoint,)))
-    store.put(Keys(cluster="foreign").leader, b"not ours")
-    store.close()
-    (tmp_path / "e.toml").write_text(f'[cluster]\nname = "foreign"\n[etcd]\nendpoints = ["{etcd.endpoint}"]\n')
-    assert "does not hold a leader's record" in refused("status", "--config", str(tmp_path / "e.toml"))
+def test_foreign_key_in_the_place_of_the_leaders_is_said(shared_etcd: SharedEtcd, tmp_path: Path) -> None:
+    foreign = shared_etcd.cluster("foreign")
+    with shared_etcd.store() as store:
+        store.put(Keys(cluster=foreign).leader, b"not ours")
+    said = refused("status", "--config", in_cluster(foreign, shared_etcd, tmp_path))
+    assert "does not hold a leader's record" in said
 
 
 def test_entry_point_ends_with_one_message_and_no_traceback() -> None:

@@ -17,6 +17,7 @@ from elasticd.remembered import StateFile
 from elasticd.store.leader import read_leader
 from elasticd.store.server import EtcdServer
 from tests.coordinator.agents import agent, config, until
+from tests.etcds import SharedEtcd
 from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.world import World
 
@@ -30,14 +31,14 @@ def etcd() -> Iterator[EtcdServer]:
         yield server
 
 
-def configured(etcd: EtcdServer) -> Config:
-    return with_overrides(config(), {"etcd.endpoints": (etcd.endpoint,)})
+def configured(endpoint: str) -> Config:
+    return with_overrides(config(), {"etcd.endpoints": (endpoint,)})
 
 
 def test_leader_outlasts_a_restart_of_etcd_and_writes_what_waited(etcd: EtcdServer) -> None:
     async def body() -> None:
-        store = await asyncio.to_thread(election.connect, configured(etcd))
-        coordinator = Coordinator(configured(etcd), store)
+        store = await asyncio.to_thread(election.connect, configured(etcd.endpoint))
+        coordinator = Coordinator(configured(etcd.endpoint), store)
         await coordinator.start()
         try:
             async with agent(coordinator, node_record("alpha", devices=1)) as alpha:
@@ -66,23 +67,22 @@ def test_leader_outlasts_a_restart_of_etcd_and_writes_what_waited(etcd: EtcdServ
 
 
 def test_etcd_that_is_not_the_one_remembered_is_refused_with_the_file_to_delete(
-    etcd: EtcdServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    etcd: EtcdServer, shared_etcd: SharedEtcd, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"etcd.endpoints": (etcd.endpoint,), "coordinator.state": str(tmp_path)}
+    other = with_overrides(configured(shared_etcd.endpoint), {"coordinator.state": str(tmp_path)})
 
     async def leads() -> None:
         memory = StateFile(str(tmp_path), "test", "coordinator", "c0")
-        store = election.connect(configured(etcd), memory)
-        coordinator = Coordinator(configured(etcd), store, memory=memory)
+        store = election.connect(configured(etcd.endpoint), memory)
+        coordinator = Coordinator(configured(etcd.endpoint), store, memory=memory)
         await coordinator.start()
         await until(lambda: memory.identity is not None)
         await coordinator.stop()
         store.close()
 
     asyncio.run(leads())
-    with EtcdServer(fsync=False) as fresh:
-        assert serve(lambda: with_overrides(config(), options | {"etcd.endpoints": (fresh.endpoint,)})) == 1
+    assert serve(lambda: other) == 1
     said = capfd.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith(f"elasticd coordinator: etcd at {fresh.endpoint} is")
+    assert said.startswith(f"elasticd coordinator: etcd at {shared_etcd.endpoint} is")
     assert f"{tmp_path}/test-coordinator-c0.json: if this etcd is the right one" in said
     assert "delete that file, or use another cluster name" in said
