@@ -69,8 +69,10 @@ demo: $(STAMP) ## a real job replans around a slowed worker, under 3 minutes (AR
 test: $(STAMP) ## the whole test suite (PYTEST_ARGS=... instead of '-n 2 --dist loadfile')
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
-lint: $(STAMP) ## ruff, and mypy strict over all packages
+lint: $(STAMP) ## ruff, mypy strict over all packages, who may import whom, what is pure
 	@$(BIN)/ruff check .
+	@$(BIN)/lint-imports --no-cache --no-logo
+	@$(BIN)/python -m tests.house
 	@$(BIN)/mypy
 
 bench: $(STAMP) ## benchmarks/NAME.py, or all of them without NAME

@@ -12,7 +12,6 @@ not go together.
 from __future__ import annotations
 
 import ast
-import importlib
 import importlib.metadata
 import importlib.util
 import sys
@@ -39,7 +38,9 @@ def load() -> Any:
     with _lock:
         if _RPC_MODULE not in sys.modules:
             sys.modules[_RPC_MODULE] = _build_rpc_module(_package_folder())
-        return importlib.import_module("etcd3")
+        import etcd3
+
+        return etcd3
 
 
 def _package_folder() -> Path:
