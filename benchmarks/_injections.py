@@ -332,7 +332,7 @@ def coordinator_outages(trained: Trained, count: int) -> tuple[list[float], list
     fleet, takeovers, longest = trained.fleet, [], []
     for _ in range(count):
         old, since = fleet.leads(), time.monotonic()
-        with fleet.trio.store() as store:
+        with fleet.etcd.store() as store:
             watch = store.watch("/elasticd/test/leader", store.identity().revision + 1)
             fleet.kill(old.name)
             since = time.monotonic()
@@ -351,9 +351,9 @@ def etcd_outages(trained: Trained, count: int, seconds: float) -> list[float]:
     fleet, longest = trained.fleet, []
     for _ in range(count):
         since = time.monotonic()
-        fleet.trio.kill(*NAMES)
+        fleet.etcd.kill(*NAMES)
         until(lambda: time.monotonic() > since + seconds, fleet.said)  # noqa: B023
-        fleet.trio.start(*NAMES)
+        fleet.etcd.start(*NAMES)
         fleet.leads()
         longest.append(fleet.largest_gap(since))
     return longest

@@ -37,12 +37,6 @@ from tests.machines.world import World
 KEYS = Keys(cluster="test")
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def test_leader_can_be_found_in_the_store_and_gives_its_key_back() -> None:
     async def body() -> None:
         server = MemoryServer()
@@ -266,8 +260,10 @@ def test_port_that_is_taken_is_named_with_the_remedy() -> None:
 
 
 def test_etcd_that_is_not_there_is_one_message_and_a_failure(capfd: pytest.CaptureFixture[str]) -> None:
-    endpoint = f"127.0.0.1:{free_port()}"
-    assert serve(lambda: with_overrides(config(), {"etcd.endpoints": (endpoint,)})) == 1
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # bound, not listening: nobody answers, nobody else takes it
+        endpoint = f"127.0.0.1:{unused.getsockname()[1]}"
+        assert serve(lambda: with_overrides(config(), {"etcd.endpoints": (endpoint,)})) == 1
     said = capfd.readouterr().err
     assert f"no etcd answers at {endpoint}" in said
     assert "endpoints" in said

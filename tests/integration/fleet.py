@@ -23,6 +23,7 @@ from elasticd.coordinator.journal import EventRecord
 from elasticd.offspring import ending_with_us
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.protocol import StoreError, WatchEvent
+from tests.etcds import SharedEtcd
 from tests.integration import train_ledger
 from tests.integration.trio import Relay, Trio
 
@@ -61,13 +62,14 @@ def job_by(api: Api) -> dict[str, Any]:
 
 
 class Fleet:
-    """`folder` must be short: sockets live in it. `forward`: seconds a token takes in a block, emulated.
+    """`etcd`: a `Trio` where the test disturbs etcd, else the one that all tests of this process share.
+    `folder` must be short: sockets live in it. `forward`: seconds a token takes in a block, emulated.
     `host`: where coordinators serve; `places`: what a node's commands begin with, and its address, where it has
     another than this machine's."""
 
     def __init__(
         self,
-        trio: Trio,
+        etcd: Trio | SharedEtcd,
         folder: Path,
         *,
         forward: float = 1e-4,
@@ -75,7 +77,8 @@ class Fleet:
         host: str = "127.0.0.1",
         places: Mapping[str, tuple[Sequence[str], str]] | None = None,
     ) -> None:
-        self.trio, self.folder = trio, folder
+        self.etcd, self.folder = etcd, folder
+        self.cluster = etcd.cluster() if isinstance(etcd, SharedEtcd) else CLUSTER
         self._places = dict(places or {})
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.relays: list[Relay] = []
@@ -85,7 +88,7 @@ class Fleet:
         self.configuration.write_text(
             "\n".join(
                 [
-                    f'[cluster]\nname = "{CLUSTER}"',
+                    f'[cluster]\nname = "{self.cluster}"',
                     f'[coordinator]\nhost = "{host}"\nport = 0\nstate = "{folder}"',
                     f'[agent]\nstate = "{folder}"',
                     f"[emulate]\nenabled = true\nforward = {forward!r}\nbackward = {2 * forward!r}",
@@ -164,7 +167,7 @@ class Fleet:
             child.wait()
 
     def _named(self, endpoints: Sequence[str]) -> tuple[str, ...]:
-        return ("--config", str(self.configuration), "--etcd", ",".join(endpoints or self.trio.endpoints))
+        return ("--config", str(self.configuration), "--etcd", ",".join(endpoints or self.etcd.endpoints))
 
     def _start(self, name: str, *arguments: str, within: Sequence[str] = ()) -> None:
         environment = {
@@ -187,9 +190,9 @@ class Fleet:
 
     def leader(self) -> Leader | None:
         """By etcd; None as well where that cannot be asked."""
-        with self.trio.store() as store:
+        with self.etcd.store() as store:
             try:
-                return read_leader(store, f"/elasticd/{CLUSTER}/leader")
+                return read_leader(store, f"/elasticd/{self.cluster}/leader")
             except StoreError:
                 return None
 
@@ -229,13 +232,13 @@ class Fleet:
 
     def revision(self) -> int:
         """How far etcd has come."""
-        with self.trio.store() as store:
+        with self.etcd.store() as store:
             return int(store.identity().revision)
 
     def history(self, since: int) -> list[WatchEvent]:
         """Every change of the cluster's keys after a revision, and one of our own."""
-        root = f"/elasticd/{CLUSTER}/"
-        with self.trio.store() as store:
+        root = f"/elasticd/{self.cluster}/"
+        with self.etcd.store() as store:
             last = store.put(f"{root}mark", os.urandom(8))
             events: list[WatchEvent] = []
             watch = store.watch(root, since + 1)
@@ -247,7 +250,7 @@ class Fleet:
 
     def epoch(self, node: str) -> int:
         """The highest that a node's agent ever obeyed, as it remembers it."""
-        return int(json.loads((self.folder / f"{CLUSTER}-agent-{node}.json").read_text())["epoch"])
+        return int(json.loads((self.folder / f"{self.cluster}-agent-{node}.json").read_text())["epoch"])
 
     def said(self) -> str:
         return "\n".join(f"-- {path.name}:\n{path.read_text()[-1500:]}" for path in self.folder.glob("*.log"))

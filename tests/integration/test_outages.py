@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -18,8 +18,9 @@ import torch
 from elasticd_planner.batch import Sampler
 
 from elasticd.store.leader import Leader
+from tests.etcds import SharedEtcd
 from tests.integration import train
-from tests.integration.fleet import CLUSTER, Fleet, Step, until
+from tests.integration.fleet import Fleet, Step, until
 from tests.integration.trio import NAMES, Relay, Trio
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -33,12 +34,14 @@ NODES = ("a", "b")
 
 
 @contextmanager
-def training(*, relayed: bool = False) -> Iterator[Fleet]:
-    """Two coordinators, of which c0 leads, and a job on two nodes of one device: two replicas."""
-    with tempfile.TemporaryDirectory(prefix="ed-") as name, Trio(Path(name)) as trio:
-        relays = [Relay(endpoint) for endpoint in trio.endpoints] if relayed else []
+def training(shared: SharedEtcd | None = None, *, relayed: bool = False) -> Iterator[Fleet]:
+    """Two coordinators, of which c0 leads, and a job on two nodes of one device: two replicas. Without `shared`
+    they have an etcd of three members to themselves, with which the test may do as it likes."""
+    with tempfile.TemporaryDirectory(prefix="ed-") as name, ExitStack() as exits:
+        etcd = shared if shared is not None else exits.enter_context(Trio(Path(name)))
+        relays = [Relay(endpoint) for endpoint in etcd.endpoints] if relayed else []
         try:
-            with Fleet(trio, Path(name)) as fleet:
+            with Fleet(etcd, Path(name)) as fleet:
                 fleet.relays = relays
                 fleet.coordinator("c0", [relay.endpoint for relay in relays])
                 fleet.coordinator("c1")
@@ -83,8 +86,8 @@ def calm(fleet: Fleet) -> float:
 def fenced(fleet: Fleet, since: int) -> int:
     """Checks that every record since a revision was written by who led then; the number of records."""
     leaders, records = {}, 0
-    with fleet.trio.store() as store:
-        item = store.get(f"/elasticd/{CLUSTER}/leader")
+    with fleet.etcd.store() as store:
+        item = store.get(f"/elasticd/{fleet.cluster}/leader")
         assert item is not None
     term: int | None = None
     for event in fleet.history(since):
@@ -172,22 +175,22 @@ def test_leader_that_is_cut_from_etcd_stands_by_when_it_is_back(job: Fleet) -> N
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_one_member_of_etcd_fails(job: Fleet, how: str, which: str) -> None:
     longest, revision = calm(job), job.revision()
-    head = job.trio.leader()
+    head = job.etcd.leader()
     member = head if which == "leader" else next(name for name in NAMES if name != head)
     since = time.monotonic()
     if how == "killed":
-        job.trio.kill(member)
+        job.etcd.kill(member)
     else:
-        job.trio.signal(signal.SIGSTOP, member)
+        job.etcd.signal(signal.SIGSTOP, member)
     try:
         job.advanced(20)
         term = job.leads().term  # whoever leads now, and may be another: they all obey it
         until(lambda: min(job.epoch(node) for node in NODES) >= term, job.said)
     finally:
         if how == "killed":
-            job.trio.start(member)
+            job.etcd.start(member)
         else:
-            job.trio.signal(signal.SIGCONT, member)
+            job.etcd.signal(signal.SIGCONT, member)
     nobody_waited(job, since, longest)
     leads_all(job)
     fenced(job, revision)
@@ -203,10 +206,10 @@ def leads_all(fleet: Fleet) -> None:
 def test_all_of_etcd_is_down_and_comes_back(job: Fleet) -> None:
     longest, revision = calm(job), job.revision()
     since = time.monotonic()
-    job.trio.kill(*NAMES)
+    job.etcd.kill(*NAMES)
     until(lambda: time.monotonic() > since + DOWN_SECONDS, job.said, DOWN_SECONDS + 60)
     job.advanced(10)
-    job.trio.start(*NAMES)
+    job.etcd.start(*NAMES)
     leads_all(job)
     job.advanced(10)
     nobody_waited(job, since, longest)
@@ -221,12 +224,12 @@ def test_etcd_that_was_compacted_while_a_leader_fell_is_read_afresh(job: Fleet) 
         job.freeze(node)
     job.kill(old.name)
     new = job.leads(but=old)
-    with job.trio.store() as store:
+    with job.etcd.store() as store:
         for _ in range(20):
-            store.put(f"/elasticd/{CLUSTER}/mark", b"")
-    job.trio.compact()
-    job.trio.kill(*NAMES)
-    job.trio.start(*NAMES)
+            store.put(f"/elasticd/{job.cluster}/mark", b"")
+    job.etcd.compact()
+    job.etcd.kill(*NAMES)
+    job.etcd.start(*NAMES)
     for node in NODES:
         job.thaw(node)
     until(lambda: all(job.epoch(node) >= new.term for node in NODES), job.said)
@@ -274,21 +277,21 @@ def test_death_while_all_of_etcd_is_down_waits_for_it_and_is_dealt_with_then() -
     with training() as fleet:
         revision, leader = fleet.revision(), fleet.leads()
         victim, since = worker(fleet, "b/0"), time.monotonic()
-        fleet.trio.kill(*NAMES)
+        fleet.etcd.kill(*NAMES)
         victim.kill()
         until(lambda: fleet.job_at(leader.value).get("phase") == "recovering", fleet.said)
         until(lambda: time.monotonic() > since + DOWN_SECONDS, fleet.said, DOWN_SECONDS + 60)
         stood = fleet.steps()
         assert fleet.job_at(leader.value).get("phase") == "recovering", "nothing is decided without etcd"
-        fleet.trio.start(*NAMES)
+        fleet.etcd.start(*NAMES)
         until(lambda: fleet.steps() > stood, fleet.said)
         fleet.advanced(10)
         exact(fleet, plans=2)
         assert fenced(fleet, revision) >= 2
 
 
-def test_death_while_the_leader_is_frozen_is_dealt_with_by_the_next() -> None:
-    with training() as fleet:
+def test_death_while_the_leader_is_frozen_is_dealt_with_by_the_next(shared_etcd: SharedEtcd) -> None:
+    with training(shared_etcd) as fleet:
         revision, old = fleet.revision(), fleet.leads()
         victim, before = worker(fleet, "b/0"), standing(fleet, old.name)
         fleet.freeze(old.name)
@@ -304,8 +307,8 @@ def test_death_while_the_leader_is_frozen_is_dealt_with_by_the_next() -> None:
         assert fenced(fleet, revision) >= 2
 
 
-def test_worker_joins_again_under_a_new_leader() -> None:
-    with training() as fleet:
+def test_worker_joins_again_under_a_new_leader(shared_etcd: SharedEtcd) -> None:
+    with training(shared_etcd) as fleet:
         old, since = fleet.leads(), time.monotonic()
         fleet.kill(old.name)
         taken_over(fleet, old, since)
@@ -319,20 +322,20 @@ def test_worker_joins_again_under_a_new_leader() -> None:
 def test_etcd_that_is_restored_from_an_older_backup_is_refused_by_all() -> None:
     with training() as fleet:
         backup = fleet.folder / "backup"
-        fleet.trio.back_up(backup)
-        with fleet.trio.store() as store:
+        fleet.etcd.back_up(backup)
+        with fleet.etcd.store() as store:
             for _ in range(50):
-                store.put(f"/elasticd/{CLUSTER}/mark", b"")
+                store.put(f"/elasticd/{fleet.cluster}/mark", b"")
         old = fleet.leads()
         fleet.kill(old.name)
         new = fleet.leads(but=old)
         until(lambda: all(fleet.epoch(node) >= new.term for node in NODES), fleet.said)
-        fleet.trio.restore(backup)
+        fleet.etcd.restore(backup)
         until(lambda: fleet.processes[new.name].poll() is not None, fleet.said)
         assert fleet.processes[new.name].returncode == 1
         said = fleet.log(new.name).strip().splitlines()[-1]
         assert "it was restored from an old copy" in said
-        assert f"{CLUSTER}-coordinator-{new.name}.json" in said
+        assert f"{fleet.cluster}-coordinator-{new.name}.json" in said
         for node in NODES:
             until(lambda node=node: "restored from an old copy" in fleet.log(node), fleet.said)
         fleet.advanced(20)

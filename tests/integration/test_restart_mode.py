@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.store.server import EtcdServer
+from tests.etcds import SharedEtcd
 from tests.integration.cluster import until
 from tests.integration.torchruns import EXAMPLES, RestartJob, end
 
@@ -18,8 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("script", [DDP, FSDP2], ids=lambda script: script.stem)
-def test_plain_script_runs_to_its_end_over_two_nodes(script: Path) -> None:
-    with RestartJob({"a": 1, "b": 1}, script, "--steps=12", nnodes="2") as job:
+def test_plain_script_runs_to_its_end_over_two_nodes(script: Path, shared_etcd: SharedEtcd) -> None:
+    with RestartJob(shared_etcd, {"a": 1, "b": 1}, script, "--steps=12", nnodes="2") as job:
         runs = [job.start("a"), job.start("b")]
         assert [run.wait() for run in runs] == [0, 0], job.said()
         assert {run.said.count("Traceback") for run in runs} == {0}, job.said()
@@ -27,8 +29,8 @@ def test_plain_script_runs_to_its_end_over_two_nodes(script: Path) -> None:
 
 
 @pytest.mark.parametrize("script", [DDP, FSDP2], ids=lambda script: script.stem)
-def test_killed_worker_restarts_all_from_the_last_checkpoint(script: Path) -> None:
-    with RestartJob({"a": 1, "b": 1}, script, "--steps=60", "--pause=0.1", nnodes="2") as job:
+def test_killed_worker_restarts_all_from_the_last_checkpoint(script: Path, shared_etcd: SharedEtcd) -> None:
+    with RestartJob(shared_etcd, {"a": 1, "b": 1}, script, "--steps=60", "--pause=0.1", nnodes="2") as job:
         runs = [job.start("a"), job.start("b")]
         job.runs(2, steps=12)
         os.kill(runs[1].workers()[0], signal.SIGKILL)
@@ -39,8 +41,12 @@ def test_killed_worker_restarts_all_from_the_last_checkpoint(script: Path) -> No
         assert all(len(values) == 1 for values in losses.values()), losses
 
 
-def test_node_that_is_gone_leaves_the_others_to_go_on_and_one_that_comes_is_taken_in() -> None:
-    with RestartJob({"a": 1, "b": 1, "c": 1}, DDP, "--steps=100000", "--pause=0.05", nnodes="1:3") as job:
+def test_node_that_is_gone_leaves_the_others_to_go_on_and_one_that_comes_is_taken_in(
+    shared_etcd: SharedEtcd,
+) -> None:
+    with RestartJob(
+        shared_etcd, {"a": 1, "b": 1, "c": 1}, DDP, "--steps=100000", "--pause=0.05", nnodes="1:3"
+    ) as job:
         job.start("a")
         b = job.start("b")
         job.runs(2)
@@ -55,8 +61,8 @@ def test_node_that_is_gone_leaves_the_others_to_go_on_and_one_that_comes_is_take
         job.runs(1)
 
 
-def test_torchrun_killed_takes_its_workers_along_and_the_others_go_on() -> None:
-    with RestartJob({"a": 1, "b": 1}, DDP, "--steps=100000", "--pause=0.05", nnodes="1:2") as job:
+def test_torchrun_killed_takes_its_workers_along_and_the_others_go_on(shared_etcd: SharedEtcd) -> None:
+    with RestartJob(shared_etcd, {"a": 1, "b": 1}, DDP, "--steps=100000", "--pause=0.05", nnodes="1:2") as job:
         job.start("a")
         b = job.start("b")
         job.runs(2)
@@ -66,11 +72,15 @@ def test_torchrun_killed_takes_its_workers_along_and_the_others_go_on() -> None:
 
 
 def test_etcd_that_is_killed_and_started_again_restarts_nobody() -> None:
-    with RestartJob({"a": 1, "b": 1}, DDP, "--steps=100000", "--pause=0.05", nnodes="1:2") as job:
+    options = ("--steps=100000", "--pause=0.05")
+    with (
+        EtcdServer(fsync=False) as etcd,
+        RestartJob(etcd, {"a": 1, "b": 1}, DDP, *options, nnodes="1:2") as job,
+    ):
         runs = [job.start("a"), job.start("b")]
         job.runs(2)
         workers = [run.workers() for run in runs]
-        job.etcd.restart()
+        etcd.restart()
         job.runs(2, steps=150)
         assert [run.workers() for run in runs] == workers
         # And a death is still seen, and all start again in a round that is made in the new one.
@@ -79,8 +89,8 @@ def test_etcd_that_is_killed_and_started_again_restarts_nobody() -> None:
         job.runs(2)
 
 
-def test_agent_that_is_started_again_restarts_nobody() -> None:
-    with RestartJob({"a": 1, "b": 1}, DDP, "--steps=100000", "--pause=0.05", nnodes="1:2") as job:
+def test_agent_that_is_started_again_restarts_nobody(shared_etcd: SharedEtcd) -> None:
+    with RestartJob(shared_etcd, {"a": 1, "b": 1}, DDP, "--steps=100000", "--pause=0.05", nnodes="1:2") as job:
         runs = [job.start("a"), job.start("b")]
         job.runs(2)
         workers = [run.workers() for run in runs]
@@ -93,17 +103,17 @@ def test_agent_that_is_started_again_restarts_nobody() -> None:
         job.runs(2)
 
 
-def test_job_that_was_ended_can_be_run_again_under_its_name() -> None:
-    with RestartJob({"a": 1, "b": 1}, DDP, "--steps=12", nnodes="2") as job:
+def test_job_that_was_ended_can_be_run_again_under_its_name(shared_etcd: SharedEtcd) -> None:
+    with RestartJob(shared_etcd, {"a": 1, "b": 1}, DDP, "--steps=12", nnodes="2") as job:
         for _ in range(2):
             runs = [job.start("a"), job.start("b")]
             assert [run.wait() for run in runs] == [0, 0], job.said()
 
 
 @pytest.mark.parametrize("script", [DDP, FSDP2], ids=lambda script: script.stem)
-def test_watch_tells_the_straggler_apart_though_all_wait_for_it(script: Path) -> None:
+def test_watch_tells_the_straggler_apart_though_all_wait_for_it(script: Path, shared_etcd: SharedEtcd) -> None:
     options = (f"--script={script}", "--steps=100000", "--pause=0.02")
-    with RestartJob({"a": 1, "b": 1}, WATCHED, *options, nnodes="2") as job:
+    with RestartJob(shared_etcd, {"a": 1, "b": 1}, WATCHED, *options, nnodes="2") as job:
         job.start("a")
         job.start("b", "--pause=0.4")
         until(lambda: "slow" in {event["kind"] for event in job.cluster.events()}, 120, job.said)
@@ -118,9 +128,11 @@ def test_watch_tells_the_straggler_apart_though_all_wait_for_it(script: Path) ->
         assert event["text"].startswith("b/0 is slow")
 
 
-def test_slow_node_is_left_out_where_going_on_without_it_is_faster_and_stands_by() -> None:
+def test_slow_node_is_left_out_where_going_on_without_it_is_faster_and_stands_by(
+    shared_etcd: SharedEtcd,
+) -> None:
     options = (f"--script={DDP}", "--steps=800", "--pause=0.02")
-    with RestartJob({"a": 1, "b": 1, "c": 1}, WATCHED, *options, nnodes="1:3") as job:
+    with RestartJob(shared_etcd, {"a": 1, "b": 1, "c": 1}, WATCHED, *options, nnodes="1:3") as job:
         runs = {node: job.start(node) for node in "ac"}
         slow = job.start("b", "--pause=1.5")
         until(lambda: job.cluster.events("excluded"), 200, job.said)

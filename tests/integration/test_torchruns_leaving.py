@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.etcds import SharedEtcd
 from tests.integration import train
 from tests.integration.fleet import Fleet, until
-from tests.integration.trio import Trio
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -22,12 +22,11 @@ NODES = ("a", "b")
 
 
 @contextmanager
-def training() -> Iterator[Fleet]:
+def training(etcd: SharedEtcd) -> Iterator[Fleet]:
     """A job on two nodes of one device, started by `elasticd run`: two replicas."""
     with (
         tempfile.TemporaryDirectory(prefix="ed-") as name,
-        Trio(Path(name)) as trio,
-        Fleet(trio, Path(name), forward=1e-3) as fleet,
+        Fleet(etcd, Path(name), forward=1e-3) as fleet,
     ):
         fleet.coordinator("c0")
         for node in NODES:
@@ -68,8 +67,10 @@ def each_step_once_with_the_loss_of_one_process(fleet: Fleet) -> None:
     assert [known[step] for step in range(count)] == pytest.approx(losses, abs=1e-9)
 
 
-def test_a_worker_that_is_told_to_go_is_not_started_again_and_nobody_is_lost() -> None:
-    with training() as fleet:
+def test_a_worker_that_is_told_to_go_is_not_started_again_and_nobody_is_lost(
+    shared_etcd: SharedEtcd,
+) -> None:
+    with training(shared_etcd) as fleet:
         told = worker(fleet, "b/0")
         told.send_signal(signal.SIGTERM)
         assert fleet.processes["run-b"].wait(300) == 0, "its torchrun ends with it, in good order"
@@ -80,9 +81,9 @@ def test_a_worker_that_is_told_to_go_is_not_started_again_and_nobody_is_lost() -
         each_step_once_with_the_loss_of_one_process(fleet)
 
 
-def test_a_node_that_is_told_to_go_leaves_and_the_other_goes_on() -> None:
+def test_a_node_that_is_told_to_go_leaves_and_the_other_goes_on(shared_etcd: SharedEtcd) -> None:
     """As a container's end: every process on the node is told, and then told again by the one above it."""
-    with training() as fleet:
+    with training(shared_etcd) as fleet:
         for process in reversed(fleet.tree("run-b")):
             process.send_signal(signal.SIGTERM)
         assert fleet.processes["run-b"].wait(300) == 128 + signal.SIGTERM

@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 import psutil
 
+from elasticd.config import with_overrides
 from elasticd.store.server import EtcdServer
+from tests.etcds import SharedEtcd
 from tests.integration.cluster import ROOT, Cluster, until
 
 EXAMPLES = ROOT / "examples"
@@ -93,22 +95,27 @@ def end(pid: int) -> None:
 
 
 class RestartJob:
-    """A cluster of real agents and a coordinator, and torchruns that are ended with it."""
+    """A cluster of real agents and a coordinator on an etcd that runs, and torchruns that are ended with it."""
 
-    def __init__(self, nodes: dict[str, int], script: Path, *options: str, nnodes: str, conf: str = "") -> None:
-        self.etcd = EtcdServer(fsync=False)
+    def __init__(
+        self,
+        etcd: SharedEtcd | EtcdServer,
+        nodes: dict[str, int],
+        script: Path,
+        *options: str,
+        nnodes: str,
+        conf: str = "",
+    ) -> None:
+        self._etcd = etcd
         self._nodes = nodes
         self._script, self._options, self._nnodes, self._conf = script, options, nnodes, conf
         self.torchruns: list[Torchrun] = []
 
     def __enter__(self) -> RestartJob:
-        self.etcd.start()
-        self.cluster = Cluster(self._nodes, etcd=self.etcd.endpoint)
-        try:
-            self.cluster.__enter__()
-        except BaseException:
-            self.etcd.close()
-            raise
+        self.cluster = Cluster(self._nodes, etcd=self._etcd.endpoint)
+        if isinstance(self._etcd, SharedEtcd):
+            self.cluster.config = with_overrides(self.cluster.config, {"cluster.name": self._etcd.cluster()})
+        self.cluster.__enter__()
         self.folder = self.cluster.folder / "run"
         self.folder.mkdir()
         return self
@@ -119,7 +126,6 @@ class RestartJob:
         for torchrun in self.torchruns:
             torchrun.close()
         self.cluster.close()
-        self.etcd.close()
 
     def start(self, node: str, *more: str) -> Torchrun:
         options = [*self._options, *more, f"--folder={self.folder}"]

