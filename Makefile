@@ -6,8 +6,9 @@ PYTHON      ?= python3
 TORCH_INDEX ?=
 ARGS        ?=
 NAME        ?=
-# One process for each of two cores; a file's tests stay together, so that its fixtures start their processes once.
-PYTEST_ARGS ?= -n 2 --dist loadfile
+SEED        ?=
+# Twice as many processes as cores: many tests mostly wait. The longest tests start first (tests/schedule.py).
+PYTEST_ARGS ?= -n $(shell echo $$((2 * $$(nproc)))) --dist loadgroup --no-loadscope-reorder --durations=50
 
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -30,10 +31,10 @@ $(STAMP): FORCE
 endif
 endif
 
-.PHONY: help venv demo test lint bench soak clean FORCE
+.PHONY: help venv demo test test-all durations lint bench soak clean FORCE
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo "  TORCH_INDEX=<url> chooses the build of torch (CPU or CUDA); PYTHON=<python3.11 or newer> the interpreter"
 
 venv: $(STAMP) ## make .venv and install elasticd into it
@@ -66,8 +67,14 @@ endif
 demo: $(STAMP) ## a real job replans around a slowed worker, under 3 minutes (ARGS=...)
 	@$(BIN)/elasticd demo $(ARGS)
 
-test: $(STAMP) ## the whole test suite (PYTEST_ARGS=... instead of '-n 2 --dist loadfile')
+test: $(STAMP) ## every behaviour, in twelve minutes on two cores (PYTEST_ARGS='-n 2 tests/planner' for a part)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(STAMP) ## all sizes, seeds and matrices too; prints its seed (SEED=N for the same again)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(if $(SEED),--seed $(SEED)) $(PYTEST_ARGS)
+
+durations: $(STAMP) ## measure anew how long tests take (tests/durations.json), by which they are ordered
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full --write-durations $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, mypy strict over all packages, who may import whom, what is pure
 	@$(BIN)/ruff check .

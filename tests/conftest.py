@@ -1,18 +1,79 @@
-"""For all tests: what daemons remember over restarts goes to a folder of the test's own, not the user's, and
-the default socket is never the user's.
-Property tests have no deadline: other work on the machine must not fail them."""
+"""For all tests: how much is tried (`tests.sizes`), in which order (`tests.schedule`), and what is kept apart.
+
+What daemons remember over restarts goes to a folder of the test's own, not the user's, and the default socket
+is never the user's. Property tests have no deadline: other work on the machine must not fail them.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import forkserver, schedule, sizes
 from tests.etcds import shared_etcd  # noqa: F401
 
-settings.register_profile("elasticd", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("elasticd")
+COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+#: `make test` draws the same examples each time, a quarter of them.
+settings.register_profile("quick", COMMON, derandomize=True, database=None, max_examples=25)
+settings.register_profile("full", COMMON, print_blob=True)
+
+_durations: dict[str, float] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("elasticd")
+    group.addoption("--full", action="store_true", help="all sizes, seeds and matrices: 'make test-all'")
+    group.addoption("--seed", type=int, help="of what tests draw under --full (default: another each time)")
+    group.addoption("--write-durations", action="store_true", help=f"write {schedule.DURATIONS.name}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    sizes.choose(config.getoption("--full"))
+    settings.load_profile("full" if config.getoption("--full") else "quick")
+    if config.getoption("--full") and config.getoption("--seed") is None:
+        config.option.seed = secrets.randbelow(1_000_000)  # before xdist hands the options to its processes
+    if config.getoption("--full") and config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = str(config.option.seed)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.getoption("--full"):
+        return f"all sizes and seeds; again with the same: make test-all SEED={config.option.seed}"
+    return "representatives of each behaviour; all sizes and seeds: make test-all"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept, left_out = sizes.skip_full(items)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = schedule.arrange(kept, schedule.known())
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    name = report.nodeid.partition("@")[0] if "@" in report.nodeid.rpartition("]")[2] else report.nodeid
+    _durations[name] = _durations.get(name, 0.0) + report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.getoption("--write-durations") and not hasattr(session.config, "workerinput"):
+        schedule.write({**schedule.known(), **_durations})
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Of what a test draws: another each time in `make test-all`, which prints it."""
+    return int(request.config.getoption("--seed") or 0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Whoever forks a process ends it."""
+    yield
+    assert not (left := forkserver.end_all()), f"these were still running after the tests: {left}"
 
 
 @pytest.fixture(scope="session", autouse=True)

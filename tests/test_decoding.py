@@ -26,6 +26,7 @@ from elasticd.store.leader import Leader
 from elasticd.store.protocol import KeyValue
 from tests.descriptors import open_descriptors
 from tests.machines.cast import node_record, spec
+from tests.sizes import examples
 
 VALID: tuple[msgspec.Struct, ...] = (
     AgentHello(record=node_record("alpha")),
@@ -93,13 +94,13 @@ def tried(data: bytes) -> None:
             decode(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_value_or_a_refusal(data: bytes) -> None:
     tried(data)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_any_change_to_a_true_message_is_a_value_or_a_refusal(data: st.DataObject) -> None:
     message = data.draw(st.sampled_from(VALID))
@@ -109,7 +110,7 @@ def test_any_change_to_a_true_message_is_a_value_or_a_refusal(data: st.DataObjec
     tried(msgspec.json.encode(tree))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.sampled_from(VALID), st.data())
 def test_any_damage_to_the_bytes_of_a_true_message_is_a_value_or_a_refusal(
     message: msgspec.Struct, data: st.DataObject
@@ -146,7 +147,7 @@ def test_errors_of_a_program_are_not_swallowed() -> None:
         decoded(broken, b"")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.binary(min_size=1, max_size=64), st.lists(st.sampled_from(["sealed", "open", "pipe"]), max_size=3))
 def test_any_packet_is_a_message_or_a_refusal_and_leaves_no_descriptor_open(
     data: bytes, kinds: list[str]
@@ -167,7 +168,7 @@ def test_any_packet_is_a_message_or_a_refusal_and_leaves_no_descriptor_open(
     assert open_descriptors() <= before
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.integers(0, 2**64 - 1), st.binary(max_size=8), st.integers(0, 40))
 def test_any_announced_size_is_believed_only_where_it_is_true(size: int, rest: bytes, real: int) -> None:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

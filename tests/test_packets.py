@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from elasticd import packets
 from tests.descriptors import open_descriptors
+from tests.sizes import examples
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def flood(sock: socket.socket, times: int) -> None:
         packets.send(sock, b"x" * 1000)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=20))
 def test_messages_arrive_whole_and_in_order(parts: list[bytes]) -> None:
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

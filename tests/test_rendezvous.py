@@ -19,6 +19,7 @@ from torch.distributed.elastic.utils import store as torch_store
 from elasticd import rendezvous
 from elasticd.messages import Joined, StoreAnswer
 from elasticd.rendezvous.live import EXIT_BARRIER, JobOver, RankStore, Refusal, create_handler
+from tests.sizes import examples
 
 
 def parameters(run_id: str = "job", **conf: str) -> RendezvousParameters:
@@ -114,7 +115,7 @@ def ranks(store: Any, node: int, nodes: int, role: str, size: int) -> list[Any]:
 NODES = st.lists(st.tuples(st.sampled_from(["default", "other"]), st.integers(1, 4)), min_size=1, max_size=5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(NODES)
 def test_ranks_are_those_that_torch_assigns_over_one_shared_store(nodes: list[tuple[str, int]]) -> None:
     ours, shared = stores(len(nodes)), dist.HashStore()

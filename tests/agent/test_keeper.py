@@ -16,6 +16,7 @@ from elasticd.messages import Hello, Recorded, Welcome
 from elasticd.records import DoneRecord, Keys, NodeRecord, PlanRecord, decode, encode
 from elasticd.snapshots import Fetch, Fetched, Freed, Held, Keeps, Snapped, Whole
 from elasticd.store.memory import MemoryStore
+from tests import sizes
 from tests.agent.snapshots import dying_agent, memory, plan_of, read
 from tests.agent.support import CLUSTER, Leader, Node, RunningAgent, Trainer, closing_all, spec, until
 from tests.descriptors import open_descriptors
@@ -319,7 +320,7 @@ def test_records_of_the_nodes_say_where_and_by_what_they_are_known(scene: Scene)
     assert record.certificate.startswith("-----BEGIN CERTIFICATE-----")
 
 
-def test_descriptors_do_not_grow_over_two_hundred_snapshots(scene: Scene) -> None:
+def test_descriptors_do_not_grow_over_many_snapshots(scene: Scene) -> None:
     leader = scene.leader()
     scene.start("n0", "n1")
     worker = scene.worker("n0")
@@ -334,6 +335,6 @@ def test_descriptors_do_not_grow_over_two_hundred_snapshots(scene: Scene) -> Non
     for step in range(1, 11):
         take(step)
     settled = len(open_descriptors())
-    for step in range(11, 211):
+    for step in range(11, sizes.number(full=211, quick=51)):
         take(step)
     until(lambda: len(open_descriptors()) <= settled + 4, WAIT)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.agent.snapshots import content, held, snapshot
+from tests.sizes import examples
 
 LATER = PATIENCE * 100
 
@@ -162,7 +163,7 @@ _MOVES = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(_MOVES, max_size=30))
 def test_each_snapshot_is_let_go_of_once_and_the_whole_and_the_newest_stay(
     moves: list[tuple[str, int, int]],

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from elasticd.chaos.drawn import WEIGHTS, Soaking, draw
 from elasticd.chaos.fault import ENDINGS, Fault
 from elasticd.chaos.faults import Faults
+from tests.sizes import examples
 
 DEVICES = ("alpha/0", "alpha/1", "beta/0", "beta/1")
 
@@ -72,7 +73,7 @@ def test_what_lasts_ends_by_itself_after_its_seconds() -> None:
     assert Fault(kind="takeover", step=5).ending(100.0) is None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(seed=st.integers(0, 1 << 30), count=st.integers(1, 40), most=st.integers(1, 20))
 def test_a_seed_draws_one_script_of_as_many_faults_in_order(seed: int, count: int, most: int) -> None:
     soaking = Soaking(count=count, most=most)

@@ -26,6 +26,7 @@ from elasticd.checkpoints.sums import BLOCK, Damaged, SummedFile, SummedStream
 from elasticd.runtime.loading import load
 from elasticd.runtime.writing import origin_of
 from tests.checkpoints.support import ONE, SPEC_OF_JOB, THREE, save
+from tests.sizes import examples
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,7 @@ def test_a_load_that_reads_a_damaged_block_names_the_file(copy: Path) -> None:
         load(copy, found, ONE.held("n0/0"), torch.device("cpu"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     pieces=st.lists(st.integers(0, 3 * BLOCK // 2), min_size=1, max_size=5),
     reads=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=5),

@@ -22,6 +22,7 @@ from elasticd.runtime.staging import share
 from tests.checkpoints.support import THREE, WHOLE, save
 from tests.migration.plans import SPEC, plans
 from tests.migration.ranks import assert_same_bits, local
+from tests.sizes import examples
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +40,7 @@ def loaded(path: Path, layouts: Layouts, device: str) -> LocalState:
     return load(path, manifest(path), layouts.held(device), torch.device("cpu"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(plans(1), plans(2))
 def test_a_checkpoint_of_any_layout_is_loaded_under_any_other_bit_by_bit(before: Plan, after: Plan) -> None:
     old, new = Layouts(SPEC, before), Layouts(SPEC, after)
@@ -53,7 +54,7 @@ def test_a_checkpoint_of_any_layout_is_loaded_under_any_other_bit_by_bit(before:
             assert state.extras == expected.extras
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(plans(1))
 def test_every_element_is_written_once_and_replicas_share_the_work(plan: Plan) -> None:
     layouts = Layouts(SPEC, plan)

@@ -33,6 +33,8 @@ from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Store
 from elasticd.store.session import EtcdOptions
+from tests import forkserver
+from tests.forkserver import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 JOB = "job"
@@ -93,7 +95,7 @@ class Cluster:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._agents: dict[str, Agent] = {}
         self._serving: dict[str, asyncio.Task[None]] = {}
-        self.workers: dict[str, subprocess.Popen[bytes]] = {}
+        self.workers: dict[str, Forked] = {}
         self._torchruns: dict[str, socket.socket] = {}
 
     def _scripted(self, plans: Mapping[str, Plan]) -> tuple[str, ...]:
@@ -222,10 +224,9 @@ class Cluster:
             WORLD_SIZE=str(sum(self.nodes.values())),
             OPTIONS=json.dumps({"out": str(self.folder), **options, **options.get(device, {})}),
         )
-        with (self.folder / f"log-{device.replace('/', ':')}").open("wb") as log:
-            self.workers[device] = subprocess.Popen(
-                [sys.executable, str(script)], env=environment, stdout=log, stderr=log
-            )
+        log = self.folder / f"log-{device.replace('/', ':')}"
+        log.unlink(missing_ok=True)  # of the worker before it
+        self.workers[device] = forkserver.start(script, environment=environment, output=log)
 
     def log(self, device: str) -> str:
         return (self.folder / f"log-{device.replace('/', ':')}").read_text()

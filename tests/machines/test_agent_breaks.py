@@ -50,6 +50,7 @@ from tests.machines.agent_scene import (
     sent,
     swapped,
 )
+from tests.sizes import examples
 
 # -- interrupted after every prefix --------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ def check_all_is_told(events: list[Event], words: list[Tell]) -> None:
             assert f"i{event.client[1:]}" in lost
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(st.lists(st.integers(0, len(LIFE)), max_size=6))
 def test_nothing_said_is_lost_whenever_the_link_breaks_and_returns(breaks: list[int]) -> None:
     state, linked = State(record=RECORD), False

@@ -11,6 +11,7 @@ from elasticd.machines.job.effects import Note, Write
 from elasticd.machines.restarts import RestartJob, lap, verdict
 from elasticd.records import OutRecord
 from elasticd.rounds import Lap, Lapped, Watching
+from tests.sizes import examples
 
 DETECT, POLICY = DetectSettings(), PolicySettings()
 
@@ -122,7 +123,7 @@ def test_step_is_judged_once_all_have_reported_it_and_laps_of_old_rounds_are_not
     assert leader.job.step == 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.lists(st.floats(0.01, 3.0), min_size=2, max_size=6), st.integers(1, 6))
 def test_nobody_is_put_out_below_the_least_or_at_a_loss(seconds: list[float], least: int) -> None:
     leader = Leader(nodes=len(seconds), least=least)

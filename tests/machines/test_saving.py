@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from elasticd.machines import saving
 from elasticd.machines.saving import Begin, Close, GiveUp, Skip, State, Status
+from tests.sizes import examples
 
 
 @dataclass(eq=False)
@@ -112,7 +113,7 @@ def test_a_checkpoint_outlives_a_switch_that_keeps_its_members_and_not_one_that_
     assert [rank.thread for rank in gang[:2]] == [("let go", 2)] * 2
 
 
-@settings(max_examples=150, deadline=None, phases=[Phase.generate])
+@settings(max_examples=examples(150), phases=[Phase.generate])
 @given(st.data())
 def test_all_decide_alike_whatever_the_threads_and_the_plans_do(data: st.DataObject) -> None:
     everybody = ranks(4)

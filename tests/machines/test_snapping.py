@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.machines import snapping as sn
+from tests.sizes import examples
 
 
 @dataclass
@@ -47,7 +48,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(every=st.integers(1, 3), actions=ACTIONS, data=st.data())
 def test_all_copy_alike_and_a_slot_in_use_is_left_alone(every: int, actions: list, data: st.DataObject) -> None:
     ranks = [Rank(sn.first(every)) for _ in range(3)]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from elasticd.machines import switch as sw
 from elasticd.machines.switch import Phase, State
+from tests.sizes import examples
 
 OLD, NEW = ("a", "b", "c"), ("b", "c", "d")  # a leaves, d joins
 
@@ -164,7 +165,7 @@ def propose(world: World) -> None:
 
 
 @given(seed=st.integers(0, 10**9), abort=st.integers(0, 60) | st.none(), death=st.integers(0, 90) | st.none())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 def test_any_order_with_an_abort_and_a_death_at_any_moment(
     seed: int, abort: int | None, death: int | None
 ) -> None:
@@ -198,7 +199,7 @@ def test_any_order_with_an_abort_and_a_death_at_any_moment(
 
 
 @given(seed=st.integers(0, 10**9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_a_job_starts_as_a_switch_from_nothing(seed: int) -> None:
     rng = random.Random(seed)
     world = World(initial=True)

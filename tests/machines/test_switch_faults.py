@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from elasticd.machines import switch as sw
 from elasticd.machines.switch import Phase, State
+from tests.sizes import examples
 
 NAMES = ("a", "b", "c", "d", "e")
 
@@ -263,7 +264,7 @@ class World:
 
 
 @given(seed=st.integers(0, 10**9), deaths=st.lists(st.integers(0, 120), max_size=2))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 def test_wherever_deaths_fall_the_survivors_go_on_under_one_plan(seed: int, deaths: list[int]) -> None:
     rng = random.Random(seed)
     world = World(rng)

@@ -13,6 +13,7 @@ from elasticd.machines.switch import Phase, State
 from tests.machines.test_switch import NEW, OLD, World, propose
 from tests.machines.test_switch_faults import Rank
 from tests.machines.test_switch_faults import World as Faults
+from tests.sizes import examples
 
 TRAINING = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
 #: From the proposal of a plan without it to the record of that plan.
@@ -93,7 +94,7 @@ def departed(world: World | Faults, name: str) -> bool:
 
 
 @given(seed=st.integers(0, 10**9), at=st.integers(0, 140), who=st.sampled_from(sorted({*OLD, *NEW})))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_in_any_order_the_switch_ends_as_without_it_and_the_leaver_goes(seed: int, at: int, who: str) -> None:
     rng = random.Random(seed)
     world = World()
@@ -118,7 +119,7 @@ def test_in_any_order_the_switch_ends_as_without_it_and_the_leaver_goes(seed: in
 
 
 @given(seed=st.integers(0, 10**9), at=st.integers(0, 150), deaths=st.lists(st.integers(0, 120), max_size=1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_nobody_departs_with_the_only_copy_also_where_others_die(seed: int, at: int, deaths: list[int]) -> None:
     rng = random.Random(seed)
     world = Faults(rng)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from tests.migration.plans import DEVICES, SPEC, plans
 from tests.migration.ranks import local, together, trained
+from tests.sizes import examples
 
 WHOLE = trained()
 RANKS = tuple(f"n{rank}/0" for rank in range(8))
@@ -47,7 +48,7 @@ def agreed(states: Sequence[LocalState], members: Sequence[str]) -> tuple[list[o
     return list(found), sum(end.carried for end in counted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(plan=plans(1))
 def test_it_is_what_merging_all_full_schemas_gives(plan) -> None:  # type: ignore[no-untyped-def]
     layouts = Layouts(SPEC, plan)
@@ -107,7 +108,7 @@ def test_short_schemas_are_told_in_one_gathering(states: list[LocalState], gathe
     assert [end.gatherings for end in counted] == [gatherings] * len(states)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(odd=st.integers(0, 7))
 def test_one_rank_that_differs_is_found_by_all(odd: int) -> None:
     states = [large(20)] * 8

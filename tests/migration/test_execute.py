@@ -32,6 +32,7 @@ from tests.migration.ranks import (
     trained,
     training,
 )
+from tests.sizes import examples
 
 WHOLE = trained()
 BEFORE = plan(1, [(1, [("n0/0", 3), ("n0/1", 1)]), (2, [("n1/0", 1)])])
@@ -62,7 +63,7 @@ def installed(state: LocalState, layouts: Layouts, device: str) -> Training:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(plans(1), plans(2), st.sampled_from([2_000, 20_000, 1 << 26]))
 def test_a_move_equals_the_reference_and_sends_exactly_what_is_lacking(
     before: Plan, after: Plan, limit: int
@@ -87,7 +88,7 @@ def test_a_move_equals_the_reference_and_sends_exactly_what_is_lacking(
     assert sum(result.bytes_sent for result in moved) == sum(lacks.values())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(plans(1), plans(2))
 def test_training_goes_on_from_the_moved_state_as_the_whole_model_would(before: Plan, after: Plan) -> None:
     old, new = Layouts(SPEC, before), Layouts(SPEC, after)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 
 from tests.migration.plans import SPEC, plan, plans
 from tests.migration.ranks import Training, assert_same_bits, local, members, together, trained
+from tests.sizes import examples
 
 BEFORE = plan(1, [(1, [("n0/0", 3), ("n0/1", 1)]), (2, [("n1/0", 1)])])
 AFTER = plan(2, [(2, [("n0/0", 1), ("n1/1", 2)]), (1, [("n1/0", 1)])])
@@ -50,7 +51,7 @@ def moved_by(before: Plan, after: Plan, whole: Training, rounds: list[Foreseen])
         assert_same_bits(result.state, local(whole, new, end.members[end.rank]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(plans(1), plans(2))
 def test_move_by_rounds_that_were_made_before_the_last_steps(before: Plan, after: Plan) -> None:
     """Some ranks were a step ahead of others when they were asked: no matter."""

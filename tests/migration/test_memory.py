@@ -19,6 +19,7 @@ from tests.house import ROOT
 from tests.migration.memory import LIMIT
 from tests.migration.plans import SPEC, plans
 from tests.migration.ranks import assert_same_bits, local, members, together, trained
+from tests.sizes import examples
 
 WHOLE = trained()
 MIB = 1 << 20
@@ -56,7 +57,7 @@ def test_in_place_a_move_takes_little_more_than_one_state(peaks: dict[str, Any])
     assert in_place["peak"] <= 1.35 * in_place["state"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(plans(1), plans(2), st.sampled_from([2_000, 20_000]))
 def test_in_place_equals_the_reference_too(before: Plan, after: Plan, limit: int) -> None:
     old, new = Layouts(SPEC, before), Layouts(SPEC, after)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.migration.plans import DEVICES, LAYERS, SPEC, plan, plans, random_plan
 from tests.migration.ranks import assert_same_bits, local, members, together, trained
+from tests.sizes import examples
 
 WHOLE = trained()
 SIZES = WHOLE.state().schema().sizes
@@ -28,7 +29,7 @@ def node(device: str) -> str:
     return device.partition("/")[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(plans(1, least=2), st.integers(0, 10_000), st.sampled_from(["n0", "n1", "n2"]))
 def test_any_node_may_be_lost(before: Plan, seed: int, gone: str) -> None:
     assume(len({node(device) for device in before.members}) > 1)

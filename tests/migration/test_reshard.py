@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.migration.plans import DEVICES, LAYERS, SPEC, alone, plan, plans
+from tests.sizes import examples
 
 SIZES = {item: {"value": 4, "state": 8, "buffer": 2}[item.role] for item in Layouts(SPEC, alone()).items}
 
@@ -45,7 +46,7 @@ def masks(layouts: Layouts, without: frozenset[str] = frozenset()) -> dict[tuple
     return held
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(plans(1), plans(2), st.frozensets(st.sampled_from(DEVICES), max_size=2))
 def test_every_device_gets_exactly_what_it_lacks_from_who_has_it(
     before: Plan, after: Plan, gone: frozenset[str]
@@ -81,7 +82,7 @@ def test_every_device_gets_exactly_what_it_lacks_from_who_has_it(
     assert received == bytes_lacking(old, new, SIZES, without=gone)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(plans(1), plans(2))
 def test_another_node_sends_only_what_no_neighbour_holds(before: Plan, after: Plan) -> None:
     old, new = Layouts(SPEC, before), Layouts(SPEC, after)
@@ -96,7 +97,7 @@ def test_another_node_sends_only_what_no_neighbour_holds(before: Plan, after: Pl
         assert not any(holding.box.overlap(transfer.box) for holding in near)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(plans(1))
 def test_a_plan_that_changes_no_box_moves_nothing(before: Plan) -> None:
     after = before.replace(number=2, global_batch=2 * before.global_batch, micro_batch=2)

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.migration.plans import SPEC, alone, plans
+from tests.sizes import examples
 
 VALUE, MOMENT = (
     Plane(name="value", dtype="bfloat16", itemsize=2),
@@ -26,7 +27,7 @@ PLANES = dict.fromkeys(Layouts(SPEC, alone()).items, (VALUE, MOMENT))
 SIZES = dict.fromkeys(PLANES, 6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(plans(1), plans(2), st.sampled_from([600, 5000, 1 << 20]))
 def test_every_piece_is_sent_once_within_the_limit(before: Plan, after: Plan, limit: int) -> None:
     transfers = reshard(Layouts(SPEC, before), Layouts(SPEC, after), SIZES)
@@ -49,7 +50,7 @@ def test_every_piece_is_sent_once_within_the_limit(before: Plan, after: Plan, li
     assert elements == expected
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10))
 @given(plans(1), plans(2), st.sampled_from([600, 5000]))
 def test_each_device_finds_its_own_part_of_the_same_rounds(before: Plan, after: Plan, limit: int) -> None:
     transfers = reshard(Layouts(SPEC, before), Layouts(SPEC, after), SIZES)
@@ -61,7 +62,7 @@ def test_each_device_finds_its_own_part_of_the_same_rounds(before: Plan, after: 
         ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(st.integers(1, 6), max_size=4), st.data())
 def test_a_run_of_elements_is_few_disjoint_boxes_in_the_order_of_memory(
     shape: list[int], data: st.DataObject

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.migration.flows import least_busiest
+from tests.sizes import examples
 
 
 @st.composite
@@ -23,7 +24,7 @@ def cases(draw: st.DrawFn) -> list[Want]:
     return wants
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(cases())
 def test_the_busiest_link_is_within_a_tenth_of_the_optimum(wants: list[Want]) -> None:
     chosen = choose(wants, whole_below=1)
@@ -31,7 +32,7 @@ def test_the_busiest_link_is_within_a_tenth_of_the_optimum(wants: list[Want]) ->
     assert loads(wants, chosen).busiest <= 1.1 * least_busiest(wants)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(cases())
 def test_what_is_not_divided_for_its_size_costs_no_more_than_its_size(wants: list[Want]) -> None:
     chosen = choose(wants)

@@ -1,9 +1,6 @@
 """One contract for every transport: in memory between threads, and over gloo between processes."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +8,12 @@ import pytest
 import torch
 from elasticd_migration.transport import MemoryTransport
 
-from tests.house import ROOT
+from tests import forkserver
 from tests.migration.contract import CHECKS, Check
 from tests.migration.ranks import together
 
 SIZE = 4
+SCRIPT = Path(__file__).with_name("gang.py")
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -27,30 +25,9 @@ def test_memory_keeps_the_contract(check: Check) -> None:
 @pytest.fixture(scope="module")
 def gang(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of four gloo processes found."""
-    file = tmp_path_factory.mktemp("gang") / "store"
-    return run_gang(file)
-
-
-def run_gang(file: Path) -> list[dict[str, Any]]:
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.migration.gang", str(rank), str(SIZE), str(file)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(SIZE)
-    ]
-    try:
-        ended = [process.communicate(timeout=240) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in started] == [0] * SIZE, "\n".join(err for _, err in ended)
-    return [json.loads(out) for out, _ in ended]
+    folder = tmp_path_factory.mktemp("gang")
+    ranks = [(str(rank), str(SIZE), str(folder / "store")) for rank in range(SIZE)]
+    return [json.loads(text) for text in forkserver.outputs(SCRIPT, ranks, folder)]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import random
 from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from elasticd.records import JobSpec
 from elasticd.runtime.in_memory import MemoryFabric, run_threads
 from elasticd.runtime.loading import Types, load
 from elasticd.runtime.precision import LossScale, LossScaler, Precision, lowered, precision_of
+from tests import sizes
 from tests.checkpoints.support import task_of, write
 from tests.migration.ranks import copy_of
 from tests.migration.ranks import together as at_once
@@ -149,8 +151,10 @@ def test_a_checkpoint_is_gone_on_from_under_another_layout_to_the_bit(name: str,
 TYPES = {"fp32": None, **HALVES, "fp64": Precision(compute=torch.float64, master=torch.float64)}
 
 
-@pytest.mark.parametrize("after", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("before", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    sizes.beside([("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "fp32")], product(TYPES, repeat=2)),
+)
 def test_a_checkpoint_is_gone_on_from_in_another_precision(before: str, after: str, tmp_path: Path) -> None:
     """With what the optimizer stepped on, to the bit, and its moments; computed with is that, rounded."""
     was, now = course_in(TYPES[before]), course_in(TYPES[after])

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.brute import compositions
+from tests.sizes import examples
 
 
 @st.composite
@@ -35,7 +36,7 @@ def time_of(terms: list[Terms], layers: tuple[int, ...], micro_batches: int) -> 
     return (micro_batches - 1) * max(stages) + sum(stages)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(pipelines())
 def test_layers_are_the_best_of_all_compositions(case: tuple[list[Terms], int]) -> None:
     terms, layers = case
@@ -62,7 +63,7 @@ CURVES = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(CURVES, st.integers(1, 8))
 def test_micro_batches_are_the_best_of_all_splits(curves: list[np.ndarray], total: int) -> None:
     given_out = split_micro_batches(curves, total)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.models import plan, plans
+from tests.sizes import examples
 
 
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 3))
@@ -27,7 +28,7 @@ def test_samples_depend_on_seed_and_step_and_nothing_else() -> None:
     assert first.samples(4) != first.samples(14)  # the next epoch has another order
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(plans())
 def test_each_sample_is_in_one_micro_batch_of_the_planned_size(made: Plan) -> None:
     samples = tuple(range(100, 100 + made.global_batch))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.brute import compositions
+from tests.sizes import examples
 
 RATES = st.lists(st.sampled_from([1.0, 1.0, 1.3, 2.0, 3.3, 5.0]), min_size=1, max_size=5)
 SLOWDOWN = {1: 3.7, 2: 1.9, 3: 1.4, 4: 1.0}
@@ -81,7 +82,7 @@ def test_one_healthy_pipeline_meets_its_bound() -> None:
 PACES = st.lists(st.sampled_from([0.4, 1.0, 1.0, 2.5, 8.0, 30.0]), min_size=1, max_size=4)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(PACES, st.integers(1, 7), st.integers(1, 14), st.sampled_from([0.25, 1 / 3, 0.5]))
 def test_no_pipelines_beat_the_bound_in_the_schedules_time(
     blocks: list[float], layers: int, total: int, forward: float

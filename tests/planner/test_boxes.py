@@ -8,6 +8,8 @@ from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sizes import examples
+
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
 Mask = npt.NDArray[np.int64]
 
@@ -77,7 +79,7 @@ def layout(shape: tuple[int, ...], holdings: list[tuple[str, Box]]) -> TensorLay
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(boxes_of(6))
 def test_lacking_is_each_element_wanted_and_not_held_once(
     case: tuple[tuple[int, ...], list[Box]],

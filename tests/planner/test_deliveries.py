@@ -10,6 +10,7 @@ from elasticd_planner.reduction import Delivery, buffers_away, gradients_away, l
 from hypothesis import assume, given, settings
 
 from tests.migration.plans import SPEC, plans
+from tests.sizes import examples
 
 Masks = dict[tuple[str, str], np.ndarray]
 
@@ -47,7 +48,7 @@ def deliver(deliveries: dict[str, tuple[Delivery, ...]], had: Masks) -> Masks:
     return have
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(plans(1))
 def test_whoever_computes_gets_new_values_and_whoever_keeps_gets_gradients(made: Plan) -> None:
     assume(made.state.zero)
@@ -67,7 +68,7 @@ def test_whoever_computes_gets_new_values_and_whoever_keeps_gets_gradients(made:
     assert all((copied[key] == held[key]).all() for key in held)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(plans(1))
 def test_every_element_of_every_gradient_is_counted_by_one_device_that_has_it(made: Plan) -> None:
     assume(made.state.zero)

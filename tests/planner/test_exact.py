@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.planner import brute, jobs, schedule_brute
 from tests.planner.models import cluster, profile, replica_bytes
+from tests.sizes import examples
 
 SIZES = [(1,), (3,), (4,), (2, 2), (1, 2), (1, 3), (1, 1, 2)]
 
@@ -57,7 +58,7 @@ def problems(draw: st.DrawFn) -> Problem:
     return Problem(cluster=cluster, profile=model, rates=rates, global_batch=2 * micro_batches, micro_batch=2)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(problems())
 def test_the_search_finds_what_brute_force_finds(problem: Problem) -> None:
     seconds, _ = brute.best(problem)
@@ -72,7 +73,7 @@ def test_the_search_finds_what_brute_force_finds(problem: Problem) -> None:
     assert answer.plan.prediction.bound_seconds <= seconds * (1 + 1e-9)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(problems(), st.data())
 def test_with_a_current_plan_the_answer_is_within_the_tolerance(problem: Problem, data: st.DataObject) -> None:
     healthy = plan(msgspec.structs.replace(problem, rates={}))

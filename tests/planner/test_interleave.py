@@ -26,6 +26,8 @@ from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sizes import examples
+
 
 def profile(layers: int = 8, **changes: Any) -> ModelProfile:
     block = SectionProfile(seconds=1e-3, whole_bytes=1000, whole_activation=10.0)
@@ -137,7 +139,7 @@ def test_a_single_stage_takes_no_turns() -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(2, 5))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_layers_are_dealt_in_even_chunks_and_put_together_again(layers: list[int], chunks: int) -> None:
     given_ = stages(*layers)
     options = list(chunked(given_, chunks))
@@ -287,7 +289,7 @@ def test_a_slow_device_is_planned_for_beside_interleaved_stages() -> None:
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_interleaving_never_makes_a_plan_slower_or_too_large(seed: int) -> None:
     rng = np.random.default_rng(seed)
     layers = rng.integers(1, 7, int(rng.integers(1, 6)))

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.brute import compositions
+from tests.sizes import examples
 
 COSTS = st.tuples(st.floats(0.3, 5.0), st.sampled_from([0.0, 0.7, 2.0]), st.sampled_from([0.0, 0.5, 3.0]))
 
@@ -48,7 +49,7 @@ def least(terms: list[Terms], layers: int, micro_batches: int) -> float:
     return min(seconds(terms, option, micro_batches) for option in compositions(layers, len(terms)))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(problems(), st.sampled_from([0.9, 1.0, 1.3, math.inf]))
 def test_the_best_of_all_layers_within_the_limit(
     case: tuple[list[list[Terms]], int, int], slack: float
@@ -67,7 +68,7 @@ def test_the_best_of_all_layers_within_the_limit(
             assert seconds(terms, one.layers, micro_batches) == pytest.approx(expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(problems())
 def test_what_is_least_and_what_is_reached_are_bounds(case: tuple[list[list[Terms]], int, int]) -> None:
     pipelines, layers, most = case
@@ -80,7 +81,7 @@ def test_what_is_least_and_what_is_reached_are_bounds(case: tuple[list[list[Term
             assert exact <= above[m - 1] * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(problems())
 def test_many_ways_are_approached_from_the_formulas_layers(case: tuple[list[list[Terms]], int, int]) -> None:
     pipelines, layers, micro_batches = case

@@ -8,9 +8,10 @@ from elasticd_planner.rules import member_box
 from hypothesis import given, settings
 
 from tests.planner.models import LAYERS, SPEC, plan, plans
+from tests.sizes import examples
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(plans())
 def test_every_pipeline_covers_every_parameter(made: Plan) -> None:
     layouts = Layouts(SPEC, made)
@@ -25,7 +26,7 @@ def test_every_pipeline_covers_every_parameter(made: Plan) -> None:
             assert covered.all(), name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(plans())
 def test_what_a_device_holds_is_what_the_layouts_say_it_holds(made: Plan) -> None:
     layouts = Layouts(SPEC, made)

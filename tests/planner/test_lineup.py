@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.planner.brute import compositions
 from tests.planner.models import cluster, plan, profile
+from tests.sizes import examples
 
 UNITS, LAYERS = 24, 4
 MODEL = profile(layers=LAYERS, share_units=UNITS)
@@ -75,7 +76,7 @@ def orders(made: Plan, index: int, current: Plan, rates: dict[str, float]) -> li
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_no_order_of_members_and_shares_lacks_less(seed: int) -> None:
     rng = random.Random(seed)
     width = rng.randint(2, 4)
@@ -96,7 +97,7 @@ def test_no_order_of_members_and_shares_lacks_less(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_seconds_and_memory_stay_what_they_are(seed: int) -> None:
     rng = random.Random(seed)
     width = rng.randint(2, 5)
@@ -109,7 +110,7 @@ def test_seconds_and_memory_stay_what_they_are(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_no_other_shares_that_keep_a_group_as_fast_lack_less(seed: int) -> None:
     rng = random.Random(seed)
     names = NAMES[: rng.randint(2, 4)]

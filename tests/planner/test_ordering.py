@@ -10,6 +10,8 @@ from elasticd_planner.ordering import Ordering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sizes import examples
+
 ROOMS = st.lists(st.integers(0, 6), min_size=5, max_size=5)
 
 
@@ -36,7 +38,7 @@ def rooms(stages: tuple[int, ...], listed: list[Column], rules: Rules, cap: floa
     return found
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(st.data())
 def test_the_most_layers_are_those_of_the_best_permutation(data: st.DataObject) -> None:
     listed = data.draw(st.lists(columns(), min_size=1, max_size=3))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.planner.brute import compositions
 from tests.planner.models import profile
+from tests.sizes import examples
 
 CLUSTER = Cluster(
     nodes=tuple(Node(name=f"n{n}", devices=(Device(name=f"n{n}/0", memory=1),)) for n in range(3)),
@@ -50,7 +51,7 @@ def least(chain: list[Group], layers: int, micro_batches: int) -> float:
     return float(Schedule().seconds(times, micro_batches).min())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(GROUPS, min_size=1, max_size=4), st.integers(0, 4), st.integers(1, 10))
 def test_no_layers_beat_what_an_order_takes_at_least(
     drawn: list[tuple[int, float, float, float]], more: int, most: int

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.brute import compositions
+from tests.sizes import examples
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.data(), st.integers(1, 5))
 def test_a_partition_takes_the_most_that_any_does(data: st.DataObject, pipelines: int) -> None:
     dims = tuple(data.draw(st.lists(st.integers(2, 4), min_size=1, max_size=2)))
@@ -46,7 +47,7 @@ def test_a_partition_takes_the_most_that_any_does(data: st.DataObject, pipelines
         assert found.most(pipelines) < 0
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_lines_of_pipelines_are_real_and_the_best_layers_are_among_them(data: st.DataObject) -> None:
     layers = data.draw(st.integers(2, 7))
@@ -85,7 +86,7 @@ def test_lines_of_pipelines_are_real_and_the_best_layers_are_among_them(data: st
             assert found[counts] == best
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data(), st.integers(1, 9), st.booleans())
 def test_a_deal_is_the_best_of_all_splits(data: st.DataObject, total: int, steady: bool) -> None:
     lines = [
@@ -138,7 +139,7 @@ def test_parts_are_the_best_of_all(rates: list[float], parts: int) -> None:
     assert balanced(rates, parts, (parts - 1) // len(rates)) is None
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.data())
 def test_many_devices_are_assigned_as_well_as_few(data: st.DataObject) -> None:
     """Beyond eight rows another algorithm takes over: padded with rows that are never wanted it must agree."""

@@ -10,6 +10,8 @@ from elasticd_planner.timeline import interleaved_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sizes import examples
+
 SMALL = list(product(range(1, 6), range(1, 5), range(1, 14)))
 
 
@@ -57,7 +59,7 @@ def test_the_stages_of_a_pipeline_never_wait_for_each_other_in_a_circle(stages: 
 
 
 @given(stages=st.integers(1, 9), chunks=st.integers(1, 5), micro_batches=st.integers(1, 60))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_large_pipelines_do_not_either(stages: int, chunks: int, micro_batches: int) -> None:
     assert len(played(stages, chunks, micro_batches)) == 2 * stages * chunks * micro_batches
 

@@ -15,6 +15,7 @@ from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 
 from tests.planner.models import plan, plans
+from tests.sizes import examples
 
 SIMPLE = plan(
     (5, [(2, ["n0/0", "n0/1"], [6, 2]), (1, ["n1/0"], [1])]),
@@ -23,7 +24,7 @@ SIMPLE = plan(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(plans())
 def test_a_plan_survives_json(made: Plan) -> None:
     again = Plan.from_json(made.to_json())

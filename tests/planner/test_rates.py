@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.planner import workers
 from tests.planner.models import plan
+from tests.sizes import examples
 
 SETTINGS = DetectSettings()
 FOUR = plan((5, [(5, ["n0/0", "n0/1"], [4, 4])]), (5, [(5, ["n1/0", "n1/1"], [4, 4])]))
@@ -56,7 +57,7 @@ def test_three_times_slow_is_seen_within_three_steps() -> None:
     assert watch.state.rates == {"n0/1": change.after}
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 10_000))
 def test_noise_of_five_percent_and_single_wild_steps_never_alarm(start: int) -> None:
     watch = Watch()

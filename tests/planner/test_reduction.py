@@ -10,9 +10,10 @@ from elasticd_planner.reduction import Reduction, reductions
 from hypothesis import given, settings
 
 from tests.planner.models import LAYERS, SPEC, plan, plans
+from tests.sizes import examples
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(plans())
 def test_each_element_of_each_holder_is_reduced_exactly_once(made: Plan) -> None:
     layouts = Layouts(SPEC, made)
@@ -31,7 +32,7 @@ def test_each_element_of_each_holder_is_reduced_exactly_once(made: Plan) -> None
             assert (times == held).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(plans())
 def test_the_sum_over_counting_devices_is_the_sum_of_distinct_terms(made: Plan) -> None:
     """Give every term of every parameter a value of its own: the reduced sum has each once."""

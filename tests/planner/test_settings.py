@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from tests.planner import setting_brute
 from tests.planner.models import replica_bytes
+from tests.sizes import examples
 
 STATES = (
     StatePolicy(),
@@ -91,7 +92,7 @@ def found(answer: Answer) -> Plan:
     return answer.plan
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 10**6))
 def test_the_best_setting_is_what_brute_force_finds(seed: int) -> None:
     problem = small(random.Random(seed))
@@ -110,7 +111,7 @@ def test_the_best_setting_is_what_brute_force_finds(seed: int) -> None:
     assert made.prediction.bound_seconds <= least * (1 + 1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(st.integers(0, 10**6))
 def test_recomputation_is_where_memory_demands_it_and_the_bound_holds(seed: int) -> None:
     problem = small(random.Random(seed), recompute=True)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from elasticd.simulator.models import PRESETS, model_spec
 from tests.migration.plans import LAYERS, SPEC, plans
 from tests.planner.models import plan
+from tests.sizes import examples
 
 
 def node(device: str) -> str:
@@ -33,7 +34,7 @@ def masks(layout: TensorLayout) -> dict[str, np.ndarray]:
     return held
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(plans(1))
 def test_every_element_is_kept_by_r_devices_on_r_nodes_where_there_are_so_many(made: Plan) -> None:
     layouts = Layouts(SPEC, made)
@@ -52,7 +53,7 @@ def test_every_element_is_kept_by_r_devices_on_r_nodes_where_there_are_so_many(m
         assert (sum(mask.astype(int) for mask in by_node.values()) == min(replicas, len(nodes))).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(plans(1))
 def test_a_device_has_the_value_of_all_whose_state_it_keeps_and_nothing_else_beyond_its_own(made: Plan) -> None:
     layouts = Layouts(SPEC, made)
@@ -75,7 +76,7 @@ def test_a_device_has_the_value_of_all_whose_state_it_keeps_and_nothing_else_bey
                 assert device not in value
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(plans(1, least=2))
 def test_with_two_replicas_no_node_takes_state_or_values_along(made: Plan) -> None:
     layouts = Layouts(SPEC, made)

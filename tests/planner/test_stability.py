@@ -18,6 +18,8 @@ from elasticd_planner.stability import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sizes import examples
+
 SETTINGS = PolicySettings()
 HORIZON = SETTINGS.horizon_steps
 
@@ -61,14 +63,14 @@ def _first_switch(state: Stability, rates: dict[str, float], step: int, end: int
 
 
 @given(lifetimes=st.lists(st.integers(1, 1000), max_size=80), late=st.integers(0, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_switches_are_bounded_whatever_the_times_of_change(lifetimes: list[int], late: int) -> None:
     lasted = sum(lifetime // HORIZON for lifetime in lifetimes)
     assert len(lived(lifetimes, late=late)) <= bound(sum(lifetimes)) + lasted
 
 
 @given(lifetimes=st.lists(st.integers(1, HORIZON - 1), min_size=200, max_size=400))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_conditions_that_do_not_last_cause_few_switches(lifetimes: list[int]) -> None:
     assert len(lived(lifetimes)) <= bound(sum(lifetimes))
 
@@ -81,7 +83,7 @@ def test_an_adversary_that_leaves_right_after_each_switch_gets_no_more_than_the_
 
 
 @given(slow=st.integers(10, 2000), then=st.integers(10, 2000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_a_device_that_becomes_slow_and_recovers_is_answered_at_once(slow: int, then: int) -> None:
     assert lived([slow, then]) == [0, slow]
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.migration.plans import DEVICES, SPEC, alone, plans, random_plan
+from tests.sizes import examples
 
 SIZES = {item: 12 if item.role == "state" else 4 for item in Layouts(SPEC, alone()).items}
 
@@ -26,7 +27,7 @@ def dealt(layouts: Layouts) -> dict[str, dict[Item, tuple[Box, ...]]]:
     return found
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 @given(plan=plans(1), data=st.data())
 def test_everything_lies_somewhere_exactly_once(plan, data) -> None:  # type: ignore[no-untyped-def]
     whole = Layouts(SPEC, plan)
@@ -45,7 +46,7 @@ def test_everything_lies_somewhere_exactly_once(plan, data) -> None:  # type: ig
             assert layouts.held(device).get(item, ()) == layouts.boxes(item, device)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(plan=plans(1), seed=st.integers(0, 10_000), data=st.data())
 def test_any_plan_can_be_filled_from_it(plan, seed, data) -> None:  # type: ignore[no-untyped-def]
     """Also where the stand-ins' workers are of other incarnations than the old plan's: they read what they

@@ -16,6 +16,8 @@ from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sizes import examples
+
 
 def drawn(seed: int) -> tuple[Floats, Floats, Floats, int]:
     """A random pipeline: forward, backward, boundary, micro-batches."""
@@ -35,7 +37,7 @@ def played(forward: Floats, backward: Floats, boundary: Floats, micro_batches: i
 @given(
     stages=st.integers(1, 9), micro_batches=st.integers(1, 40), ahead=st.floats(0.1, 3), back=st.floats(0.1, 3)
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_equal_stages_take_what_the_closed_formula_says(
     stages: int, micro_batches: int, ahead: float, back: float
 ) -> None:
@@ -53,7 +55,7 @@ def test_the_recurrence_is_exact_on_500_random_pipelines() -> None:
 
 
 @given(seed=st.integers(0, 10**6), most=st.integers(1, 30))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 def test_a_curve_is_the_same_as_one_by_one(seed: int, most: int) -> None:
     forward, backward, boundary, _ = drawn(seed)
     one_by_one = [float(one_f_one_b_seconds(forward, backward, boundary, m)) for m in range(1, most + 1)]
@@ -73,7 +75,7 @@ def test_many_pipelines_at_once_are_the_same_as_each_alone() -> None:
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_between_the_busiest_stage_and_one_pass_after_the_other(seed: int) -> None:
     forward, backward, boundary, micro_batches = drawn(seed)
     line = played(forward, backward, boundary, micro_batches)
@@ -84,7 +86,7 @@ def test_between_the_busiest_stage_and_one_pass_after_the_other(seed: int) -> No
 
 
 @given(seed=st.integers(0, 10**6), grown=st.floats(0.01, 1.0))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 def test_more_work_never_takes_less_time(seed: int, grown: float) -> None:
     forward, backward, boundary, micro_batches = drawn(seed)
     before = float(one_f_one_b_seconds(forward, backward, boundary, micro_batches))
@@ -100,7 +102,7 @@ def test_more_work_never_takes_less_time(seed: int, grown: float) -> None:
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_intervals_are_whole_ordered_and_hold_no_more_activations_than_1f1b_allows(seed: int) -> None:
     forward, backward, boundary, micro_batches = drawn(seed)
     line = played(forward, backward, boundary, micro_batches)

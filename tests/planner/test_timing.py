@@ -9,6 +9,8 @@ from elasticd_planner.timing import Formula, Schedule, Times, at_least, closed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sizes import examples
+
 
 @st.composite
 def pipelines(draw: st.DrawFn) -> tuple[Times, int]:
@@ -26,7 +28,7 @@ def played(times: Times, micro_batches: int) -> float:
     return simulate(each[0], each[1], times.boundary).seconds
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(pipelines(), st.floats(0.15, 0.85))
 def test_without_boundaries_the_schedule_takes_no_more_than_the_formula(
     case: tuple[Times, int], part: float
@@ -48,7 +50,7 @@ def test_the_formula_is_no_bound_where_boundaries_cost_or_only_some_stages_recom
     assert played(some, 6) > 1.02 * float(Formula().seconds(some, 6))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(pipelines())
 def test_the_schedule_takes_no_less_than_either_inequality(case: tuple[Times, int]) -> None:
     times, m = case
@@ -62,7 +64,7 @@ def test_the_schedule_takes_no_less_than_either_inequality(case: tuple[Times, in
         assert through.sum() + (m - 1) * work[j] - turns * times.forward[j] <= seconds
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(pipelines())
 def test_what_is_hidden_is_the_largest_forward_part_of_the_slowest_stage(case: tuple[Times, int]) -> None:
     """The form that the search at scale and the bound go by."""
@@ -73,7 +75,7 @@ def test_what_is_hidden_is_the_largest_forward_part_of_the_slowest_stage(case: t
     assert least <= played(times, m) * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(pipelines())
 def test_seconds_are_those_of_the_events_and_curves_are_seconds(case: tuple[Times, int]) -> None:
     times, micro_batches = case

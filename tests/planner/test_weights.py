@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planner.models import LAYERS, SPEC, plans
+from tests.sizes import examples
 
 MODEL = derive(SPEC, sample_tokens=16, micro_batch=2)
 POLICIES = (StatePolicy(), StatePolicy(zero=1, replicas=1), StatePolicy(zero=2, replicas=3))
 
 
 @given(old=st.none() | plans(), new=plans(), policies=st.tuples(*[st.sampled_from(POLICIES)] * 2))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 def test_bytes_are_those_of_the_profile_and_of_its_members_together(
     old: Plan | None, new: Plan, policies: tuple[StatePolicy, StatePolicy]
 ) -> None:

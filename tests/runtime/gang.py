@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests import forkserver
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,12 +61,10 @@ def run(
         payload = Path(folder) / ".payload"
         payload.write_bytes(pickle.dumps(args))
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+        said = {name: Path(folder) / f".said-{name.replace('/', ':')}" for name in names}
         workers = {
-            name: subprocess.Popen(
-                [sys.executable, __file__, module, function, name, folder],
-                env=environment,
-                stderr=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+            name: forkserver.start(
+                Path(__file__), module, function, name, folder, environment=environment, output=said[name]
             )
             for name in names
         }
@@ -73,9 +72,8 @@ def run(
         try:
             results, errors = {}, []
             for name, worker in workers.items():
-                _, stderr = worker.communicate(timeout=max(1.0, deadline - time.monotonic()))
-                if worker.returncode:
-                    errors.append(f"{name} exited with {worker.returncode}:\n{stderr.decode()[-3000:]}")
+                if code := worker.wait(max(1.0, deadline - time.monotonic())):
+                    errors.append(f"{name} exited with {code}:\n{said[name].read_text()[-3000:]}")
                 elif name not in dying:
                     result = Path(folder) / f".result-{name.replace('/', ':')}"
                     results[name] = pickle.loads(result.read_bytes())

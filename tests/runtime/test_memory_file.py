@@ -17,6 +17,7 @@ from elasticd.runtime.memory_file import BadSnapshot, MemoryFile, joined, read, 
 from elasticd.runtime.staging import Piece, pieces, share, shares, without_planes
 from tests.migration.plans import SPEC, plans
 from tests.migration.ranks import assert_same_bits, local, same_bits, trained
+from tests.sizes import examples
 
 DTYPES = [
     torch.float64,
@@ -126,7 +127,7 @@ def test_state_that_no_step_made_yet_is_told_too() -> None:
     assert read(file.fd, size)[1].schema() == state.schema()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(at=st.integers(0, 10_000), flip=st.integers(1, 255))
 def test_a_byte_that_changed_is_noticed(at: int, flip: int) -> None:
     state = state_of({"a": torch.arange(40.0), "b": torch.zeros(3)})
@@ -150,7 +151,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_is_written() -> None:
         file.copy([Piece(Item("a", "state"), "m", Box.whole((2000,)), torch.zeros(2000))])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(plan=plans(1))
 def test_the_members_snapshots_are_together_the_whole_state(plan) -> None:  # type: ignore[no-untyped-def]
     layouts = Layouts(SPEC, plan)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.data import pad
 from elasticd.runtime.engine import first_state, make_engine
 from elasticd.runtime.groups import Fabric
+from elasticd.runtime.in_memory import run_threads
 from elasticd.runtime.in_memory import unpaced as unpaced
 from elasticd.runtime.recipe import Recipe
 from tests.runtime import gang
@@ -101,9 +104,14 @@ def make_recipe() -> Recipe:
 
 
 def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
+    """As one of several processes, over gloo."""
+    return trained(device, plan, Fabric("plan/1", device, "127.0.0.1", store))
+
+
+def trained(device: str, plan: Plan, fabric: Fabric) -> dict[str, Any]:
+    """What one member has after training under this plan."""
     recipe = make_recipe()
     layouts = Layouts(recipe.model.spec, plan)
-    fabric = Fabric("plan/1", device, "127.0.0.1", store)
     engine = make_engine(recipe, layouts, fabric, unpaced)
     engine.adopt(first_state(recipe.model, layouts, device, SEED))
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
@@ -123,6 +131,7 @@ def worker(device: str, store: Any, plan: Plan) -> dict[str, Any]:
     }
 
 
+@cache
 def reference(steps: int = STEPS) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Plain torch: the whole nn.Module, torch.optim, clip_grad_norm_; one sample at a time."""
     recipe = make_recipe()
@@ -143,13 +152,25 @@ def reference(steps: int = STEPS) -> tuple[list[float], list[float], dict[str, t
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.slow
+#: TP groups of unlike degree and unequal shares, the stages between them, interleaved chunks, two pipelines.
+OVER_GLOO = ("tp3+tp1 beside tp2", "interleaved and uneven beside a plain pipeline")
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_a_layout_trains_like_one_process(name: str) -> None:
     plan = PLANS[name]
+    check(plan, run_threads(plan.members, lambda memory: trained(memory.me, plan, cast(Fabric, memory))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OVER_GLOO)
+def test_processes_train_like_one(name: str) -> None:
+    check(PLANS[name], gang.run(__file__, "worker", PLANS[name].members, PLANS[name]))
+
+
+def check(plan: Plan, results: Mapping[str, dict[str, Any]]) -> None:
     losses, norms, weights = reference()
     assert max(norms) > CLIP, "clipping must be active"
-    results = gang.run(__file__, "worker", plan.members, plan)
     assert set(Layouts(make_recipe().model.spec, plan).names) == set(weights)
     for device, result in results.items():
         assert result["losses"] == results[plan.members[0]]["losses"], "all ranks fold the same bits"

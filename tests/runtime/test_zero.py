@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,7 +18,9 @@ from elasticd.models import Decoder, next_token_loss
 from elasticd.runtime.data import pad
 from elasticd.runtime.engine import first_state, make_engine
 from elasticd.runtime.groups import Fabric
+from elasticd.runtime.in_memory import run_threads
 from elasticd.runtime.recipe import Recipe
+from tests import sizes
 from tests.runtime import gang
 from tests.runtime.test_parity import (
     CLIP,
@@ -35,7 +37,7 @@ from tests.runtime.test_parity import (
 STEPS = 4
 
 #: Several trainings follow each other in the same processes.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(450)]
+pytestmark = pytest.mark.timeout(450)
 
 POLICIES = {
     "zero 1, r = 1": StatePolicy(zero=1, replicas=1),
@@ -99,14 +101,24 @@ def recipe(frozen: bool = False) -> Recipe:
     )
 
 
-def worker(device: str, store: Any, plans: Sequence[Plan], frozen: bool = False) -> list[dict[str, Any]]:
-    return [train(device, store, plan, f"plan/{i}", frozen) for i, plan in enumerate(plans)]
+def worker(device: str, store: Any, plans: Sequence[Plan]) -> list[dict[str, Any]]:
+    """As one of several processes, over gloo; each plan has groups of its own."""
+    return [
+        train(device, Fabric(f"plan/{i}", device, "127.0.0.1", store), plan, False)
+        for i, plan in enumerate(plans)
+    ]
 
 
-def train(device: str, store: Any, plan: Plan, name: str, frozen: bool) -> dict[str, Any]:
+def in_threads(plan: Plan, frozen: bool = False) -> dict[str, dict[str, Any]]:
+    """What each member has, all of them threads of this process."""
+    return dict(
+        run_threads(plan.members, lambda memory: train(memory.me, cast(Fabric, memory), plan, frozen))
+    )
+
+
+def train(device: str, fabric: Fabric, plan: Plan, frozen: bool) -> dict[str, Any]:
     made = recipe(frozen)
     layouts = Layouts(made.model.spec, plan)
-    fabric = Fabric(name, device, "127.0.0.1", store)
     engine = make_engine(made, layouts, fabric, unpaced)
     engine.adopt(first_state(made.model, layouts, device, SEED))
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
@@ -195,36 +207,45 @@ def check_replicas(layouts: Layouts, results: dict[str, Any], kept: dict[Any, An
     assert all(seen.all() for seen, _ in kept.values())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_policy_trains_like_one_process(name: str) -> None:
-    plans = [LAYOUTS[name].replace(state=policy) for policy in POLICIES.values()]
+CASES = [(layout, policy) for layout in LAYOUTS for policy in POLICIES]
+#: Each layout once, and each policy at least once.
+ONE_OF_EACH = [(layout, list(POLICIES)[i % len(POLICIES)]) for i, layout in enumerate(LAYOUTS)]
+
+
+@pytest.mark.parametrize(("layout", "policy"), sizes.beside(ONE_OF_EACH, CASES))
+def test_every_policy_trains_like_one_process(layout: str, policy: str) -> None:
+    plan = LAYOUTS[layout].replace(state=POLICIES[policy])
+    check(plan, in_threads(plan))
+
+
+@pytest.mark.slow
+def test_processes_train_like_one_under_every_policy() -> None:
+    """Over gloo, one after another in the same processes."""
+    plans = [LAYOUTS["tp3+tp1 beside tp2"].replace(state=policy) for policy in POLICIES.values()]
     results = gang.run(__file__, "worker", plans[0].members, plans, seconds=400)
     for index, plan in enumerate(plans):
         check(plan, {device: result[index] for device, result in results.items()})
 
 
 def test_replicas_live_on_devices_that_compute_nothing() -> None:
-    second = CARRIED.replace(state=StatePolicy(zero=2, replicas=3))
-    results = gang.run(__file__, "worker", CARRIED.members, [CARRIED, second], seconds=400)
-    for index, plan in enumerate((CARRIED, second)):
-        check(plan, {device: result[index] for device, result in results.items()})
-    assert not any(name for name, role in results["b/0"][0]["held"] if role == "buffer")
-    assert results["b/0"][0]["held"]
+    for plan in (CARRIED, CARRIED.replace(state=StatePolicy(zero=2, replicas=3))):
+        results = in_threads(plan)
+        check(plan, results)
+        assert not any(name for name, role in results["b/0"]["held"] if role == "buffer")
+        assert results["b/0"]["held"]
 
 
 def test_frozen_parameters_stay_and_have_no_state() -> None:
     """Also where a replica is all that another node has of them."""
     split = plan_of((8, [stage(0, 3, ("a/0", 1)), stage(3, 6, ("b/0", 2), ("b/1", 1))]))
-    plans = [
-        split,
-        split.replace(state=POLICIES["zero 1, r = 2"]),
-        split.replace(state=POLICIES["zero 2, r = 1"]),
-    ]
-    results = gang.run(__file__, "worker", split.members, plans, True, seconds=400)
-    for index, plan in enumerate(plans):
-        check(plan, {device: result[index] for device, result in results.items()}, frozen=True)
-    held = results["b/0"][1]["held"]
-    assert ("blocks.1.attention.q.weight", "value") in {*held, *results["b/1"][1]["held"]}
+    check(split, in_threads(split, frozen=True), frozen=True)
+    less = split.replace(state=POLICIES["zero 2, r = 1"])
+    check(less, in_threads(less, frozen=True), frozen=True)
+    twice = split.replace(state=POLICIES["zero 1, r = 2"])
+    results = in_threads(twice, frozen=True)
+    check(twice, results, frozen=True)
+    held = results["b/0"]["held"]
+    assert ("blocks.1.attention.q.weight", "value") in {*held, *results["b/1"]["held"]}
     assert not any(role == "state" and name.startswith("blocks.1.") for name, role in held)
 
 
@@ -232,10 +253,7 @@ def test_zero_two_lets_gradients_go_as_they_are_reduced() -> None:
     """Under zero 1 gradients and one buffer are held at once; under zero 2 no more than that, and after the
     reduction only what is owned."""
     plan = plan_of(*((2, [stage(0, 6, (f"n{i}/0", 1))]) for i in range(4)))
-    results = gang.run(
-        __file__, "worker", plan.members, [plan.replace(state=StatePolicy(zero=2, replicas=1))], seconds=400
-    )
-    for (result,) in results.values():
+    for result in in_threads(plan.replace(state=StatePolicy(zero=2, replicas=1))).values():
         whole = result["gradient bytes"]
         assert result["owned bytes"] < 0.3 * whole
         assert whole < result["most bytes"] <= 2 * whole

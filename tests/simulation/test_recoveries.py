@@ -7,6 +7,7 @@ import pytest
 from elasticd.chaos.fault import Fault
 from elasticd.simulator.record import Outcome
 from elasticd.simulator.run import simulate
+from tests import sizes
 from tests.simulation.checks import check_history, kinds, total
 from tests.simulation.test_faults import first, scene
 
@@ -31,7 +32,7 @@ def test_the_moments_are_those_of_a_recovery() -> None:
     assert MOMENTS[-2] - 0.2 < resumed.seconds - DIES < MOMENTS[-1]
 
 
-@pytest.mark.parametrize("after", MOMENTS)
+@pytest.mark.parametrize("after", sizes.beside(MOMENTS[::2], MOMENTS))
 def test_another_death_at_any_moment_begins_it_anew_or_makes_a_second_one(after: float) -> None:
     """n3 has the other stage of the pipeline that n2 is of: all of it lives on n0 and n1."""
     outcome = survived(Fault(kind="kill", device="n3/0", seconds=DIES + after))
@@ -40,7 +41,7 @@ def test_another_death_at_any_moment_begins_it_anew_or_makes_a_second_one(after:
     assert total(outcome, "elasticd").recoveries == (2 if after > 3 else 1)
 
 
-@pytest.mark.parametrize("after", MOMENTS)
+@pytest.mark.parametrize("after", sizes.beside(MOMENTS[::2], MOMENTS))
 def test_another_leader_at_any_moment_finishes_it(after: float) -> None:
     outcome = survived(Fault(kind="takeover", seconds=DIES + after))
     assert "takeover" in kinds(outcome)

@@ -12,6 +12,7 @@ from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Compare, Delete, LeaseLost, Op, Put, Store, WatchEvent
 from elasticd.store.session import EtcdOptions
+from tests.sizes import examples
 
 _runs = itertools.count()
 _names = st.sampled_from(["a", "a/b", "ab", "b"])
@@ -107,7 +108,7 @@ def etcd(etcd_server):
     store.close()
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(actions=_actions)
 def test_memory_and_etcd_agree_on_every_answer_snapshot_and_event(etcd, actions):
     real = Run(etcd, f"/equal{next(_runs)}/")

@@ -1,0 +1,162 @@
+"""Starts a script as a process in tens of milliseconds, where a fresh interpreter spends two seconds of
+processor on importing torch.
+
+Theory of operation. `multiprocessing`'s fork server is one process for each process of pytest; it imports
+`tests.preloaded` and then waits. Each `start` forks it, and the child runs the script as `python SCRIPT` would:
+its own arguments, environment, output and exit code. The child is a real process: it can be killed, frozen, and
+watched by a pidfd. What differs from a fresh interpreter: /proc/PID/environ and /proc/PID/cmdline are the fork
+server's, all children have the same hash seed, and `atexit` is not part of the end. Tests of those start an
+interpreter of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+PRELOADED = "tests.preloaded"
+ROOT = Path(__file__).resolve().parent.parent
+#: From <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
+
+_running: set[Forked] = set()
+
+
+class Forked:
+    """A process that runs a script. Its methods are those of `subprocess.Popen`, which it stands in for."""
+
+    def __init__(self, process: ForkServerProcess, what: str) -> None:
+        assert process.pid is not None
+        self.pid, self._process, self._what = process.pid, process, what
+        _running.add(self)
+
+    @property
+    def returncode(self) -> int | None:
+        """As `poll` last saw it: the exit code, -N where signal N ended the process, None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        self._process.join(timeout)
+        if (code := self.returncode) is None:
+            raise subprocess.TimeoutExpired(self._what, timeout or 0.0)
+        _running.discard(self)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Nothing where the process has ended: its id may be another's by now."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+
+def start(
+    script: Path,
+    *arguments: str,
+    environment: Mapping[str, str],
+    output: Path,
+    errors: Path | None = None,
+) -> Forked:
+    """Runs `script` with these arguments and this whole environment. What it prints goes to the file `output`;
+    what it says on standard error to `errors`, or to `output` too."""
+    work = (str(script), arguments, dict(environment), str(output), str(errors or output))
+    process = _context().Process(target=_run, args=work)
+    process.start()
+    return Forked(process, str(script))
+
+
+def outputs(script: Path, ranks: Sequence[Sequence[str]], folder: Path, seconds: float = 240.0) -> list[str]:
+    """Runs `script` once for each list of arguments, all at the same time, and gives what each printed.
+
+    All must end with code 0 within `seconds`, and none is left behind. `folder` holds their output meanwhile.
+    """
+    printed = [folder / f"output-{rank}" for rank in range(len(ranks))]
+    said = [folder / f"errors-{rank}" for rank in range(len(ranks))]
+    started = [
+        start(script, *arguments, environment=os.environ, output=printed[rank], errors=said[rank])
+        for rank, arguments in enumerate(ranks)
+    ]
+    deadline = time.monotonic() + seconds
+    try:
+        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert codes == [0] * len(ranks), "\n".join(f"{path.read_text()[-2000:]}" for path in said)
+    return [path.read_text() for path in printed]
+
+
+def end_all() -> list[str]:
+    """Kills what still runs; the scripts of those processes."""
+    left = [forked for forked in _running if forked.poll() is None]
+    for forked in left:
+        forked.kill()
+        forked.wait(60)
+    _running.clear()
+    return [forked._what for forked in left]
+
+
+def _context() -> ForkServerContext:
+    """The fork server inherits our environment when it is started, and keeps it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "PYTHONPATH")}
+    os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
+
+
+def _run(
+    script: str, arguments: tuple[str, ...], environment: dict[str, str], output: str, errors: str
+) -> None:
+    """In the child."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if PRELOADED not in sys.modules:
+        raise ImportError(f"the fork server could not import {PRELOADED}")
+    for number, path in ((1, output), (2, errors)):
+        sink = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(sink, number)
+        os.close(sink)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv[:] = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException:
+        # As an interpreter does: `multiprocessing` would name the fork server's frames too.
+        traceback.print_exc()
+        raise SystemExit(1) from None
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

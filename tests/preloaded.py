@@ -1,0 +1,22 @@
+"""All that is slow to import, imported once by the process that `tests.forkserver` forks test workers from.
+
+A fork copies one thread alone. So nothing here may start a thread, neither OpenMP's nor one of Python's.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed.checkpoint
+
+import elasticd
+import elasticd.models
+import elasticd.runtime.checking
+import elasticd.runtime.dcp
+
+assert torch.get_num_threads() == 1, "start the fork server with OMP_NUM_THREADS=1"
+assert elasticd.Job, "the runtime is imported when a name of it is first used"
+
+if (threads := len(os.listdir("/proc/self/task"))) != 1:
+    raise AssertionError(f"importing torch and elasticd started {threads - 1} threads: a fork would lose them")
