@@ -8,7 +8,7 @@ ARGS        ?=
 NAME        ?=
 SEED        ?=
 # Twice as many processes as cores: many tests mostly wait. The longest tests start first (tests/schedule.py).
-PYTEST_ARGS ?= -n $(shell echo $$((2 * $$(nproc)))) --dist loadgroup --no-loadscope-reorder --durations=50
+PYTEST_ARGS ?= -n $(shell echo $$((2 * $$(nproc)))) --dist loadscope --no-loadscope-reorder --durations=50
 
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -50,12 +51,17 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     kept, left_out = sizes.skip_full(items)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = schedule.arrange(kept, schedule.known())
+    places = {name: at for at, name in enumerate(schedule.order((i.nodeid for i in kept), schedule.known()))}
+    items[:] = sorted(kept, key=lambda item: places[item.nodeid])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `--dist loadscope --no-loadscope-reorder`; other ways of dealing are xdist's own."""
+    return schedule.LongestFirst(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    name = report.nodeid.partition("@")[0] if "@" in report.nodeid.rpartition("]")[2] else report.nodeid
-    _durations[name] = _durations.get(name, 0.0) + report.duration
+    _durations[report.nodeid] = _durations.get(report.nodeid, 0.0) + report.duration
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

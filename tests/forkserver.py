@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import signal
@@ -138,6 +139,8 @@ def _run(
     script: str, arguments: tuple[str, ...], environment: dict[str, str], output: str, errors: str
 ) -> None:
     """In the child."""
+    # We end with the fork server, and it ends when nobody holds this descriptor: pytest alone is to hold it.
+    os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if PRELOADED not in sys.modules:
         raise ImportError(f"the fork server could not import {PRELOADED}")

@@ -1,29 +1,29 @@
 """In which order tests start, so that no core is idle at the end: the longest first, each to a free process.
 
 `tests/durations.json` says how long tests took; `make durations` measures it anew. A test that takes `ALONE`
-seconds or more is dealt by itself. The others of its file are dealt together, and so are all tests that share a
-fixture of their module, which would otherwise be made once for each process. pytest-xdist deals the groups
-(`--dist loadgroup`); this file only names and orders them.
+seconds or more is dealt by itself. The others of its file are dealt together; so are all tests of a file that has
+a fixture of module scope, which would otherwise be made once for each process.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
-import pytest
+from xdist.scheduler import LoadScopeScheduling
 
+ROOT = Path(__file__).resolve().parent.parent
 DURATIONS = Path(__file__).with_name("durations.json")
 #: Seconds from which a test is dealt by itself, and from which its duration is kept.
 ALONE = 0.7
 #: Seconds that a test counts for of which nothing is known.
 UNKNOWN = 0.02
-#: Scopes of fixtures that are made once for several tests of a file.
-_SHARED = ("module", "class", "package")
 
 
+@cache
 def known() -> dict[str, float]:
     """Seconds by test, as they were last measured."""
     return dict(json.loads(DURATIONS.read_text())) if DURATIONS.exists() else {}
@@ -35,35 +35,30 @@ def write(measured: Mapping[str, float]) -> None:
     DURATIONS.write_text(json.dumps(kept, indent=0) + "\n")
 
 
-def arrange(items: Sequence[pytest.Item], seconds: Mapping[str, float]) -> list[pytest.Item]:
-    """The tests in the order in which they are to start; those that go together bear one mark `xdist_group`."""
-    groups: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        groups[_group(item, seconds)].append(item)
-    for name, members in groups.items():
-        for item in members:
-            item.add_marker(pytest.mark.xdist_group(name))
-    longest = sorted(groups.values(), key=lambda members: -sum(_seconds(item, seconds) for item in members))
-    return [item for members in longest for item in members]
+def order(names: Iterable[str], seconds: Mapping[str, float], root: Path = ROOT) -> list[str]:
+    """Tests, by their node ids, in the order in which they are to start."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups[group(name, seconds, root)].append(name)
+    total = {key: sum(seconds.get(name, UNKNOWN) for name in members) for key, members in groups.items()}
+    return [name for key in sorted(groups, key=lambda key: -total[key]) for name in groups[key]]
 
 
-def _group(item: pytest.Item, seconds: Mapping[str, float]) -> str:
-    """What a test is dealt together with. No name holds an "@" or a "]", which xdist splits at."""
-    file = item.nodeid.partition("::")[0]
-    if not _shares_fixture(item) and _seconds(item, seconds) >= ALONE:
-        return item.nodeid.replace("@", " ").replace("]", ")")
-    return file
+def group(name: str, seconds: Mapping[str, float], root: Path = ROOT) -> str:
+    """What a test is dealt together with: its file, or nothing but itself."""
+    file = name.partition("::")[0]
+    alone = seconds.get(name, UNKNOWN) >= ALONE and not _shares_fixtures(root / file)
+    return name if alone else file
 
 
-def _shares_fixture(item: pytest.Item) -> bool:
-    """Whether the test uses a fixture of this file, or of a conftest, that is made once for several tests."""
-    info = getattr(item, "_fixtureinfo", None)
-    if info is None:
-        return False
-    return any(
-        definition.scope in _SHARED for found in info.name2fixturedefs.values() for definition in found[-1:]
-    )
+@cache
+def _shares_fixtures(file: Path) -> bool:
+    """The process that deals tests has only their names, so the text decides."""
+    return 'scope="module"' in file.read_text()
 
 
-def _seconds(item: pytest.Item, seconds: Mapping[str, float]) -> float:
-    return seconds.get(item.nodeid, UNKNOWN)
+class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
+    """Deals groups in the order that the processes of pytest-xdist found them in, which is `order`."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group(nodeid, known())

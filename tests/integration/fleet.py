@@ -17,6 +17,9 @@ from typing import Any, TypeVar
 
 import msgspec
 import psutil
+import pytest
+import torch
+from elasticd_planner.batch import Sampler
 
 from elasticd.cli.reach import Api, CannotReach
 from elasticd.coordinator.journal import EventRecord
@@ -24,7 +27,7 @@ from elasticd.offspring import ending_with_us
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.protocol import StoreError, WatchEvent
 from tests.etcds import SharedEtcd
-from tests.integration import train_ledger
+from tests.integration import train, train_ledger
 from tests.integration.trio import Relay, Trio
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,6 +84,8 @@ class Fleet:
         self.cluster = etcd.cluster() if isinstance(etcd, SharedEtcd) else CLUSTER
         self._places = dict(places or {})
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        #: Where the process of a name imports elasticd from; from this checkout if it is not here.
+        self.imports_from: dict[str, Path] = {}
         self.relays: list[Relay] = []
         self._ledgers: dict[str, list[Step]] = {}
         self._read: dict[str, int] = {}  # bytes of each
@@ -173,7 +178,7 @@ class Fleet:
         environment = {
             **{key: value for key, value in os.environ.items() if not key.startswith("ELASTICD_")},
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(self.imports_from.get(name, ROOT)),
             "PYTHONUNBUFFERED": "1",
         }
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -183,6 +188,7 @@ class Fleet:
                 stdout=log,
                 stderr=log,
                 env=environment,
+                cwd=self.folder,  # "python -m" looks for modules in it first
                 start_new_session=True,
             )
 
@@ -306,3 +312,25 @@ class Fleet:
                 gaps.append(max(b - a for a, b in itertools.pairwise(inside)))
         assert gaps, f"no worker trained from {since} to {to}"
         return max(gaps)
+
+
+def exact(fleet: Fleet, plans: int, most: int = 500) -> None:
+    """Every step was made once, by the samples that are due, with the loss of one process."""
+    steps: dict[int, Step] = {}
+    for name, ledger in fleet.ledgers().items():
+        numbers = [step.step for step in ledger]
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), f"{name}: a step is lost or twice"
+        for step in ledger:
+            other = steps.setdefault(step.step, step)
+            # Not bit by bit: who died may have been given a step that the others made again under another plan.
+            assert step.loss == pytest.approx(other.loss, rel=1e-9), name
+            assert step.samples == other.samples, name
+    assert sorted(steps) == list(range(len(steps)))
+    sampler = Sampler(size=len(train.Text()), global_batch=train.BATCH, seed=train.SEED)
+    for number, step in steps.items():
+        assert sorted(step.samples) == sorted(sampler.samples(number)), f"step {number}"
+    first = min(most, len(steps))
+    torch.set_num_threads(1)  # two that spin for each other take minutes where others use the cores
+    losses, _ = train.reference(first)
+    assert [steps[number].loss for number in range(first)] == pytest.approx(losses, rel=1e-6)
+    assert len({step.plan for step in steps.values()}) >= plans

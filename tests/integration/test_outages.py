@@ -12,15 +12,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
-import torch
-from elasticd_planner.batch import Sampler
 
 from elasticd.store.leader import Leader
 from tests.etcds import SharedEtcd
-from tests.integration import train
-from tests.integration.fleet import Fleet, Step, until
+from tests.integration.fleet import Fleet, exact, until
 from tests.integration.trio import NAMES, Relay, Trio
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -244,98 +240,3 @@ def leads_only(fleet: Fleet) -> None:
 
 def test_after_all_this_the_job_is_that_of_one_process(job: Fleet) -> None:
     exact(job, plans=1)
-
-
-def exact(fleet: Fleet, plans: int, most: int = 500) -> None:
-    """Every step was made once, by the samples that are due, with the loss of one process."""
-    steps: dict[int, Step] = {}
-    for name, ledger in fleet.ledgers().items():
-        numbers = [step.step for step in ledger]
-        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))), f"{name}: a step is lost or twice"
-        for step in ledger:
-            other = steps.setdefault(step.step, step)
-            # Not bit by bit: who died may have been given a step that the others made again under another plan.
-            assert step.loss == pytest.approx(other.loss, rel=1e-9), name
-            assert step.samples == other.samples, name
-    assert sorted(steps) == list(range(len(steps)))
-    sampler = Sampler(size=len(train.Text()), global_batch=train.BATCH, seed=train.SEED)
-    for number, step in steps.items():
-        assert sorted(step.samples) == sorted(sampler.samples(number)), f"step {number}"
-    first = min(most, len(steps))
-    torch.set_num_threads(1)  # two that spin for each other take minutes where others use the cores
-    losses, _ = train.reference(first)
-    assert [steps[number].loss for number in range(first)] == pytest.approx(losses, rel=1e-6)
-    assert len({step.plan for step in steps.values()}) >= plans
-
-
-def worker(fleet: Fleet, device: str) -> psutil.Process:
-    pid = next(member["pid"] for member in fleet.job()["members"] if member["device"] == device)
-    return psutil.Process(pid)
-
-
-def test_death_while_all_of_etcd_is_down_waits_for_it_and_is_dealt_with_then() -> None:
-    with training() as fleet:
-        revision, leader = fleet.revision(), fleet.leads()
-        victim, since = worker(fleet, "b/0"), time.monotonic()
-        fleet.etcd.kill(*NAMES)
-        victim.kill()
-        until(lambda: fleet.job_at(leader.value).get("phase") == "recovering", fleet.said)
-        until(lambda: time.monotonic() > since + DOWN_SECONDS, fleet.said, DOWN_SECONDS + 60)
-        stood = fleet.steps()
-        assert fleet.job_at(leader.value).get("phase") == "recovering", "nothing is decided without etcd"
-        fleet.etcd.start(*NAMES)
-        until(lambda: fleet.steps() > stood, fleet.said)
-        fleet.advanced(10)
-        exact(fleet, plans=2)
-        assert fenced(fleet, revision) >= 2
-
-
-def test_death_while_the_leader_is_frozen_is_dealt_with_by_the_next(shared_etcd: SharedEtcd) -> None:
-    with training(shared_etcd) as fleet:
-        revision, old = fleet.revision(), fleet.leads()
-        victim, before = worker(fleet, "b/0"), standing(fleet, old.name)
-        fleet.freeze(old.name)
-        victim.kill()
-        stood, new = fleet.steps(), fleet.leads(but=old)
-        until(lambda: fleet.steps() > stood + 1, fleet.said)
-        fleet.thaw(old.name)
-        stands_by_again(fleet, old.name, before)
-        fleet.advanced(10)
-        assert fleet.leads() == new
-        assert all(fleet.epoch(node) == new.term for node in NODES)
-        exact(fleet, plans=2)
-        assert fenced(fleet, revision) >= 2
-
-
-def test_worker_joins_again_under_a_new_leader(shared_etcd: SharedEtcd) -> None:
-    with training(shared_etcd) as fleet:
-        old, since = fleet.leads(), time.monotonic()
-        fleet.kill(old.name)
-        taken_over(fleet, old, since)
-        before = until(lambda: binding(fleet), fleet.said)
-        worker(fleet, "b/0").kill()
-        until(lambda: len(now := binding(fleet)) == 2 and now["b/0"] != before["b/0"], fleet.said)
-        fleet.advanced(10)
-        exact(fleet, plans=3)
-
-
-def test_etcd_that_is_restored_from_an_older_backup_is_refused_by_all() -> None:
-    with training() as fleet:
-        backup = fleet.folder / "backup"
-        fleet.etcd.back_up(backup)
-        with fleet.etcd.store() as store:
-            for _ in range(50):
-                store.put(f"/elasticd/{fleet.cluster}/mark", b"")
-        old = fleet.leads()
-        fleet.kill(old.name)
-        new = fleet.leads(but=old)
-        until(lambda: all(fleet.epoch(node) >= new.term for node in NODES), fleet.said)
-        fleet.etcd.restore(backup)
-        until(lambda: fleet.processes[new.name].poll() is not None, fleet.said)
-        assert fleet.processes[new.name].returncode == 1
-        said = fleet.log(new.name).strip().splitlines()[-1]
-        assert "it was restored from an old copy" in said
-        assert f"{fleet.cluster}-coordinator-{new.name}.json" in said
-        for node in NODES:
-            until(lambda node=node: "restored from an old copy" in fleet.log(node), fleet.said)
-        fleet.advanced(20)

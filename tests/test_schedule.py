@@ -1,0 +1,65 @@
+"""The order of the tests: the longest first, those that share a fixture of their module together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import schedule, sizes
+
+SHARED = 'import pytest\n@pytest.fixture(scope="module")\ndef shared(): return 1\n'
+SECONDS = {
+    "one.py::long": 9.0,
+    "one.py::middle": 2.0,
+    "two.py::uses": 3.0,
+    "two.py::too[x@y]": 1.0,
+    "two.py::alone": 5.5,
+}
+NAMES = ["one.py::quick", "one.py::long", "one.py::middle", "one.py::quick too", *list(SECONDS)[2:]]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "one.py").write_text("")
+    (tmp_path / "two.py").write_text(SHARED)
+    return tmp_path
+
+
+def test_the_longest_start_first_and_nothing_is_lost(root: Path) -> None:
+    assert schedule.order(NAMES, SECONDS, root) == [
+        "two.py::uses",
+        "two.py::too[x@y]",
+        "two.py::alone",
+        "one.py::long",
+        "one.py::middle",
+        "one.py::quick",
+        "one.py::quick too",
+    ]
+
+
+def test_tests_of_a_file_with_a_shared_fixture_are_dealt_together_and_long_ones_alone(root: Path) -> None:
+    groups = {name: schedule.group(name, SECONDS, root) for name in NAMES}
+    assert groups == {
+        **dict.fromkeys(NAMES, "one.py"),
+        "one.py::long": "one.py::long",
+        "one.py::middle": "one.py::middle",
+        **{name: "two.py" for name in NAMES if name.startswith("two.py")},
+    }
+
+
+def test_make_test_takes_representatives_and_make_test_all_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "_full", False)
+    assert (sizes.examples(300), sizes.examples(12), sizes.examples(3)) == (75, 5, 3)
+    assert sizes.every(range(7), 3, 1) == [1, 4]
+    assert sizes.number(full=200, quick=50) == 50
+    marked = [(param.values, [mark.name for mark in param.marks]) for param in sizes.beside([2], [1, 2])]
+    assert marked == [((1,), ["full"]), ((2,), [])]
+    with pytest.raises(AssertionError, match="no cases"):
+        sizes.beside([3], [1, 2])
+    monkeypatch.setattr(sizes, "_full", True)
+    assert (sizes.examples(300), sizes.every(range(3), 3), sizes.number(full=200, quick=50)) == (
+        300,
+        [0, 1, 2],
+        200,
+    )
