@@ -1,5 +1,7 @@
-"""Workers die while etcd or the leader is away: what has to be decided waits, and is decided then. Each test has a
-cluster of its own, of real processes."""
+"""Workers die while etcd or the leader is away: what has to be decided waits, and is decided then.
+
+Each test has a cluster of its own, of real processes.
+"""
 
 from __future__ import annotations
 
