@@ -12,7 +12,16 @@ import pytest
 
 from tests.etcds import SharedEtcd
 from tests.integration.fleet import Fleet, exact, until
-from tests.integration.test_outages import DOWN_SECONDS, NODES, binding, fenced, standing, training
+from tests.integration.test_outages import (
+    DOWN_SECONDS,
+    NODES,
+    binding,
+    fenced,
+    standing,
+    stands_by_again,
+    taken_over,
+    training,
+)
 from tests.integration.trio import NAMES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
