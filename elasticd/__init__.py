@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from elasticd.version import __version__
+
 if TYPE_CHECKING:
     from elasticd.runtime.averages import average
     from elasticd.runtime.callbacks import Callback, Metrics
@@ -39,6 +41,7 @@ __all__ = [
     "Step",
     "Stream",
     "UnitsOf",
+    "__version__",
     "average",
     "watch",
 ]

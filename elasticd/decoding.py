@@ -1,17 +1,44 @@
-"""Bytes of others into values: whatever they are, the one error that comes of them is `msgspec.DecodeError`."""
+"""Bytes of others into values, of this release, of the one before it and of the one after it.
+
+Four things may be wrong with what comes, and every receiver does the same about each:
+
+    no JSON, or not of its tag's form    `msgspec.DecodeError`, whatever the bytes are; the receiver refuses it
+    a tag that this release lacks        `Reader` gives None: the receiver skips it; one log line for each tag
+    a field that this release lacks      skipped; one log line for each tag and field
+    a version more than one apart        `DecodeError` that names both versions and the remedy
+
+The two log lines come once in a process. Unknown fields are looked for in one message of a tag a second, and in
+large messages less often, so that looking costs a busy leader nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 import msgspec
 
-T = TypeVar("T")
+from elasticd.version import __version__
 
+T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+
+#: Versions of the protocol, of a record and of the store's schema that may lie between two that work together.
+MOST_APART = 1
 #: What else msgspec lets through: of text that is no UTF-8, of values nested too deep, and of what the checks
 #: of a value do not expect.
 _LEAKED = (ArithmeticError, AttributeError, LookupError, RecursionError, UnicodeError)
+#: Seconds between looks for unknown fields in messages of one tag, and what part of the time they take at most.
+_LOOK_SECONDS = 1.0
+_LOOK_SHARE = 0.01
+#: Unknown names that are logged in all: somebody might invent them without end.
+_MOST_LOGGED = 256
+#: Characters that are logged of a name.
+_LONGEST_NAME = 80
+
+_log = logging.getLogger(__name__)
 
 
 def decoded(decode: Callable[[bytes], T], data: bytes) -> T:
@@ -25,3 +52,192 @@ def decoded(decode: Callable[[bytes], T], data: bytes) -> T:
 def decoded_as(kind: type[T], data: bytes, *, strict: bool = True) -> T:
     """JSON as a value of this type. Raises `msgspec.DecodeError` and nothing else."""
     return decoded(lambda raw: msgspec.json.decode(raw, type=kind, strict=strict), data)
+
+
+# -- versions --------------------------------------------------------------------------------------------------
+
+
+def version_refusal(what: str, version: object, known: int, release: str = "") -> str:
+    """Why this release cannot work with something of another version, or nothing.
+
+    Args:
+        what: what has the version, as the sentence's subject: "the fence record".
+        version: its version, as it came.
+        known: the version that this release writes.
+        release: the release that it comes from, where that is known.
+    """
+    if isinstance(version, int) and abs(version - known) <= MOST_APART:
+        return ""
+    origin = f" (elasticd {_shown(release)})" if release else ""
+    return (
+        f"{what} has version {version}{origin}, and elasticd {__version__} here knows version {known}: "
+        "install the same release of elasticd everywhere, and upgrade over the releases in between one by one"
+    )
+
+
+class _Head(msgspec.Struct):
+    """What is read of a stored value before the rest."""
+
+    version: Any = None
+    release: Any = ""
+
+
+def decode_stored(data: bytes, kind: type[S]) -> S:
+    """A stored value. Raises `msgspec.DecodeError` that names the key; or, where its version is more than one
+    apart from that of `kind`, both versions."""
+    known = _default_version(kind)
+    head = decoded_as(_Head, data)
+    release = head.release if isinstance(head.release, str) else ""
+    version = known if head.version is None else head.version
+    if refusal := version_refusal(f"the value {tag_of(kind)!r}", version, known, release):
+        raise msgspec.ValidationError(refusal)
+    value = decoded_as(kind, data)
+    look(value, data)
+    return value
+
+
+def tag_of(kind: type[msgspec.Struct] | msgspec.Struct) -> str:
+    """The tag of a message or a stored value."""
+    tag = kind.__struct_config__.tag
+    return tag if isinstance(tag, str) else ""
+
+
+def _default_version(kind: type[msgspec.Struct]) -> int:
+    return next(int(field.default) for field in msgspec.structs.fields(kind) if field.name == "version")
+
+
+# -- messages --------------------------------------------------------------------------------------------------
+
+
+class _Envelope(msgspec.Struct):
+    """What is read of a message that cannot be decoded: its tag, and the message within it."""
+
+    type: str
+    body: msgspec.Raw = msgspec.Raw()
+
+
+class Reader(Generic[T]):
+    """Decodes the messages that a receiver may get: `kind` is their union; `sender` names who sends them, for
+    the log."""
+
+    def __init__(self, kind: Any, sender: str) -> None:
+        self._decode = msgspec.json.Decoder(kind).decode
+        self._decode_list = msgspec.json.Decoder(list[kind]).decode
+        self._sender = sender
+        self._tags = {tag_of(each): _tags_within(each) for each in get_args(kind) or (kind,)}
+
+    def one(self, data: bytes) -> T | None:
+        """A message; None for one to be skipped. Raises `msgspec.DecodeError`."""
+        try:
+            message: T = decoded(self._decode, data)
+        except msgspec.DecodeError:
+            if self._is_unknown(data):
+                return None
+            raise
+        look(message, data)
+        return message
+
+    def several(self, data: bytes) -> list[T]:
+        """The messages of a JSON array without those to be skipped. Raises `msgspec.DecodeError` where one of
+        them cannot be decoded."""
+        try:
+            messages: list[T] = decoded(self._decode_list, data)
+        except msgspec.DecodeError:
+            parts = decoded_as(list[msgspec.Raw], data)
+            return [message for part in parts if (message := self.one(bytes(part))) is not None]
+        now, next_look = time.monotonic(), _next_look.get
+        for message in messages:  # a busy leader is here for each report
+            if next_look(getattr(message, "body", message).__class__, 0.0) <= now:
+                self._look_at_all(messages, data)
+                break
+        return messages
+
+    def _look_at_all(self, messages: list[T], data: bytes) -> None:
+        for message, part in zip(messages, decoded_as(list[msgspec.Raw], data), strict=True):
+            look(message, bytes(part))
+
+    def _is_unknown(self, data: bytes) -> bool:
+        """Whether a message that cannot be decoded has a tag that this release lacks, or has within it a
+        message with such a tag."""
+        try:
+            found = decoded_as(_Envelope, data)
+            within = self._tags.get(found.type)
+            where = ""
+            if within:
+                where = f" in a message {found.type!r}"
+                found = decoded_as(_Envelope, bytes(found.body))
+        except msgspec.DecodeError:
+            return False
+        if found.type in (self._tags if within is None else within):
+            return False
+        tag = _shown(found.type)
+        log_once(
+            ("tag", self._sender, tag, where),
+            f"{self._sender} sent a message {tag!r}{where}, which elasticd {__version__} does not know: it is "
+            "skipped; is its sender of a newer release?",
+        )
+        return True
+
+
+def _tags_within(kind: type[msgspec.Struct]) -> frozenset[str] | None:
+    """The tags that the message in this message's `body` may have; None where it has none."""
+    body = get_type_hints(kind).get("body")
+    return None if body is None else frozenset(tag_of(each) for each in get_args(body))
+
+
+# -- unknown names ---------------------------------------------------------------------------------------------
+
+_logged: set[tuple[str, ...]] = set()
+#: When a message of a class is next looked at, by the monotonic clock; the class is that of the message within
+#: it, if it has one: most of a leader's messages are of one class.
+_next_look: dict[type, float] = {}
+
+
+def log_once(key: tuple[str, ...], text: str) -> None:
+    """Logs a warning of this key once in this process; nothing where too many keys were logged."""
+    if key not in _logged and len(_logged) < _MOST_LOGGED:
+        _logged.add(key)
+        _log.warning("%s", text)
+
+
+def look(value: object, data: bytes) -> None:
+    """Logs the fields in `data` that the value decoded from it lacks, if values of its class are due."""
+    kind, now = getattr(value, "body", value).__class__, time.monotonic()
+    if now < _next_look.get(kind, 0.0):
+        return
+    _next_look[kind] = now + _LOOK_SECONDS
+    tag = tag_of(value) if isinstance(value, msgspec.Struct) else ""
+    try:
+        raw = decoded(msgspec.json.decode, data)
+    except msgspec.DecodeError:  # in what was skipped, where nothing is checked
+        return
+    for field in _unknown_fields(value, raw, ""):
+        name = _shown(field)
+        log_once(
+            ("field", tag, name),
+            f"{tag!r} has a field {name!r}, which elasticd {__version__} does not know: it is skipped",
+        )
+    took = time.monotonic() - now
+    _next_look[kind] = now + max(_LOOK_SECONDS, took / _LOOK_SHARE)
+
+
+def _unknown_fields(value: object, raw: object, path: str) -> Iterator[str]:
+    """The dotted names of what `raw` has in objects and the structs decoded from them have not."""
+    if isinstance(value, msgspec.Struct) and isinstance(raw, dict):
+        config = value.__struct_config__
+        names = dict(zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True))
+        for key, inner in raw.items():
+            if key in names:
+                yield from _unknown_fields(getattr(value, names[key]), inner, f"{path}{key}.")
+            elif config.tag is None or key != config.tag_field:
+                yield f"{path}{key}"
+    elif isinstance(value, dict) and isinstance(raw, dict):
+        for inner, other in zip(value.values(), raw.values(), strict=False):
+            yield from _unknown_fields(inner, other, path)
+    elif isinstance(value, list | tuple) and isinstance(raw, list):
+        for inner, other in zip(value, raw, strict=False):
+            yield from _unknown_fields(inner, other, path)
+
+
+def _shown(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."

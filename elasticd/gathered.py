@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elasticd.decoding import decoded
-from elasticd.messages import ToLeader, to_leader
-
-_all: msgspec.json.Decoder[list[ToLeader]] = msgspec.json.Decoder(list[ToLeader])
+from elasticd.messages import ToLeader, several_to_leader, to_leader
 
 
 def together(texts: Sequence[bytes]) -> bytes:
@@ -18,9 +15,11 @@ def together(texts: Sequence[bytes]) -> bytes:
 
 
 def all_to_leader(data: bytes) -> Sequence[ToLeader]:
-    """What came as one message: one, or several `together`. Raises `msgspec.DecodeError`."""
+    """What came as one message: one, or several `together`, without those that are to be skipped. Raises
+    `msgspec.DecodeError`."""
     if not data.startswith(b"["):
-        return (to_leader(data),)
-    if not (found := decoded(_all.decode, data)):
+        message = to_leader(data)
+        return () if message is None else (message,)
+    if not data.strip(b"[ \\t\\r\\n]"):
         raise msgspec.ValidationError("several messages as one are one at least")
-    return found
+    return several_to_leader(data)

@@ -44,7 +44,7 @@ class DeviceHealth(msgspec.Struct, frozen=True, kw_only=True):
     xids: tuple[int, ...] = ()
 
 
-class Health(Message, frozen=True, kw_only=True):
+class Health(Message, frozen=True, kw_only=True, tag="node-health"):
     """A node, now. stolen: part of the processors' time that a hypervisor gave to others; pressure: part of the
     last ten seconds in which work waited for processors, memory or disks, by which; memory_available in bytes;
     disk and network: bytes a second read and written, received and sent."""

@@ -2,7 +2,7 @@
 
 The command line carries no torch and the runtime no command line, so the measuring is a process of its own. It
 reads one `Request` from its standard input and ends when that is closed; it writes `Progress`, then `Done` or
-`Failed`.
+`Failed`. Both are of one release, the child of the other, so that none of this has a version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Wire messages: worker and torchrun to agent (unix socket), agent to leader (WebSocket).
 
-JSON by msgspec, tagged by type. Plans, proposals and aborts reach a worker only as its agent reads them from
-the store; what travels over the WebSocket are reports, the bootstrap store's calls, and hints.
+JSON by msgspec with a tag and a version (`elasticd.wire`). Plans, proposals and aborts reach a worker only as
+its agent reads them from the store; what travels over the WebSocket are reports, the bootstrap store's calls,
+and hints.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Literal
 import msgspec
 from elasticd_planner.measurement import Measurement
 
-from elasticd.decoding import decoded
+from elasticd.decoding import Reader, version_refusal
 from elasticd.health import OfNode
 from elasticd.orders import Drain, Harm
 from elasticd.pulses import Frozen, Ping, Pong, Probe, Probed
@@ -38,10 +39,11 @@ DEVICE_PREFIX = "device:"
 # -- worker to agent ---------------------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True, kw_only=True):
+class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """A worker's first message. `world_size` is what torchrun started for the job in all, `checkpoints` the
     names of those that this worker sees and that look sound, the newest first. `incarnation`: the one that it
-    has already, if it comes back to an agent that was started again. `probes`: it answers a `Probe`."""
+    has already, if it comes back to an agent that was started again. `probes`: it answers a `Probe`. release:
+    of its elasticd, as in the other hellos."""
 
     job: str
     local_rank: int
@@ -51,10 +53,10 @@ class Hello(Message, frozen=True, kw_only=True):
     checkpoints: tuple[str, ...] = ()
     incarnation: str = ""
     probes: bool = False
-    version: int = WIRE_VERSION
+    release: str = ""
 
 
-class Report(Message, frozen=True, kw_only=True):
+class Report(Message, frozen=True, kw_only=True, tag="report"):
     """One step of one rank; rank 0 adds the step's loss (mean per token) and all its tokens. On an emulated
     device: how many sections were paced, and how many took longer than they were to."""
 
@@ -65,20 +67,20 @@ class Report(Message, frozen=True, kw_only=True):
     overruns: int = 0
 
 
-class Prepared(Message, frozen=True, kw_only=True):
+class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
     """All is ready for this proposal: the transition group stands, the number will be voted."""
 
     number: int
 
 
-class Refused(Message, frozen=True, kw_only=True):
+class Refused(Message, frozen=True, kw_only=True, tag="refused"):
     """This worker cannot prepare the proposal; the leader aborts it."""
 
     number: int
     reason: str
 
 
-class Swapped(Message, frozen=True, kw_only=True):
+class Swapped(Message, frozen=True, kw_only=True, tag="switched"):
     """The plan of this number is in force here after `step` updates; with what the switch cost in bytes
     (sent by this rank, checksums included; lacking at it before; and beside them the job's whole state, each
     element once) and in seconds of its step loop. `checkpoint` names what its state was read from, if so. By
@@ -94,7 +96,7 @@ class Swapped(Message, frozen=True, kw_only=True):
     flows: dict[str, tuple[int, float]] = msgspec.field(default_factory=dict)
 
 
-class Kept(Message, frozen=True, kw_only=True):
+class Kept(Message, frozen=True, kw_only=True, tag="stayed-on-plan"):
     """The proposal of this number is off here: the old plan goes on."""
 
     number: int
@@ -102,7 +104,7 @@ class Kept(Message, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class Doubt(Message, frozen=True, kw_only=True):
+class Doubt(Message, frozen=True, kw_only=True, tag="in-doubt"):
     """The last word of the switch failed to come: this rank holds both copies and does not know which holds."""
 
     number: int
@@ -110,7 +112,7 @@ class Doubt(Message, frozen=True, kw_only=True):
     reason: str
 
 
-class Bereft(Message, frozen=True, kw_only=True):
+class Bereft(Message, frozen=True, kw_only=True, tag="peers-lost"):
     """A collective of the plan in force failed after `step` updates: this rank stands still."""
 
     step: int
@@ -127,7 +129,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True):
     stale: bool = False
 
 
-class Standing(Message, frozen=True, kw_only=True):
+class Standing(Message, frozen=True, kw_only=True, tag="state-report"):
     """After the fence of this number: what this rank holds, and the last vote that it heard the outcome of."""
 
     fence: int
@@ -135,7 +137,7 @@ class Standing(Message, frozen=True, kw_only=True):
     vote: Vote | None = None
 
 
-class Saved(Message, frozen=True, kw_only=True):
+class Saved(Message, frozen=True, kw_only=True, tag="checkpoint-saved"):
     """A checkpoint is whole on disk but for its name, which it gets when the store says that it may: the state
     after `step` updates, written by all members of this plan."""
 
@@ -144,26 +146,26 @@ class Saved(Message, frozen=True, kw_only=True):
     plan: int
 
 
-class Finished(Message, frozen=True, kw_only=True):
+class Finished(Message, frozen=True, kw_only=True, tag="finished"):
     """The last step's vote is complete: `step` updates were applied in all."""
 
     step: int
 
 
-class Leaving(Message, frozen=True, kw_only=True):
+class Leaving(Message, frozen=True, kw_only=True, tag="preemption-notice"):
     """This process was told to go, and by what. `saves`: it has a last checkpoint to make should all go."""
 
     reason: str
     saves: bool = False
 
 
-class Goodbye(Message, frozen=True, kw_only=True):
+class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
     """A clean end follows. Silence before an exit is a death."""
 
     reason: str = ""
 
 
-class StoreCall(Message, frozen=True, kw_only=True):
+class StoreCall(Message, frozen=True, kw_only=True, tag="store-call"):
     """A call on the job's bootstrap store, which the leader keeps. `get` waits until the key is there."""
 
     id: int
@@ -176,7 +178,7 @@ class StoreCall(Message, frozen=True, kw_only=True):
 # -- torchrun's rendezvous handler to agent -----------------------------------------------------------------
 
 
-class Join(Message, frozen=True, kw_only=True):
+class Join(Message, frozen=True, kw_only=True, tag="join"):
     """A torchrun asks to take part in a job. `slot`: the index of its one device (None: all of its node's)."""
 
     job: str
@@ -184,10 +186,10 @@ class Join(Message, frozen=True, kw_only=True):
     max_nodes: int
     pid: int
     slot: int | None = None
-    version: int = WIRE_VERSION
+    release: str = ""
 
 
-class Leave(Message, frozen=True, kw_only=True):
+class Leave(Message, frozen=True, kw_only=True, tag="leave"):
     """That torchrun ends."""
 
     job: str
@@ -196,7 +198,7 @@ class Leave(Message, frozen=True, kw_only=True):
 # -- agent to worker and to rendezvous handler ---------------------------------------------------------------
 
 
-class Pace(Message, frozen=True, kw_only=True):
+class Pace(Message, frozen=True, kw_only=True, tag="emulated-speed"):
     """Emulated speed: seconds a token takes in one whole block on a normal device, and how many times slower
     this device is now. Without times, `factor` stretches what the real computation took."""
 
@@ -205,7 +207,7 @@ class Pace(Message, frozen=True, kw_only=True):
     factor: float = 1.0
 
 
-class Welcome(Message, frozen=True, kw_only=True):
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """The worker's device, this incarnation of it, the address that it listens on for its peers."""
 
     device: str
@@ -214,26 +216,26 @@ class Welcome(Message, frozen=True, kw_only=True):
     pace: Pace | None = None
 
 
-class Rejected(Message, frozen=True, kw_only=True):
+class Rejected(Message, frozen=True, kw_only=True, tag="rejected"):
     """No: why, and what to do."""
 
     reason: str
 
 
-class Propose(Message, frozen=True, kw_only=True):
+class Propose(Message, frozen=True, kw_only=True, tag="propose"):
     """The open proposal, as read from the store."""
 
     proposal: Proposal
 
 
-class Abort(Message, frozen=True, kw_only=True):
+class Abort(Message, frozen=True, kw_only=True, tag="abort"):
     """The proposal of this number was aborted, as read from the store."""
 
     number: int
     reason: str
 
 
-class Fenced(Message, frozen=True, kw_only=True):
+class Fenced(Message, frozen=True, kw_only=True, tag="fenced"):
     """A fence, as read from the store. `evicted`: it fences off this very incarnation."""
 
     number: int
@@ -241,19 +243,19 @@ class Fenced(Message, frozen=True, kw_only=True):
     evicted: bool = False
 
 
-class Recorded(Message, frozen=True, kw_only=True):
+class Recorded(Message, frozen=True, kw_only=True, tag="plan-recorded"):
     """The plan of this number is recorded, as read from the store: a leaver may drop its copy."""
 
     number: int
 
 
-class Published(Message, frozen=True, kw_only=True):
+class Published(Message, frozen=True, kw_only=True, tag="checkpoint-published"):
     """The checkpoint of this name may get it, as read from the store."""
 
     name: str
 
 
-class StoreAnswer(Message, frozen=True, kw_only=True):
+class StoreAnswer(Message, frozen=True, kw_only=True, tag="store-answer"):
     """The answer to a `StoreCall`; `error` is set where it failed (a timeout, no leader)."""
 
     id: int
@@ -262,20 +264,20 @@ class StoreAnswer(Message, frozen=True, kw_only=True):
     error: str | None = None
 
 
-class Shutdown(Message, frozen=True, kw_only=True):
+class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
     """The job cannot go on, as read from the store: say why and end."""
 
     reason: str
 
 
-class Joined(Message, frozen=True, kw_only=True):
+class Joined(Message, frozen=True, kw_only=True, tag="joined"):
     """The job's nodes are complete: this node's index among them."""
 
     node_rank: int
     nodes: int
 
 
-class Closed(Message, frozen=True, kw_only=True):
+class Closed(Message, frozen=True, kw_only=True, tag="job-closed"):
     """The job finished: the leader's answer to a torchrun that asks again and then ends gracefully; or, to all
     workers of the job, as read from the store."""
 
@@ -330,14 +332,14 @@ ToWorker = (
 # -- agent to leader -------------------------------------------------------------------------------------------
 
 
-class AgentHello(Message, frozen=True, kw_only=True):
+class AgentHello(Message, frozen=True, kw_only=True, tag="agent-hello"):
     """An agent's first message on each connection; what its workers last said follows as `Up` messages."""
 
     record: NodeRecord
-    version: int = WIRE_VERSION
+    release: str = ""
 
 
-class Up(Message, frozen=True, kw_only=True):
+class Up(Message, frozen=True, kw_only=True, tag="from-client"):
     """A message of a local client: of a worker (device and incarnation set) or of a torchrun (both empty)."""
 
     client: str
@@ -347,7 +349,7 @@ class Up(Message, frozen=True, kw_only=True):
     body: FromWorker
 
 
-class WorkerLost(Message, frozen=True, kw_only=True):
+class WorkerLost(Message, frozen=True, kw_only=True, tag="worker-lost"):
     """A worker's process ended; `clean` if it had said goodbye, and then `how` is the reason that it gave."""
 
     job: str
@@ -357,14 +359,14 @@ class WorkerLost(Message, frozen=True, kw_only=True):
     how: str
 
 
-class Down(Message, frozen=True, kw_only=True):
+class Down(Message, frozen=True, kw_only=True, tag="to-client"):
     """For one local client of the agent (`client` as in `Up`, or DEVICE_PREFIX and a device's name)."""
 
     client: str
     body: ToWorker
 
 
-class AgentRejected(Message, frozen=True, kw_only=True):
+class AgentRejected(Message, frozen=True, kw_only=True, tag="agent-rejected"):
     """The leader does not take this agent: why, and what to do."""
 
     reason: str
@@ -373,28 +375,48 @@ class AgentRejected(Message, frozen=True, kw_only=True):
 ToLeader = AgentHello | Up | WorkerLost | Frozen | OfNode | Keeps | Lapped
 ToAgent = Down | Whole | AgentRejected | Harm | Drain
 
+
+def protocol_refusal(what: str, hello: Hello | Join | Attend | Watching | AgentHello) -> str:
+    """Why whoever said this hello cannot be worked with, or nothing; `what` names it, for the sentence."""
+    return version_refusal(what, hello.version, WIRE_VERSION, hello.release)
+
+
 _encoder = msgspec.json.Encoder()
-_from_worker: msgspec.json.Decoder[FromWorker | ToAgentAlone] = msgspec.json.Decoder(FromWorker | ToAgentAlone)
-_to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
-_to_leader: msgspec.json.Decoder[ToLeader] = msgspec.json.Decoder(ToLeader)
-_to_agent: msgspec.json.Decoder[ToAgent] = msgspec.json.Decoder(ToAgent)
+_from_worker: Reader[FromWorker | ToAgentAlone] = Reader(FromWorker | ToAgentAlone, "a worker or torchrun")
+_to_worker: Reader[ToWorker] = Reader(ToWorker, "the agent")
+_to_leader: Reader[ToLeader] = Reader(ToLeader, "an agent")
+_to_agent: Reader[ToAgent] = Reader(ToAgent, "the leader")
 
 
 def encode(message: Message) -> bytes:
+    """A message as JSON."""
     return _encoder.encode(message)
 
 
-def from_worker(data: bytes) -> FromWorker | ToAgentAlone:
-    return decoded(_from_worker.decode, data)
+# Each of these gives None for a message whose tag this release lacks, which the receiver skips, and raises
+# `msgspec.DecodeError` for what is no message.
 
 
-def to_worker(data: bytes) -> ToWorker:
-    return decoded(_to_worker.decode, data)
+def from_worker(data: bytes) -> FromWorker | ToAgentAlone | None:
+    """What a worker or torchrun said to its agent."""
+    return _from_worker.one(data)
 
 
-def to_leader(data: bytes) -> ToLeader:
-    return decoded(_to_leader.decode, data)
+def to_worker(data: bytes) -> ToWorker | None:
+    """What an agent said to a worker or torchrun."""
+    return _to_worker.one(data)
 
 
-def to_agent(data: bytes) -> ToAgent:
-    return decoded(_to_agent.decode, data)
+def to_leader(data: bytes) -> ToLeader | None:
+    """What an agent said to the leader."""
+    return _to_leader.one(data)
+
+
+def several_to_leader(data: bytes) -> list[ToLeader]:
+    """What an agent said to the leader in one JSON array, without what is skipped."""
+    return _to_leader.several(data)
+
+
+def to_agent(data: bytes) -> ToAgent | None:
+    """What the leader said to an agent."""
+    return _to_agent.one(data)

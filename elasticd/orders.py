@@ -7,14 +7,14 @@ from typing import Literal
 from elasticd.wire import Message
 
 
-class Drain(Message, frozen=True, kw_only=True):
+class Drain(Message, frozen=True, kw_only=True, tag="drain"):
     """Whether this node's devices are to be left: its agent puts it into the node's record, and says so to the
     leader by another `AgentHello` on the same connection."""
 
     on: bool
 
 
-class Harm(Message, frozen=True, kw_only=True):
+class Harm(Message, frozen=True, kw_only=True, tag="inject-fault"):
     """Chaos, a hint: this is done to the process that drives `device`; or (cut) this agent loses its leader and
     its store, until it is healed, the leader is gone, or `seconds` have passed, if that is not 0."""
 

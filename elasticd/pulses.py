@@ -6,25 +6,25 @@ from __future__ import annotations
 from elasticd.wire import Message
 
 
-class Ping(Message, frozen=True, kw_only=True):
+class Ping(Message, frozen=True, kw_only=True, tag="ping"):
     """An agent asks a worker's control thread for an answer, and gets `Pong`."""
 
 
-class Pong(Message, frozen=True, kw_only=True):
+class Pong(Message, frozen=True, kw_only=True, tag="pong"):
     """The answer: this process runs."""
 
 
-class Probe(Message, frozen=True, kw_only=True):
+class Probe(Message, frozen=True, kw_only=True, tag="device-probe"):
     """An agent asks a worker that stands by how fast its device is; one that computes does not answer."""
 
 
-class Probed(Message, frozen=True, kw_only=True):
+class Probed(Message, frozen=True, kw_only=True, tag="device-probe-result"):
     """The answer, for the leader: seconds of the same small matrix product, made some times."""
 
     seconds: tuple[float, ...]
 
 
-class Crossed(Message, frozen=True, kw_only=True):
+class Crossed(Message, frozen=True, kw_only=True, tag="link-probe-result"):
     """To the leader: the link from this agent's node to `target`, probed while neither has work. `size` bytes
     took `seconds` until they were there; the shortest of some messages took `latency` seconds one way."""
 
@@ -34,7 +34,7 @@ class Crossed(Message, frozen=True, kw_only=True):
     latency: float
 
 
-class Frozen(Message, frozen=True, kw_only=True):
+class Frozen(Message, frozen=True, kw_only=True, tag="worker-hang"):
     """To the leader: a worker does not answer its agent, and how that is known; or it answers again (empty)."""
 
     job: str

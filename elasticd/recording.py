@@ -11,24 +11,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
-from elasticd_planner.value import Value
+from elasticd_planner.value import StoredValue
 
-from elasticd.decoding import decoded, decoded_as
+from elasticd.decoding import decoded, decoded_as, tag_of, version_refusal
 from elasticd.machines.coordinator import State
-from elasticd.machines.job.effects import Effect, Event, Note, Write
+from elasticd.machines.job.effects import (
+    AgentDown,
+    AgentUp,
+    Configured,
+    Drained,
+    Effect,
+    Event,
+    Harmed,
+    Note,
+    Paced,
+    Planned,
+    Received,
+    Reread,
+    Tick,
+    Write,
+)
 
 VERSION = 1
-_EVENTS: dict[str, type] = {kind.__name__: kind for kind in get_args(Event)}
+#: The events of the machine by what recordings call them.
+EVENTS: dict[str, type] = {
+    "agent-up": AgentUp,
+    "agent-down": AgentDown,
+    "message": Received,
+    "planned": Planned,
+    "device-speed": Paced,
+    "samples-reread": Reread,
+    "fault-injected": Harmed,
+    "configured": Configured,
+    "drain": Drained,
+    "tick": Tick,
+}
+_KINDS = {event: kind for kind, event in EVENTS.items()}
 
 
 class RecordingError(ValueError):
     """A recording that cannot be read: why, and which line."""
 
 
-class Line(Value, frozen=True, kw_only=True):
+class Line(StoredValue, frozen=True, kw_only=True, tag="recording-line"):
     """`at`: seconds of the leader's clock; `time`: unix seconds. kind: the event's, of a line of one."""
 
     what: Literal["began", "heard", "told"]
@@ -43,7 +71,7 @@ class Line(Value, frozen=True, kw_only=True):
         return decoded_as(State, bytes(self.body), strict=False)
 
     def event(self) -> Event:
-        kind = _EVENTS.get(self.kind)
+        kind = EVENTS.get(self.kind)
         if kind is None:
             raise msgspec.ValidationError(f"there is no event {self.kind!r}")
         event: Event = decoded_as(kind, bytes(self.body))
@@ -58,7 +86,7 @@ def began(state: State, at: float, time: float) -> bytes:
 
 
 def heard(event: Event, at: float, time: float) -> bytes:
-    return _line("heard", at, time, event, type(event).__name__)
+    return _line("heard", at, time, event, _KINDS[type(event)])
 
 
 def told(note: Note, at: float, time: float) -> bytes:
@@ -91,10 +119,8 @@ def read(text: Iterable[bytes], source: str) -> list[Line]:
         except msgspec.DecodeError as error:
             broken = f"{source}:{number} is no line of a recording: {error}"
             continue
-        if line.version != VERSION:
-            raise RecordingError(
-                f"{source} is of version {line.version}, this elasticd reads {VERSION}: use that release"
-            )
+        if refusal := version_refusal(f"the recording {source}", line.version, VERSION):
+            raise RecordingError(refusal)
         lines.append(line)
     if not lines or lines[0].what != "began":
         raise RecordingError(broken or f"{source} is no recording: make one with 'elasticd record FILE'")
@@ -102,8 +128,8 @@ def read(text: Iterable[bytes], source: str) -> list[Line]:
 
 
 def _line(what: str, at: float, time: float, body: Any, kind: str = "") -> bytes:
-    made = {"what": what, "at": at, "time": time, "kind": kind, "version": VERSION, "body": body}
-    return msgspec.json.encode(made) + b"\n"
+    made = {"type": tag_of(Line), "version": VERSION, "what": what, "at": at, "time": time, "kind": kind}
+    return msgspec.json.encode(made | {"body": body}) + b"\n"
 
 
 def _finite(value: Any) -> Any:

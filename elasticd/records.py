@@ -6,7 +6,7 @@ a comparison with its leader key. `epoch` is that key's create revision: orders 
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from elasticd_planner.cluster import Device
@@ -15,11 +15,20 @@ from elasticd_planner.precision import Numbers
 from elasticd_planner.problem import Problem
 from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.rules import ModelSpec
-from elasticd_planner.value import Value, refuse
+from elasticd_planner.value import StoredValue, Value, refuse
 
-from elasticd.decoding import decoded_as
+from elasticd.decoding import decode_stored, decoded_as, log_once, version_refusal
+from elasticd.version import __version__
 
+#: Version of every record here.
 RECORD_VERSION = 1
+#: Version of the keys, and of what they mean together.
+SCHEMA_VERSION = 1
+#: How the keys below a cluster's prefix begin, and those below a job's: those that the leader decides by, and
+#: those that agents write, or that torchruns have written.
+CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "nodes", "jobs")
+LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "history")
+OTHER_KEYS = ("members", "rendezvous", "ranks")
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -39,6 +48,11 @@ class Keys(Value, frozen=True, kw_only=True):
     @property
     def leader(self) -> str:
         return self.root + "leader"
+
+    @property
+    def schema(self) -> str:
+        """Which release's records these are (`SchemaRecord`)."""
+        return self.root + "schema"
 
     @property
     def config(self) -> str:
@@ -76,8 +90,28 @@ class Keys(Value, frozen=True, kw_only=True):
     def history(self, job: str, number: int) -> str:
         return self.job(job, "history/") + f"{number:08d}"
 
+    def unknown_part(self, key: str) -> str:
+        """The part of a key by which this release does not know it ("quotas", "jobs/JOB/quota"), or nothing for
+        a key that it knows. Such keys are of a newer release, and are skipped."""
+        name, _, rest = key.removeprefix(self.root).partition("/")
+        if name != "jobs":
+            return "" if name in CLUSTER_KEYS else name
+        part = rest.partition("/")[2].partition("/")[0]
+        return "" if part in (*LEADER_KEYS, *OTHER_KEYS) else f"jobs/JOB/{part}"
 
-class NodeRecord(Value, frozen=True, kw_only=True):
+    def note_unknown(self, key: str) -> bool:
+        """Whether this release does not know the key, which is logged once for all keys like it."""
+        part = self.unknown_part(key)
+        if part:
+            log_once(
+                ("key", part),
+                f"the store has the key {key}, which elasticd {__version__} does not know: keys under {part} "
+                "are skipped; is their writer of a newer release?",
+            )
+        return bool(part)
+
+
+class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):
     """A node whose agent lives; `address` is what its workers listen on for each other, `snapshots` where other
     agents send it snapshots to keep ("host:port", empty: nowhere) and `certificate` (PEM) what it is known by
     there. `draining`: its devices are to be left, and no plan takes them up again."""
@@ -93,7 +127,7 @@ class NodeRecord(Value, frozen=True, kw_only=True):
     version: int = RECORD_VERSION
 
 
-class MemberRecord(Value, frozen=True, kw_only=True):
+class MemberRecord(StoredValue, frozen=True, kw_only=True, tag="member"):
     """A worker process: the device that it drives and this start of it."""
 
     device: str
@@ -102,7 +136,7 @@ class MemberRecord(Value, frozen=True, kw_only=True):
     version: int = RECORD_VERSION
 
 
-class ConfigRecord(Value, frozen=True, kw_only=True):
+class ConfigRecord(StoredValue, frozen=True, kw_only=True, tag="config-change"):
     """What differs from the coordinators' files: values by dotted key, as detect.hysteresis; the number of this
     change, unix seconds, and who made it, in their own words. Each is also kept in the history."""
 
@@ -113,7 +147,7 @@ class ConfigRecord(Value, frozen=True, kw_only=True):
     version: int = RECORD_VERSION
 
 
-class JobSpec(Value, frozen=True, kw_only=True):
+class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
     """What a job trains, the same from every worker; a sample has `sample_tokens` tokens in the mean. profile:
     what was measured of the model before the job (None: nothing, seconds are guessed from the shapes). state:
     who keeps its optimizer's state. first: a digest of the values that the model has by itself (empty: they are
@@ -175,7 +209,7 @@ class Recovery(Value, frozen=True, kw_only=True):
     snapshots: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-class Fence(Value, frozen=True, kw_only=True):
+class Fence(StoredValue, frozen=True, kw_only=True, tag="fence"):
     """Every number up to this one is closed, and `gone` (device to incarnation) are fenced off: what they do
     from now on is no part of the job."""
 
@@ -186,7 +220,7 @@ class Fence(Value, frozen=True, kw_only=True):
     version: int = RECORD_VERSION
 
 
-class Proposal(Value, frozen=True, kw_only=True):
+class Proposal(StoredValue, frozen=True, kw_only=True, tag="proposal"):
     """A plan that the members of `old` and `plan` are to prepare. One is open at a time. With a `recovery` it
     is not voted: its members move as soon as they are ready. Without an `old` the state comes from the first of
     `checkpoints` that all members can read; with none of them it is made anew."""
@@ -203,7 +237,7 @@ class Proposal(Value, frozen=True, kw_only=True):
     version: int = RECORD_VERSION
 
 
-class PlanRecord(Value, frozen=True, kw_only=True):
+class PlanRecord(StoredValue, frozen=True, kw_only=True, tag="running-plan"):
     """The plan that the job runs, recorded from the first report of a swap; `step` updates were applied."""
 
     plan: Plan
@@ -212,7 +246,7 @@ class PlanRecord(Value, frozen=True, kw_only=True):
     version: int = RECORD_VERSION
 
 
-class HistoryRecord(Value, frozen=True, kw_only=True):
+class HistoryRecord(StoredValue, frozen=True, kw_only=True, tag="plan-history"):
     """Why a plan was made, from what: enough to make it again."""
 
     number: int
@@ -230,7 +264,7 @@ class PublishedCheckpoint(Value, frozen=True, kw_only=True):
     plan: int
 
 
-class CheckpointsRecord(Value, frozen=True, kw_only=True):
+class CheckpointsRecord(StoredValue, frozen=True, kw_only=True, tag="checkpoints"):
     """The checkpoints of a job that may get their names, the newest last. Bounded: what lies on disk under its
     final name was in here once."""
 
@@ -239,7 +273,7 @@ class CheckpointsRecord(Value, frozen=True, kw_only=True):
     version: int = RECORD_VERSION
 
 
-class OutRecord(Value, frozen=True, kw_only=True):
+class OutRecord(StoredValue, frozen=True, kw_only=True, tag="torchrun-excluded"):
     """A torchrun in restart mode that is to take no part in further rounds, and why."""
 
     torchrun: str
@@ -248,7 +282,7 @@ class OutRecord(Value, frozen=True, kw_only=True):
     version: int = RECORD_VERSION
 
 
-class DoneRecord(Value, frozen=True, kw_only=True):
+class DoneRecord(StoredValue, frozen=True, kw_only=True, tag="job-done"):
     """The job is over: its last vote was reported, or it stopped for a reason."""
 
     step: int
@@ -257,16 +291,28 @@ class DoneRecord(Value, frozen=True, kw_only=True):
     version: int = RECORD_VERSION
 
 
+class SchemaRecord(StoredValue, frozen=True, kw_only=True, tag="schema"):
+    """What all records of the cluster follow: a leader writes it when it takes over. release:
+    the leader's."""
+
+    release: str
+    version: int = SCHEMA_VERSION
+
+
+def schema_refusal(data: bytes) -> str:
+    """Why this release must leave the cluster alone whose schema record this is, or nothing."""
+    try:
+        record = decoded_as(SchemaRecord, data)
+    except msgspec.DecodeError as error:
+        return f"the store's schema record cannot be read by elasticd {__version__}: {error}"
+    return version_refusal("the store's schema", record.version, SCHEMA_VERSION, record.release)
+
+
 def encode(record: msgspec.Struct) -> bytes:
+    """A record as it is stored."""
     return msgspec.json.encode(record)
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Raises `msgspec.ValidationError` naming the key; more than one version of skew is refused."""
-    version: Any = decoded_as(dict[str, Any], data).get("version", RECORD_VERSION)
-    if not isinstance(version, int) or abs(version - RECORD_VERSION) > 1:
-        raise msgspec.ValidationError(
-            f"{kind.__name__} has version {version}, this program reads {RECORD_VERSION}: "
-            "run the same release everywhere"
-        )
-    return decoded_as(kind, data)
+    """A record. Raises `msgspec.ValidationError` naming the key; more than one version of skew is refused."""
+    return decode_stored(data, kind)

@@ -14,9 +14,9 @@ import threading
 from pathlib import Path
 
 import msgspec
-from elasticd_planner.value import Value
+from elasticd_planner.value import StoredValue
 
-from elasticd.decoding import decoded_as
+from elasticd.decoding import decode_stored
 from elasticd.store.protocol import Identity, StoreReplaced
 
 #: Seconds between notes of how far the store has come.
@@ -29,7 +29,7 @@ class StateError(Exception):
     """The file cannot be used; the message names it and says what to do."""
 
 
-class Remembered(Value, frozen=True, kw_only=True):
+class Remembered(StoredValue, frozen=True, kw_only=True, tag="daemon-state"):
     """The file's content. Without a `cluster_id` no etcd was met yet."""
 
     cluster_id: int | None = None
@@ -104,7 +104,7 @@ class StateFile:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return decoded_as(Remembered, self.path.read_bytes())
+            return decode_stored(self.path.read_bytes(), Remembered)
         except FileNotFoundError:
             return Remembered()
         except msgspec.MsgspecError as error:

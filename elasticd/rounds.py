@@ -8,21 +8,22 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+from elasticd_planner.value import StoredValue
 
-from elasticd.wire import WIRE_VERSION, Message
+from elasticd.wire import Message
 
 # -- to the agent --------------------------------------------------------------------------------------------
 
 
-class Attend(Message, frozen=True, kw_only=True):
+class Attend(Message, frozen=True, kw_only=True, tag="rendezvous-hello"):
     """The first message of a torchrun whose rounds torch itself makes."""
 
     job: str
     pid: int
-    version: int = WIRE_VERSION
+    release: str = ""
 
 
-class Present(Message, frozen=True, kw_only=True):
+class Present(Message, frozen=True, kw_only=True, tag="rendezvous-presence"):
     """What the others are to know of this torchrun, for as long as it lives: its name, where it serves the
     store of a round that it is first in ("host:port"), and whether it has ended its part in good order."""
 
@@ -32,13 +33,13 @@ class Present(Message, frozen=True, kw_only=True):
     left: bool = False
 
 
-class ReadRound(Message, frozen=True, kw_only=True):
+class ReadRound(Message, frozen=True, kw_only=True, tag="rendezvous-read"):
     """The state of the job's rendezvous, please."""
 
     id: int
 
 
-class WriteRound(Message, frozen=True, kw_only=True):
+class WriteRound(Message, frozen=True, kw_only=True, tag="rendezvous-write"):
     """Set the state of the job's rendezvous, if it still is the one with this token (0: if there is none)."""
 
     id: int
@@ -46,7 +47,7 @@ class WriteRound(Message, frozen=True, kw_only=True):
     token: int
 
 
-class Watching(Message, frozen=True, kw_only=True):
+class Watching(Message, frozen=True, kw_only=True, tag="watch-hello"):
     """The first message of a worker of such a torchrun whose script has `elasticd.watch()`: which process of
     which round it is. nodes: torchruns in the round; least: how many it may shrink to."""
 
@@ -58,10 +59,10 @@ class Watching(Message, frozen=True, kw_only=True):
     world: int
     nodes: int
     least: int
-    version: int = WIRE_VERSION
+    release: str = ""
 
 
-class Lap(Message, frozen=True, kw_only=True):
+class Lap(Message, frozen=True, kw_only=True, tag="step-time"):
     """One optimizer step of one process: `seconds` of its own computation, spent on `work` (whatever unit, the
     same everywhere), and the step's wall time."""
 
@@ -74,13 +75,13 @@ class Lap(Message, frozen=True, kw_only=True):
 # -- from the agent ------------------------------------------------------------------------------------------
 
 
-class Attending(Message, frozen=True, kw_only=True):
+class Attending(Message, frozen=True, kw_only=True, tag="rendezvous-welcome"):
     """The answer to `Attend`: the address that this node listens on for the others."""
 
     address: str
 
 
-class Torchrun(msgspec.Struct, frozen=True, kw_only=True):
+class Torchrun(StoredValue, frozen=True, kw_only=True, tag="torchrun"):
     """A torchrun in restart mode as its agent keeps it in the store. out: it is to take no part (why)."""
 
     node: str
@@ -89,7 +90,7 @@ class Torchrun(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class RoundAnswer(Message, frozen=True, kw_only=True):
+class RoundAnswer(Message, frozen=True, kw_only=True, tag="rendezvous-state"):
     """The state of the job's rendezvous with its token (0: there is none), whether what was asked was done, and
     all torchruns that the store knows of. `error`: the store cannot be asked now."""
 
@@ -104,7 +105,7 @@ class RoundAnswer(Message, frozen=True, kw_only=True):
 # -- agent to leader -----------------------------------------------------------------------------------------
 
 
-class Lapped(Message, frozen=True, kw_only=True):
+class Lapped(Message, frozen=True, kw_only=True, tag="device-step-time"):
     """A lap on `device`, in restart mode."""
 
     device: str

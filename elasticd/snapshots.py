@@ -21,7 +21,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     size: int
 
 
-class Snapped(Message, frozen=True, kw_only=True):
+class Snapped(Message, frozen=True, kw_only=True, tag="snapshot-taken"):
     """A snapshot was copied. Its memory file comes with the message; the worker leaves it alone until it is
     `Freed`. The plan comes from the first rank alone: a set of snapshots without it is not whole."""
 
@@ -29,27 +29,27 @@ class Snapped(Message, frozen=True, kw_only=True):
     plan: Plan | None = None
 
 
-class Fetch(Message, frozen=True, kw_only=True):
+class Fetch(Message, frozen=True, kw_only=True, tag="snapshot-fetch"):
     """A worker wants a snapshot that its node's agent keeps, to go on from it."""
 
     held: Held
 
 
-class Freed(Message, frozen=True, kw_only=True):
+class Freed(Message, frozen=True, kw_only=True, tag="snapshot-freed"):
     """The snapshot of that plan and step is not needed any more: its memory may be used again."""
 
     plan: int
     step: int
 
 
-class Fetched(Message, frozen=True, kw_only=True):
+class Fetched(Message, frozen=True, kw_only=True, tag="snapshot-fetched"):
     """The snapshot that was asked for: its memory file comes with the message, or `error` says why not."""
 
     held: Held
     error: str = ""
 
 
-class Keeps(Message, frozen=True, kw_only=True):
+class Keeps(Message, frozen=True, kw_only=True, tag="snapshot-inventory"):
     """All snapshots of a job that this agent holds, its own workers' and others'; with the plans that first
     ranks gave it."""
 
@@ -58,7 +58,7 @@ class Keeps(Message, frozen=True, kw_only=True):
     plans: tuple[Plan, ...] = ()
 
 
-class Whole(Message, frozen=True, kw_only=True):
+class Whole(Message, frozen=True, kw_only=True, tag="snapshot-set-complete"):
     """A hint: of this plan and step all snapshots are kept, on two nodes each where there are two. Older ones
     are not needed any more."""
 

@@ -1,12 +1,21 @@
-"""What all wire messages are: JSON by msgspec, tagged by type."""
+"""What all wire messages are: JSON by msgspec with a tag and a version.
+
+A tag names its message for ever and on every wire; the class behind it may be renamed. Fields are only ever
+added, with defaults: a release skips the fields and the messages that it does not know (`elasticd.decoding`).
+Requests of users are no messages: they are HTTP, and their version is in the path (/v1/).
+"""
 
 from __future__ import annotations
 
 import msgspec
+from elasticd_planner.value import explicit_tag
 
 #: Version of all messages; a peer one older or one newer is accepted, others are refused at hello.
 WIRE_VERSION = 1
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The base of every wire message."""
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=explicit_tag):
+    """The base of every wire message: "type" is its tag, "version" its sender's `WIRE_VERSION`. A message
+    without `tag="..."` is refused when its class is made."""
+
+    version: int = WIRE_VERSION

@@ -127,10 +127,10 @@ def test_any_damage_to_the_bytes_of_a_true_message_is_a_value_or_a_refusal(
 @pytest.mark.parametrize(
     "data",
     [
-        b'{"type":"AgentRejected","reason":"\xff"}',
-        b'{"type":"AgentRejected","reason":"x","more":' + b"[" * 100_000,
-        b'{"type":"Rejected","reason":"x","more":' + b'{"a":' * 100_000,
-        b'{"type":"Rejected","reason":"\\ud800"}',
+        b'{"type":"agent-rejected","reason":"\xff"}',
+        b'{"type":"agent-rejected","reason":"x","more":' + b"[" * 100_000,
+        b'{"type":"agent-rejected","reason":"x","more":' + b'{"a":' * 100_000,
+        b'{"type":"agent-rejected","reason":"\\ud800"}',
     ],
 )
 def test_what_msgspec_lets_through_is_a_refusal_too(data: bytes) -> None:

@@ -40,7 +40,20 @@ def test_one_message_alone_is_as_releases_before_read_it() -> None:
 
 def test_one_bad_message_spoils_what_came_with_it() -> None:
     with pytest.raises(msgspec.DecodeError):
-        all_to_leader(together([encode(report(1)), b'{"type": "Nonsense"}']))
+        all_to_leader(together([encode(report(1)), b'{"type": "agent-hello"}']))
+
+
+def test_one_message_of_a_newer_release_does_not_spoil_what_came_with_it() -> None:
+    newer = b'{"type": "quota-report", "version": 2}'
+    inside = encode(report(2)).replace(b'"type":"report"', b'"type":"report-two"')
+    assert inside != encode(report(2))
+    assert list(all_to_leader(together([newer, encode(report(1)), inside, encode(call(1))]))) == [
+        report(1),
+        call(1),
+    ]
+    assert list(all_to_leader(newer)) == []
+    with pytest.raises(msgspec.DecodeError):
+        all_to_leader(together([newer, b'{"type": "agent-hello"}']))
 
 
 def test_a_leader_does_all_that_came_as_one_message_in_order() -> None:

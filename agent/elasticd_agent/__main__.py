@@ -15,6 +15,7 @@ from elasticd.packets import PacketError, SocketTaken
 from elasticd.remembered import StateError, StateFile
 from elasticd.store.compat import EtcdClientMissing
 from elasticd.store.protocol import StoreError, StoreReplaced
+from elasticd.version import __version__
 from elasticd_agent.daemon import Agent, AgentError, check_store
 from elasticd_agent.probe import ProbeError
 from elasticd_agent.registrar import NodeTaken
@@ -33,6 +34,7 @@ _EXPECTED = (
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="elasticd-agent")
 @click.option("--config", "path", metavar="FILE", help="TOML configuration (default: $ELASTICD_CONFIG).")
 @click.option("--node", metavar="NAME", help="This node's name (default: the host's).")
 @click.option("--socket", metavar="PATH", help="Where trainers on this node find the agent.")

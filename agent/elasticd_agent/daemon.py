@@ -36,7 +36,7 @@ from elasticd.messages import Pace, ToLeader
 from elasticd.notify import Supervisor
 from elasticd.packets import default_path
 from elasticd.pulses import Ping
-from elasticd.records import Keys, NodeRecord
+from elasticd.records import Keys, NodeRecord, schema_refusal
 from elasticd.remembered import NOTE_SECONDS, StateFile
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
 from elasticd_agent import probe
@@ -122,6 +122,9 @@ class Agent:
         if self._stopped:
             return
 
+        if refusal := await asyncio.to_thread(self._schema_refusal):
+            raise AgentError(refusal)
+
         def failed(reason: str) -> None:
             loop.call_soon_threadsafe(self._finish, reason)
 
@@ -140,6 +143,11 @@ class Agent:
             self._workers.close()
             await asyncio.to_thread(self._registrar.close)
             await asyncio.to_thread(self._keeper.close)
+
+    def _schema_refusal(self) -> str:
+        """Why this agent cannot work with what the store holds, or nothing. Raises StoreError."""
+        found = self._store.get(self._keys.schema)
+        return schema_refusal(found.value) if found is not None else ""
 
     async def _claim(self) -> bool:
         """Take the node's key, which may take a dead agent's lease to run out; False if told to stop."""
@@ -161,7 +169,9 @@ class Agent:
             known=lambda: credentials(security),
         )
         self._harms = harms
-        records = Records(self._store, self._keys, self._emit, harms.follow, self._keeper.read)
+        records = Records(
+            *(self._store, self._keys, self._emit, harms.follow, self._keeper.read), refuse=self._finish
+        )
         rounds = Rounds(
             self._store,
             self._keys,

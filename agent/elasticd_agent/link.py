@@ -164,7 +164,9 @@ class Link:
             try:
                 message = messages.to_agent(data.encode() if isinstance(data, str) else data)
             except msgspec.MsgspecError as error:
-                _log.warning("a message of the leader's is not understood, is it of another release? %s", error)
+                _log.warning("a message of the leader cannot be read and is skipped: %s", error)
+                continue
+            if message is None:
                 continue
             if isinstance(message, Whole):
                 self._whole(message)

@@ -17,8 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from elasticd.decoding import decoded_as
-from elasticd.messages import WIRE_VERSION, Message, ToLeader, ToWorker
+from elasticd.messages import Message, ToLeader, ToWorker, protocol_refusal
 from elasticd.records import Keys, NodeRecord, OutRecord, decode
 from elasticd.rounds import (
     Attend,
@@ -80,7 +79,7 @@ class _Job:
         for key, item in self.items.items():
             kind, _, name = key.removeprefix(self.prefix).partition("/")
             if kind == "torchruns":
-                found[name] = decoded_as(Torchrun, item.value)
+                found[name] = decode(item.value, Torchrun)
             elif kind == "out":
                 out[name] = decode(item.value, OutRecord).reason
         for name in out.keys() & found.keys():
@@ -183,11 +182,8 @@ class Rounds:
                 job.watch.cancel()
 
     def _refusal(self, body: Attend | Watching, pid: int) -> str:
-        if abs(body.version - WIRE_VERSION) > 1:
-            return (
-                f"this torchrun speaks version {body.version} of the protocol and its agent {WIRE_VERSION}: "
-                "install the same release of elasticd for both"
-            )
+        if apart := protocol_refusal("this process's hello to its agent", body):
+            return apart
         if body.pid != pid:
             return (
                 f"process {pid} says that it is {body.pid}: agent and torchrun must share one PID namespace "

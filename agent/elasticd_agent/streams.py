@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 from elasticd_planner.plan import Plan
 
-from elasticd.decoding import decoded_as
+from elasticd.decoding import Reader
 from elasticd.snapshots import Held
+from elasticd.version import __version__
+from elasticd.wire import Message
 from elasticd_agent.identity import Identity
 from elasticd_agent.vault import NoRoom, Snapshot, Vault
 
@@ -46,7 +48,7 @@ class StreamFailed(OSError):
     """A snapshot did not get through; the message says why."""
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
+class Request(Message, frozen=True, kw_only=True, tag="stream-request"):
     """Keep what is `held`, its bytes follow. The plan comes with the first rank's. Or, with nothing held, a
     probe of the link: `echoes` frames are to be answered, then so many bytes follow, and are answered."""
 
@@ -56,10 +58,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
+class Answer(Message, frozen=True, kw_only=True, tag="stream-answer"):
     """`error` where it is not taken."""
 
     error: str = ""
+
+
+_requests: Reader[Request] = Reader(Request, "another agent")
+_answers: Reader[Answer] = Reader(Answer, "another agent")
 
 
 class Server:
@@ -115,7 +121,10 @@ class Server:
                 _log.warning("a snapshot of another node did not arrive: %s", error)
 
     def _take(self, stream: ssl.SSLSocket, node: str) -> None:
-        request = decoded_as(Request, _read_frame(stream))
+        request = _requests.one(_read_frame(stream))
+        if request is None:
+            _send_frame(stream, Answer(error=f"elasticd {__version__} does not know this request"))
+            return
         held = request.held
         if held is None:
             _echo(stream, request)
@@ -283,7 +292,9 @@ def _send(stream: ssl.SSLSocket, snapshot: Snapshot, revoked: threading.Event) -
 
 
 def _check(frame: bytes) -> None:
-    answer = decoded_as(Answer, frame)
+    answer = _answers.one(frame)
+    if answer is None:
+        raise StreamFailed(f"elasticd {__version__} does not know its answer")
     if answer.error:
         raise StreamFailed(answer.error)
 

@@ -28,6 +28,7 @@ from elasticd.records import (
     PlanRecord,
     Proposal,
     decode,
+    schema_refusal,
 )
 from elasticd.store.leader import Leader
 from elasticd.store.protocol import KeyValue, Store, WatchEvent, WatchItem
@@ -43,7 +44,7 @@ class Records:
     """Turns the store's keys into events, on the running loop, in the order of their revisions.
 
     `follow` is called with the leader's url, or None when there is no leader, `node_read` with each node's
-    record, or None when that is gone.
+    record, or None when that is gone, `refuse` with why this agent cannot work with what the leader writes now.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class Records:
         emit: Callable[[Event], None],
         follow: Callable[[str | None], None],
         node_read: Callable[[str, NodeRecord | None], None],
+        refuse: Callable[[str], None],
     ) -> None:
         self._store = store
         self._keys = keys
         self._emit = emit
         self._follow = follow
         self._node_read = node_read
+        self._refuse = refuse
         self._known: set[str] = set()
         self._watch: Watch | None = None
 
@@ -92,6 +95,12 @@ class Records:
             self._read(item.key, item)
 
     def _read(self, key: str, item: KeyValue | None) -> None:
+        if self._keys.note_unknown(key):
+            return
+        if key == self._keys.schema:
+            if item is not None and (refusal := schema_refusal(item.value)):
+                self._refuse(refusal)
+            return
         job, _, part = key.removeprefix(self._keys.jobs).rpartition("/")
         node = key.removeprefix(self._keys.nodes) if key.startswith(self._keys.nodes) else ""
         of_job = key.startswith(self._keys.jobs) and part in _PARTS

@@ -31,6 +31,7 @@ from elasticd.messages import (
 )
 from elasticd.pulses import Pong
 from elasticd.snapshots import Fetch, OfSnapshots, Snapped
+from elasticd.version import __version__
 from elasticd_agent.admission import Admission, peer
 
 #: Seconds that a process has to end after it closed its connection, before it counts as gone without.
@@ -239,6 +240,11 @@ class _Connection:
             _close(fd)
             self._refuse(f"the agent does not understand this message ({error}): use one release everywhere")
             return
+        if body is None:
+            _close(fd)
+            if self._opening is None:
+                self._refuse("the agent does not know its first message: use one release everywhere")
+            return
         if isinstance(body, Snapped | Fetch) and self._opening is not None:
             self._ears.snapshots(self._name, body, fd)
             return
@@ -255,6 +261,9 @@ class _Connection:
             self._ears.events(Said(client=self._name, body=body))
         elif isinstance(body, Hello | Join):
             self._opening = body
+            if body.release != __version__:
+                text = "%s is of elasticd %s, this agent of %s"
+                _log.info(text, self._name, body.release or "an unknown release", __version__)
             incarnation = secrets.token_hex(4)
             self._ears.events(Opened(client=self._name, body=body, pid=self._pid, incarnation=incarnation))
         else:

@@ -22,7 +22,7 @@ from elasticd_planner.value import Value
 
 
 class Line(Value, frozen=True, kw_only=True):
-    """A step as a script was given it."""
+    """A step as a script was given it. Scripts write it and the same run reads it: no tag, no version."""
 
     step: int
     loss: float

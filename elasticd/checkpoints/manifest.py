@@ -17,9 +17,10 @@ from elasticd_migration.schema import merge as agreed
 from elasticd_planner.boxes import Box
 from elasticd_planner.layouts import Role
 from elasticd_planner.rules import ModelSpec
-from elasticd_planner.value import Value, refuse
+from elasticd_planner.value import StoredValue, Value
 
 from elasticd.checkpoints.sums import Damaged, FileSums
+from elasticd.decoding import decode_stored
 
 MANIFEST = "manifest.json"
 #: torch.distributed.checkpoint's index of the same files.
@@ -110,7 +111,7 @@ class Origin(Value, frozen=True, kw_only=True):
     torch: str
 
 
-class Part(Value, frozen=True, kw_only=True):
+class Part(StoredValue, frozen=True, kw_only=True, tag="checkpoint-part"):
     """What one rank wrote: boxes of tensors, and what it knows of parameter groups and of the job's extras."""
 
     device: str
@@ -118,9 +119,10 @@ class Part(Value, frozen=True, kw_only=True):
     files: tuple[FileSums, ...]
     groups: tuple[Group, ...] = ()
     extras: dict[str, str] = msgspec.field(default_factory=dict)
+    version: int = VERSION
 
 
-class Manifest(Value, frozen=True, kw_only=True):
+class Manifest(StoredValue, frozen=True, kw_only=True, tag="checkpoint-manifest"):
     """A whole checkpoint. `serial` grows by one from checkpoint to checkpoint of a folder: the newest is the
     one that was written last, also where steps were gone back. groups and extras are a `Schema`'s."""
 
@@ -131,12 +133,6 @@ class Manifest(Value, frozen=True, kw_only=True):
     groups: tuple[Group, ...] = ()
     extras: dict[str, str] = msgspec.field(default_factory=dict)
     version: int = VERSION
-
-    def __post_init__(self) -> None:
-        if self.version != VERSION:
-            refuse(
-                f"it has version {self.version}, this program reads {VERSION}: use the release that wrote it"
-            )
 
     @property
     def bytes(self) -> int:
@@ -162,7 +158,7 @@ def unseal(path: Path, kind: type[T]) -> T:
         body = bytes(sealed.body)
         if hashlib.sha256(body).hexdigest() != sealed.sha256:
             raise Damaged(f"{path}: is not what was written (its checksum is another)")
-        return msgspec.json.decode(body, type=kind)
+        return decode_stored(body, kind)
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from None
     except ValueError as error:  # msgspec's errors are

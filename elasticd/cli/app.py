@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
 import click
@@ -32,6 +31,7 @@ from elasticd.cli.why import why
 from elasticd.config import ConfigError
 from elasticd.store.compat import EtcdClientMissing
 from elasticd.store.protocol import StoreError
+from elasticd.version import __version__
 
 #: What a user can cause: shown as one message. Anything else is an error of ours, and keeps its traceback.
 _EXPECTED = (CannotReach, ConfigError, EtcdClientMissing, Invalid, StoreError)
@@ -48,7 +48,7 @@ class _Families(click.Group):
 
 
 @click.group(cls=_Families, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(importlib.metadata.version("elasticd"), prog_name="elasticd")
+@click.version_option(__version__, prog_name="elasticd")
 def elasticd() -> None:
     """Keep a PyTorch training job at full speed while devices slow down, die and come back.
 

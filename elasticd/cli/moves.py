@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 from elasticd_planner.placement import Held, bytes_by_member, holders, strategy
 from elasticd_planner.plan import Pipeline, Plan, Stage, StatePolicy, spanned
-from elasticd_planner.value import Invalid, refuse
+from elasticd_planner.value import FILE_VERSION, Invalid, check_file_version, refuse
 from elasticd_planner.weights import PARTS, StateBytes
 from rich.console import Group
 from rich.table import Table
@@ -44,6 +44,10 @@ class _PlanView(msgspec.Struct):
 class _AnswerView(msgspec.Struct):
     plan: _PlanView
     state_bytes: StateBytes | None = None
+    version: int = FILE_VERSION
+
+    def __post_init__(self) -> None:
+        check_file_version(self.version)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 from elasticd_planner.samples import Samples
+from elasticd_planner.value import FILE_VERSION
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -134,7 +135,12 @@ def profile(
     with Console(stderr=True).status(f"measuring {target}") as status:  # silent where nobody looks
         samples = measure(request, lambda part: status.update(f"measuring {target}: {part:.0%}"))
     measured = measured_profile(samples)
-    answer = {"model": entry_of(measured.profile), "fit": fit_of(samples, measured)}
+    answer = {
+        "type": "profile",
+        "version": FILE_VERSION,
+        "model": entry_of(measured.profile),
+        "fit": fit_of(samples, measured),
+    }
     text = msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()
     if out is not None:
         try:

@@ -18,6 +18,7 @@ from elasticd.coordinator.leading import Leading
 from elasticd.gathered import all_to_leader
 from elasticd.messages import AgentHello, AgentRejected, StoreCall, ToLeader, Up, encode
 from elasticd.security import Role
+from elasticd.version import __version__
 
 #: Seconds that a new connection has to say hello.
 HELLO_SECONDS = 10.0
@@ -34,7 +35,8 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
     """One agent's connection, from its hello to its end."""
     await socket.accept()
     try:
-        hello, *early = await asyncio.wait_for(_read(socket), HELLO_SECONDS)
+        first = await asyncio.wait_for(_read(socket), HELLO_SECONDS)
+        hello, early = (first[0], first[1:]) if first else (None, ())
         if not isinstance(hello, AgentHello):
             leading.metrics.refused("silent")
             await _reject(socket, "an agent's first message must be its hello")
@@ -56,6 +58,9 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
         if gone.code == _TOO_BIG:
             leading.metrics.refused("oversized")
         return
+    if hello.release != __version__:
+        text = "node %s: its agent is of elasticd %s, this coordinator of %s"
+        _log.info(text, hello.record.node, hello.release or "an unknown release", __version__)
     connection = leading.agent_up(hello.record)
     try:
         await _converse(leading, socket, connection, early)
@@ -144,7 +149,8 @@ async def _listen(
 
 
 async def _read(socket: WebSocket) -> Sequence[ToLeader]:
-    """The next messages, as text or bytes. Raises `WebSocketDisconnect`, `msgspec.DecodeError`."""
+    """The next messages, as text or bytes; none where all are to be skipped. Raises `WebSocketDisconnect`,
+    `msgspec.DecodeError`."""
     received = await socket.receive()
     if received["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(received.get("code", 1000))

@@ -78,7 +78,10 @@ class Changes(Value, frozen=True, kw_only=True):
 def of(config: Config, keys: Keys, items: Iterable[KeyValue]) -> Changes:
     """What the file and the store say. Raises ConfigError for a record that this program cannot read."""
     folder = f"{keys.config}-history/"
-    found = sorted((item for item in items if item.key.startswith(folder)), key=lambda item: item.key)
+    found = sorted(
+        (item for item in items if not keys.note_unknown(item.key) and item.key.startswith(folder)),
+        key=lambda item: item.key,
+    )
     try:
         history = tuple(decode(item.value, ConfigRecord) for item in found)
         changes = Changes(detect=config.detect, policy=config.policy, history=history)

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from elasticd.messages import (
-    WIRE_VERSION,
     AgentHello,
     Down,
     ToAgent,
     encode,
+    protocol_refusal,
 )
 from elasticd.orders import Drain, Harm
 from elasticd.records import NodeRecord
@@ -55,11 +55,8 @@ class Connections:
 
     def refusal(self, hello: AgentHello) -> str:
         """Why this agent is not let in, or nothing."""
-        if abs(hello.version - WIRE_VERSION) > 1:
-            return (
-                f"this agent speaks version {hello.version} of the protocol, the coordinator {WIRE_VERSION}: "
-                "install the same release of elasticd on all nodes"
-            )
+        if apart := protocol_refusal("this agent's hello to the coordinator", hello):
+            return apart
         other = self._live.get(hello.record.node)
         if other is not None and other.record.agent != hello.record.agent:
             return (

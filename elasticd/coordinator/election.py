@@ -11,13 +11,16 @@ from concurrent.futures import Executor
 from elasticd_planner.value import Value
 
 from elasticd.config import Config
-from elasticd.records import Keys
+from elasticd.records import Keys, SchemaRecord, encode, schema_refusal
 from elasticd.remembered import StateFile
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.keeper import LeaseKeeper
 from elasticd.store.leader import AlreadyLed, Leader, Leadership, await_vacancy, campaign
 from elasticd.store.protocol import (
+    Compare,
+    KeyValue,
+    Put,
     Snapshot,
     Store,
     StoreError,
@@ -25,6 +28,7 @@ from elasticd.store.protocol import (
     StoreReplaced,
     StoreUnavailable,
 )
+from elasticd.version import __version__
 
 #: Seconds that the leader's key outlives its last refresh: the least that etcd grants with its default timing.
 LEASE_SECONDS = 2
@@ -96,8 +100,9 @@ def elect(
     StoreRefused, and `CannotLead` where the key is not a leader's. Blocks: for a thread."""
     try:
         while await_vacancy(store, keys.leader, told, stopped):
-            ready()
             try:
+                check_schema(store, keys)
+                ready()
                 return _win(store, keys, name, url)
             except AlreadyLed:
                 continue  # another that stood by was quicker
@@ -112,13 +117,35 @@ def elect(
 def _win(store: Store, keys: Keys, name: str, url: str) -> Term:
     leadership = campaign(store, keys.leader, name, url, LEASE_SECONDS, patience=0.0)
     try:
+        write_schema(store, keys, leadership)
         return Term(leadership=leadership, jobs=store.snapshot(keys.jobs), config=store.snapshot(keys.config))
-    except StoreError:
+    except (StoreError, CannotLead):
         try:
             leadership.resign(store)
         except StoreError:
             _log.debug("the key just won is left to expire")
         raise
+
+
+def check_schema(store: Store, keys: Keys) -> KeyValue | None:
+    """The store's schema record; None where no leader wrote one yet. Raises `CannotLead` where this release
+    cannot read what the store holds."""
+    found = store.get(keys.schema)
+    if found is not None and (refusal := schema_refusal(found.value)):
+        raise CannotLead(refusal)
+    return found
+
+
+def write_schema(store: Store, keys: Keys, leadership: Leadership) -> None:
+    """Says in the store which release leads, if that changes: every record after it may be of its version.
+    Raises `CannotLead`, as `check_schema` does, and StoreError."""
+    record = encode(SchemaRecord(release=__version__))
+    while True:
+        found = check_schema(store, keys)
+        if found is not None and found.value == record:
+            return
+        seen = Compare.modified(keys.schema, found.mod_revision if found is not None else 0)
+        leadership.transact(store, (seen,), (Put(keys.schema, record),))
 
 
 def keep(

@@ -18,6 +18,7 @@ from elasticd.coordinator.metrics import Metrics
 from elasticd.coordinator.planning import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
 from elasticd.coordinator.writer import Rank, Setting, Writer
+from elasticd.decoding import tag_of
 from elasticd.health import OfNode
 from elasticd.machines import coordinator, restarts
 from elasticd.machines.coordinator import State
@@ -192,7 +193,7 @@ class Leading:
         await self._heard(connection, message)
         said = message.body if isinstance(message, Up) else message
         if not isinstance(said, StoreCall):  # which waits for others
-            self.metrics.message(type(said).__name__, time.monotonic() - began)
+            self.metrics.message(tag_of(said), time.monotonic() - began)
 
     async def _heard(self, connection: Connection, message: ToLeader) -> None:
         if isinstance(message, Up) and isinstance(message.body, StoreCall):

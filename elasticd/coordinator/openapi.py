@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
 from elasticd.coordinator.answers import Refusal
 from elasticd.coordinator.endpoints import JSON, Endpoint, Parameter
+from elasticd.version import __version__
 
 #: Why an endpoint is refused, by status.
 _WHY = {
@@ -46,7 +46,7 @@ def document(declared: Sequence[Endpoint], *, asks: bool) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "elasticd coordinator",
-            "version": version("elasticd"),
+            "version": __version__,
             "summary": "What the leading coordinator knows, and what it can be asked to do.",
         },
         "paths": paths,

@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 
-from elasticd_planner.value import Value
+from elasticd_planner.value import StoredValue, Value
 
-from elasticd.decoding import decoded_as
 from elasticd.machines.job.effects import Note, Record, Stored, Write
 from elasticd.records import (
+    LEADER_KEYS,
     CheckpointsRecord,
     ConfigRecord,
     DoneRecord,
@@ -40,7 +40,7 @@ PAUSE = 0.2
 _log = logging.getLogger(__name__)
 
 
-class Rank(Value, frozen=True, kw_only=True):
+class Rank(StoredValue, frozen=True, kw_only=True, tag="torchrun-ranks"):
     """What a torchrun told of its ranks: the others ask for it whenever they start a worker again, under a
     later leader, maybe. Without a key: the job is over, and all of it goes."""
 
@@ -200,7 +200,7 @@ def ranks(keys: Keys, items: Iterable[KeyValue]) -> list[Rank]:
     """Those in a snapshot of the jobs' prefix."""
     jobs = {item.key.removeprefix(keys.jobs).partition("/")[0] for item in items}
     folders = tuple(_ranks(keys, job) for job in jobs)
-    return [decoded_as(Rank, item.value) for item in items if item.key.startswith(folders)]
+    return [decode(item.value, Rank) for item in items if item.key.startswith(folders)]
 
 
 def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:
@@ -209,18 +209,21 @@ def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:
     jobs: dict[str, dict[str, KeyValue]] = {}
     for item in items:
         job, _, part = item.key.removeprefix(keys.jobs).partition("/")
-        jobs.setdefault(job, {})[part] = item
+        if not keys.note_unknown(item.key):
+            jobs.setdefault(job, {})[part] = item
     return [_stored(job, parts) for job, parts in sorted(jobs.items()) if _decided(parts)]
 
 
 def _decided(parts: dict[str, KeyValue]) -> bool:
     """Whether a leader decided any of it: agents write `members/`, `rendezvous/`, torchruns tell `ranks/`."""
-    return any(not part.startswith(("members/", "rendezvous/", "ranks/")) for part in parts)
+    return any(part.partition("/")[0] in LEADER_KEYS for part in parts)
 
 
 def _stored(job: str, parts: dict[str, KeyValue]) -> Stored:
     history = {
-        int(part.removeprefix("history/")): item for part, item in parts.items() if part.startswith("history/")
+        int(name): item
+        for part, item in parts.items()
+        if part.startswith("history/") and (name := part.removeprefix("history/")).isdecimal()
     }
     plan = decode(parts["plan"].value, PlanRecord) if "plan" in parts else None
     proposal = decode(parts["proposal"].value, Proposal) if "proposal" in parts else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from elasticd_planner.value import Value
+from elasticd_planner.value import StoredValue, Value
 
 from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
 from elasticd.demo.scenario import DemoError, Scenario
@@ -13,14 +13,15 @@ from elasticd.records import HistoryRecord
 
 
 class Line(Value, frozen=True, kw_only=True):
-    """A line of a ledger: one step, its loss and the samples that it was trained on."""
+    """A line of a ledger: one step, its loss and the samples that it was trained on. Scripts write it and the
+    same run reads it: it has no tag and no version."""
 
     step: int
     loss: float
     samples: tuple[int, ...]
 
 
-class Record(Value, frozen=True, kw_only=True):
+class Record(StoredValue, frozen=True, kw_only=True, tag="demo-record"):
     """One run. `before` and `after`: the workers' pids by device, at the first step and at the end; `ledger`:
     written by whoever had rank 0; `plain`: the ledger of plain torch in one process."""
 

@@ -16,7 +16,7 @@ from elasticd_planner.problem import Problem, ideal_ratio, without
 from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.search import plan
 from elasticd_planner.shortfall import readable
-from elasticd_planner.value import Value
+from elasticd_planner.value import StoredValue, Value
 
 from elasticd.coordinator.journal import EventRecord, StepRecord
 from elasticd.demo.record import Line, Record
@@ -73,7 +73,7 @@ class Check(Value, frozen=True, kw_only=True):
     text: str
 
 
-class Report(Value, frozen=True, kw_only=True):
+class Report(StoredValue, frozen=True, kw_only=True, tag="demo-report"):
     """Everything that is shown and written. `without_slow` is None where the other devices cannot hold the
     model. All speeds are those of emulated devices."""
 

@@ -97,6 +97,7 @@ from elasticd.messages import (
 )
 from elasticd.pulses import Frozen, Probed
 from elasticd.records import MemberRecord
+from elasticd.version import __version__
 
 #: Reports kept while the link is away; the oldest go first.
 MOST_REPORTS = 256
@@ -209,7 +210,7 @@ def _ended(state: State, event: Ended, now: float) -> Result:
 
 
 def _link_up(state: State, event: LinkUp, now: float) -> Result:
-    words: list[ToLeader] = [AgentHello(record=state.record)]
+    words: list[ToLeader] = [AgentHello(record=state.record, release=__version__)]
     for client in state.departed:
         # With its hello, for a leader that took over meanwhile has not met it; but for one whose device has
         # another worker by now: that hello would be taken for the newer.
@@ -267,7 +268,9 @@ def _drained(state: State, event: Drained, now: float) -> Result:
     record = msgspec.structs.replace(state.record, draining=event.on)
     if record == state.record:
         return state, ()
-    told = (Tell(message=AgentHello(record=record)),) if state.phase is Phase.LINKED else ()
+    told = (
+        (Tell(message=AgentHello(record=record, release=__version__)),) if state.phase is Phase.LINKED else ()
+    )
     return replace(state, record=record), (SetNode(record=record), *told)
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from elasticd.machines.agent_state import Opened, State
-from elasticd.messages import WIRE_VERSION, Join
+from elasticd.messages import Join, protocol_refusal
 
 
 def refusal(state: State, event: Opened) -> str:
     """Why this worker or torchrun is not let in, or the empty string."""
     body, node = event.body, state.record.node
-    if abs(body.version - WIRE_VERSION) > 1:
-        return (
-            f"this process speaks version {body.version} of the protocol and its agent {WIRE_VERSION}: "
-            "install the same release of elasticd for both"
-        )
+    if apart := protocol_refusal("this process's hello to its agent", body):
+        return apart
     if body.pid != event.pid:
         return (
             f"process {event.pid} says that it is {body.pid}: agent and trainer must share one PID namespace "

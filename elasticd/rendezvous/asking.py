@@ -14,8 +14,9 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from elasticd import messages, packets
 from elasticd.messages import Rejected, Shutdown, ToWorker
-from elasticd.rendezvous.live import Refusal
+from elasticd.rendezvous.live import Refusal, heard
 from elasticd.rounds import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
+from elasticd.version import __version__
 
 #: Seconds for one answer; the agent itself waits for its store no longer than about that.
 ANSWER_SECONDS = 10.0
@@ -79,7 +80,7 @@ class Asking:
     def _connect(self, seconds: float) -> None:
         self._sock = packets.connect(self._path, seconds)
         self._sock.settimeout(ANSWER_SECONDS)
-        packets.send(self._sock, messages.encode(Attend(job=self._job, pid=os.getpid())))
+        packets.send(self._sock, messages.encode(Attend(job=self._job, pid=os.getpid(), release=__version__)))
         welcome = self._hear()
         if not isinstance(welcome, Attending):
             raise ConnectionError(f"the agent said {type(welcome).__name__} where it was to say Attending")
@@ -97,10 +98,12 @@ class Asking:
 
     def _hear(self) -> ToWorker:
         assert self._sock is not None
-        data = packets.receive(self._sock)
-        if data is None:
-            raise ConnectionResetError("the agent ended")
-        answer = messages.to_worker(data)
+        answer = None
+        while answer is None:  # a message that this release does not know
+            data = packets.receive(self._sock)
+            if data is None:
+                raise ConnectionResetError("the agent ended")
+            answer = heard(data)
         if isinstance(answer, Rejected | Shutdown):
             raise Refusal(answer.reason)
         return answer

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -42,6 +43,7 @@ from elasticd.messages import (
     ToWorker,
 )
 from elasticd.rendezvous import failure
+from elasticd.version import __version__
 
 BACKEND = "elasticd"
 #: Seconds to wait for the agent's socket, so that agent and torchrun may be started side by side.
@@ -153,6 +155,7 @@ class Handler(RendezvousHandler):
             max_nodes=self._nodes[1],
             pid=os.getpid(),
             slot=int(slot) if slot else None,
+            release=__version__,
         )
         while True:
             if self._agent is None:
@@ -231,7 +234,18 @@ class AgentCalls:
                 self._sock.settimeout(None)
             if data is None:
                 return
-            yield messages.to_worker(data)
+            if (answer := heard(data)) is not None:
+                yield answer
+
+
+def heard(data: bytes) -> ToWorker | None:
+    """A message of the agent; None for one to be skipped. Raises Refusal for what is none."""
+    try:
+        return messages.to_worker(data)
+    except msgspec.DecodeError as error:
+        raise Refusal(
+            f"a message of the agent cannot be read ({error}): install the same release of elasticd for both"
+        ) from None
 
 
 class RankStore(Store):

@@ -258,11 +258,17 @@ class Control:
             return False
         if data is None:
             return False
-        message = messages.to_worker(data)
+        try:
+            message = messages.to_worker(data)
+        except msgspec.DecodeError as error:
+            log.warning("a message of the agent cannot be read and is skipped: %s", error)
+            message = None
         if isinstance(message, Fetched):
             self._fetched(message, fd)
             return True
         _close(fd)
+        if message is None:
+            return True
         if isinstance(message, Ping):
             self.send(Pong())
         elif isinstance(message, StoreAnswer):
@@ -313,12 +319,20 @@ def _open(path: str, hello: Hello, seconds: float) -> tuple[socket.socket, Welco
     opened = packets.connect(path, seconds)
     try:
         packets.send(opened, messages.encode(hello))
-        data = packets.receive(opened)
-        if data is None:
-            raise HungUp(f"the agent at {path} closed the connection")
-        answer = messages.to_worker(data)
+        answer = None
+        while answer is None:  # a message that this release does not know
+            data, fd = packets.accept(opened)
+            _close(fd)
+            if data is None:
+                raise HungUp(f"the agent at {path} closed the connection")
+            answer = messages.to_worker(data)
         if not isinstance(answer, Welcome):
             raise RejectedByAgent(getattr(answer, "reason", f"the agent at {path} said {answer}"))
+    except msgspec.DecodeError as error:
+        opened.close()
+        raise RejectedByAgent(
+            f"the answer of the agent at {path} cannot be read ({error}): install the same release of elasticd"
+        ) from error
     except BaseException:
         opened.close()
         raise

@@ -21,15 +21,18 @@ from elasticd_migration.schema import Disagreement, Group, Schema, merge
 from elasticd_migration.state import LocalState, LocalTensor, Shard, restore, torch_dtype
 from elasticd_planner.boxes import Box
 from elasticd_planner.layouts import Item, Role
-from elasticd_planner.value import Value
+from elasticd_planner.value import StoredValue, Value
 from torch import Tensor
 
+from elasticd.decoding import decode_stored, tag_of
 from elasticd.runtime.host_copies import HostMemory
 from elasticd.runtime.staging import Piece
 
 _ALIGNED = 64
 _END = struct.Struct("<Qq8s")
 _MAGIC = b"elasnap1"
+#: Version of the contents.
+VERSION = 1
 #: Bytes that what is said of one piece takes at most: its names, its box, where it lies.
 _CHUNK = 512
 #: Bytes from one page to the next, or fewer.
@@ -51,7 +54,7 @@ class Chunk(Value, frozen=True, kw_only=True):
     at: int
 
 
-class Contents(Value, frozen=True, kw_only=True):
+class Contents(StoredValue, frozen=True, kw_only=True, tag="snapshot-contents"):
     """Whose state it is, and where its values lie. small: scalars of the share's items, groups and extras."""
 
     job: str
@@ -60,9 +63,10 @@ class Contents(Value, frozen=True, kw_only=True):
     step: int
     chunks: tuple[Chunk, ...]
     small: Schema
+    version: int = VERSION
 
 
-class _Written(msgspec.Struct, frozen=True, kw_only=True):
+class _Written(msgspec.Struct, frozen=True, kw_only=True, tag=tag_of(Contents)):
     """`Contents` as they are written: the chunks are the same text from one snapshot to the next."""
 
     job: str
@@ -71,6 +75,7 @@ class _Written(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     chunks: msgspec.Raw
     small: Schema
+    version: int = VERSION
 
 
 def size_of(held: Sequence[Piece], small: LocalState) -> int:
@@ -164,7 +169,7 @@ def _read(raw: Tensor, body: int) -> tuple[Contents, LocalState]:
     if checksum(raw[:body]) != total:
         raise BadSnapshot("a snapshot is not what was copied (its sum is another)")
     try:
-        contents = msgspec.json.decode(raw[body - length : body].numpy().tobytes(), type=Contents)
+        contents = decode_stored(raw[body - length : body].numpy().tobytes(), Contents)
         return contents, _state(raw, contents)
     except ValueError as error:  # msgspec's errors are
         raise BadSnapshot(f"a snapshot cannot be read: {error}") from None

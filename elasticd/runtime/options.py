@@ -29,6 +29,7 @@ from elasticd.runtime.saver import Keeping
 from elasticd.runtime.stage import Loss
 from elasticd.runtime.standing_in import Snapshots
 from elasticd.runtime.stream import Stream, Streamed
+from elasticd.version import __version__
 
 #: What a held-out set is called that was given without a name.
 HELD_OUT = "held_out"
@@ -174,6 +175,7 @@ def hello(spec: JobSpec, keeping: Keeping | None) -> Hello:
         spec=spec,
         checkpoints=offered(keeping.folder, spec) if keeping is not None else (),
         probes=True,
+        release=__version__,
     )
 
 

@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 
 from elasticd import messages, packets
 from elasticd.rounds import Lap, Watching
+from elasticd.version import __version__
 
 _RETRY_SECONDS = 5.0
 _watch: Watch | None = None
@@ -170,6 +171,7 @@ def _place() -> Watching | None:
         world=int(os.environ["WORLD_SIZE"]),
         nodes=nodes,
         least=least,
+        release=__version__,
     )
 
 

@@ -6,7 +6,6 @@ Every rank: its data, synced; its part (what lies where), synced. Then the first
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -40,6 +39,7 @@ from elasticd.checkpoints.sums import FileSums, SummedStream
 from elasticd.records import JobSpec
 from elasticd.runtime import dcp
 from elasticd.runtime.staging import Piece
+from elasticd.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def origin_of(spec: JobSpec, plan: Plan, step: int) -> Origin:
         seed=spec.seed,
         global_batch=spec.global_batch,
         samples=spec.samples,
-        elasticd=importlib.metadata.version("elasticd"),
+        elasticd=__version__,
         torch=str(torch.__version__),
     )
 

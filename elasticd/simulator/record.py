@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from elasticd_planner.value import Value
+from elasticd_planner.value import StoredValue, Value
+
+from elasticd.decoding import decode_stored
 
 VERSION = 3
 
@@ -66,7 +68,7 @@ class Totals(Value, frozen=True, kw_only=True):
     note: str = ""
 
 
-class Outcome(Value, frozen=True, kw_only=True):
+class Outcome(StoredValue, frozen=True, kw_only=True, tag="simulation-outcome"):
     """A whole simulation. All speeds in it are simulated. `stopped` says why the job could not go on."""
 
     scenario: str
@@ -85,7 +87,8 @@ class Outcome(Value, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, text: bytes) -> Outcome:
-        return msgspec.json.decode(text, type=cls)
+        """Raises `msgspec.DecodeError`."""
+        return decode_stored(text, cls)
 
 
 def rounded(seconds: float) -> float:

@@ -12,9 +12,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
+from elasticd_planner.value import StoredValue
 
 from elasticd.clock import Clock, WallClock
-from elasticd.decoding import decoded_as
+from elasticd.decoding import decode_stored
 from elasticd.store.confirm import settle
 from elasticd.store.protocol import (
     Compare,
@@ -34,7 +35,7 @@ RECORD_VERSION = 1
 LOOK_SECONDS = 0.5
 
 
-class LeaderRecord(msgspec.Struct, frozen=True, kw_only=True):
+class LeaderRecord(StoredValue, frozen=True, kw_only=True, tag="leader"):
     """The value of the leader's key: the leader's name, and what others need to reach it."""
 
     name: str
@@ -56,7 +57,7 @@ class Leader(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, item: KeyValue) -> Leader:
         """From the key as read or watched. Raises ValueError when it is not a leader's record."""
         try:
-            record = decoded_as(LeaderRecord, item.value)
+            record = decode_stored(item.value, LeaderRecord)
         except msgspec.DecodeError as error:
             raise ValueError(f"the key {item.key!r} does not hold a leader's record: {error}") from error
         return cls(name=record.name, value=record.value, term=item.create_revision)

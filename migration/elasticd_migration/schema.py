@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 from elasticd_planner.layouts import Item, Role
-from elasticd_planner.value import Value
+from elasticd_planner.value import StoredValue, Value
 
 #: The plane of a value or a buffer.
 VALUE = "value"
@@ -67,7 +67,7 @@ class Group(Value, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
 
 
-class Schema(Value, frozen=True, kw_only=True):
+class Schema(StoredValue, frozen=True, kw_only=True, tag="state-schema"):
     """What a rank holds, or all together.
 
     tensors: by role and name. extras: what the job has once, as its learning-rate scheduler, by name, as

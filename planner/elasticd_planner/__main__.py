@@ -3,7 +3,8 @@ standard output.
 
 The coordinator starts it ahead, so that nobody waits for Python and its imports, and asks it one problem after
 another: its own loop never waits for a search, and a search that takes too long can be killed. Exit status 2:
-a line is no problem; standard error says why. It ends when its input does.
+a line is no problem; standard error says why. It ends when its input does. Parent and child are of one release,
+so that what they say to each other has no version.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import msgspec
 from elasticd_planner.cluster import LEAST_RATE, Link
 from elasticd_planner.plan import Plan
 from elasticd_planner.timed import UNITS, RecomputeEntry, StateEntry, TimesEntry
-from elasticd_planner.value import Invalid, Value, refuse
+from elasticd_planner.value import FILE_VERSION, Invalid, StoredValue, Value, check_file_version, refuse
 
 Objective = Literal["step", "steady"]
 
@@ -206,16 +206,19 @@ class Pins(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 positive(name, getattr(self, name))
 
 
-class TableProblem(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole problem. Rates by device name; null is a dead device."""
+class TableProblem(StoredValue, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="planning-problem"):
+    """A whole problem. Rates by device name; null is a dead device. A file may leave tag and version
+    out."""
 
     cluster: ClusterEntry
     model: ModelEntry
     batch: BatchEntry
     pins: Pins = Pins()
     rates: dict[str, float | None] = msgspec.field(default_factory=dict)
+    version: int = FILE_VERSION
 
     def __post_init__(self) -> None:
+        check_file_version(self.version)
         sizes = list(self.model.sizes)
         if self.pins.tp is not None and sizes and self.pins.tp not in sizes:
             refuse(f"pins.tp {self.pins.tp} is none of the sizes in model's tp_slowdown: {sizes}")
@@ -354,6 +357,8 @@ def answer(planned: Planned, planning_seconds: float) -> dict[str, Any]:
         for module in plan.modules
     ]
     return {
+        "type": "planning-answer",
+        "version": FILE_VERSION,
         "figures": msgspec.to_builtins(planned.figures),
         "plan": {
             "modules": modules,

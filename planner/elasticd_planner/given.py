@@ -7,7 +7,7 @@ import msgspec
 from elasticd_planner.profiles import ModelProfile, SectionProfile, derive
 from elasticd_planner.rules import ModelSpec
 from elasticd_planner.timed import RecomputeEntry, StateEntry, TimesEntry, profile_of
-from elasticd_planner.value import Invalid, Value, refuse
+from elasticd_planner.value import FILE_VERSION, Invalid, Value, check_file_version, refuse
 
 #: Bytes of parameters, which shapes alone decide.
 _PARAMETERS = ("cut_bytes", "grouped_bytes", "whole_bytes")
@@ -30,6 +30,10 @@ class _File(Value, frozen=True, kw_only=True):
     """A profile, or a whole problem: whatever else there is of it."""
 
     model: _Model
+    version: int = FILE_VERSION
+
+    def __post_init__(self) -> None:
+        check_file_version(self.version)
 
 
 def given_profile(text: bytes, spec: ModelSpec, sample_tokens: float, micro_batch: int) -> ModelProfile:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from elasticd_planner.value import Value, refuse
+from elasticd_planner.value import StoredValue, Value, refuse
 
 #: Version of the JSON form of a plan; a reader accepts its own and one older. Of version 2 are the plans with
 #: interleaved stages alone, so that whoever does not know them refuses them.
@@ -177,7 +177,7 @@ class Place(NamedTuple):
     position: int
 
 
-class Plan(Value, frozen=True, kw_only=True, dict=True):
+class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     """A layout of the whole job. It changes slowly and lives in the store.
 
     `binding` ties each member device to one incarnation of a worker; `carriers` are members that compute

@@ -1,4 +1,4 @@
-"""The base of every value in the vocabulary: frozen, keyword-only, slotted, checked when made."""
+"""The bases of every value in the vocabulary: frozen, keyword-only, slotted, checked when made."""
 
 from __future__ import annotations
 
@@ -14,6 +14,36 @@ class Invalid(ValueError):
 class Value(msgspec.Struct, frozen=True, kw_only=True):
     """A frozen, slotted struct; subclasses repeat `frozen=True, kw_only=True` (msgspec and type checkers
     want both on each class) and check their invariants in `__post_init__`."""
+
+
+def explicit_tag(name: str) -> str:
+    """`tag=` of a base class whose subclasses must each say `tag="..."`: classes are renamed, tags are not.
+
+    Raises TypeError, when the class is made, for one that does not.
+    """
+    if name in ("Message", "StoredValue"):
+        return name.lower()
+    raise TypeError(f'{name}: name its tag on the wire or in the store, as tag="store-call"')
+
+
+class StoredValue(Value, frozen=True, kw_only=True, tag=explicit_tag):
+    """The base of every value that outlives the process that wrote it, in etcd or in a file: other releases
+    read it. Its JSON has its tag as "type", and its "version". Subclasses say `tag="..."`."""
+
+    version: int = 1
+
+
+#: Version of the planner's files: problems, answers and profiles.
+FILE_VERSION = 1
+
+
+def check_file_version(version: int) -> None:
+    """Raises `Invalid` for a file of another version than this release and the ones beside it write."""
+    if abs(version - FILE_VERSION) > 1:
+        refuse(
+            f"version {version} of the file's format, and this elasticd knows version {FILE_VERSION}: use the "
+            "release that wrote it, or write it anew"
+        )
 
 
 def refuse(message: str) -> NoReturn:

@@ -21,10 +21,11 @@ from elasticd.checkpoints.folder import (
     superfluous,
     tidy,
 )
-from elasticd.checkpoints.manifest import MANIFEST, METADATA, Part, merge, seal
+from elasticd.checkpoints.manifest import MANIFEST, METADATA, VERSION, Part, merge, seal
 from elasticd.checkpoints.sums import BLOCK, Damaged, SummedFile, SummedStream
 from elasticd.runtime.loading import load
 from elasticd.runtime.writing import origin_of
+from elasticd.version import __version__
 from tests.checkpoints.support import ONE, SPEC_OF_JOB, THREE, save
 from tests.sizes import examples
 
@@ -147,13 +148,18 @@ def test_what_is_left_half_written_or_half_removed_is_no_checkpoint_and_is_tidie
     assert damages(path) == ()
 
 
-def test_a_manifest_of_another_version_is_refused_with_the_remedy(copy: Path) -> None:
+def test_a_manifest_of_a_far_version_is_refused_with_both_and_the_remedy(copy: Path) -> None:
     found = look(copy).manifest
     assert found is not None
     told = msgspec.json.decode(msgspec.json.encode(found))
-    told["version"] = 2
+    told["version"] = VERSION + 1
     (copy / MANIFEST).write_bytes(seal(told))
-    assert "use the release that wrote it" in look(copy).damage
+    assert look(copy).damage == ""  # of the next release
+    told["version"] = VERSION + 2
+    (copy / MANIFEST).write_bytes(seal(told))
+    refusal = f"has version {VERSION + 2}, and elasticd {__version__} here knows version {VERSION}"
+    assert refusal in look(copy).damage
+    assert "install the same release" in look(copy).damage
 
 
 def test_a_whole_has_every_rank_in_it(tmp_path: Path) -> None:

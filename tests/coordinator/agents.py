@@ -95,7 +95,7 @@ async def agent(
     async with connect(url) as socket:
         hello = AgentHello(record=record)
         if version is not None:
-            hello = msgspec.structs.replace(hello, version=version)
+            hello = msgspec.structs.replace(hello, version=version, release=f"{version}.0.0")
         this = Agent(record=record, socket=socket)
         await this.tell(hello)
         listening = asyncio.create_task(this.listen())

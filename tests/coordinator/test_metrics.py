@@ -76,7 +76,7 @@ def test_messages_are_counted_by_type_and_the_refused_by_reason() -> None:
                 await beta.socket.send(b"nonsense")
                 await until(lambda: beta.closed)
             found = await scrape(coordinator)
-            assert found["elasticd_agent_messages_total", (("type", "Kept"),)] == 1
+            assert found["elasticd_agent_messages_total", (("type", "stayed-on-plan"),)] == 1
             assert found["elasticd_message_handling_seconds_count", ()] == 1
             assert found["elasticd_refused_total", (("reason", "hello"),)] == 1
             assert found["elasticd_refused_total", (("reason", "unreadable"),)] == 1

@@ -6,8 +6,11 @@ import asyncio
 import time
 
 import pytest
+from websockets.asyncio.client import connect
 
-from elasticd.messages import Pace, StoreAnswer, StoreCall
+from elasticd.gathered import together
+from elasticd.messages import Kept, Pace, StoreAnswer, StoreCall, encode
+from elasticd.version import __version__
 from tests.coordinator.agents import agent, coordinating, get, post, until
 from tests.machines.cast import FakeWorker, node_record
 
@@ -67,8 +70,38 @@ def test_agent_of_a_far_version_is_refused() -> None:
             async with agent(coordinator, node_record("alpha"), version=9) as old:
                 await until(lambda: bool(old.rejected))
                 assert "install the same release" in old.rejected
+                assert f"(elasticd 9.0.0), and elasticd {__version__} here" in old.rejected
             async with agent(coordinator, node_record("alpha"), version=2):
                 await until(lambda: "alpha" in coordinator.leading.state.nodes)
+
+    asyncio.run(body())
+
+
+def test_messages_of_a_newer_agent_are_skipped_and_those_beside_them_heard() -> None:
+    async def body() -> None:
+        async with coordinating() as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            worker = FakeWorker(device="alpha/0", incarnation="a")
+            call = encode(worker.up(StoreCall(id=1, op="add", key="k", value=b"1")))
+            newer = b'{"type": "quota-report", "version": 2}'
+            inside = encode(worker.up(Kept(number=1, step=0))).replace(b"stayed-on-plan", b"stayed-longer")
+            await alpha.socket.send(newer)
+            await alpha.socket.send(inside)
+            await alpha.socket.send(together([newer, call, inside]))
+            await until(lambda: bool(alpha.heard))
+            assert alpha.bodies("walpha/0") == [StoreAnswer(id=1, number=1)]
+            assert not alpha.closed
+
+    asyncio.run(body())
+
+
+def test_an_agent_whose_first_message_is_not_known_is_told_what_is_expected() -> None:
+    async def body() -> None:
+        async with (
+            coordinating() as coordinator,
+            connect(coordinator.url.replace("http", "ws") + "/v1/agent") as socket,
+        ):
+            await socket.send(b'{"type": "agent-greeting"}')
+            assert b"must be its hello" in await socket.recv()
 
     asyncio.run(body())
 
@@ -78,7 +111,7 @@ def test_message_that_cannot_be_read_costs_its_connection_alone() -> None:
         async with coordinating() as coordinator, agent(coordinator, node_record("alpha")) as good:
             async with agent(coordinator, node_record("beta")) as bad:
                 await until(lambda: len(coordinator.leading.state.nodes) == 2)
-                await bad.socket.send(b'{"type": "Nonsense"}')
+                await bad.socket.send(b'{"type": "worker-lost"}')
                 await until(lambda: bad.closed)
             assert not good.closed
             assert (await get(coordinator, "/readyz"))[0] == 200

@@ -1,0 +1,85 @@
+"""The release has one place, and both programs and every hello say it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from elasticd_agent.__main__ import command
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+import elasticd
+from elasticd import messages, packets
+from elasticd.cli.app import elasticd as cli
+from elasticd.machines import agent as machine
+from elasticd.machines.agent_state import LinkUp, State, Tell
+from elasticd.messages import AgentHello, Closed, Join
+from elasticd.rendezvous.asking import Asking
+from elasticd.rendezvous.live import Handler, JobOver
+from elasticd.rounds import Attend, Attending
+from elasticd.runtime import options, watching
+from elasticd.version import __version__
+from tests.agent.support import spec
+from tests.machines.cast import node_record
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_the_release_is_in_one_place() -> None:
+    assert elasticd.__version__ == __version__
+    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["version"] == {
+        "path": "elasticd/version.py"
+    }
+
+
+def test_both_programs_print_their_name_and_release() -> None:
+    for program, name in ((cli, "elasticd"), (command, "elasticd-agent")):
+        found = CliRunner().invoke(program, ["--version"])
+        assert (found.exit_code, found.output) == (0, f"{name}, version {__version__}\n")
+
+
+def test_every_hello_says_the_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("TORCHELASTIC_RUN_ID", "j")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(packets.TORCHRUN_VARIABLE, "t")
+    monkeypatch.setenv(packets.ROUND_VARIABLE, "0,1,1")
+    assert options.hello(spec("j"), None).release == __version__
+    place = watching._place()
+    assert place is not None
+    assert place.release == __version__
+    _, effects = machine.step(State(record=node_record("n0")), LinkUp(), 0.0)
+    (hello,) = (e.message for e in effects if isinstance(e, Tell) and isinstance(e.message, AgentHello))
+    assert hello.release == __version__
+
+
+def test_every_torchrun_says_the_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "s")
+    monkeypatch.setitem(os.environ, packets.SOCKET_VARIABLE, path)  # the handler sets it: put back afterwards
+    listener = packets.listen(path)
+    listener.setblocking(True)
+    heard: list[object] = []
+
+    def play() -> None:
+        for answer in (Closed(reason="over"), Attending(address="a")):
+            client: socket.socket = listener.accept()[0]
+            data = packets.receive(client)
+            assert data is not None
+            heard.append(messages.from_worker(data))
+            packets.send(client, messages.encode(answer))
+
+    playing = threading.Thread(target=play)
+    playing.start()
+    parameters = RendezvousParameters("elasticd", path, "j", 1, 1)
+    with pytest.raises(JobOver):
+        Handler(parameters, 10.0).next_rendezvous()
+    Asking(path, "j", 10.0).close()
+    playing.join(60)
+    listener.close()
+    assert [type(each) for each in heard] == [Join, Attend]
+    assert {each.release for each in heard if isinstance(each, Join | Attend)} == {__version__}
