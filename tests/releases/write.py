@@ -1,0 +1,60 @@
+"""Writes the golden bytes of this release: `python -m tests.releases.write`, once, when it is released.
+
+A line is the tag of a message or stored value and the text of a sample. Every later release decodes it
+(`test_golden`), so that a file that is there stays as it is; --anew writes it again before its release.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from elasticd.version import __version__
+from tests.releases.samples import Golden, goldens
+
+FOLDER = Path(__file__).parent
+NAME = "golden.jsonl"
+
+
+def files() -> list[Path]:
+    """The golden files of all releases, the oldest first."""
+    found = FOLDER.glob(f"*/{NAME}")
+    return sorted(found, key=lambda path: tuple(int(part) for part in path.parent.name.split(".")))
+
+
+def read(path: Path) -> list[Golden]:
+    """The lines of a golden file."""
+    lines = [msgspec.json.decode(line, type=dict[str, str]) for line in path.read_bytes().splitlines()]
+    return [Golden(line["tag"], line["text"].encode()) for line in lines]
+
+
+def write(path: Path, *, anew: bool) -> int:
+    """How many lines were written. Raises FileExistsError for a file that is there, unless `anew`."""
+    path.parent.mkdir(exist_ok=True)
+    lines = [
+        msgspec.json.encode({"tag": golden.tag, "text": golden.text.decode()}) + b"\n" for golden in goldens()
+    ]
+    with path.open("wb" if anew else "xb") as file:
+        file.writelines(lines)
+    return len(lines)
+
+
+def main() -> int:
+    path = FOLDER / __version__ / NAME
+    try:
+        count = write(path, anew="--anew" in sys.argv[1:])
+    except FileExistsError:
+        print(
+            f"{path.relative_to(FOLDER)} is there already: a released file stays as it is; raise the version "
+            "in elasticd/version.py, or say --anew before the release",
+            file=sys.stderr,
+        )
+        return 1
+    print(f"{path.relative_to(FOLDER)}: {count} lines")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
