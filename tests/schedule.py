@@ -1,8 +1,8 @@
 """In which order tests start, so that no core is idle at the end: the longest first, each to a free process.
 
 `tests/durations.json` says how long tests took; `make durations` measures it anew. A test that takes `ALONE`
-seconds or more is dealt by itself. The others of its file are dealt together; so are all tests of a file that has
-a fixture of module scope, which would otherwise be made once for each process.
+seconds or more is dealt by itself. The others of its file are dealt together; so are all tests of a file with a
+fixture of module scope, which would otherwise be made once for each process.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ from elasticd.pulses import Ping
 from elasticd.records import Keys, NodeRecord, schema_refusal
 from elasticd.remembered import NOTE_SECONDS, StateFile
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
+from elasticd.version import __version__
 from elasticd_agent import probe
 from elasticd_agent.crossing import Crossings
 from elasticd_agent.harm import Harms
@@ -121,6 +122,12 @@ class Agent:
         self._end = loop.create_future()
         if self._stopped:
             return
+        _log.info(
+            "elasticd %s: the agent of node %s of cluster %s",
+            __version__,
+            self.record.node,
+            self._config.cluster.name,
+        )
 
         if refusal := await asyncio.to_thread(self._schema_refusal):
             raise AgentError(refusal)

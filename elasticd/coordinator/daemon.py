@@ -37,6 +37,7 @@ from elasticd.records import HistoryRecord, Keys, decode
 from elasticd.remembered import NOTE_SECONDS, StateError, StateFile
 from elasticd.store.leader import Leader, LeadershipLost
 from elasticd.store.protocol import Store, StoreError, StoreRefused
+from elasticd.version import __version__
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class Coordinator:
 
     async def start(self) -> None:
         """Leads when it returns. Raises `CannotLead`."""
+        _log.info("elasticd %s: a coordinator of cluster %s", __version__, self.config.cluster.name)
         try:
             listener = bind(self.config.coordinator.host, self.config.coordinator.port)
             self._exits.callback(listener.close)

@@ -26,6 +26,7 @@ from elasticd.coordinator.journal import EventRecord
 from elasticd.offspring import ending_with_us
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.protocol import StoreError, WatchEvent
+from tests import sizes
 from tests.etcds import SharedEtcd
 from tests.integration import train, train_ledger
 from tests.integration.trio import Relay, Trio
@@ -314,8 +315,8 @@ class Fleet:
         return max(gaps)
 
 
-def exact(fleet: Fleet, plans: int, most: int = 500) -> None:
-    """Every step was made once, by the samples that are due, with the loss of one process."""
+def exact(fleet: Fleet, plans: int) -> None:
+    """Every step was made once, by the samples that are due; the first ones with the loss of one process."""
     steps: dict[int, Step] = {}
     for name, ledger in fleet.ledgers().items():
         numbers = [step.step for step in ledger]
@@ -329,7 +330,7 @@ def exact(fleet: Fleet, plans: int, most: int = 500) -> None:
     sampler = Sampler(size=len(train.Text()), global_batch=train.BATCH, seed=train.SEED)
     for number, step in steps.items():
         assert sorted(step.samples) == sorted(sampler.samples(number)), f"step {number}"
-    first = min(most, len(steps))
+    first = min(sizes.number(full=500, quick=120), len(steps))
     torch.set_num_threads(1)  # two that spin for each other take minutes where others use the cores
     losses, _ = train.reference(first)
     assert [steps[number].loss for number in range(first)] == pytest.approx(losses, rel=1e-6)

@@ -26,6 +26,8 @@ DOWN_SECONDS = float(os.environ.get("ELASTICD_TEST_OUTAGE", "10"))
 #: Seconds from a leader's death to the next: the goal is 3, which a machine that others use, too, may miss.
 TAKEOVER_SECONDS = 10.0
 FOREVER = 1_000_000
+#: Seconds that a token takes in a block: the job goes on while a test waits, and is not to keep the cores busy.
+FORWARD = 3e-4
 NODES = ("a", "b")
 
 
@@ -37,7 +39,7 @@ def training(shared: SharedEtcd | None = None, *, relayed: bool = False) -> Iter
         etcd = shared if shared is not None else exits.enter_context(Trio(Path(name)))
         relays = [Relay(endpoint) for endpoint in etcd.endpoints] if relayed else []
         try:
-            with Fleet(etcd, Path(name)) as fleet:
+            with Fleet(etcd, Path(name), forward=FORWARD) as fleet:
                 fleet.relays = relays
                 fleet.coordinator("c0", [relay.endpoint for relay in relays])
                 fleet.coordinator("c1")

@@ -12,6 +12,7 @@ from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.search import plan
 from elasticd_planner.value import Invalid
 
+from tests import sizes
 from tests.planner.models import cluster, predict, profile, replica_bytes
 
 SMALL = profile()
@@ -184,9 +185,12 @@ def test_the_bytes_named_missing_are_enough() -> None:
     assert plan(short).plan is None
 
 
-@pytest.mark.parametrize("sizes", [(5, 4), (7, 7), (1,) * 11, (13,), (8, 8, 8, 7)])
-def test_any_number_of_devices_has_a_plan_that_fits_and_a_bound(sizes: tuple[int, ...]) -> None:
-    given = problem(*sizes, part=0.4, batch=24, model=profile(layers=9), rates={"n0/0": 2.5})
+@pytest.mark.parametrize(
+    "nodes",
+    [(5, 4), (1,) * 11, (13,), *(pytest.param(n, marks=pytest.mark.full) for n in [(7, 7), (8, 8, 8, 7)])],
+)
+def test_any_number_of_devices_has_a_plan_that_fits_and_a_bound(nodes: tuple[int, ...]) -> None:
+    given = problem(*nodes, part=0.4, batch=24, model=profile(layers=9), rates={"n0/0": 2.5})
     made = planned(given)
     assert made.prediction is not None
     assert made.prediction.bound_seconds <= made.prediction.step_seconds
@@ -203,7 +207,8 @@ def test_of_many_devices_a_replan_of_what_is_best_already_changes_nothing() -> N
 
 
 def test_of_many_devices_a_replan_moves_less_than_a_plan_that_knows_no_current_one() -> None:
-    healthy = problem(4, 4, 4, 4, part=0.4, batch=32, model=profile(layers=12))
+    nodes = sizes.number(full=4, quick=3)
+    healthy = problem(*[4] * nodes, part=0.4, batch=8 * nodes, model=profile(layers=3 * nodes))
     old = planned(healthy)
     slowed = msgspec.structs.replace(healthy, rates={"n2/1": 3.0})
     fresh, near = planned(slowed), planned(msgspec.structs.replace(slowed, current=old))
@@ -259,10 +264,10 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
         msgspec.structs.replace(problem(2), micro_batch=3)
 
 
-@pytest.mark.parametrize(("sizes", "most"), [((2, 2), 500), ((4, 4), 40_000), ((8,), 20_000)])
-def test_the_work_of_planning_stays_small(sizes: tuple[int, ...], most: int) -> None:
+@pytest.mark.parametrize(("nodes", "most"), [((2, 2), 500), ((4, 4), 40_000), ((8,), 20_000)])
+def test_the_work_of_planning_stays_small(nodes: tuple[int, ...], most: int) -> None:
     """Counted in candidates, which are the same on every machine."""
-    given = problem(*sizes, part=0.3 if sum(sizes) == 8 else 0.6, batch=32, model=profile(layers=16))
+    given = problem(*nodes, part=0.3 if sum(nodes) == 8 else 0.6, batch=32, model=profile(layers=16))
     last = given.cluster.devices[-1].name
     answer = plan(msgspec.structs.replace(given, rates={"n0/1": 3.0, last: 1.5}))
     assert answer.plan is not None

@@ -98,8 +98,7 @@ def test_what_a_release_said_is_understood_by_who_hears_it(path: Path) -> None:
 
 
 def test_every_message_and_stored_value_has_a_line_in_the_newest_file() -> None:
-    """If this fails because of a new one, raise `elasticd.version` and run `python -m tests.releases.write`; or
-    run it with --anew, if the newest file's release is not out yet."""
+    """If this fails because of a new one, run `python -m tests.releases.write --anew`."""
     assert {golden.tag for golden in write.read(FILES[-1])} == kinds().keys() | FILE_TAGS
 
 

@@ -1,7 +1,8 @@
-"""Writes the golden bytes of this release: `python -m tests.releases.write`, once, when it is released.
+"""Writes the golden bytes of the release that is being made: `python -m tests.releases.write`.
 
 A line is the tag of a message or stored value and the text of a sample. Every later release decodes it
-(`test_golden`), so that a file that is there stays as it is; --anew writes it again before its release.
+(`test_golden`). The file is written again, with --anew, as often as messages change before the release; it
+stays as it is once the commit of the release is named beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from elasticd.version import __version__
+from tests.releases import kept
 from tests.releases.samples import Golden, goldens
 
 FOLDER = Path(__file__).parent
@@ -42,15 +44,15 @@ def write(path: Path, *, anew: bool) -> int:
 
 
 def main() -> int:
-    path = FOLDER / __version__ / NAME
+    release = __version__.partition(".dev")[0]
+    path = FOLDER / release / NAME
+    if release in kept.RELEASED:
+        print(f"{release} is released, and its file stays as it is: raise elasticd/version.py", file=sys.stderr)
+        return 1
     try:
         count = write(path, anew="--anew" in sys.argv[1:])
     except FileExistsError:
-        print(
-            f"{path.relative_to(FOLDER)} is there already: a released file stays as it is; raise the version "
-            "in elasticd/version.py, or say --anew before the release",
-            file=sys.stderr,
-        )
+        print(f"{path.relative_to(FOLDER)} is there already: say --anew to write it again", file=sys.stderr)
         return 1
     print(f"{path.relative_to(FOLDER)}: {count} lines")
     return 0

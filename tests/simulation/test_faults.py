@@ -17,6 +17,7 @@ from elasticd.simulator.planning import Planner
 from elasticd.simulator.record import Happening, Outcome
 from elasticd.simulator.run import Simulation, simulate
 from elasticd.simulator.scenario import Scenario, Times, parse
+from tests import sizes
 from tests.simulation.checks import check_history, kinds, mean, total
 from tests.simulation.scenes import SMALL
 
@@ -275,7 +276,7 @@ def test_a_death_at_any_moment_of_a_switch_is_survived(step: int) -> None:
 
 
 def test_a_day_of_all_faults_is_the_same_in_every_process(tmp_path: Path) -> None:
-    text = WIDE.replace("steps = 90", "hours = 6.0") + (
+    text = WIDE.replace("steps = 90", f"hours = {sizes.number(full=6, quick=2)}.0") + (
         "[random]\nslow_per_device_day = 4.0\nstop_per_device_day = 3.0\nrepair_hours = 0.5\n"
         '[[fault]]\nkind = "partition"\nnode = "n1"\nlasts = 700.0\nseconds = 900.0\n'
         '[[fault]]\nkind = "shift"\ntokens = 1536\nseconds = 5000.0\n'

@@ -211,7 +211,7 @@ assumed = 1.3e12
 inside = {{bandwidth = 2e10, latency = 1e-5}}
 between = {{bandwidth = 5e9, latency = 2e-5}}
 [model]
-layers = 24
+layers = {24 if nodes > 3 else 12}
 width = 512
 heads = 8
 kv_heads = 4

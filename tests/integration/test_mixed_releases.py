@@ -1,0 +1,127 @@
+"""A cluster is upgraded from the release before while its job trains on: the coordinator, the agents, the
+workers, and the coordinator back again. Real processes of both releases, and a real etcd."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import elasticd
+from elasticd.store.leader import Leader
+from tests.etcds import SharedEtcd
+from tests.integration.fleet import Fleet, exact, until
+from tests.releases import kept
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+NODES = ("a", "b")
+FOREVER = 1_000_000
+#: Steps that the job makes between two upgrades.
+STEPS = 8
+
+
+@contextmanager
+def training(release: str, shared_etcd: SharedEtcd) -> Iterator[Fleet]:
+    """Two nodes of one device each, all of it of a release that was; `imports_from` says who still runs it."""
+    with tempfile.TemporaryDirectory(prefix="ed-") as name, Fleet(shared_etcd, Path(name)) as fleet:
+        old = fleet.folder / "old"
+        with zipfile.ZipFile(kept.wheel(release)) as wheel:
+            wheel.extractall(old)
+        fleet.imports_from = dict.fromkeys(("c0", "c2", *NODES, *(f"run-{node}" for node in NODES)), old)
+        fleet.coordinator("c0")
+        for node in NODES:
+            fleet.agent(node, 1)
+        for node in NODES:
+            fleet.run(node, 1, "1:2", FOREVER, kept.script(release))
+        until(lambda: len(incarnations(fleet)) == len(NODES), fleet.said)
+        heard(fleet)
+        yield fleet
+
+
+def incarnations(fleet: Fleet) -> dict[str, str]:
+    plan = fleet.job().get("plan")
+    return dict(plan["binding"]) if plan else {}
+
+
+def released(fleet: Fleet) -> dict[str, str]:
+    """Of coordinators and agents that run: the release that each said when it was started last."""
+    said = {
+        name: re.findall(r"elasticd (\S+): (?:a coordinator|the agent) of", fleet.log(name))
+        for name in fleet.processes
+    }
+    return {name: releases[-1] for name, releases in said.items() if releases}
+
+
+def heard(fleet: Fleet) -> None:
+    """Waits until the leader knows all workers, and has heard of some more steps of theirs."""
+    until(lambda: len(fleet.job().get("members", [])) == len(NODES), fleet.said)
+    fleet.advanced(STEPS)
+    goal = fleet.steps()
+    until(lambda: (fleet.job().get("step") or 0) >= goal, fleet.said)
+
+
+@pytest.mark.parametrize("release", kept.RELEASED)
+def test_every_part_of_a_cluster_is_upgraded_while_its_job_trains_on(
+    release: str, shared_etcd: SharedEtcd
+) -> None:
+    new = elasticd.__version__
+    with training(release, shared_etcd) as fleet:
+        before, led = incarnations(fleet), fleet.leads()
+        assert released(fleet) == {"c0": release, "a": release, "b": release}
+
+        # The coordinator: agents and workers of the old release obey one of the new.
+        led = led_by(fleet, "c1", led)
+        assert released(fleet) == {"c1": new, "a": release, "b": release}
+
+        # The agents, one after another: workers of the old release come back to agents of the new.
+        for node in NODES:
+            stop(fleet, node)
+            del fleet.imports_from[node]
+            fleet.agent(node, 1)
+            until(lambda node=node: released(fleet)[node] == new, fleet.said)
+            heard(fleet)
+
+        # The coordinator back: agents of the new release obey one of the old.
+        led = led_by(fleet, "c2", led)
+        assert released(fleet) == {"c2": release, "a": new, "b": new}
+        assert incarnations(fleet) == before, "no worker was started again"
+
+        # The workers: each leaves, and another of the new release joins, while the other node's trains on.
+        led_by(fleet, "c3", led)
+        for node in NODES:
+            upgrade_workers(fleet, node)
+        assert not fleet.imports_from.keys() & fleet.processes.keys()
+        exact(fleet, plans=5)
+
+
+def led_by(fleet: Fleet, name: str, before: Leader) -> Leader:
+    """Another coordinator takes over from the one that leads, which is killed."""
+    fleet.coordinator(name)
+    fleet.kill(before.name)
+    led = fleet.leads(but=before)
+    assert led.name == name
+    heard(fleet)
+    return led
+
+
+def stop(fleet: Fleet, name: str) -> None:
+    """Ends a process in good order."""
+    fleet.processes[name].terminate()
+    fleet.processes.pop(name).wait(60)
+
+
+def upgrade_workers(fleet: Fleet, node: str) -> None:
+    device, name = f"{node}/0", f"run-{node}"
+    stop(fleet, name)
+    until(lambda: device not in incarnations(fleet), fleet.said)
+    fleet.advanced(STEPS)
+    del fleet.imports_from[name]
+    fleet.run(node, 1, "1:2", FOREVER, kept.script(kept.RELEASED[-1]))
+    until(lambda: device in incarnations(fleet), fleet.said)
+    heard(fleet)
