@@ -18,6 +18,7 @@ import torch
 from elasticd_planner.given import given_profile
 
 from elasticd.models import Decoder, DecoderConfig
+from tests import sizes
 from tests.cli.support import DEADLINE, call, refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,21 +77,22 @@ def test_profile_is_a_model_that_plan_takes(tmp_path: Path) -> None:
     assert json.loads(planned.stdout)["plan"]["global_batch"] == 8
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("train.py",), "'train.py' must be FILE.py:NAME"),
-        ((f"{ROOT}/examples/train_lm.py:modle",), "has no 'modle'"),
-        ((f"{ROOT}/examples/train_lm.py:optimizer",), "must be a function without arguments"),
-        ((EXAMPLE, "--widths", "1,x"), "must be positive whole numbers with commas"),
-        ((EXAMPLE, "--widths", "1,64", *QUICK[2:]), "width 64 is more than the 8 units"),
-        ((EXAMPLE, "--tokens", "300,600"), "300 tokens are no whole samples of 256"),
-        ((EXAMPLE, "--tokens", "256"), "two token counts at least"),
-        ((EXAMPLE, "--loss", "los", *QUICK), "has no 'los'"),
-        ((EXAMPLE, "--device", "tpu"), "neither cpu nor cuda"),
-        ((EXAMPLE, "--out", "/nowhere/at/all.json"), "there is no folder /nowhere/at"),
-    ],
-)
+WRONG: list[tuple[tuple[str, ...], str]] = [
+    (("train.py",), "'train.py' must be FILE.py:NAME"),
+    ((f"{ROOT}/examples/train_lm.py:modle",), "has no 'modle'"),
+    ((f"{ROOT}/examples/train_lm.py:optimizer",), "must be a function without arguments"),
+    ((EXAMPLE, "--widths", "1,x"), "must be positive whole numbers with commas"),
+    ((EXAMPLE, "--widths", "1,64", *QUICK[2:]), "width 64 is more than the 8 units"),
+    ((EXAMPLE, "--tokens", "300,600"), "300 tokens are no whole samples of 256"),
+    ((EXAMPLE, "--tokens", "256"), "two token counts at least"),
+    ((EXAMPLE, "--loss", "los", *QUICK), "has no 'los'"),
+    ((EXAMPLE, "--device", "tpu"), "neither cpu nor cuda"),
+    ((EXAMPLE, "--out", "/nowhere/at/all.json"), "there is no folder /nowhere/at"),
+]
+
+
+#: One that the command finds, and one that the process with torch finds.
+@pytest.mark.parametrize(("arguments", "message"), sizes.beside([WRONG[3], WRONG[1]], WRONG))
 def test_wrong_input_is_one_message(arguments: tuple[str, ...], message: str) -> None:
     assert message in refused("profile", *arguments)
 

@@ -52,7 +52,7 @@ def until(condition: Callable[[], T], seconds: float = 60.0, what: Callable[[], 
     deadline = time.monotonic() + max(seconds, LEAST)
     while not (value := condition()):
         assert time.monotonic() < deadline, f"this never became true: {what()}"
-        time.sleep(0.02)
+        time.sleep(0.05)
     return value
 
 

@@ -49,7 +49,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def until(
-    condition: Callable[[], T], what: Callable[[], object], seconds: float = PATIENCE, pause: float = 0.02
+    condition: Callable[[], T], what: Callable[[], object], seconds: float = PATIENCE, pause: float = 0.05
 ) -> T:
     """The first true value of `condition`; fails with `what()` when none comes in time."""
     deadline = time.monotonic() + seconds
@@ -283,7 +283,7 @@ class Fleet:
         """Steps that somebody was given: the highest, and one."""
         return max((ledger[-1].step + 1 for ledger in self.ledgers().values() if ledger), default=0)
 
-    def advanced(self, steps: int, seconds: float = PATIENCE, pause: float = 0.02) -> None:
+    def advanced(self, steps: int, seconds: float = PATIENCE, pause: float = 0.05) -> None:
         """Waits until so many more steps were made."""
         goal = self.steps() + steps
 

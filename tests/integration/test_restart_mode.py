@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 
 from elasticd.store.server import EtcdServer
+from tests import sizes
 from tests.etcds import SharedEtcd
 from tests.integration.cluster import until
 from tests.integration.torchruns import EXAMPLES, RestartJob, end
 
-DDP, FSDP2 = EXAMPLES / "ddp.py", EXAMPLES / "fsdp2.py"
+SCRIPTS = DDP, FSDP2 = EXAMPLES / "ddp.py", EXAMPLES / "fsdp2.py"
 WATCHED = Path(__file__).with_name("watched.py")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("script", [DDP, FSDP2], ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", sizes.beside([DDP], SCRIPTS), ids=lambda script: script.stem)
 def test_plain_script_runs_to_its_end_over_two_nodes(script: Path, shared_etcd: SharedEtcd) -> None:
     with RestartJob(shared_etcd, {"a": 1, "b": 1}, script, "--steps=12", nnodes="2") as job:
         runs = [job.start("a"), job.start("b")]
@@ -28,7 +29,7 @@ def test_plain_script_runs_to_its_end_over_two_nodes(script: Path, shared_etcd: 
         assert sorted(job.losses()) == list(range(12))
 
 
-@pytest.mark.parametrize("script", [DDP, FSDP2], ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", sizes.beside([FSDP2], SCRIPTS), ids=lambda script: script.stem)
 def test_killed_worker_restarts_all_from_the_last_checkpoint(script: Path, shared_etcd: SharedEtcd) -> None:
     with RestartJob(shared_etcd, {"a": 1, "b": 1}, script, "--steps=60", "--pause=0.1", nnodes="2") as job:
         runs = [job.start("a"), job.start("b")]
@@ -110,7 +111,7 @@ def test_job_that_was_ended_can_be_run_again_under_its_name(shared_etcd: SharedE
             assert [run.wait() for run in runs] == [0, 0], job.said()
 
 
-@pytest.mark.parametrize("script", [DDP, FSDP2], ids=lambda script: script.stem)
+@pytest.mark.parametrize("script", sizes.beside([DDP], SCRIPTS), ids=lambda script: script.stem)
 def test_watch_tells_the_straggler_apart_though_all_wait_for_it(script: Path, shared_etcd: SharedEtcd) -> None:
     options = (f"--script={script}", "--steps=100000", "--pause=0.02")
     with RestartJob(shared_etcd, {"a": 1, "b": 1}, WATCHED, *options, nnodes="2") as job:
@@ -131,7 +132,7 @@ def test_watch_tells_the_straggler_apart_though_all_wait_for_it(script: Path, sh
 def test_slow_node_is_left_out_where_going_on_without_it_is_faster_and_stands_by(
     shared_etcd: SharedEtcd,
 ) -> None:
-    options = (f"--script={DDP}", "--steps=800", "--pause=0.02")
+    options = (f"--script={DDP}", "--steps=400", "--pause=0.02")
     with RestartJob(shared_etcd, {"a": 1, "b": 1, "c": 1}, WATCHED, *options, nnodes="1:3") as job:
         runs = {node: job.start(node) for node in "ac"}
         slow = job.start("b", "--pause=1.5")

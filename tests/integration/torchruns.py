@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -13,9 +12,11 @@ from typing import Any
 
 import msgspec
 import psutil
+import torch.distributed.run
 
 from elasticd.config import with_overrides
 from elasticd.store.server import EtcdServer
+from tests import forkserver
 from tests.etcds import SharedEtcd
 from tests.integration.cluster import ROOT, Cluster, until
 
@@ -27,25 +28,27 @@ class Torchrun:
 
     def __init__(self, cluster: Cluster, node: str, script: Path, options: list[str], *, nodes: str, conf: str):
         self.node = node
-        self._log = tempfile.NamedTemporaryFile(dir=cluster.folder, prefix=f"torchrun-{node}-")  # noqa: SIM115
+        number, name = tempfile.mkstemp(dir=cluster.folder, prefix=f"torchrun-{node}-")
+        os.close(number)
+        self._log = Path(name)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=elasticd", "--rdzv-id=job"),
+        options = [
+            *("--rdzv-backend=elasticd", "--rdzv-id=job"),
             *(f"--rdzv-endpoint={cluster.socket(node)}", f"--rdzv-conf=mode=restart{conf}"),
             *(f"--nnodes={nodes}", f"--nproc-per-node={cluster.nodes[node]}", "--max-restarts=3"),
             *(str(script), *options),
         ]
-        self.process = subprocess.Popen(
-            command,
-            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        # torchrun itself is forked; it starts its workers as ever.
+        self.process = forkserver.start(
+            Path(torch.distributed.run.__file__),
+            *options,
+            environment={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            output=self._log,
         )
 
     @property
     def said(self) -> str:
-        return Path(self._log.name).read_text()
+        return self._log.read_text()
 
     def workers(self) -> list[int]:
         """The processes of its workers, as they are now."""
@@ -81,7 +84,6 @@ class Torchrun:
                 self.process.wait()
         for pid in workers:
             end(pid)
-        self._log.close()
 
 
 def end(pid: int) -> None:
