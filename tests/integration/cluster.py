@@ -39,6 +39,8 @@ from tests.forkserver import Forked
 ROOT = Path(__file__).resolve().parents[2]
 JOB = "job"
 T = TypeVar("T")
+#: Steps of a job that ends when its test says so.
+MANY = 100_000
 
 
 #: Seconds that any condition has at least: a busy machine takes half a minute to start a worker.
@@ -184,7 +186,8 @@ class Cluster:
 
     def run(self, script: Path, **options: Mapping[str, Any] | Any) -> None:
         """Joins as one torchrun for each node would, and starts the workers. Options go to the script as
-        JSON in $OPTIONS; one under a device's name is for that worker alone."""
+        JSON in $OPTIONS; one under a device's name is for that worker alone. Without `steps` it trains until
+        `finish`."""
         names = sorted(self.nodes)
         for node in names:
             self._torchruns[node] = packets.connect(self.socket(node), 20)
@@ -194,6 +197,12 @@ class Cluster:
         for node in names:
             for index in range(self.nodes[node]):
                 self.start_worker(f"{node}/{index}", script, options)
+
+    def finish(self) -> int:
+        """Lets the job end a few steps from now; how many steps it makes in all. For `train.py`."""
+        (self.folder / "end").touch()
+        until(lambda: (self.folder / "last").exists(), what=self.events)
+        return int((self.folder / "last").read_text())
 
     def rejoin(self, node: str) -> None:
         """As a torchrun does whose workers died: it asks again, before it starts others."""
@@ -222,7 +231,7 @@ class Cluster:
             TORCHELASTIC_RUN_ID=JOB,
             LOCAL_RANK=index,
             WORLD_SIZE=str(sum(self.nodes.values())),
-            OPTIONS=json.dumps({"out": str(self.folder), **options, **options.get(device, {})}),
+            OPTIONS=json.dumps({"out": str(self.folder), "steps": MANY, **options, **options.get(device, {})}),
         )
         log = self.folder / f"log-{device.replace('/', ':')}"
         log.unlink(missing_ok=True)  # of the worker before it

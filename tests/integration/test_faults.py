@@ -29,8 +29,9 @@ PAIR = {
 }
 
 
-def gone_on(cluster: Cluster, steps: int) -> None:
+def gone_on(cluster: Cluster) -> None:
     """The survivors finish, each step was made once, and the numbers are those of one process."""
+    steps = cluster.finish()
     codes = cluster.wait(120)
     assert codes.pop("b/0") == -signal.SIGKILL
     assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
@@ -41,34 +42,31 @@ def gone_on(cluster: Cluster, steps: int) -> None:
 
 @pytest.mark.slow
 def test_a_worker_killed_in_the_midst_of_training_costs_one_device() -> None:
-    steps = 40
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=steps)
+        cluster.run(SCRIPT)
         cluster.runs(1, steps=5)
         pids = {device: worker.pid for device, worker in cluster.workers.items()}
         cluster.workers["b/0"].kill()
         until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
         assert {member["pid"] for member in cluster.job()["members"]} == {pids["a/0"], pids["a/1"]}
-        gone_on(cluster, steps)
+        gone_on(cluster)
 
 
 @pytest.mark.slow
 def test_the_last_survivor_goes_on_alone() -> None:
-    steps = 40
     with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=steps)
+        cluster.run(SCRIPT)
         cluster.runs(1, steps=5)
         cluster.workers["b/0"].kill()
         until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
-        gone_on(cluster, steps)
+        gone_on(cluster)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["preparing", "voting", "moving", "saying", "swapping"])
 def test_a_worker_killed_at_any_moment_of_a_switch_costs_one_device(moment: str) -> None:
-    steps = 90  # where others use the processors, the slow device is found late
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=steps, **{"b/0": {"die_at": moment}})
+        cluster.run(SCRIPT, **{"b/0": {"die_at": moment}})
         cluster.runs(1, steps=12)
         cluster.pace("a/1", 3.0)
         until(
@@ -76,15 +74,14 @@ def test_a_worker_killed_at_any_moment_of_a_switch_costs_one_device(moment: str)
             60,
             lambda: str([event["text"] for event in cluster.events()]),
         )
-        gone_on(cluster, steps)
+        gone_on(cluster)
 
 
 @pytest.mark.slow
 def test_an_agent_that_is_started_again_gets_its_workers_back() -> None:
-    steps = 90
     patient = Settings(retry_seconds=0.5, node_seconds=3.0)  # a step that a busy machine holds up is no fault
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=patient) as cluster:
-        cluster.run(SCRIPT, steps=steps)
+        cluster.run(SCRIPT)
         cluster.runs(1, steps=12)
         before = cluster.job()["members"]
         cluster.restart_agent("a")
@@ -95,6 +92,7 @@ def test_an_agent_that_is_started_again_gets_its_workers_back() -> None:
         assert [(m["device"], m["incarnation"]) for m in after] == [
             (m["device"], m["incarnation"]) for m in before
         ]
+        steps = cluster.finish()
         codes = cluster.wait(120)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
         assert not cluster.events("fenced")
@@ -104,7 +102,7 @@ def test_an_agent_that_is_started_again_gets_its_workers_back() -> None:
 @pytest.mark.slow
 def test_a_frozen_worker_is_left_behind_and_joins_again_when_it_thaws() -> None:
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=100_000)
+        cluster.run(SCRIPT)
         cluster.runs(1, steps=5)
         frozen = cluster.workers["b/0"]
         frozen.send_signal(signal.SIGSTOP)
@@ -125,9 +123,8 @@ def test_a_frozen_worker_is_left_behind_and_joins_again_when_it_thaws() -> None:
 
 @pytest.mark.slow
 def test_a_drained_node_is_left_in_the_midst_of_training() -> None:
-    steps = 60
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=steps)
+        cluster.run(SCRIPT)
         cluster.runs(1, steps=5)
         with Api(cluster.coordinator.url) as api:
             api.drain("b", on=True)
@@ -135,5 +132,6 @@ def test_a_drained_node_is_left_in_the_midst_of_training() -> None:
             node = next(node for node in api.status().nodes if node.node == "b")
             assert (node.draining, node.members) == (True, 0)
         assert not cluster.events("fenced")
+        steps = cluster.finish()
         assert set(cluster.wait(120).values()) == {0}
         check_exactness(cluster, steps, plans=2)

@@ -17,7 +17,6 @@ from tests.integration.test_older import (
 )
 from tests.integration.test_switches import plan_of, stage
 
-STEPS = 90
 #: One pipeline over three nodes: every switch changes what each of them holds.
 PLANS = {
     "": plan_of((6, [stage(0, 2, ("a/0", 1)), stage(2, 4, ("b/0", 1)), stage(4, 5, ("c/0", 1))])),
@@ -40,7 +39,7 @@ def proposed_in_place(cluster: Cluster) -> list[str]:
 def test_one_killed_in_the_midst_of_a_move_in_place_costs_the_steps_since_the_snapshot() -> None:
     with Cluster(NODES, plans=PLANS, settings=SETTINGS, memory=MEMORY) as cluster:
         options = {"job": {"snapshot_every": 2}, "round": ROUND, "b/0": {"die_at": "in place"}}
-        cluster.run(SCRIPT, steps=STEPS, **options)
+        cluster.run(SCRIPT, **options)
         whole_snapshot(cluster, 4)
         survivors = {device: cluster.workers[device].pid for device in ("a/0", "c/0")}
         cluster.pace("a/0", 3.0)
@@ -51,21 +50,23 @@ def test_one_killed_in_the_midst_of_a_move_in_place_costs_the_steps_since_the_sn
         back = recorded_from(cluster)
         assert back >= 4
         assert back % 2 == 0, "nobody has a whole copy: all go back to a snapshot"
+        steps = cluster.finish()
         codes = cluster.wait(240)
         assert [codes[device] for device in survivors] == [0, 0], said(cluster)
         assert {device: cluster.workers[device].pid for device in survivors} == survivors
-        ended_exactly(cluster, back, STEPS)
+        ended_exactly(cluster, back, steps)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_state_that_does_not_fit_twice_moves_in_place_and_training_stays_exact() -> None:
     with Cluster(NODES, plans=PLANS, settings=SETTINGS, memory=MEMORY) as cluster:
-        cluster.run(SCRIPT, steps=STEPS, job={"snapshot_every": 2}, round=ROUND)
+        cluster.run(SCRIPT, job={"snapshot_every": 2}, round=ROUND)
         whole_snapshot(cluster, 4)
         cluster.pace("a/0", 3.0)
         until(lambda: len(cluster.events("recorded")) == 2, 240, lambda: said(cluster))
         assert proposed_in_place(cluster), said(cluster)
         back = recorded_from(cluster)
+        steps = cluster.finish()
         assert set(cluster.wait(240).values()) == {0}, said(cluster)
-        ended_exactly(cluster, back, STEPS)
+        ended_exactly(cluster, back, steps)

@@ -33,9 +33,8 @@ def texts(cluster: Cluster) -> str:
 def test_one_that_is_told_to_go_leaves_and_nothing_is_lost_or_done_twice(
     plans: dict[str, Plan], zero: int
 ) -> None:
-    steps = 60
     with Cluster({"a": 2, "b": 1}, plans=plans, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=steps, zero=zero)
+        cluster.run(SCRIPT, zero=zero)
         cluster.runs(1, steps=5)
         pids = {device: worker.pid for device, worker in cluster.workers.items()}
         cluster.workers["b/0"].send_signal(signal.SIGTERM)
@@ -44,6 +43,7 @@ def test_one_that_is_told_to_go_leaves_and_nothing_is_lost_or_done_twice(
         (lost,) = cluster.events("worker_lost")
         assert lost["data"]["clean"]
         assert "it was told to go, and the job goes on without it" in lost["text"]
+        steps = cluster.finish()
         codes = cluster.wait(120)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
         assert not cluster.events("fenced"), "nobody was lost"
@@ -54,7 +54,7 @@ def test_one_that_is_told_to_go_leaves_and_nothing_is_lost_or_done_twice(
 @pytest.mark.slow
 def test_all_that_are_told_to_go_end_the_job_which_says_so() -> None:
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=100_000)
+        cluster.run(SCRIPT)
         cluster.runs(1, steps=5)
         for worker in cluster.workers.values():
             worker.send_signal(signal.SIGTERM)
@@ -67,12 +67,12 @@ def test_all_that_are_told_to_go_end_the_job_which_says_so() -> None:
 @pytest.mark.slow
 def test_one_that_cannot_wait_is_a_loss_like_any_other() -> None:
     """It is in the midst of a step that the grace does not last for: the others go on without it."""
-    steps = 40
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=steps, **{"b/0": {"job": {"grace": 0.0}}})
+        cluster.run(SCRIPT, **{"b/0": {"job": {"grace": 0.0}}})
         cluster.runs(1, steps=5)
         cluster.workers["b/0"].send_signal(signal.SIGTERM)
         until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: texts(cluster))
+        steps = cluster.finish()
         codes = cluster.wait(120)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
         assert cluster.events("fenced")[-1]["data"]["gone"] == ["b/0"]

@@ -17,7 +17,6 @@ from tests.integration.test_switches import plan_of, stage
 
 SCRIPT = Path(train.__file__)
 SETTINGS = Settings(retry_seconds=0.5)
-STEPS = 40
 #: One pipeline over two nodes: whoever dies had boxes that nobody else has.
 PLANS = {
     "": plan_of((6, [stage(0, 3, ("a/0", 1)), stage(3, 5, ("b/0", 1))])),
@@ -39,7 +38,7 @@ def said(cluster: Cluster) -> str:
     )
 
 
-def ended_exactly(cluster: Cluster, back: int, steps: int = STEPS) -> None:
+def ended_exactly(cluster: Cluster, back: int, steps: int) -> None:
     """All numbers are those of one process; the surviving history has each step from `back` on once."""
     losses, weights = train.reference(steps)
     lines = ledger(cluster)
@@ -69,7 +68,7 @@ def whole_snapshot(cluster: Cluster, least: int) -> None:
 @pytest.mark.slow
 def test_survivors_go_back_to_the_dead_ones_snapshot() -> None:
     with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=STEPS, job={"snapshot_every": 2})
+        cluster.run(SCRIPT, job={"snapshot_every": 2})
         whole_snapshot(cluster, 4)
         survivor = cluster.workers["a/0"].pid
         cluster.workers["b/0"].kill()
@@ -77,25 +76,27 @@ def test_survivors_go_back_to_the_dead_ones_snapshot() -> None:
         back = recorded_from(cluster)
         assert back >= 4
         assert back % 2 == 0
+        steps = cluster.finish()
         codes = cluster.wait(120)
         assert codes["a/0"] == 0, said(cluster)
         assert cluster.workers["a/0"].pid == survivor
-        ended_exactly(cluster, back)
+        ended_exactly(cluster, back, steps)
 
 
 @pytest.mark.slow
 def test_survivors_go_back_to_a_checkpoint(tmp_path: Path) -> None:
     with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
         folder = {"checkpoint": str(tmp_path / "kept"), "checkpoint_every": 3}
-        cluster.run(SCRIPT, steps=STEPS, job=folder)
+        cluster.run(SCRIPT, job=folder)
         until(lambda: len(cluster.events("checkpoint")) >= 2, 120, lambda: said(cluster))
         cluster.workers["b/0"].kill()
         until(lambda: len(cluster.events("recorded")) == 2, 120, lambda: said(cluster))
         back = recorded_from(cluster)
         assert back >= 3
         assert back % 3 == 0
+        steps = cluster.finish()
         assert cluster.wait(120)["a/0"] == 0, said(cluster)
-        ended_exactly(cluster, back)
+        ended_exactly(cluster, back, steps)
 
 
 @pytest.mark.slow
@@ -105,7 +106,7 @@ def test_a_job_whose_workers_all_die_waits_and_goes_on_from_its_snapshot_when_th
 ) -> None:
     options: dict[str, Any] = {"job": {"snapshot_every": 2}}
     with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=STEPS, **options)
+        cluster.run(SCRIPT, **options)
         whole_snapshot(cluster, 4)
         cluster.workers["a/0"].kill()
         if apart:  # the job waits for capacity already, as there is no plan for what is left
@@ -116,14 +117,15 @@ def test_a_job_whose_workers_all_die_waits_and_goes_on_from_its_snapshot_when_th
         again(cluster, options)
         until(lambda: len(cluster.events("recorded")) == 2, 120, lambda: said(cluster))
         back = recorded_from(cluster)
+        steps = cluster.finish()
         assert set(cluster.wait(120).values()) == {0}, said(cluster)
-        ended_exactly(cluster, back)
+        ended_exactly(cluster, back, steps)
 
 
 @pytest.mark.slow
 def test_without_any_older_state_the_job_stops_and_names_what_is_lost() -> None:
     with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=STEPS)
+        cluster.run(SCRIPT)
         cluster.runs(1, steps=5)
         cluster.workers["b/0"].kill()
         until(lambda: cluster.events("stopped"), 120, lambda: said(cluster))
@@ -137,4 +139,4 @@ def again(cluster: Cluster, options: dict[str, Any]) -> None:
     for node in sorted(cluster.nodes):
         cluster.rejoin(node)
     for node in sorted(cluster.nodes):
-        cluster.start_worker(f"{node}/0", SCRIPT, {"steps": STEPS, **options})
+        cluster.start_worker(f"{node}/0", SCRIPT, options)

@@ -14,7 +14,7 @@ from msgspec import structs
 
 from tests.integration import test_faults as faults
 from tests.integration import train
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import Cluster, until
 from tests.integration.test_switches import SCRIPT, SETTINGS, plan_of, stage
 
 
@@ -37,13 +37,13 @@ PLANS = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_job_in_float16_that_recomputes_switches_in_place_and_learns_like_one_process() -> None:
-    steps = 120  # where others use the processors, the slow device is found late
     with Cluster({"a": 2, "b": 2}, plans=PLANS, settings=SETTINGS) as cluster:
         asked = {"precision": "fp16", "recompute": "plan"}
-        cluster.run(SCRIPT, steps=steps, zero=1, replicas=2, job=asked)
+        cluster.run(SCRIPT, zero=1, replicas=2, job=asked)
         cluster.runs(1, steps=12, seconds=180)
         cluster.pace("a/1", 3.0)
         cluster.runs(2, steps=3, seconds=180)
+        steps = cluster.finish()
         codes = cluster.wait(300)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-2000:] for device in codes}
         learned_like_one_process(cluster, steps)
@@ -53,12 +53,13 @@ def test_a_job_in_float16_that_recomputes_switches_in_place_and_learns_like_one_
 @pytest.mark.timeout(600)
 def test_a_worker_killed_in_float16_costs_its_device_and_no_step() -> None:
     """Master weights and the scale are gone on from where replicas of the optimizer's state have them."""
-    steps = 40
     plans = {key: plan.replace(state=StatePolicy(zero=1, replicas=2)) for key, plan in faults.PLANS.items()}
     with Cluster({"a": 2, "b": 1}, plans=plans, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=steps, zero=1, replicas=2, job={"precision": "fp16"})
+        cluster.run(SCRIPT, zero=1, replicas=2, job={"precision": "fp16"})
         cluster.runs(1, steps=5)
         cluster.workers["b/0"].kill()
+        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        steps = cluster.finish()
         codes = cluster.wait(120)
         assert codes.pop("b/0") == -signal.SIGKILL
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-2000:] for device in codes}

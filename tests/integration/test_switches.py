@@ -51,9 +51,8 @@ PLANS = {
 @pytest.mark.slow
 @pytest.mark.timeout(800)
 def test_plans_switch_in_place_and_training_stays_that_of_one_process() -> None:
-    steps = 150  # where others use the processors, the slow device is found late
     with Cluster({"a": 3, "b": 2}, plans=PLANS, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=steps)
+        cluster.run(SCRIPT)
         cluster.runs(1, steps=12)
         pids = {member["device"]: member["pid"] for member in cluster.job()["members"]}
         cluster.pace("a/1", 3.0)
@@ -62,6 +61,7 @@ def test_plans_switch_in_place_and_training_stays_that_of_one_process() -> None:
         cluster.pace("a/1", 1.0)
         until_third(cluster)
         assert {member["device"]: member["pid"] for member in cluster.job()["members"]} == pids
+        steps = cluster.finish()
         codes = cluster.wait(300)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-2000:] for device in codes}
         check_exactness(cluster, steps)
@@ -110,15 +110,15 @@ def test_a_plan_that_one_rank_refuses_is_given_up_and_training_goes_on_exactly(m
         "": plan_of((3, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (3, [stage(0, 5, ("b/0", 1))])),
         "a/1": plan_of((6, [stage(0, 3, ("a/0", 6), ("a/1", 2)), stage(3, 5, ("b/0", 1))])),
     }
-    steps = 90  # where others use the processors, the slow device is found late
     settings = Settings(retry_seconds=300)
     with Cluster({"a": 2, "b": 1}, plans=plans, settings=settings) as cluster:
-        cluster.run(SCRIPT, steps=steps, **{"b/0": {"refuse": moment}})
+        cluster.run(SCRIPT, **{"b/0": {"refuse": moment}})
         cluster.runs(1, steps=12)
         cluster.pace("a/1", 3.0)
         until(lambda: cluster.events("aborted"), 60, lambda: str([e["text"] for e in cluster.events()]))
         until(lambda: cluster.job()["phase"] == "running", 30)
         assert cluster.job()["plan"]["number"] == 1
+        steps = cluster.finish()
         codes = cluster.wait()
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-2000:] for device in codes}
         assert [event["data"]["number"] for event in cluster.events("recorded")] == [1]

@@ -29,9 +29,8 @@ PLANS = {
 @pytest.mark.slow
 @pytest.mark.timeout(800)
 def test_state_policies_switch_in_place_and_training_stays_that_of_one_process() -> None:
-    steps = 150  # where others use the processors, the slow device is found late
     with Cluster({"a": 3, "b": 2}, plans=PLANS, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, steps=steps, zero=1, replicas=2)
+        cluster.run(SCRIPT, zero=1, replicas=2)
         cluster.runs(1, steps=12, seconds=150)
         assert cluster.job()["plan"]["state"] == {"zero": 1, "replicas": 2}
         cluster.pace("a/1", 3.0)
@@ -43,6 +42,7 @@ def test_state_policies_switch_in_place_and_training_stays_that_of_one_process()
         until(
             lambda: cluster.job()["plan"]["carriers"] == (), 60, lambda: [e["text"] for e in cluster.events()]
         )
+        steps = cluster.finish()
         codes = cluster.wait(300)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-2000:] for device in codes}
         check_exactness(cluster, steps)
