@@ -26,13 +26,16 @@ from elasticd.runtime import options, watching
 from elasticd.version import __version__
 from tests.agent.support import spec
 from tests.machines.cast import node_record
+from tests.releases import kept
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def test_the_release_is_in_one_place() -> None:
     assert elasticd.__version__ == __version__
-    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    made = "Unreleased" if ".dev" in __version__ else __version__
+    assert [f"\n## {name}\n" in changes for name in (made, *kept.RELEASED)] == [True] * (1 + len(kept.RELEASED))
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["version"] == {
         "path": "elasticd/version.py"
     }
