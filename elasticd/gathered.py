@@ -20,6 +20,6 @@ def all_to_leader(data: bytes) -> Sequence[ToLeader]:
     if not data.startswith(b"["):
         message = to_leader(data)
         return () if message is None else (message,)
-    if not data.strip(b"[ \\t\\r\\n]"):
+    if not data.strip(b"[] \t\r\n"):
         raise msgspec.ValidationError("several messages as one are one at least")
     return several_to_leader(data)

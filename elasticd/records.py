@@ -304,7 +304,10 @@ def schema_refusal(data: bytes) -> str:
     try:
         record = decoded_as(SchemaRecord, data)
     except msgspec.DecodeError as error:
-        return f"the store's schema record cannot be read by elasticd {__version__}: {error}"
+        return (
+            f"the store's schema record cannot be read by elasticd {__version__} ({error}): run the release "
+            "that wrote it; if no elasticd did, delete the key"
+        )
     return version_refusal("the store's schema", record.version, SCHEMA_VERSION, record.release)
 
 

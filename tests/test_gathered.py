@@ -94,7 +94,7 @@ def test_a_link_sends_all_that_waits_and_loses_nothing() -> None:
     asyncio.run(body())
 
 
-@pytest.mark.parametrize("nothing", [b"[]", b"[ ]"])
+@pytest.mark.parametrize("nothing", [b"[]", b"[ ]", b"[\n\t\r]"])
 def test_no_message_at_all_is_refused(nothing: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         all_to_leader(nothing)

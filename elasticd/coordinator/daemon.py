@@ -167,7 +167,7 @@ class Coordinator:
 
     def _lead(self, term: Term) -> None:
         try:
-            jobs = stored(self.keys, term.jobs.items)
+            jobs, restarted = stored(self.keys, term.jobs.items), ranks(self.keys, term.jobs.items)
         except msgspec.DecodeError as error:
             raise CannotLead(f"the records under {self.keys.jobs} cannot be read: {error}") from error
         try:
@@ -185,7 +185,7 @@ class Coordinator:
             told=leading.tell,
             failed=self.fail,
         )
-        leading.remember(ranks(self.keys, term.jobs.items))
+        leading.remember(restarted)
         changes = msgspec.structs.replace(changes, detect=self._settings.detect, policy=self._settings.policy)
         leading.follow(changes, f"as changed while running: {', '.join(sorted(changes.values))}")
         self.leading = leading

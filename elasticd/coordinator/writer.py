@@ -197,7 +197,8 @@ def _ranks(keys: Keys, job: str) -> str:
 
 
 def ranks(keys: Keys, items: Iterable[KeyValue]) -> list[Rank]:
-    """Those in a snapshot of the jobs' prefix."""
+    """Those in a snapshot of the jobs' prefix. Raises `msgspec.DecodeError` for one that this program cannot
+    read."""
     jobs = {item.key.removeprefix(keys.jobs).partition("/")[0] for item in items}
     folders = tuple(_ranks(keys, job) for job in jobs)
     return [decode(item.value, Rank) for item in items if item.key.startswith(folders)]

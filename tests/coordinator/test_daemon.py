@@ -247,6 +247,19 @@ def test_replaced_leader_stands_by_again(capsys: pytest.CaptureFixture[str]) -> 
     assert "does not lead any longer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["job/spec", "job/ranks/a:b"])
+def test_record_that_cannot_be_read_is_named_and_the_key_given_back(key: str) -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        store = MemoryStore(server)
+        store.put(KEYS.jobs + key, b"{}")
+        with pytest.raises(CannotLead, match=r"records under .* cannot be read"):
+            await Coordinator(config(), MemoryStore(server)).start()
+        assert read_leader(store, KEYS.leader) is None
+
+    asyncio.run(body())
+
+
 def test_port_that_is_taken_is_named_with_the_remedy() -> None:
     async def body() -> None:
         with socket.socket() as taken:

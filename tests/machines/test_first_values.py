@@ -36,4 +36,5 @@ def test_a_worker_that_joins_later_may_start_from_any() -> None:
 
 def test_equal_specs_do_not_differ() -> None:
     assert difference(spec(), spec()) == ""
+    assert difference(spec(), msgspec.structs.replace(spec(), version=spec().version + 1)) == ""
     assert "starts from other values" in difference(spec(), msgspec.structs.replace(spec(), first="x"))
