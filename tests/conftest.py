@@ -66,7 +66,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("--write-durations") and not hasattr(session.config, "workerinput"):
-        schedule.write({**schedule.known(), **_durations})
+        schedule.write(_durations)
 
 
 @pytest.fixture

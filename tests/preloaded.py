@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 
 import torch
+import torch._dynamo  # an optimizer's first step imports it
 import torch.distributed.checkpoint
+import torch.distributed.run
 
 import elasticd
 import elasticd.models

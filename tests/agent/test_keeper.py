@@ -337,4 +337,4 @@ def test_descriptors_do_not_grow_over_many_snapshots(scene: Scene) -> None:
     settled = len(open_descriptors())
     for step in range(11, sizes.number(full=211, quick=51)):
         take(step)
-    until(lambda: len(open_descriptors()) <= settled + 4, WAIT)
+    until(lambda: len(open_descriptors()) <= settled + sizes.number(full=4, quick=2), WAIT)

@@ -1,25 +1,25 @@
-"""The soak on real processes: one with a fixed seed, one with a seed of its own, which is printed."""
+"""The soak on real processes: a few faults of a fixed seed; under `make test-all` many, of its seed, too."""
 
 from __future__ import annotations
 
-import secrets
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-#: Faults of each: a few minutes on a busy machine.
-FAULTS = 8
+from tests import sizes
+
+FIXED = 4
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [4, None])
-def test_a_real_job_goes_on_through_random_faults(seed: int | None, tmp_path: Path) -> None:
-    chosen = secrets.randbelow(1_000_000) if seed is None else seed
-    print(f"--seed {chosen} --faults {FAULTS}")
-    command = (sys.executable, "-m", "elasticd.chaos.soak", "--seed", str(chosen), "--faults", str(FAULTS))
+@pytest.mark.parametrize("drawn", sizes.beside([False], [False, True]), ids=["fixed", "drawn"])
+def test_a_real_job_goes_on_through_random_faults(drawn: bool, seed: int, tmp_path: Path) -> None:
+    chosen, faults = seed if drawn else FIXED, sizes.number(full=10, quick=5)
+    print(f"--seed {chosen} --faults {faults}")
+    command = (sys.executable, "-m", "elasticd.chaos.soak", "--seed", str(chosen), "--faults", str(faults))
     done = subprocess.run((*command, "--out", str(tmp_path)), capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-3000:]}"
     assert f"seed {chosen}:" in done.stdout

@@ -9,6 +9,7 @@ import pytest
 
 from elasticd.cli.reach import Api
 from elasticd.machines.job.state import Settings
+from tests import sizes
 from tests.integration import train
 from tests.integration.cluster import Cluster, until
 from tests.integration.test_switches import check_exactness, plan_of, stage
@@ -63,7 +64,10 @@ def test_the_last_survivor_goes_on_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["preparing", "voting", "moving", "saying", "swapping"])
+@pytest.mark.parametrize(
+    "moment",
+    sizes.beside(["voting", "moving", "swapping"], ["preparing", "voting", "moving", "saying", "swapping"]),
+)
 def test_a_worker_killed_at_any_moment_of_a_switch_costs_one_device(moment: str) -> None:
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT, **{"b/0": {"die_at": moment}})

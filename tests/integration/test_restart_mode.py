@@ -82,7 +82,7 @@ def test_etcd_that_is_killed_and_started_again_restarts_nobody() -> None:
         job.runs(2)
         workers = [run.workers() for run in runs]
         etcd.restart()
-        job.runs(2, steps=150)
+        job.runs(2, steps=60)
         assert [run.workers() for run in runs] == workers
         # And a death is still seen, and all start again in a round that is made in the new one.
         os.kill(workers[1][0], signal.SIGKILL)
@@ -96,7 +96,7 @@ def test_agent_that_is_started_again_restarts_nobody(shared_etcd: SharedEtcd) ->
         job.runs(2)
         workers = [run.workers() for run in runs]
         job.cluster.restart_agent("b")
-        job.runs(2, steps=150)
+        job.runs(2, steps=60)
         assert [run.workers() for run in runs] == workers
         # And it is attended to again: a death is still seen.
         os.kill(workers[1][0], signal.SIGKILL)
@@ -132,7 +132,7 @@ def test_watch_tells_the_straggler_apart_though_all_wait_for_it(script: Path, sh
 def test_slow_node_is_left_out_where_going_on_without_it_is_faster_and_stands_by(
     shared_etcd: SharedEtcd,
 ) -> None:
-    options = (f"--script={DDP}", "--steps=400", "--pause=0.02")
+    options = (f"--script={DDP}", "--steps=250", "--pause=0.02")
     with RestartJob(shared_etcd, {"a": 1, "b": 1, "c": 1}, WATCHED, *options, nnodes="1:3") as job:
         runs = {node: job.start(node) for node in "ac"}
         slow = job.start("b", "--pause=1.5")

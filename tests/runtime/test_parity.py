@@ -21,6 +21,7 @@ from elasticd.runtime.groups import Fabric
 from elasticd.runtime.in_memory import run_threads
 from elasticd.runtime.in_memory import unpaced as unpaced
 from elasticd.runtime.recipe import Recipe
+from tests import sizes
 from tests.runtime import gang
 
 CONFIG = DecoderConfig(
@@ -163,7 +164,7 @@ def test_a_layout_trains_like_one_process(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OVER_GLOO)
+@pytest.mark.parametrize("name", sizes.beside(OVER_GLOO, PLANS))
 def test_processes_train_like_one(name: str) -> None:
     check(PLANS[name], gang.run(__file__, "worker", PLANS[name].members, PLANS[name]))
 

@@ -101,19 +101,17 @@ def recipe(frozen: bool = False) -> Recipe:
     )
 
 
-def worker(device: str, store: Any, plans: Sequence[Plan]) -> list[dict[str, Any]]:
+def worker(device: str, store: Any, plans: Sequence[Plan], frozen: bool = False) -> list[dict[str, Any]]:
     """As one of several processes, over gloo; each plan has groups of its own."""
     return [
-        train(device, Fabric(f"plan/{i}", device, "127.0.0.1", store), plan, False)
+        train(device, Fabric(f"plan/{i}", device, "127.0.0.1", store), plan, frozen)
         for i, plan in enumerate(plans)
     ]
 
 
 def in_threads(plan: Plan, frozen: bool = False) -> dict[str, dict[str, Any]]:
     """What each member has, all of them threads of this process."""
-    return dict(
-        run_threads(plan.members, lambda memory: train(memory.me, cast(Fabric, memory), plan, frozen))
-    )
+    return dict(run_threads(plan.members, lambda memory: train(memory.me, cast(Fabric, memory), plan, frozen)))
 
 
 def train(device: str, fabric: Fabric, plan: Plan, frozen: bool) -> dict[str, Any]:
@@ -219,9 +217,11 @@ def test_every_policy_trains_like_one_process(layout: str, policy: str) -> None:
 
 
 @pytest.mark.slow
-def test_processes_train_like_one_under_every_policy() -> None:
+@pytest.mark.parametrize("layout", sizes.beside(["tp3+tp1 beside tp2"], LAYOUTS))
+def test_processes_train_like_one_under_every_policy(layout: str) -> None:
     """Over gloo, one after another in the same processes."""
-    plans = [LAYOUTS["tp3+tp1 beside tp2"].replace(state=policy) for policy in POLICIES.values()]
+    policies = sizes.every(list(POLICIES.values()), 3, 1)
+    plans = [LAYOUTS[layout].replace(state=policy) for policy in policies]
     results = gang.run(__file__, "worker", plans[0].members, plans, seconds=400)
     for index, plan in enumerate(plans):
         check(plan, {device: result[index] for device, result in results.items()})
@@ -247,6 +247,17 @@ def test_frozen_parameters_stay_and_have_no_state() -> None:
     held = results["b/0"]["held"]
     assert ("blocks.1.attention.q.weight", "value") in {*held, *results["b/1"]["held"]}
     assert not any(role == "state" and name.startswith("blocks.1.") for name, role in held)
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_processes_carry_replicas_and_leave_frozen_parameters_as_they_are() -> None:
+    results = gang.run(__file__, "worker", CARRIED.members, [CARRIED], seconds=400)
+    check(CARRIED, {device: result for device, (result,) in results.items()})
+    split = plan_of((8, [stage(0, 3, ("a/0", 1)), stage(3, 6, ("b/0", 2), ("b/1", 1))]))
+    twice = split.replace(state=POLICIES["zero 1, r = 2"])
+    results = gang.run(__file__, "worker", twice.members, [twice], True, seconds=400)
+    check(twice, {device: result for device, (result,) in results.items()}, frozen=True)
 
 
 def test_zero_two_lets_gradients_go_as_they_are_reduced() -> None:

@@ -17,7 +17,6 @@ from elasticd.chaos.fault import Fault
 from elasticd.simulator.record import Outcome
 from elasticd.simulator.run import simulate
 from elasticd.simulator.scenario import parse
-from tests import sizes
 from tests.simulation.checks import check_history, kinds, mean, scenario, total
 from tests.simulation.scenes import SLOW, SMALL
 
@@ -195,23 +194,21 @@ def test_a_model_that_does_not_fit_stops_the_job_and_says_what_is_missing() -> N
     assert outcome.stretches == ()
 
 
-@pytest.mark.parametrize(("nodes", "devices"), sizes.beside([(3, 3)], [(3, 3), (4, 4)]))
-def test_a_cluster_beyond_enumeration_walks_through_a_straggler_and_a_slow_node(
-    nodes: int, devices: int
-) -> None:
-    walk = f"""
+@pytest.mark.full
+def test_a_cluster_beyond_enumeration_walks_through_a_straggler_and_a_slow_node() -> None:
+    walk = """
 seed = 5
 steps = 110
 [cluster]
-nodes = {nodes}
-devices = {devices}
-memory = "{6400 // (nodes * devices)} MiB"
+nodes = 4
+devices = 4
+memory = "400 MiB"
 flops = 1e12
 assumed = 1.3e12
-inside = {{bandwidth = 2e10, latency = 1e-5}}
-between = {{bandwidth = 5e9, latency = 2e-5}}
+inside = {bandwidth = 2e10, latency = 1e-5}
+between = {bandwidth = 5e9, latency = 2e-5}
 [model]
-layers = {24 if nodes > 3 else 12}
+layers = 24
 width = 512
 heads = 8
 kv_heads = 4
@@ -237,7 +234,7 @@ step = 90
     check_history(outcome)
     assert kinds(outcome)[-1] == "finished"
     slow = {e.data["device"] for e in outcome.timeline if e.kind == "slow"}
-    assert slow >= {"n0/1", *(f"n2/{index}" for index in range(devices))}
+    assert slow >= {"n0/1", "n2/0", "n2/1", "n2/2", "n2/3"}
     ours, still = total(outcome, "elasticd"), total(outcome, "no reaction")
     assert ours.switches >= 2
     assert ours.tokens_per_second > 1.2 * still.tokens_per_second
