@@ -31,6 +31,7 @@ def start(out: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.full  # three minutes of both cores; CI runs it by itself
 @pytest.mark.timeout(500)
 def test_demo_tells_its_story_and_every_figure_holds(tmp_path: Path) -> None:
     process = start(tmp_path, "--steps", "140")

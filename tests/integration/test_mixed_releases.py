@@ -86,7 +86,7 @@ def test_every_part_of_a_cluster_is_upgraded_while_its_job_trains_on(
             fleet.agent(node, 1)
             until(lambda node=node: released(fleet)[node] == new, fleet.said)
             heard(fleet)
-            assert f"is of elasticd {release}, this agent of {new}" in fleet.log(node), "its worker is of the old"
+            assert f"is of elasticd {release}, this agent of {new}" in fleet.log(node), "its worker is old"
 
         # The coordinator back: agents of the new release obey one of the old.
         led = led_by(fleet, "c2", led)

@@ -27,7 +27,7 @@ DOWN_SECONDS = float(os.environ.get("ELASTICD_TEST_OUTAGE", "10"))
 TAKEOVER_SECONDS = 10.0
 FOREVER = 1_000_000
 #: Seconds that a token takes in a block: the job goes on while a test waits, and is not to keep the cores busy.
-FORWARD = 3e-4
+FORWARD = 6e-4
 NODES = ("a", "b")
 
 

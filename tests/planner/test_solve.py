@@ -5,6 +5,7 @@ import math
 import random
 import subprocess
 import sys
+from itertools import product
 
 import elasticd_planner
 import msgspec
@@ -15,6 +16,7 @@ from elasticd_planner.solve import figures, solve, task_of
 from elasticd_planner.value import Invalid
 from elasticd_planner.wide import Wide
 
+from tests import sizes
 from tests.planner import table_brute
 from tests.planner.tables import REFERENCE, golden, large, small
 
@@ -87,8 +89,13 @@ def test_the_proved_gap_with_stragglers_is_small(name: str, count: int, uneven: 
     assert planned.figures.gap <= 0.025
 
 
-@pytest.mark.parametrize("name", ["32b", "70b", "110b"])
-@pytest.mark.parametrize("objective", ["step", "steady"])
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    sizes.beside(
+        [("32b", "steady"), ("70b", "step"), ("110b", "steady")],
+        list(product(("32b", "70b", "110b"), ("step", "steady"))),
+    ),
+)
 def test_what_is_free_is_never_slower_than_what_is_pinned(name: str, objective: Objective) -> None:
     for rates in ({"n0/0": 2.57}, THREE):
         pinned = solve(golden(name, rates), objective, ideal=False).figures
@@ -133,8 +140,13 @@ def test_the_search_at_scale_never_beats_the_bound_nor_brute_force(seed: int) ->
             assert found.seconds >= least * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(("devices", "slow"), [(112, 3), (248, 4), (256, 10), (1024, 10)])
-@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize(
+    ("devices", "slow", "pinned"),
+    sizes.beside(
+        [(112, 3, True), (248, 4, False), (1024, 10, False)],
+        [(*size, pinned) for size in [(112, 3), (248, 4), (256, 10), (1024, 10)] for pinned in (True, False)],
+    ),
+)
 def test_large_clusters_have_plans_that_keep_the_rules(devices: int, slow: int, pinned: bool) -> None:
     problem = large(devices, slow, pinned=pinned, uneven=slow % 2 == 0)
     planned = solve(problem, ideal=False)
