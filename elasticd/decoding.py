@@ -1,14 +1,16 @@
-"""Bytes of others into values, of this release, of the one before it and of the one after it.
+"""Decodes bytes that another process wrote, which may be of another release, into values of this one.
 
-Four things may be wrong with what comes, and every receiver does the same about each:
+Five things may be wrong with the bytes, and every receiver does the same about each:
 
-    no JSON, or not of its tag's form    `msgspec.DecodeError`, whatever the bytes are; the receiver refuses it
-    a tag that this release lacks        `Reader` gives None: the receiver skips it; one log line for each tag
-    a field that this release lacks      skipped; one log line for each tag and field
-    a version more than one apart        `DecodeError` that names both versions and the remedy
+    no JSON object with a tag            `msgspec.DecodeError`, whatever the bytes are; it refuses them
+    a tag that this release lacks        `Reader` gives None: the receiver skips the message; one log line a tag
+    a known tag with other content       the same, but the first message of a connection is refused
+    a field that this release lacks      the field is skipped; one log line for each tag and field
+    a version that is too far away       `DecodeError` that names both versions and the remedy
 
-The two log lines come once in a process. Unknown fields are looked for in one message of a tag a second, and in
-large messages less often, so that looking costs a busy leader nothing.
+Two processes that talk may be one version apart. A stored value is decoded for ever: its version may be any
+older one, or one newer. The log lines come once in a process. The decoder looks for unknown fields in one
+message of a tag a second, and in large messages less often, so that a busy leader loses no time.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 #: Versions of the protocol, of a record and of the store's schema that may lie between two that work together.
 MOST_APART = 1
-#: What else msgspec lets through: of text that is no UTF-8, of values nested too deep, and of what the checks
-#: of a value do not expect.
+#: Exceptions that msgspec raises beside its own: text is no UTF-8, values are nested too deep, or the check
+#: of a value fails on an argument that it does not expect.
 _LEAKED = (ArithmeticError, AttributeError, LookupError, RecursionError, UnicodeError)
 #: Seconds between looks for unknown fields in messages of one tag, and what part of the time they take at most.
 _LOOK_SECONDS = 1.0
@@ -58,7 +60,7 @@ def decoded_as(kind: type[T], data: bytes, *, strict: bool = True) -> T:
 
 
 def version_refusal(what: str, version: object, known: int, release: str = "") -> str:
-    """Why this release cannot work with something of another version, or nothing.
+    """Returns why this release cannot talk with a sender of another version, or an empty string.
 
     Args:
         what: what has the version, as the sentence's subject: "the fence record".
@@ -68,7 +70,19 @@ def version_refusal(what: str, version: object, known: int, release: str = "") -
     """
     if isinstance(version, int) and abs(version - known) <= MOST_APART:
         return ""
-    origin = f" (elasticd {_shown(release)})" if release else ""
+    return _refusal(what, version, known, release)
+
+
+def stored_refusal(what: str, version: object, known: int, release: str = "") -> str:
+    """Returns why this release cannot decode a stored value of another version, or an empty string: it decodes
+    every older version, and one newer. The arguments are those of `version_refusal`."""
+    if isinstance(version, int) and 1 <= version <= known + MOST_APART:
+        return ""
+    return _refusal(what, version, known, release)
+
+
+def _refusal(what: str, version: object, known: int, release: str) -> str:
+    origin = f" (elasticd {shown(release)})" if release else ""
     return (
         f"{what} has version {version}{origin}, and elasticd {__version__} here knows version {known}: "
         "install the same release of elasticd everywhere, and upgrade over the releases in between one by one"
@@ -83,13 +97,13 @@ class _Head(msgspec.Struct):
 
 
 def decode_stored(data: bytes, kind: type[S]) -> S:
-    """A stored value. Raises `msgspec.DecodeError` that names the key; or, where its version is more than one
-    apart from that of `kind`, both versions."""
+    """A stored value. Raises `msgspec.DecodeError` that names the field; or, where its version is more than one
+    newer than that of `kind`, both versions."""
     known = _default_version(kind)
     head = decoded_as(_Head, data)
     release = head.release if isinstance(head.release, str) else ""
     version = known if head.version is None else head.version
-    if refusal := version_refusal(f"the value {tag_of(kind)!r}", version, known, release):
+    if refusal := stored_refusal(f"the value {tag_of(kind)!r}", version, known, release):
         raise msgspec.ValidationError(refusal)
     value = decoded_as(kind, data)
     look(value, data)
@@ -126,25 +140,27 @@ class Reader(Generic[T]):
         self._sender = sender
         self._tags = {tag_of(each): _tags_within(each) for each in get_args(kind) or (kind,)}
 
-    def one(self, data: bytes) -> T | None:
-        """A message; None for one to be skipped. Raises `msgspec.DecodeError`."""
+    def one(self, data: bytes, *, first: bool = False) -> T | None:
+        """A message; None for one to be skipped. Raises `msgspec.DecodeError` for bytes that are no message,
+        and for the `first` message of a connection if its content cannot be decoded."""
         try:
             message: T = decoded(self._decode, data)
-        except msgspec.DecodeError:
-            if self._is_unknown(data):
+        except msgspec.DecodeError as error:
+            if self._skips(data, error, first=first):
                 return None
             raise
         look(message, data)
         return message
 
-    def several(self, data: bytes) -> list[T]:
-        """The messages of a JSON array without those to be skipped. Raises `msgspec.DecodeError` where one of
-        them cannot be decoded."""
+    def several(self, data: bytes, *, first: bool = False) -> list[T]:
+        """The messages of a JSON array without those to be skipped. Raises `msgspec.DecodeError` where `one`
+        does."""
         try:
             messages: list[T] = decoded(self._decode_list, data)
         except msgspec.DecodeError:
             parts = decoded_as(list[msgspec.Raw], data)
-            return [message for part in parts if (message := self.one(bytes(part))) is not None]
+            read = [self.one(bytes(part), first=first and not at) for at, part in enumerate(parts)]
+            return [message for message in read if message is not None]
         now, next_look = time.monotonic(), _next_look.get
         for message in messages:  # a busy leader is here for each report
             if next_look(getattr(message, "body", message).__class__, 0.0) <= now:
@@ -156,25 +172,39 @@ class Reader(Generic[T]):
         for message, part in zip(messages, decoded_as(list[msgspec.Raw], data), strict=True):
             look(message, bytes(part))
 
-    def _is_unknown(self, data: bytes) -> bool:
-        """Whether a message that cannot be decoded has a tag that this release lacks, or has within it a
-        message with such a tag."""
+    def _skips(self, data: bytes, error: msgspec.DecodeError, *, first: bool) -> bool:
+        """Whether a message that cannot be decoded is skipped, which is logged once for its tag: it has a tag
+        that this release lacks, or has a message with such a tag within it, or it is not the `first` one."""
         try:
-            found = decoded_as(_Envelope, data)
-            within = self._tags.get(found.type)
-            where = ""
-            if within:
-                where = f" in a message {found.type!r}"
-                found = decoded_as(_Envelope, bytes(found.body))
+            outer = inner = decoded_as(_Envelope, data)
         except msgspec.DecodeError:
             return False
-        if found.type in (self._tags if within is None else within):
+        known, where = frozenset(self._tags), ""
+        if within := self._tags.get(outer.type):
+            try:
+                inner = decoded_as(_Envelope, bytes(outer.body))
+            except msgspec.DecodeError:
+                pass  # no message is within it: the outer one is not decoded
+            else:
+                known, where = within, f" in a message {outer.type!r}"
+        tag = shown(inner.type)
+        if inner.type not in known:
+            log_once(
+                ("tag", self._sender, tag, where),
+                f"{self._sender} sent a message {tag!r}{where}, which elasticd {__version__} does not know: it "
+                "is skipped; is its sender of a newer release?",
+            )
+            return True
+        try:
+            decoded(msgspec.json.decode, data)
+        except msgspec.DecodeError:  # no JSON, where the envelope was not looked at
             return False
-        tag = _shown(found.type)
+        if first:
+            return False
         log_once(
-            ("tag", self._sender, tag, where),
-            f"{self._sender} sent a message {tag!r}{where}, which elasticd {__version__} does not know: it is "
-            "skipped; is its sender of a newer release?",
+            ("content", self._sender, tag, where),
+            f"{self._sender} sent a message {tag!r}{where} whose content elasticd {__version__} cannot decode "
+            f"({shown(str(error))}): it is skipped; is its sender of another release?",
         )
         return True
 
@@ -182,7 +212,8 @@ class Reader(Generic[T]):
 def _tags_within(kind: type[msgspec.Struct]) -> frozenset[str] | None:
     """The tags that the message in this message's `body` may have; None where it has none."""
     body = get_type_hints(kind).get("body")
-    return None if body is None else frozenset(tag_of(each) for each in get_args(body))
+    kinds = [each for each in get_args(body) or (body,) if isinstance(each, type)]
+    return frozenset(tag_of(each) for each in kinds if issubclass(each, msgspec.Struct)) or None
 
 
 # -- unknown names ---------------------------------------------------------------------------------------------
@@ -194,10 +225,14 @@ _next_look: dict[type, float] = {}
 
 
 def log_once(key: tuple[str, ...], text: str) -> None:
-    """Logs a warning of this key once in this process; nothing where too many keys were logged."""
-    if key not in _logged and len(_logged) < _MOST_LOGGED:
-        _logged.add(key)
-        _log.warning("%s", text)
+    """Logs a warning of this key once in this process; nothing after `_MOST_LOGGED` keys, the last of which is
+    replaced by a line that says so."""
+    if key in _logged or len(_logged) >= _MOST_LOGGED:
+        return
+    _logged.add(key)
+    if len(_logged) == _MOST_LOGGED:
+        text = f"{_MOST_LOGGED} unknown names were found: this process logs no further ones"
+    _log.warning("%s", text)
 
 
 def look(value: object, data: bytes) -> None:
@@ -212,7 +247,7 @@ def look(value: object, data: bytes) -> None:
     except msgspec.DecodeError:  # in what was skipped, where nothing is checked
         return
     for field in _unknown_fields(value, raw, ""):
-        name = _shown(field)
+        name = shown(field)
         log_once(
             ("field", tag, name),
             f"{tag!r} has a field {name!r}, which elasticd {__version__} does not know: it is skipped",
@@ -239,5 +274,6 @@ def _unknown_fields(value: object, raw: object, path: str) -> Iterator[str]:
             yield from _unknown_fields(inner, other, path)
 
 
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
+    """A name that another process chose, shortened for a log line."""
     return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."

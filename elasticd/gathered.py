@@ -14,12 +14,12 @@ def together(texts: Sequence[bytes]) -> bytes:
     return texts[0] if len(texts) == 1 else b"[" + b",".join(texts) + b"]"
 
 
-def all_to_leader(data: bytes) -> Sequence[ToLeader]:
+def all_to_leader(data: bytes, *, first: bool = False) -> Sequence[ToLeader]:
     """What came as one message: one, or several `together`, without those that are to be skipped. Raises
-    `msgspec.DecodeError`."""
+    `msgspec.DecodeError`, also for the `first` message of a connection if its content cannot be decoded."""
     if not data.startswith(b"["):
-        message = to_leader(data)
+        message = to_leader(data, first=first)
         return () if message is None else (message,)
     if not data.strip(b"[] \t\r\n"):
         raise msgspec.ValidationError("several messages as one are one at least")
-    return several_to_leader(data)
+    return several_to_leader(data, first=first)

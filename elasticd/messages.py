@@ -7,8 +7,6 @@ and hints.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 from elasticd_planner.measurement import Measurement
 
@@ -169,7 +167,7 @@ class StoreCall(Message, frozen=True, kw_only=True, tag="store-call"):
     """A call on the job's bootstrap store, which the leader keeps. `get` waits until the key is there."""
 
     id: int
-    op: Literal["set", "get", "add", "check", "delete"]
+    op: str  # "set", "get", "add", "check" or "delete"; any other one is answered with an error
     key: str
     value: bytes = b""
     seconds: float = 30.0
@@ -377,7 +375,7 @@ ToAgent = Down | Whole | AgentRejected | Harm | Drain
 
 
 def protocol_refusal(what: str, hello: Hello | Join | Attend | Watching | AgentHello) -> str:
-    """Why whoever said this hello cannot be worked with, or nothing; `what` names it, for the sentence."""
+    """Returns why this sender's version is refused, or an empty string; `what` is the refusal's subject."""
     return version_refusal(what, hello.version, WIRE_VERSION, hello.release)
 
 
@@ -393,30 +391,31 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-# Each of these gives None for a message whose tag this release lacks, which the receiver skips, and raises
-# `msgspec.DecodeError` for what is no message.
+# Each of these functions gives None for a message that the receiver skips: its tag is unknown, or its content
+# cannot be decoded. They raise `msgspec.DecodeError` for bytes that are no message, and for the `first` message
+# of a connection if its content cannot be decoded.
 
 
-def from_worker(data: bytes) -> FromWorker | ToAgentAlone | None:
+def from_worker(data: bytes, *, first: bool = False) -> FromWorker | ToAgentAlone | None:
     """What a worker or torchrun said to its agent."""
-    return _from_worker.one(data)
+    return _from_worker.one(data, first=first)
 
 
-def to_worker(data: bytes) -> ToWorker | None:
+def to_worker(data: bytes, *, first: bool = False) -> ToWorker | None:
     """What an agent said to a worker or torchrun."""
-    return _to_worker.one(data)
+    return _to_worker.one(data, first=first)
 
 
-def to_leader(data: bytes) -> ToLeader | None:
+def to_leader(data: bytes, *, first: bool = False) -> ToLeader | None:
     """What an agent said to the leader."""
-    return _to_leader.one(data)
+    return _to_leader.one(data, first=first)
 
 
-def several_to_leader(data: bytes) -> list[ToLeader]:
+def several_to_leader(data: bytes, *, first: bool = False) -> list[ToLeader]:
     """What an agent said to the leader in one JSON array, without what is skipped."""
-    return _to_leader.several(data)
+    return _to_leader.several(data, first=first)
 
 
-def to_agent(data: bytes) -> ToAgent | None:
+def to_agent(data: bytes, *, first: bool = False) -> ToAgent | None:
     """What the leader said to an agent."""
-    return _to_agent.one(data)
+    return _to_agent.one(data, first=first)

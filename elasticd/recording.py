@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 from elasticd_planner.value import StoredValue
 
-from elasticd.decoding import decoded, decoded_as, tag_of, version_refusal
+from elasticd.decoding import decoded, decoded_as, stored_refusal, tag_of
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import (
     AgentDown,
@@ -119,7 +119,7 @@ def read(text: Iterable[bytes], source: str) -> list[Line]:
         except msgspec.DecodeError as error:
             broken = f"{source}:{number} is no line of a recording: {error}"
             continue
-        if refusal := version_refusal(f"the recording {source}", line.version, VERSION):
+        if refusal := stored_refusal(f"the recording {source}", line.version, VERSION):
             raise RecordingError(refusal)
         lines.append(line)
     if not lines or lines[0].what != "began":

@@ -38,9 +38,28 @@ def test_one_message_alone_is_as_releases_before_read_it() -> None:
     assert list(all_to_leader(alone)) == [to_leader(alone)]
 
 
-def test_one_bad_message_spoils_what_came_with_it() -> None:
+@pytest.mark.parametrize("noise", [b'{"kind": "agent-hello"}', b'["agent-hello"]', b"7"])
+def test_bytes_that_are_no_message_spoil_what_came_with_them(noise: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        all_to_leader(together([encode(report(1)), b'{"type": "agent-hello"}']))
+        all_to_leader(together([encode(report(1)), noise]))
+
+
+def test_a_message_that_cannot_be_decoded_does_not_spoil_what_came_with_it() -> None:
+    broken = encode(call(1)).replace(b'"op":"add"', b'"op":7')
+    assert broken != encode(call(1))
+    parts = [b'{"type": "agent-hello"}', encode(report(1)), broken, b'{"type": "from-client"}', encode(call(2))]
+    assert list(all_to_leader(together(parts))) == [report(1), call(2)]
+    assert list(all_to_leader(broken)) == []
+
+
+def test_a_hello_that_cannot_be_decoded_is_refused() -> None:
+    hello = b'{"type": "agent-hello"}'
+    for data in (hello, together([hello, encode(report(1))])):
+        with pytest.raises(msgspec.DecodeError, match="record"):
+            all_to_leader(data, first=True)
+    broken = b'{"type": "from-client"}'
+    both = together([encode(report(1)), broken])
+    assert list(all_to_leader(both, first=True)) == [report(1)]
 
 
 def test_one_message_of_a_newer_release_does_not_spoil_what_came_with_it() -> None:
@@ -52,8 +71,6 @@ def test_one_message_of_a_newer_release_does_not_spoil_what_came_with_it() -> No
         call(1),
     ]
     assert list(all_to_leader(newer)) == []
-    with pytest.raises(msgspec.DecodeError):
-        all_to_leader(together([newer, b'{"type": "agent-hello"}']))
 
 
 def test_a_leader_does_all_that_came_as_one_message_in_order() -> None:

@@ -235,7 +235,7 @@ class _Connection:
             self._end_of_stream()
             return
         try:
-            body = messages.from_worker(data)
+            body = messages.from_worker(data, first=self._opening is None)
         except msgspec.MsgspecError as error:
             _close(fd)
             self._refuse(f"the agent does not understand this message ({error}): use one release everywhere")

@@ -35,7 +35,7 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
     """One agent's connection, from its hello to its end."""
     await socket.accept()
     try:
-        first = await asyncio.wait_for(_read(socket), HELLO_SECONDS)
+        first = await asyncio.wait_for(_read(socket, first=True), HELLO_SECONDS)
         hello, early = (first[0], first[1:]) if first else (None, ())
         if not isinstance(hello, AgentHello):
             leading.metrics.refused("silent")
@@ -148,11 +148,11 @@ async def _listen(
             call.cancel()
 
 
-async def _read(socket: WebSocket) -> Sequence[ToLeader]:
+async def _read(socket: WebSocket, *, first: bool = False) -> Sequence[ToLeader]:
     """The next messages, as text or bytes; none where all are to be skipped. Raises `WebSocketDisconnect`,
     `msgspec.DecodeError`."""
     received = await socket.receive()
     if received["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(received.get("code", 1000))
     data = received.get("bytes") or (received.get("text") or "").encode()
-    return all_to_leader(data)
+    return all_to_leader(data, first=first)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import re
 
+from elasticd.decoding import shown
 from elasticd.messages import StoreAnswer, StoreCall
+from elasticd.version import __version__
 
 _PLAN = re.compile(r"plan/(\d+)/")
 
@@ -44,7 +46,10 @@ class KeyValue:
             return self._add(call)
         if call.op == "check":
             return StoreAnswer(id=call.id, number=int(call.key in self._values))
-        return StoreAnswer(id=call.id, number=int(self._values.pop(call.key, None) is not None))
+        if call.op == "delete":
+            return StoreAnswer(id=call.id, number=int(self._values.pop(call.key, None) is not None))
+        error = f"the coordinator's elasticd {__version__} has no bootstrap store call {shown(call.op)!r}"
+        return StoreAnswer(id=call.id, error=error)
 
     def drop_before(self, number: int) -> None:
         """Forgets the keys of plans below `number`; whoever waits for one gets an error."""

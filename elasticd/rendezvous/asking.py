@@ -81,7 +81,7 @@ class Asking:
         self._sock = packets.connect(self._path, seconds)
         self._sock.settimeout(ANSWER_SECONDS)
         packets.send(self._sock, messages.encode(Attend(job=self._job, pid=os.getpid(), release=__version__)))
-        welcome = self._hear()
+        welcome = self._hear(first=True)
         if not isinstance(welcome, Attending):
             raise ConnectionError(f"the agent said {type(welcome).__name__} where it was to say Attending")
         self.address = welcome.address
@@ -96,14 +96,14 @@ class Asking:
             if isinstance(answer, RoundAnswer) and answer.id == body.id:
                 return answer
 
-    def _hear(self) -> ToWorker:
+    def _hear(self, *, first: bool = False) -> ToWorker:
         assert self._sock is not None
         answer = None
         while answer is None:  # a message that this release does not know
             data = packets.receive(self._sock)
             if data is None:
                 raise ConnectionResetError("the agent ended")
-            answer = heard(data)
+            answer = heard(data, first=first)
         if isinstance(answer, Rejected | Shutdown):
             raise Refusal(answer.reason)
         return answer

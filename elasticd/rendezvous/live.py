@@ -192,7 +192,7 @@ class AgentCalls:
         # Whoever hung up may have said why before.
         with contextlib.suppress(OSError):
             packets.send(self._sock, messages.encode(body))
-        for answer in self._answers(None):
+        for answer in self._answers(None, first=True):
             if isinstance(answer, Joined | Closed | Rejected | Shutdown):
                 return answer
         self._sock.close()
@@ -221,7 +221,7 @@ class AgentCalls:
         finally:
             self._sock.close()
 
-    def _answers(self, seconds: float | None) -> Iterator[ToWorker]:
+    def _answers(self, seconds: float | None, *, first: bool = False) -> Iterator[ToWorker]:
         """What the agent says, until it hangs up or `seconds` have passed."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while True:
@@ -234,14 +234,15 @@ class AgentCalls:
                 self._sock.settimeout(None)
             if data is None:
                 return
-            if (answer := heard(data)) is not None:
+            if (answer := heard(data, first=first)) is not None:
                 yield answer
 
 
-def heard(data: bytes) -> ToWorker | None:
-    """A message of the agent; None for one to be skipped. Raises Refusal for what is none."""
+def heard(data: bytes, *, first: bool = False) -> ToWorker | None:
+    """A message of the agent; None for one to be skipped. Raises Refusal for bytes that are no message, and for
+    the answer to the `first` message if its content cannot be decoded."""
     try:
-        return messages.to_worker(data)
+        return messages.to_worker(data, first=first)
     except msgspec.DecodeError as error:
         raise Refusal(
             f"a message of the agent cannot be read ({error}): install the same release of elasticd for both"

@@ -112,7 +112,7 @@ class Control:
             self._next_call += 1
             number = self._next_call
             self._calls[number] = future
-        self.send(StoreCall(id=number, op=op, key=key, value=value, seconds=seconds))  # type: ignore[arg-type]
+        self.send(StoreCall(id=number, op=op, key=key, value=value, seconds=seconds))
         try:
             answer = future.result(seconds + _GRACE)
         finally:
@@ -325,7 +325,7 @@ def _open(path: str, hello: Hello, seconds: float) -> tuple[socket.socket, Welco
             _close(fd)
             if data is None:
                 raise HungUp(f"the agent at {path} closed the connection")
-            answer = messages.to_worker(data)
+            answer = messages.to_worker(data, first=True)
         if not isinstance(answer, Welcome):
             raise RejectedByAgent(getattr(answer, "reason", f"the agent at {path} said {answer}"))
     except msgspec.DecodeError as error:

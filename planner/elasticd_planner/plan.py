@@ -13,8 +13,8 @@ import msgspec
 
 from elasticd_planner.value import StoredValue, Value, refuse
 
-#: Version of the JSON form of a plan; a reader accepts its own and one older. Of version 2 are the plans with
-#: interleaved stages alone, so that whoever does not know them refuses them.
+#: Version of the JSON form of a plan; a reader accepts its own and all older ones. Only plans with interleaved
+#: stages, or with sequences of another length, have version 2: a release that does not know these refuses them.
 PLAN_VERSION = 2
 
 #: Blocks [start, stop).
@@ -201,10 +201,10 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     def __post_init__(self) -> None:
         if len(self.strategies) != 1:
             refuse(f"plan {self.number}: exactly one strategy is supported, not {len(self.strategies)}")
-        if not PLAN_VERSION - 1 <= self.version <= PLAN_VERSION:
+        if not 1 <= self.version <= PLAN_VERSION:
             refuse(
-                f"plan {self.number}: version {self.version} of the format; this elasticd reads version "
-                f"{PLAN_VERSION} and one older: upgrade it"
+                f"plan {self.number}: version {self.version} of the format; this elasticd reads versions 1 to "
+                f"{PLAN_VERSION}: upgrade it"
             )
         interleaved = any(pipeline.chunks > 1 for module in self.modules for pipeline in module.pipelines)
         needs = PLAN_VERSION if interleaved or self.sequence else 1

@@ -38,8 +38,8 @@ FILE_VERSION = 1
 
 
 def check_file_version(version: int) -> None:
-    """Raises `Invalid` for a file of another version than this release and the ones beside it write."""
-    if abs(version - FILE_VERSION) > 1:
+    """Raises `Invalid` for a file whose version is more than one newer than this release writes."""
+    if not 1 <= version <= FILE_VERSION + 1:
         refuse(
             f"version {version} of the file's format, and this elasticd knows version {FILE_VERSION}: use the "
             "release that wrote it, or write it anew"

@@ -13,7 +13,7 @@ def ask(store: KeyValue, op: str, key: str, value: bytes = b"", seconds: float =
 
 
 def call(op: str, key: str, value: bytes = b"", seconds: float = 5.0) -> StoreCall:
-    return StoreCall(id=3, op=op, key=key, value=value, seconds=seconds)  # type: ignore[arg-type]
+    return StoreCall(id=3, op=op, key=key, value=value, seconds=seconds)
 
 
 def test_what_was_set_is_got_checked_and_deleted() -> None:
@@ -24,6 +24,13 @@ def test_what_was_set_is_got_checked_and_deleted() -> None:
     assert ask(store, "delete", "a").number == 1
     assert ask(store, "delete", "a").number == 0
     assert ask(store, "check", "a").number == 0
+
+
+def test_a_call_that_this_release_lacks_is_answered_with_an_error() -> None:
+    store = KeyValue()
+    ask(store, "set", "a", b"x")
+    assert "has no call 'append'" in (ask(store, "append", "a", b"y").error or "")
+    assert ask(store, "get", "a").value == b"x"
 
 
 def test_add_counts_in_text_as_torch_does() -> None:

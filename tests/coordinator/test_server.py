@@ -111,7 +111,7 @@ def test_message_that_cannot_be_read_costs_its_connection_alone() -> None:
         async with coordinating() as coordinator, agent(coordinator, node_record("alpha")) as good:
             async with agent(coordinator, node_record("beta")) as bad:
                 await until(lambda: len(coordinator.leading.state.nodes) == 2)
-                await bad.socket.send(b'{"type": "worker-lost"}')
+                await bad.socket.send(b'{"kind": "worker-lost"}')
                 await until(lambda: bad.closed)
             assert not good.closed
             assert (await get(coordinator, "/readyz"))[0] == 200

@@ -91,7 +91,7 @@ def test_digest_does_not_depend_on_the_order_in_which_bindings_were_made() -> No
         (lambda: SIMPLE.replace(global_batch=9), "takes 8 samples a step, the global batch is 9"),
         (lambda: SIMPLE.replace(strategies=()), "exactly one strategy"),
         (lambda: SIMPLE.replace(binding={"n0/0": "x"}), "binding must name exactly the members"),
-        (lambda: SIMPLE.replace(version=3), "version 3 .* reads version 2"),
+        (lambda: SIMPLE.replace(version=3), "version 3 .* reads versions 1 to 2"),
         (lambda: StatePolicy(zero=1), "needs replicas"),
         (lambda: StatePolicy(zero=3, replicas=1), "must be 0, 1 or 2"),
         (lambda: StatePolicy(replicas=2), "go with zero 1 or 2"),

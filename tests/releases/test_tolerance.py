@@ -51,6 +51,7 @@ from tests.coordinator.agents import until as eventually
 KEYS = Keys(cluster=CLUSTER)
 NEWER = b'{"type": "quota-report", "version": 2, "share": 0.5}'
 MALFORMED = b'{"type": "store-answer"}'
+NOISE = b'{"kind": "store-answer"}'
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +94,7 @@ def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
     return sum(text in record.getMessage() for record in caplog.records)
 
 
+JOIN = Join(job="j", min_nodes=1, max_nodes=2, pid=1)
 WELCOME = messages.encode(Welcome(device="a/0", incarnation="1f", address="127.0.0.1"))
 
 
@@ -104,7 +106,7 @@ def test_a_worker_skips_what_it_does_not_know_and_hears_what_follows(
 ) -> None:
     """Also before it is welcomed, and with a descriptor; what cannot be read at all is skipped as well."""
     path = str(tmp_path / "s")
-    peer = Peer(path, NEWER, WELCOME, NEWER, MALFORMED, messages.encode(Recorded(number=3)))
+    peer = Peer(path, NEWER, WELCOME, NEWER, MALFORMED, NOISE, messages.encode(Recorded(number=3)))
     control = Control(path, Hello(job="j", local_rank=0, world_size=1, pid=1, spec=spec("j")))
     heard: list[object] = []
     came = threading.Event()
@@ -114,6 +116,7 @@ def test_a_worker_skips_what_it_does_not_know_and_hears_what_follows(
     control.close(Goodbye())
     peer.close()
     assert said(caplog, "'quota-report', which elasticd") == 1
+    assert said(caplog, "'store-answer' whose content elasticd") == 1
     assert said(caplog, "cannot be read and is skipped") == 1
 
 
@@ -122,6 +125,26 @@ def test_a_worker_whose_agent_answers_with_what_is_no_message_is_told_the_remedy
     peer = Peer(path, MALFORMED)
     with pytest.raises(RejectedByAgent, match="install the same release"):
         Control(path, Hello(job="j", local_rank=0, world_size=1, pid=1, spec=spec("j")))
+    peer.close()
+
+
+def test_the_first_message_of_a_connection_is_refused_where_its_content_cannot_be_decoded(node: Node) -> None:
+    node.agent()
+    stranger = node.trainer()
+    packets.send(stranger.sock, b'{"type": "hello", "job": "j"}')
+    refusal = stranger.hear()
+    assert isinstance(refusal, Rejected)
+    assert "does not understand this message" in refusal.reason
+
+
+@pytest.mark.parametrize("ask", [Asking, lambda path, job, seconds: AgentCalls(path, seconds).join(JOIN)])
+def test_a_torchrun_does_not_wait_on_an_answer_to_its_hello_that_it_cannot_decode(
+    tmp_path: Path, ask: Callable[[str, str, float], object]
+) -> None:
+    path = str(tmp_path / "s")
+    peer = Peer(path, b'{"type": "joined"}')
+    with pytest.raises(Refusal, match="install the same release"):
+        ask(path, "j", 10.0)
     peer.close()
 
 
@@ -135,7 +158,10 @@ def test_a_torchrun_in_live_mode_skips_what_it_does_not_know(tmp_path: Path) -> 
     calls = AgentCalls(path, 10.0)
     assert calls.join(Join(job="j", min_nodes=1, max_nodes=2, pid=1)) == joined
     assert calls.call("get", "k").value == b"v"
-    packets.send(peer.ready(), MALFORMED)
+    for data in (MALFORMED, messages.encode(StoreAnswer(id=2, value=b"w"))):
+        packets.send(peer.ready(), data)
+    assert calls.call("get", "k").value == b"w"
+    packets.send(peer.ready(), NOISE)
     with pytest.raises(Refusal, match="install the same release"):
         calls.call("get", "k")
     peer.close()
@@ -168,15 +194,17 @@ def test_an_agent_skips_what_an_admitted_client_says_and_refuses_strangers_and_n
     worker.welcomed(0)
     for _ in range(3):
         packets.send(worker.sock, NEWER)
+        packets.send(worker.sock, b'{"type": "refused"}')
     worker.say(Kept(number=1, step=2))
     until(lambda: leader.bodies(Kept))
     assert said(caplog, "'quota-report', which elasticd") == 1
+    assert said(caplog, "'refused' whose content elasticd") == 1
     stranger = node.trainer()
     packets.send(stranger.sock, NEWER)
     refusal = stranger.hear()
     assert isinstance(refusal, Rejected)
     assert "does not know its first message" in refusal.reason
-    packets.send(worker.sock, b'{"type": "refused"}')
+    packets.send(worker.sock, b'{"kind": "refused"}')
     noise = worker.hear()
     assert isinstance(noise, Rejected)
     assert "does not understand this message" in noise.reason
@@ -300,19 +328,34 @@ def test_names_that_somebody_invents_without_end_are_not_logged_without_end(
     found = [record.getMessage() for record in caplog.records]
     assert 0 < len(found) <= 256
     assert max(map(len, found)) < 400
+    assert "logs no further ones" in found[-1]
 
 
 def test_a_stored_value_of_a_far_version_is_refused_naming_both(caplog: pytest.LogCaptureFixture) -> None:
     fence = records.Fence(number=1, epoch=2, gone={}, reason="r")
-    for version in (0, 2):
+    for version in (1, 2):
         text = records.encode(msgspec.structs.replace(fence, version=version))
         assert decode_stored(text, records.Fence).reason == "r"
-    for odd in (3, -1, "one"):
+    for odd in (3, 0, -1, "one"):
         text = msgspec.json.encode(msgspec.to_builtins(fence) | {"version": odd})
         with pytest.raises(msgspec.DecodeError, match=rf"'fence' has version {odd}.*elasticd .* version 1"):
             decode_stored(text, records.Fence)
     with pytest.raises(msgspec.DecodeError, match="type"):
         decode_stored(records.encode(fence), records.DoneRecord)
+
+
+def test_a_stored_value_of_every_older_version_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    fence = records.Fence(number=1, epoch=2, gone={}, reason="r")
+    monkeypatch.setattr(decoding, "_default_version", lambda kind: 7)
+    for version in range(1, 9):
+        text = records.encode(msgspec.structs.replace(fence, version=version))
+        assert decode_stored(text, records.Fence).version == version
+    with pytest.raises(msgspec.DecodeError, match=r"'fence' has version 9.*elasticd .* version 7"):
+        decode_stored(records.encode(msgspec.structs.replace(fence, version=9)), records.Fence)
+
+
+def test_two_processes_that_talk_may_be_one_version_apart_on_either_side() -> None:
+    assert [version for version in range(10) if not decoding.version_refusal("it", version, 7)] == [6, 7, 8]
 
 
 JSON = st.recursive(
