@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import sizes
+
 pytestmark = pytest.mark.slow
 
 #: Checks that need the machine for themselves: other tests run beside this one.
@@ -51,7 +53,12 @@ def test_demo_tells_its_story_and_every_figure_holds(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("moment", ["logs/agent-alpha.log", "logs/torchrun-beta.log", "logs/plain.log"])
+@pytest.mark.parametrize(
+    "moment",
+    sizes.beside(
+        ["logs/torchrun-beta.log"], ["logs/agent-alpha.log", "logs/torchrun-beta.log", "logs/plain.log"]
+    ),
+)
 def test_interrupt_leaves_no_process_behind(moment: str, tmp_path: Path) -> None:
     process = start(tmp_path)
     tree: set[psutil.Process] = set()

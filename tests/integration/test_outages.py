@@ -48,7 +48,7 @@ def training(shared: SharedEtcd | None = None, *, relayed: bool = False) -> Iter
                 for node in NODES:
                     fleet.run(node, 1, str(len(NODES)), FOREVER)
                 until(lambda: len(binding(fleet)) == len(NODES), fleet.said)
-                fleet.advanced(20)
+                fleet.advanced(10)
                 yield fleet
         finally:
             for relay in relays:

@@ -20,7 +20,8 @@ WATCHED = Path(__file__).with_name("watched.py")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("script", sizes.beside([DDP], SCRIPTS), ids=lambda script: script.stem)
+@pytest.mark.full  # the test of a job that is run again under its name does the same, twice
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_plain_script_runs_to_its_end_over_two_nodes(script: Path, shared_etcd: SharedEtcd) -> None:
     with RestartJob(shared_etcd, {"a": 1, "b": 1}, script, "--steps=12", nnodes="2") as job:
         runs = [job.start("a"), job.start("b")]
@@ -109,6 +110,8 @@ def test_job_that_was_ended_can_be_run_again_under_its_name(shared_etcd: SharedE
         for _ in range(2):
             runs = [job.start("a"), job.start("b")]
             assert [run.wait() for run in runs] == [0, 0], job.said()
+            assert {run.said.count("Traceback") for run in runs} == {0}, job.said()
+        assert sorted(job.losses()) == list(range(12))
 
 
 @pytest.mark.parametrize("script", sizes.beside([DDP], SCRIPTS), ids=lambda script: script.stem)
