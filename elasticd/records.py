@@ -17,8 +17,9 @@ from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.rules import ModelSpec
 from elasticd_planner.value import StoredValue, Value, refuse
 
-from elasticd.decoding import decode_stored, decoded_as, log_once, version_refusal
+from elasticd.decoding import decode_stored, decoded_as, log_once, shown, version_refusal
 from elasticd.version import __version__
+from elasticd.wire import PEERS_VERSION
 
 #: Version of every record here.
 RECORD_VERSION = 1
@@ -105,8 +106,8 @@ class Keys(Value, frozen=True, kw_only=True):
         if part:
             log_once(
                 ("key", part),
-                f"the store has the key {key}, which elasticd {__version__} does not know: keys under {part} "
-                "are skipped; is their writer of a newer release?",
+                f"the store has the key {shown(key)!r}, which elasticd {__version__} does not know: keys under "
+                f"{shown(part)!r} are skipped; is their writer of a newer release?",
             )
         return bool(part)
 
@@ -154,7 +155,7 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
     made by name and seed); it matters until something was trained. numbers: of master weights and gradients,
     where modules compute in others. recompute: whether stages may make their activations again where memory
     demands it, or must; recomputed: blocks that do so under every plan. shifts: its dataset can be
-    read in sequences of another length (`at_length`)."""
+    read in sequences of another length (`at_length`). peers: version of what its ranks exchange."""
 
     job: str
     model: ModelSpec
@@ -170,6 +171,7 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
     recompute: bool | Literal["always"] = False
     recomputed: tuple[int, ...] = ()
     shifts: bool = False
+    peers: int = PEERS_VERSION
     version: int = RECORD_VERSION
 
     def __post_init__(self) -> None:
@@ -292,23 +294,35 @@ class DoneRecord(StoredValue, frozen=True, kw_only=True, tag="job-done"):
 
 
 class SchemaRecord(StoredValue, frozen=True, kw_only=True, tag="schema"):
-    """What all records of the cluster follow: a leader writes it when it takes over. release:
-    the leader's."""
+    """The version of all keys and records of the cluster, and the release of the leader that wrote it when it
+    took over."""
 
     release: str
     version: int = SCHEMA_VERSION
 
 
-def schema_refusal(data: bytes) -> str:
-    """Why this release must leave the cluster alone whose schema record this is, or nothing."""
+def read_schema(data: bytes) -> SchemaRecord:
+    """The cluster's schema record, of any version. Raises `msgspec.DecodeError` with the remedy."""
     try:
-        record = decoded_as(SchemaRecord, data)
+        return decoded_as(SchemaRecord, data)
     except msgspec.DecodeError as error:
-        return (
+        raise msgspec.DecodeError(
             f"the store's schema record cannot be read by elasticd {__version__} ({error}): run the release "
             "that wrote it; if no elasticd did, delete the key"
-        )
+        ) from None
+
+
+def schema_apart(record: SchemaRecord) -> str:
+    """Returns why this release cannot work beside the leader that wrote this record, or an empty string."""
     return version_refusal("the store's schema", record.version, SCHEMA_VERSION, record.release)
+
+
+def schema_refusal(data: bytes) -> str:
+    """Returns why this release does not start on a cluster with this schema record, or an empty string."""
+    try:
+        return schema_apart(read_schema(data))
+    except msgspec.DecodeError as error:
+        return str(error)
 
 
 def encode(record: msgspec.Struct) -> bytes:
@@ -317,5 +331,13 @@ def encode(record: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """A record. Raises `msgspec.ValidationError` naming the key; more than one version of skew is refused."""
+    """A record. Raises `msgspec.DecodeError` that names the field, or both versions of one that is too new."""
     return decode_stored(data, kind)
+
+
+def decode_at(key: str, data: bytes, kind: type[T]) -> T:
+    """The record at a key of the store. Raises `msgspec.DecodeError` that names the key too."""
+    try:
+        return decode_stored(data, kind)
+    except msgspec.DecodeError as error:
+        raise msgspec.DecodeError(f"the record {shown(key)!r}: {error}") from None

@@ -61,7 +61,7 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
     if hello.release != __version__:
         text = "node %s: its agent is of elasticd %s, this coordinator of %s"
         _log.info(text, hello.record.node, hello.release or "an unknown release", __version__)
-    connection = leading.agent_up(hello.record)
+    connection = leading.agent_up(hello)
     try:
         await _converse(leading, socket, connection, early)
     finally:

@@ -47,7 +47,7 @@ from elasticd.messages import (
     WorkerLost,
 )
 from elasticd.pulses import Frozen
-from elasticd.records import DoneRecord, NodeRecord, Proposal
+from elasticd.records import DoneRecord, Proposal
 from elasticd.rounds import Lapped
 from elasticd.snapshots import Keeps
 
@@ -178,9 +178,9 @@ class Leading:
 
     # -- agents --------------------------------------------------------------------------------------------
 
-    def agent_up(self, record: NodeRecord) -> Connection:
-        connection = self.connections.enter(record)
-        self.apply(AgentUp(record=record))
+    def agent_up(self, hello: AgentHello) -> Connection:
+        connection = self.connections.enter(hello.record)
+        self.apply(_up(hello))
         return connection
 
     def agent_down(self, connection: Connection) -> None:
@@ -210,7 +210,7 @@ class Leading:
         elif isinstance(message, Lapped):
             self._lap(message)
         elif isinstance(message, AgentHello):  # its record has changed
-            self.apply(AgentUp(record=message.record))
+            self.apply(_up(message))
 
     def _lap(self, heard: Lapped) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
@@ -303,3 +303,7 @@ def _words(before: Mapping[str, Scalar], after: Mapping[str, Scalar], by: str) -
     told = [f"{key} = {value}" for key, value in sorted(after.items()) if before.get(key) != value]
     told += [f"{key} is the file's again" for key in sorted(before) if key not in after]
     return f"configuration changed by {by}: {', '.join(told)}"
+
+
+def _up(hello: AgentHello) -> AgentUp:
+    return AgentUp(record=hello.record, release=hello.release, version=hello.version)

@@ -110,8 +110,8 @@ def _links(state: State, now: float) -> Result:
 def _agent_up(state: State, event: AgentUp, now: float) -> Result:
     record = event.record
     known = state.nodes.get(record.node)
+    node = NodeState(record=record, connected=True, since=now, release=event.release, version=event.version)
     event = AgentUp(record=record, anew=known is not None and known.record.agent != record.agent)
-    node = NodeState(record=record, connected=True, since=now)
     if known is not None:
         node = msgspec.structs.replace(node, paces=known.paces, health=known.health)
     state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node})

@@ -73,6 +73,8 @@ def test_agent_of_a_far_version_is_refused() -> None:
                 assert f"(elasticd 9.0.0), and elasticd {__version__} here" in old.rejected
             async with agent(coordinator, node_record("alpha"), version=2):
                 await until(lambda: "alpha" in coordinator.leading.state.nodes)
+                alpha = coordinator.leading.state.nodes["alpha"]
+                assert (alpha.release, alpha.version) == ("2.0.0", 2)
 
     asyncio.run(body())
 

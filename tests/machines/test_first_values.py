@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
+import pytest
 
 from elasticd.machines.job.gather import difference
 from elasticd.messages import Rejected
+from elasticd.wire import PEERS_VERSION
 from tests.machines.cast import FakeWorker, spec
 from tests.machines.test_coordinator_faults import running
 from tests.machines.world import World
@@ -18,9 +22,7 @@ def test_a_worker_that_starts_from_other_values_is_refused_with_the_remedy() -> 
     first = world.hello
     world.hello = lambda worker, **changes: first(worker, first=worker.device, **changes)  # type: ignore[method-assign]
     world.settle()
-    told = [body for bodies in world.told.values() for body in bodies if isinstance(body, Rejected)]
-    assert told
-    assert "call torch.manual_seed with the same seed on every rank" in told[0].reason
+    assert "call torch.manual_seed with the same seed on every rank" in refusals(world)[0]
 
 
 def test_a_worker_that_joins_later_may_start_from_any() -> None:
@@ -32,6 +34,39 @@ def test_a_worker_that_joins_later_may_start_from_any() -> None:
     world.up("beta/1", world.hello(late, first="other"))
     world.settle()
     assert world.job.workers["beta/1"].incarnation == "late"
+
+
+def refusals(world: World) -> list[str]:
+    return [body.reason for said in world.told.values() for body in said if isinstance(body, Rejected)]
+
+
+@pytest.mark.parametrize("peers", [PEERS_VERSION - 1, PEERS_VERSION + 1])
+def test_a_worker_that_exchanges_another_version_with_its_peers_joins_no_running_job(peers: int) -> None:
+    world = running()
+    late = FakeWorker(device="beta/1", incarnation="late")
+    world.kill("beta/1")
+    world.settle()
+    world.workers["beta/1"] = late
+    hello = msgspec.structs.replace(world.hello(late, peers=peers), release="9.8.0")
+    world.up("beta/1", hello)
+    world.settle()
+    assert "beta/1" not in world.job.workers
+    assert any(
+        re.search(rf"9\.8\.0\) exchanges version {peers} .* job .* version {PEERS_VERSION}: install", text)
+        for text in refusals(world)
+    )
+
+
+def test_a_job_whose_workers_exchange_different_versions_does_not_start() -> None:
+    world = World(("alpha", "beta"))
+    for name in world.records:
+        world.join(name, 2, 2)
+    first = world.hello
+    numbers = iter(range(PEERS_VERSION, PEERS_VERSION + 99))
+    world.hello = lambda worker, **changes: first(worker, peers=next(numbers), **changes)  # type: ignore[method-assign]
+    world.settle()
+    assert world.job.plan is None
+    assert any(f"version {PEERS_VERSION + 1} of votes and state" in text for text in refusals(world))
 
 
 def test_equal_specs_do_not_differ() -> None:

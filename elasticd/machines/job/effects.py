@@ -73,10 +73,13 @@ Record = JobSpec | PlanRecord | Proposal | Fence | HistoryRecord | CheckpointsRe
 
 class AgentUp(Value, frozen=True, kw_only=True):
     """An agent said hello on a connection of its own; what its workers last said follows. The leader adds
-    whether it took the place of another: the workers that spoke to that one are no workers of its own."""
+    whether it took the place of another: the workers that spoke to that one are no workers of its own.
+    `release` and `version` (of messages) are the agent's."""
 
     record: NodeRecord
     anew: bool = False
+    release: str = ""
+    version: int = 1
 
 
 class AgentDown(Value, frozen=True, kw_only=True):

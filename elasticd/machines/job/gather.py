@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from elasticd.decoding import shown
 from elasticd.machines.job.ending import AGAIN, affirm, stop
 from elasticd.machines.job.fence import FALLIBLE
 from elasticd.machines.job.losses import lost
@@ -290,6 +291,12 @@ def _unwelcome(turn: Turn, up: Up, body: Hello) -> str:
     if body.spec.job != job.job:
         return f"worker {up.device} is of job {body.spec.job}, not {job.job}: start it with that --rdzv-id"
     theirs = body.spec
+    if job.spec is not None and job.spec.peers != theirs.peers:
+        return (
+            f"worker {up.device}{_of_release(body.release)} exchanges version {theirs.peers} of votes and "
+            f"state with other ranks, job {job.job} version {job.spec.peers}: install the release that the "
+            "other workers of the job run, or start all of the job again with one release"
+        )
     if job.spec is not None and job.plan is not None:  # its first values are not used any more
         theirs = msgspec.structs.replace(theirs, first=job.spec.first)
     if job.spec is not None and (wrong := difference(job.spec, theirs)):
@@ -306,12 +313,17 @@ def _unwelcome(turn: Turn, up: Up, body: Hello) -> str:
     return ""
 
 
+def _of_release(release: str) -> str:
+    return f" (elasticd {shown(release)})" if release else ""
+
+
 def difference(ours: JobSpec, theirs: JobSpec) -> str:
-    """What differs between two specs, in words; nothing if they train alike, whichever release wrote them."""
+    """What differs in the training of two specs, in words; an empty string if they train alike, whichever
+    release wrote them."""
     told = []
     for name in ours.__struct_fields__:
         mine, other = getattr(ours, name), getattr(theirs, name)
-        if mine == other or name == "version":
+        if mine == other or name in ("version", "peers"):
             continue
         if name == "profile":
             told.append("the profile differs: give every node the same file")

@@ -134,13 +134,16 @@ class Settings(Value, frozen=True, kw_only=True):
 
 class NodeState(Value, frozen=True, kw_only=True):
     """A node whose agent has said hello to this leader; `since` its connection came or went. `paces` are the
-    factors that chaos set, by device; `health` what its agent last said of machine and devices."""
+    factors that chaos set, by device; `health` what its agent last said of machine and devices. `release` and
+    `version` (of messages) are its agent's, as its hello said."""
 
     record: NodeRecord
     connected: bool
     since: float
     paces: dict[str, float] = msgspec.field(default_factory=dict)
     health: Health | None = None
+    release: str = ""
+    version: int = 1
 
 
 class Joiner(Value, frozen=True, kw_only=True):
