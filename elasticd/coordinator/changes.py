@@ -16,9 +16,11 @@ from elasticd_planner.value import Value
 
 from elasticd.config import Config, ConfigError, section
 from elasticd.coordinator.answers import Settings
+from elasticd.decoding import log_once, shown
 from elasticd.machines.job.effects import Configured
-from elasticd.records import ConfigRecord, Keys, decode
+from elasticd.records import ConfigRecord, Keys, decode_at
 from elasticd.store.protocol import KeyValue
+from elasticd.version import __version__
 
 Scalar = bool | int | float | str
 #: Changes that are kept.
@@ -40,8 +42,9 @@ class Changes(Value, frozen=True, kw_only=True):
         return dict(self.history[-1].values) if self.history else {}
 
     def effective(self) -> tuple[DetectSettings, PolicySettings]:
-        """Raises ConfigError, as for a value that another release wrote."""
-        return _over(self.detect, self.policy, self.values)
+        """What the leader goes by. A key that this release lacks is skipped with one log line, and kept for
+        the release that wrote it. Raises ConfigError for a value that this release does not take."""
+        return _over(self.detect, self.policy, _known(self.values))
 
     def changed(self, asked: Mapping[str, Any], at: float, by: str) -> Changes:
         """With `asked` on top: None takes the file's value again. Raises ConfigError with what would be right,
@@ -53,7 +56,7 @@ class Changes(Value, frozen=True, kw_only=True):
                 values.pop(key, None)
             else:
                 values[key] = value
-        _over(self.detect, self.policy, values)
+        _over(self.detect, self.policy, _known(values) | {key: values[key] for key in asked if key in values})
         if values == self.values:
             raise ConfigError(f"nothing to change: {', '.join(asked) or 'no key was given'} is so already")
         number = self.history[-1].number + 1 if self.history else 1
@@ -83,7 +86,7 @@ def of(config: Config, keys: Keys, items: Iterable[KeyValue]) -> Changes:
         key=lambda item: item.key,
     )
     try:
-        history = tuple(decode(item.value, ConfigRecord) for item in found)
+        history = tuple(decode_at(item.key, item.value, ConfigRecord) for item in found)
         changes = Changes(detect=config.detect, policy=config.policy, history=history)
         changes.effective()
     except (msgspec.DecodeError, ConfigError) as error:
@@ -102,6 +105,23 @@ def check_key(key: str) -> None:
             f"{key!r} cannot be changed while running: give a key of section detect or policy, as "
             "policy.horizon_steps; the rest is in the file"
         )
+
+
+def _known(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Those whose keys this release has; each other key is logged once."""
+    fields = {"detect": DetectSettings.__struct_fields__, "policy": PolicySettings.__struct_fields__}
+    known: dict[str, Scalar] = {}
+    for key, value in values.items():
+        name, _, field = key.partition(".")
+        if field in fields.get(name, ()):
+            known[key] = value
+        else:
+            log_once(
+                ("config", key),
+                f"the configuration in the store has a key {shown(key)!r}, which elasticd {__version__} does "
+                "not know: it is skipped and kept",
+            )
+    return known
 
 
 def _over(

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from elasticd_planner.policy import PolicySettings
 
+from elasticd import decoding
 from elasticd.config import Config, ConfigError, parse, reloaded
 from elasticd.coordinator.changes import MOST_HISTORY, Changes, of
 from elasticd.coordinator.daemon import Coordinator
@@ -98,13 +99,34 @@ def test_a_file_that_is_read_anew_lies_under_what_was_changed() -> None:
     asyncio.run(body())
 
 
+def test_a_stored_key_that_this_release_lacks_is_skipped_once_and_kept(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "_logged", set())
+    made = changes().changed({"policy.paused": True}, 1.0, "me").history[0]
+    newer = {"policy.gone": 1, "quota.share": 0.5}
+    record = msgspec.structs.replace(made, values={**made.values, **newer})
+    store, keys = MemoryStore(MemoryServer()), Keys(cluster="test")
+    store.transact((), (Put(keys.config_history(1), encode(record)),))
+    found = of(config(), keys, store.snapshot(keys.config).items)
+    assert found.effective()[1].paused
+    changed = found.changed({"policy.horizon_steps": 60}, 2.0, "me")
+    assert changed.values == {"policy.paused": True, "policy.horizon_steps": 60, **newer}
+    assert (changed.effective()[1].horizon_steps, changed.shown().changed) == (60, changed.values)
+    with pytest.raises(ConfigError, match="has no key 'gone'"):
+        found.changed({"policy.gone": 2}, 2.0, "me")
+    said = [line.getMessage() for line in caplog.records if "configuration in the store" in line.getMessage()]
+    assert sorted("quota.share" in line for line in said) == [False, True]
+    store.close()
+
+
 def test_a_record_that_cannot_be_used_is_named_with_its_keys() -> None:
     made = changes().changed({"policy.paused": True}, 1.0, "me").history[0]
-    spoilt = msgspec.structs.replace(made, values={"policy.gone": 1})
+    spoilt = msgspec.structs.replace(made, values={"policy.horizon_steps": 0})
     store, keys = MemoryStore(MemoryServer()), Keys(cluster="test")
     store.transact((), (Put(keys.config_history(1), encode(spoilt)),))
     with pytest.raises(
-        ConfigError, match=r"under /elasticd/test/config in etcd.*has no key 'gone'.*delete these"
+        ConfigError, match=r"under /elasticd/test/config in etcd.*horizon_steps must be.*delete these"
     ):
         of(config(), keys, store.snapshot(keys.config).items)
     store.close()
