@@ -43,6 +43,10 @@ _LONGEST_NAME = 80
 _log = logging.getLogger(__name__)
 
 
+class VersionRefused(msgspec.ValidationError):
+    """A stored value is of a version that this release does not decode; the message names both versions."""
+
+
 def decoded(decode: Callable[[bytes], T], data: bytes) -> T:
     """`decode(data)`. Raises `msgspec.DecodeError` and nothing else."""
     try:
@@ -104,7 +108,7 @@ def decode_stored(data: bytes, kind: type[S]) -> S:
     release = head.release if isinstance(head.release, str) else ""
     version = known if head.version is None else head.version
     if refusal := stored_refusal(f"the value {tag_of(kind)!r}", version, known, release):
-        raise msgspec.ValidationError(refusal)
+        raise VersionRefused(refusal)
     value = decoded_as(kind, data)
     look(value, data)
     return value

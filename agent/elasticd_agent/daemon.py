@@ -154,7 +154,8 @@ class Agent:
     def _schema_refusal(self) -> str:
         """Why this agent cannot work with what the store holds, or nothing. Raises StoreError."""
         found = self._store.get(self._keys.schema)
-        return schema_refusal(found.value) if found is not None else ""
+        refusal = schema_refusal(found.value) if found is not None else ""
+        return f"the key {self._keys.schema}: {refusal}" if refusal else ""
 
     async def _claim(self) -> bool:
         """Take the node's key, which may take a dead agent's lease to run out; False if told to stop."""

@@ -13,10 +13,11 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from elasticd.decoding import log_once, shown
 from elasticd.messages import Message, ToLeader, ToWorker, protocol_refusal
 from elasticd.records import Keys, NodeRecord, OutRecord, decode
 from elasticd.rounds import (
@@ -41,6 +42,8 @@ from elasticd_agent.registrar import Registrar
 ENDED_SECONDS = 30.0
 #: Seconds that a torchrun has to come again after it hung up, as long as its process lives.
 RETURN_SECONDS = 5.0
+
+R = TypeVar("R", bound=msgspec.Struct)
 
 _log = logging.getLogger(__name__)
 
@@ -75,13 +78,15 @@ class _Job:
             self.items[item.key] = item
 
     def torchruns(self) -> dict[str, Torchrun]:
+        """All torchruns by name. One whose record this release cannot decode counts as one that is here."""
         found, out = {}, {}
         for key, item in self.items.items():
             kind, _, name = key.removeprefix(self.prefix).partition("/")
             if kind == "torchruns":
-                found[name] = decode(item.value, Torchrun)
+                found[name] = _record(item, Torchrun) or Torchrun(node="", store="")
             elif kind == "out":
-                out[name] = decode(item.value, OutRecord).reason
+                record = _record(item, OutRecord)
+                out[name] = record.reason if record is not None else "its record says so"
         for name in out.keys() & found.keys():
             if found[name].status == "here":
                 found[name] = msgspec.structs.replace(found[name], status="out", reason=out[name])
@@ -282,6 +287,16 @@ class Rounds:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a torchrun's question was not answered", exc_info=error)
+
+
+def _record(item: KeyValue, kind: type[R]) -> R | None:
+    """The record at a key; None, with one log line for the key, where this release cannot decode it."""
+    try:
+        return decode(item.value, kind)
+    except msgspec.DecodeError as error:
+        text = f"the record {shown(item.key)!r} in the store cannot be read: {shown(str(error))}"
+        log_once(("record", item.key), text)
+        return None
 
 
 def _heard(job: _Job, item: WatchItem) -> None:

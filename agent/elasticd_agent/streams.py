@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 from elasticd_planner.plan import Plan
 
-from elasticd.decoding import Reader
+from elasticd.decoding import Reader, version_refusal
 from elasticd.snapshots import Held
 from elasticd.version import __version__
-from elasticd.wire import Message
+from elasticd.wire import WIRE_VERSION, Message
 from elasticd_agent.identity import Identity
 from elasticd_agent.vault import NoRoom, Snapshot, Vault
 
@@ -124,6 +124,9 @@ class Server:
         request = _requests.one(_read_frame(stream))
         if request is None:
             _send_frame(stream, Answer(error=f"elasticd {__version__} does not know this request"))
+            return
+        if refusal := version_refusal("the other agent's request", request.version, WIRE_VERSION):
+            _send_frame(stream, Answer(error=refusal))
             return
         held = request.held
         if held is None:
@@ -295,6 +298,8 @@ def _check(frame: bytes) -> None:
     answer = _answers.one(frame)
     if answer is None:
         raise StreamFailed(f"elasticd {__version__} does not know its answer")
+    if refusal := version_refusal("its answer", answer.version, WIRE_VERSION):
+        raise StreamFailed(refusal)
     if answer.error:
         raise StreamFailed(answer.error)
 

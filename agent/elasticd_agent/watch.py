@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
+from elasticd.decoding import log_once
 from elasticd.machines.agent_state import (
     CheckpointsRead,
     DoneRead,
@@ -28,7 +29,8 @@ from elasticd.records import (
     PlanRecord,
     Proposal,
     decode,
-    schema_refusal,
+    read_schema,
+    schema_apart,
 )
 from elasticd.store.leader import Leader
 from elasticd.store.protocol import KeyValue, Store, WatchEvent, WatchItem
@@ -98,8 +100,8 @@ class Records:
         if self._keys.note_unknown(key):
             return
         if key == self._keys.schema:
-            if item is not None and (refusal := schema_refusal(item.value)):
-                self._refuse(refusal)
+            if item is not None:
+                self._read_schema(item)
             return
         job, _, part = key.removeprefix(self._keys.jobs).rpartition("/")
         node = key.removeprefix(self._keys.nodes) if key.startswith(self._keys.nodes) else ""
@@ -126,6 +128,16 @@ class Records:
                 self._emit(DoneRead(job=job, record=_decoded(item, DoneRecord), revision=at))
         except ValueError as error:
             _log.error("the record %s in the store cannot be read: %s", key, error)
+
+    def _read_schema(self, item: KeyValue) -> None:
+        """Ends this agent only for a leader's record that is too far away; other bytes are no leader's."""
+        try:
+            record = read_schema(item.value)
+        except msgspec.DecodeError as error:
+            log_once(("schema",), f"this agent goes on, although {error}")
+            return
+        if refusal := schema_apart(record):
+            self._refuse(refusal)
 
     def _read_leader(self, item: KeyValue | None) -> None:
         if item is None:

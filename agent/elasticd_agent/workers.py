@@ -254,20 +254,26 @@ class _Connection:
         elif isinstance(body, Pong):
             self._ears.pongs(self._name)
         elif self._ears.rounds(self._name, self._pid, body):
-            self._opening = self._opening or body
+            if self._opening is None:
+                self._opening = body
+                self._note_release(body)
         elif isinstance(body, OfRounds):
             self._refuse(f"this agent takes no {type(body).__name__}")
         elif self._opening is not None:
             self._ears.events(Said(client=self._name, body=body))
         elif isinstance(body, Hello | Join):
             self._opening = body
-            if body.release != __version__:
-                text = "%s is of elasticd %s, this agent of %s"
-                _log.info(text, self._name, body.release or "an unknown release", __version__)
+            self._note_release(body)
             incarnation = secrets.token_hex(4)
             self._ears.events(Opened(client=self._name, body=body, pid=self._pid, incarnation=incarnation))
         else:
             self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
+
+    def _note_release(self, hello: object) -> None:
+        release = getattr(hello, "release", __version__)
+        if release != __version__:
+            text = "%s is of elasticd %s, this agent of %s"
+            _log.info(text, self._name, release or "an unknown release", __version__)
 
     def _refuse(self, reason: str) -> None:
         _log.warning("%s is cut off: %s", self._name, reason)

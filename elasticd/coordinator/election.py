@@ -11,6 +11,7 @@ from concurrent.futures import Executor
 from elasticd_planner.value import Value
 
 from elasticd.config import Config
+from elasticd.decoding import VersionRefused
 from elasticd.records import Keys, SchemaRecord, encode, schema_refusal
 from elasticd.remembered import StateFile
 from elasticd.store.configured import etcd_options
@@ -109,6 +110,8 @@ def elect(
             except StoreUnavailable as error:
                 _log.warning("the store went away during the election, trying again: %s", error)
                 stopped.wait(PAUSE)
+    except VersionRefused as error:
+        raise CannotLead(str(error)) from error
     except ValueError as error:
         raise CannotLead(f"{error}: another program's key? choose another [cluster] name") from error
     return None
@@ -132,13 +135,13 @@ def check_schema(store: Store, keys: Keys) -> KeyValue | None:
     cannot read what the store holds."""
     found = store.get(keys.schema)
     if found is not None and (refusal := schema_refusal(found.value)):
-        raise CannotLead(refusal)
+        raise CannotLead(f"the key {keys.schema}: {refusal}")
     return found
 
 
 def write_schema(store: Store, keys: Keys, leadership: Leadership) -> None:
-    """Says in the store which release leads, if that changes: every record after it may be of its version.
-    Raises `CannotLead`, as `check_schema` does, and StoreError."""
+    """Writes this release and its schema's version to the store, if another record is there: all records that
+    this leader writes later have that version. Raises StoreError and, as `check_schema`, `CannotLead`."""
     record = encode(SchemaRecord(release=__version__))
     while True:
         found = check_schema(store, keys)

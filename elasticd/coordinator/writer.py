@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
+from typing import TypeVar
 
 from elasticd_planner.value import StoredValue, Value
 
@@ -26,7 +27,7 @@ from elasticd.records import (
     OutRecord,
     PlanRecord,
     Proposal,
-    decode,
+    decode_at,
     encode,
 )
 from elasticd.store.leader import Leadership, LeadershipLost
@@ -37,12 +38,14 @@ MOST_HISTORY = 256
 #: Seconds between attempts while the store is away.
 PAUSE = 0.2
 
+R = TypeVar("R", bound=StoredValue)
+
 _log = logging.getLogger(__name__)
 
 
 class Rank(StoredValue, frozen=True, kw_only=True, tag="torchrun-ranks"):
-    """What a torchrun told of its ranks: the others ask for it whenever they start a worker again, under a
-    later leader, maybe. Without a key: the job is over, and all of it goes."""
+    """What a torchrun said of its ranks, in the store: the other torchruns ask for it whenever they start a
+    worker again, and a later leader may have to answer. An empty key deletes those of a job that is over."""
 
     job: str
     key: str = ""
@@ -201,12 +204,12 @@ def ranks(keys: Keys, items: Iterable[KeyValue]) -> list[Rank]:
     read."""
     jobs = {item.key.removeprefix(keys.jobs).partition("/")[0] for item in items}
     folders = tuple(_ranks(keys, job) for job in jobs)
-    return [decode(item.value, Rank) for item in items if item.key.startswith(folders)]
+    return [_read(item, Rank) for item in items if item.key.startswith(folders)]
 
 
 def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:
-    """Every job in a snapshot of the jobs' prefix. Raises `msgspec.ValidationError` for a record that this
-    program cannot read."""
+    """Every job in a snapshot of the jobs' prefix. Raises `msgspec.DecodeError` with the key of a record
+    that this program cannot read."""
     jobs: dict[str, dict[str, KeyValue]] = {}
     for item in items:
         job, _, part = item.key.removeprefix(keys.jobs).partition("/")
@@ -220,23 +223,27 @@ def _decided(parts: dict[str, KeyValue]) -> bool:
     return any(part.partition("/")[0] in LEADER_KEYS for part in parts)
 
 
+def _read(item: KeyValue, kind: type[R]) -> R:
+    return decode_at(item.key, item.value, kind)
+
+
 def _stored(job: str, parts: dict[str, KeyValue]) -> Stored:
     history = {
         int(name): item
         for part, item in parts.items()
         if part.startswith("history/") and (name := part.removeprefix("history/")).isdecimal()
     }
-    plan = decode(parts["plan"].value, PlanRecord) if "plan" in parts else None
-    proposal = decode(parts["proposal"].value, Proposal) if "proposal" in parts else None
+    plan = _read(parts["plan"], PlanRecord) if "plan" in parts else None
+    proposal = _read(parts["proposal"], Proposal) if "proposal" in parts else None
     number = proposal.number if proposal is not None else plan.plan.number if plan is not None else 0
     return Stored(
         job=job,
-        spec=decode(parts["spec"].value, JobSpec) if "spec" in parts else None,
+        spec=_read(parts["spec"], JobSpec) if "spec" in parts else None,
         plan=plan,
         proposal=proposal,
-        fence=decode(parts["fence"].value, Fence) if "fence" in parts else None,
-        done=decode(parts["done"].value, DoneRecord) if "done" in parts else None,
-        history=decode(history[number].value, HistoryRecord) if number in history else None,
-        checkpoints=decode(parts["checkpoints"].value, CheckpointsRecord) if "checkpoints" in parts else None,
+        fence=_read(parts["fence"], Fence) if "fence" in parts else None,
+        done=_read(parts["done"], DoneRecord) if "done" in parts else None,
+        history=_read(history[number], HistoryRecord) if number in history else None,
+        checkpoints=_read(parts["checkpoints"], CheckpointsRecord) if "checkpoints" in parts else None,
         highest=max(history, default=0),
     )

@@ -15,7 +15,7 @@ import msgspec
 from elasticd_planner.value import StoredValue
 
 from elasticd.clock import Clock, WallClock
-from elasticd.decoding import decode_stored
+from elasticd.decoding import VersionRefused, decode_stored
 from elasticd.store.confirm import settle
 from elasticd.store.protocol import (
     Compare,
@@ -58,6 +58,8 @@ class Leader(msgspec.Struct, frozen=True, kw_only=True):
         """From the key as read or watched. Raises ValueError when it is not a leader's record."""
         try:
             record = decode_stored(item.value, LeaderRecord)
+        except VersionRefused as error:
+            raise VersionRefused(f"the key {item.key!r}: {error}") from error
         except msgspec.DecodeError as error:
             raise ValueError(f"the key {item.key!r} does not hold a leader's record: {error}") from error
         return cls(name=record.name, value=record.value, term=item.create_revision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -10,12 +11,13 @@ from unittest.mock import patch
 import pytest
 from elasticd_agent.daemon import AgentError
 
-from elasticd import records
+from elasticd import decoding, records
 from elasticd.coordinator import election
 from elasticd.coordinator.daemon import run
 from elasticd.coordinator.election import CannotLead
+from elasticd.messages import Closed, Shutdown
 from elasticd.records import SCHEMA_VERSION, Keys, SchemaRecord, decode, encode
-from elasticd.store.leader import campaign, read_leader
+from elasticd.store.leader import RECORD_VERSION, LeaderRecord, campaign, read_leader
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.version import __version__
 from tests.agent.support import CLUSTER, Node, closing_all, until
@@ -111,6 +113,49 @@ def test_an_agent_ends_when_a_leader_far_from_it_takes_over(node: Node) -> None:
     running.join()
     with pytest.raises(AgentError, match=REFUSAL):
         raise running.error or AssertionError("it serves on")
+
+
+def test_a_running_agent_goes_on_where_a_schema_cannot_be_read(
+    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "_logged", set())
+    leader = node.leader()
+    running = node.agent()
+    until(lambda: leader.heard)
+    for value in (b"\xff", b"{}"):
+        node.store.put(KEYS.schema, value)
+    worker = node.trainer()
+    worker.welcomed(0)
+    node.store.put(KEYS.job("job", "done"), encode(records.DoneRecord(step=1, epoch=leader.epoch)))
+    assert isinstance(worker.hear(), Shutdown | Closed)  # what was written after the schema is read
+    assert running.error is None
+    assert sum("this agent goes on" in line.getMessage() for line in caplog.records) == 1
+    node.store.put(KEYS.schema, FAR)
+    running.join()
+    with pytest.raises(AgentError, match=REFUSAL):
+        raise running.error or AssertionError("it serves on")
+
+
+@pytest.mark.parametrize("version", [RECORD_VERSION + 2, RECORD_VERSION + 1])
+def test_a_leaders_record_of_a_far_version_is_no_other_programs_key(version: int) -> None:
+    store = MemoryStore(MemoryServer())
+    record = LeaderRecord(name="c", value="http://c", version=version)
+    store.put(KEYS.leader, record.encode().replace(b"leader", b"leader" if version > 2 else b"other"))
+    with pytest.raises(CannotLead) as refused:
+        election.elect(
+            store, KEYS, "me", "http://me", told=lambda _: None, ready=lambda: None, stopped=threading.Event()
+        )
+    assert KEYS.leader in str(refused.value)
+    assert ("another program's key" in str(refused.value)) == (version == RECORD_VERSION + 1)
+    assert (f"has version {version}" in str(refused.value)) == (version == RECORD_VERSION + 2)
+
+
+def test_a_job_that_a_coordinator_cannot_read_is_named_by_its_key() -> None:
+    server = MemoryServer()
+    fence = records.Fence(number=1, epoch=1, gone={}, reason="r", version=records.RECORD_VERSION + 2)
+    MemoryStore(server).put(KEYS.job("j", "fence"), encode(fence))
+    with pytest.raises(CannotLead, match=rf"{KEYS.job('j', 'fence')}.*'fence' has version 3"):
+        asyncio.run(run(config(), MemoryStore(server)))
 
 
 def test_one_cluster_is_meant_in_both_halves_of_this_file() -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
 from elasticd_agent import streams
 from elasticd_agent.link import Link
+from elasticd_agent.rounds import _Job
 from elasticd_planner.measurement import Measurement
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,8 +44,9 @@ from elasticd.messages import (
 from elasticd.records import Keys
 from elasticd.rendezvous.asking import Asking
 from elasticd.rendezvous.live import AgentCalls, Refusal
-from elasticd.rounds import Attending, RoundAnswer
+from elasticd.rounds import Attend, Attending, RoundAnswer, Torchrun, Watching
 from elasticd.runtime.control import Control, RejectedByAgent
+from elasticd.store.protocol import KeyValue
 from elasticd.version import __version__
 from tests.agent.support import CLUSTER, Node, closing_all, spec, until
 from tests.coordinator.agents import coordinating
@@ -257,6 +261,37 @@ def test_an_agent_answers_a_request_of_another_agent_that_it_does_not_know() -> 
         streams._check(NEWER)
 
 
+def test_agents_two_versions_apart_keep_nothing_for_each_other() -> None:
+    frames: list[messages.Message] = []
+    far = streams.Request(echoes=1, bytes=1, version=3)
+    with patch.multiple(
+        streams,
+        _read_frame=lambda stream: messages.encode(far),
+        _send_frame=lambda stream, body: frames.append(body),
+    ):
+        server: Any = object.__new__(streams.Server)
+        server._take(None, "n0")
+    (answer,) = frames
+    assert isinstance(answer, streams.Answer)
+    assert "request has version 3, and elasticd" in answer.error
+    with pytest.raises(streams.StreamFailed, match="answer has version 3, and elasticd"):
+        streams._check(messages.encode(streams.Answer(version=3)))
+    streams._check(messages.encode(streams.Answer(version=2)))
+
+
+def test_a_hello_of_another_release_is_logged_in_each_mode(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    node.agent()
+    for number, kind in enumerate((Attend, Watching)):
+        torchrun = node.trainer()
+        place = {"torchrun": "t", "local_rank": 0, "round": 1, "world": 1, "nodes": 1, "least": 1}
+        given = place if kind is Watching else {}
+        torchrun.say(kind(job="r", pid=os.getpid(), release=f"9.8.{number}", **given))
+        until(lambda number=number: said(caplog, f"is of elasticd 9.8.{number}, this agent of") == 1)
+
+
 # -- etcd ------------------------------------------------------------------------------------------------------
 
 
@@ -272,9 +307,32 @@ def test_keys_that_are_not_known_are_skipped_with_one_line_for_all_like_them(
     node.store.put(KEYS.root + "quotas/c", b"{}")
     node.store.put(KEYS.job("job", "done"), records.encode(records.DoneRecord(step=1, epoch=leader.epoch)))
     assert isinstance(worker.hear(), messages.Shutdown | messages.Closed)
-    assert said(caplog, "keys under quotas are skipped") == 1
-    assert said(caplog, "keys under jobs/JOB/quota are skipped") == 1
-    assert said(caplog, "keys under config-notes are skipped") == 1
+    assert said(caplog, "keys under 'quotas' are skipped") == 1
+    assert said(caplog, "keys under 'jobs/JOB/quota' are skipped") == 1
+    assert said(caplog, "keys under 'config-notes' are skipped") == 1
+
+
+def test_a_torchrun_whose_record_cannot_be_read_counts_as_here(caplog: pytest.LogCaptureFixture) -> None:
+    job = _Job(prefix="/r/")
+    left = msgspec.json.encode(Torchrun(node="n1", store="", status="left"))
+    values = {"torchruns/a": b'{"type": "torchrun", "version": 9}', "torchruns/b": left, "out/b": b"\xff"}
+    values["torchruns/c"] = msgspec.json.encode(Torchrun(node="n2", store=""))
+    values["out/c"] = b"\xff"
+    for name, value in values.items():
+        key = job.prefix + name
+        job.take(KeyValue(key=key, value=value, create_revision=1, mod_revision=1, version=1, lease=0))
+    for _ in range(3):
+        found = {name: torchrun.status for name, torchrun in job.torchruns().items()}
+        assert found == {"a": "here", "b": "left", "c": "out"}
+    assert said(caplog, "'/r/torchruns/a' in the store cannot be read: the value 'torchrun' has version 9") == 1
+    assert said(caplog, "in the store cannot be read") == 3
+
+
+def test_a_key_that_somebody_invents_is_logged_quoted_and_shortened(caplog: pytest.LogCaptureFixture) -> None:
+    assert KEYS.note_unknown(KEYS.root + "x\n" + "y" * 500)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "\n" not in line
+    assert len(line) < 400
 
 
 @pytest.mark.parametrize("key", ["schema", "leader", "config", "config-history/00000001", "nodes/n0"])
