@@ -4,49 +4,41 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
-from elasticd_planner import formats
-from elasticd_planner.given import _File
-from elasticd_planner.plan import Plan
 from elasticd_planner.value import StoredValue, explicit_tag
 
 from elasticd import messages, recording
-from elasticd.cli.moves import answered
-from elasticd.decoding import decode_stored
 from elasticd.wire import WIRE_VERSION, Message
-from tests.releases import write
-from tests.releases.samples import Golden, goldens, kinds, sample
+from tests.releases import kept, write
+from tests.releases.samples import (
+    BODIES,
+    Golden,
+    Omitting,
+    all_alternatives,
+    alternatives,
+    alternatives_in,
+    decoded,
+    encoded,
+    found_in,
+    goldens,
+    kinds,
+    read_back,
+    sample,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILES = write.files()
 #: Files without a class of their own, by tag.
 FILE_TAGS = {"planning-answer", "profile"}
-BODIES = {"began": recording.Line.state, "heard": recording.Line.event, "told": recording.Line.note}
-
-
-def decoded(golden: Golden) -> Any:
-    """By the decoder that a receiver has today."""
-    if golden.tag == "profile":
-        return msgspec.json.decode(golden.text, type=_File)
-    if golden.tag == "planning-answer":
-        return answered(golden.text, "golden").plan
-    kind = kinds()[golden.tag]
-    if issubclass(kind, Message):
-        return msgspec.json.decode(golden.text, type=kind)
-    if kind is Plan:
-        return Plan.from_json(golden.text)
-    if kind is formats.TableProblem:
-        return formats.load(golden.text)
-    return decode_stored(golden.text, kind)
 
 
 def missing(golden: Any, again: Any, path: str = "$") -> Iterator[str]:
-    """What of the golden JSON is not in that of the decoded value."""
+    """What of the golden JSON is not in that of the decoded value. Types count: true is not 1, nor is 1.0."""
     if isinstance(golden, dict) and isinstance(again, dict):
         for key, value in golden.items():
             if key not in again:
@@ -56,8 +48,44 @@ def missing(golden: Any, again: Any, path: str = "$") -> Iterator[str]:
     elif isinstance(golden, list) and isinstance(again, list) and len(golden) == len(again):
         for i, (value, other) in enumerate(zip(golden, again, strict=True)):
             yield from missing(value, other, f"{path}[{i}]")
-    elif golden != again:
+    elif golden != again or type(golden) is not type(again):
         yield f"{path}: {golden!r} is {again!r} now"
+
+
+def added(golden: Any, again: Any, before: Any, full: Any, path: str = "$") -> Iterator[str]:
+    """Keys that are written now and were left out, of objects whose class omitted defaults, or does so now.
+
+    Args:
+        golden: JSON as the release wrote it.
+        again: the same value as this release writes it.
+        before: all fields that the release's reader kept.
+        full: all fields that this release's reader keeps.
+    """
+    if isinstance(golden, dict) and isinstance(again, dict):
+        for key in again.keys() - golden.keys():
+            if key in before or isinstance(full, Omitting):
+                yield f"{path}.{key} is written now"
+        for key in golden.keys() & again.keys() & before.keys() & full.keys():
+            yield from added(golden[key], again[key], before[key], full[key], f"{path}.{key}")
+    elif isinstance(golden, list) and isinstance(again, list):
+        for i, values in enumerate(zip(golden, again, before, full, strict=False)):
+            yield from added(*values, f"{path}[{i}]")
+
+
+def lacking(lines: Iterable[Golden]) -> list[str]:
+    """The alternatives of fields that no line has."""
+    has = {found.alternative for golden in lines for found in found_in(golden)}
+    return sorted(str(each) for each in all_alternatives() - has)
+
+
+def findings(golden: Golden) -> list[str]:
+    """What this release reads, or writes again, in another way than the release that wrote the line."""
+    raw, full = msgspec.json.decode(golden.text), read_back(golden)
+    expected = msgspec.json.decode(golden.full) if golden.full else raw
+    if golden.tag in FILE_TAGS:  # what writes them is no class that a reader has
+        return list(missing(expected, full))
+    again = msgspec.json.decode(encoded(decoded(golden)))
+    return [*missing(raw, again), *added(raw, again, expected, full), *missing(expected, full)]
 
 
 def lines(path: Path) -> list[tuple[str, int, Golden]]:
@@ -68,21 +96,15 @@ def lines(path: Path) -> list[tuple[str, int, Golden]]:
 def test_what_a_release_wrote_is_decoded_field_by_field(path: Path) -> None:
     wrong = []
     for release, number, golden in lines(path):
-        value = decoded(golden)
-        if golden.tag in FILE_TAGS:
-            continue
-        raw, again = msgspec.json.decode(golden.text), msgspec.json.decode(msgspec.json.encode(value))
-        assert raw["type"] == golden.tag
-        if isinstance(value, recording.Line):
-            body = BODIES[value.what](value)
-            again["body"] = msgspec.json.decode(recording.began(body, 0.0, 0.0))["body"]
-        wrong += [f"{release}, line {number}, {golden.tag}: {each}" for each in missing(raw, again)]
+        if golden.tag not in FILE_TAGS:
+            assert msgspec.json.decode(golden.text)["type"] == golden.tag
+        wrong += [f"{release}, line {number}, {golden.tag}: {each}" for each in findings(golden)]
     assert wrong == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
-def test_what_a_release_said_is_understood_by_who_hears_it(path: Path) -> None:
-    """Each message by a receiver's own reader, too, which skips it where its tag is gone."""
+def test_the_readers_of_this_release_decode_each_message_of_a_release(path: Path) -> None:
+    """A receiver's own reader skips a message whose tag is gone, so that one reader must give its class."""
     readers = (messages.from_worker, messages.to_worker, messages.to_leader, messages.to_agent)
     for _, _, golden in lines(path):
         kind = kinds().get(golden.tag)
@@ -109,11 +131,106 @@ def test_the_newest_file_has_every_event_of_a_recording() -> None:
     assert {line["what"] for line in found if line["type"] == "recording-line"} == BODIES.keys()
 
 
+def test_the_newest_file_has_every_alternative_of_a_field() -> None:
+    """If this fails because of a new one, run `python -m tests.releases.write --anew`."""
+    assert lacking(write.read(FILES[-1])) == []
+
+
+def test_the_file_of_the_release_under_way_is_what_the_program_writes_today() -> None:
+    path = write.FOLDER / write.under_way() / write.NAME
+    if write.under_way() not in kept.RELEASED and path.exists():
+        assert path.read_bytes() == write.written(), "run python -m tests.releases.write --anew"
+
+
+def test_every_release_has_its_golden_file() -> None:
+    assert set(kept.RELEASED) <= {path.parent.name for path in FILES}
+
+
+# -- the comparison itself -------------------------------------------------------------------------------------
+
+
 def test_a_field_that_is_gone_or_other_is_found() -> None:
     raw = {"a": 1, "b": {"c": [1, {"d": 2}]}}
     assert list(missing(raw, {"a": 1, "b": {"c": [1, {"d": 2, "e": 3}], "f": 4}})) == []
     assert list(missing(raw, {"b": {"c": [1, {"d": 5}]}})) == ["$.a", "$.b.c[1].d: 2 is 5 now"]
     assert list(missing(raw, {"a": 1, "b": {"c": [1]}})) == ["$.b.c: [1, {'d': 2}] is [1] now"]
+
+
+def test_a_sample_is_decoded_as_it_was_made() -> None:
+    for tag, kind in kinds().items():
+        if kind is not recording.Line:
+            assert decoded(Golden(tag, msgspec.json.encode(sample(kind)))) == sample(kind), tag
+
+
+def test_a_value_of_another_type_is_found() -> None:
+    for one, other in ((True, 1), (1, 1.0), (False, 0), (0.0, False)):
+        assert list(missing([one], [other])) == [f"$[0]: {one!r} is {other!r} now"]
+        assert list(missing([one], [one])) == []
+
+
+def test_a_key_more_is_found_where_the_class_omits_defaults() -> None:
+    golden = {"stages": [{"start": 0}], "reason": ""}
+    again = {"stages": [{"start": 0, "stop": 1}], "reason": "", "more": 1}
+    assert list(added(golden, again, golden, again)) == []
+    omits_now = again | {"stages": [Omitting(start=0, stop=1)]}
+    assert list(added(golden, again, golden, omits_now)) == ["$.stages[0].stop is written now"]
+    omitted = golden | {"stages": [{"start": 0, "stop": 1}]}
+    assert list(added(golden, again, omitted, again)) == ["$.stages[0].stop is written now"]
+
+
+def _edited(golden: Golden, path: str, value: Any) -> Golden:
+    """The line as of a release whose reader kept this value there: keys and indices with dots between."""
+    full = msgspec.json.decode(golden.full or golden.text)
+    *outer, last = path.split(".")
+    holder = full
+    for key in outer:
+        holder = holder[int(key)] if isinstance(holder, list) else holder[key]
+    holder[last] = value
+    return golden._replace(full=msgspec.json.encode(full))
+
+
+@pytest.mark.parametrize(
+    ("tag", "path", "value"),
+    [
+        (
+            "plan",
+            "strategies.0.modules.0.pipelines.0.stages.1.recompute",
+            True,
+        ),  # left out of the text: a default
+        ("plan", "strategies.0.modules.0.pipelines.0.stages.1.recompute", 0),
+        ("profile", "model.layers_that_were", 4),
+        ("profile", "model.times.forward", 0.125),
+        ("planning-answer", "plan.number_that_was", 1),
+    ],
+)
+def test_another_default_and_a_field_that_a_reader_drops_are_found(tag: str, path: str, value: Any) -> None:
+    golden = next(golden for golden in goldens() if golden.tag == tag)
+    assert findings(golden) == []
+    found = findings(_edited(golden, path, value))
+    assert len(found) == 1
+    assert path.rpartition(".")[2] in found[0]
+
+
+def test_a_literal_or_an_arm_without_a_line_is_found() -> None:
+    fields = [("how", Literal["cut", "kill"]), ("size", int | str | None), ("pair", tuple[int, float | None])]
+    kind = msgspec.defstruct("Toy", fields, kw_only=True)
+    raw = {"how": "cut", "size": 3, "pair": [1, None]}
+    has = {found.alternative for found in alternatives_in(msgspec.inspect.type_info(kind), raw)}
+    assert {str(each) for each in has} == {"Toy.how = 'cut'", "Toy.size = Int", "Toy.pair[1] = None"}
+    assert {str(each) for each in alternatives(kind) - has} == {
+        "Toy.how = 'kill'",
+        "Toy.size = Str",
+        "Toy.size = None",
+        "Toy.pair[1] = Float",
+    }
+
+
+def test_an_alternative_whose_lines_are_gone_is_found() -> None:
+    lines = list(goldens())
+    assert lacking(lines) == []
+    for gone in sorted(all_alternatives())[::20]:
+        others = [line for line in lines if gone not in {found.alternative for found in found_in(line)}]
+        assert str(gone) in lacking(others)
 
 
 # -- tags and versions -----------------------------------------------------------------------------------------

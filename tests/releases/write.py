@@ -1,8 +1,9 @@
 """Writes the golden bytes of the release that is being made: `python -m tests.releases.write`.
 
 A line is the tag of a message or stored value and the text of a sample. Every later release decodes it
-(`test_golden`). The file is written again, with --anew, as often as messages change before the release; it
-stays as it is once the commit of the release is named beside it.
+(`test_golden`). Where the text leaves defaults out, and for a file of which a reader keeps less, the line also
+has all fields of the decoded value, as "full". The program writes the file again, with --anew, as often as
+messages change before the release. The file stays as it is once the commit of the release is named beside it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ FOLDER = Path(__file__).parent
 NAME = "golden.jsonl"
 
 
+def under_way() -> str:
+    """The release that is being made."""
+    return __version__.partition(".dev")[0]
+
+
 def files() -> list[Path]:
     """The golden files of all releases, the oldest first."""
     found = FOLDER.glob(f"*/{NAME}")
@@ -29,22 +35,33 @@ def files() -> list[Path]:
 def read(path: Path) -> list[Golden]:
     """The lines of a golden file."""
     lines = [msgspec.json.decode(line, type=dict[str, str]) for line in path.read_bytes().splitlines()]
-    return [Golden(line["tag"], line["text"].encode()) for line in lines]
+    return [Golden(line["tag"], line["text"].encode(), line.get("full", "").encode()) for line in lines]
+
+
+def written() -> bytes:
+    """The golden file of this release."""
+    return b"".join(_line(golden) for golden in goldens())
+
+
+def _line(golden: Golden) -> bytes:
+    line = {"tag": golden.tag, "text": golden.text.decode()}
+    if golden.full:
+        line["full"] = golden.full.decode()
+    return msgspec.json.encode(line) + b"\n"
 
 
 def write(path: Path, *, anew: bool) -> int:
     """How many lines were written. Raises FileExistsError for a file that is there, unless `anew`."""
     path.parent.mkdir(exist_ok=True)
-    lines = [
-        msgspec.json.encode({"tag": golden.tag, "text": golden.text.decode()}) + b"\n" for golden in goldens()
-    ]
-    with path.open("wb" if anew else "xb") as file:
-        file.writelines(lines)
-    return len(lines)
+    if path.exists() and not anew:
+        raise FileExistsError(path)
+    text = written()
+    path.write_bytes(text)
+    return text.count(b"\n")
 
 
 def main() -> int:
-    release = __version__.partition(".dev")[0]
+    release = under_way()
     path = FOLDER / release / NAME
     if release in kept.RELEASED:
         print(f"{release} is released, and its file stays as it is: raise elasticd/version.py", file=sys.stderr)
