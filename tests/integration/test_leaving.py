@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+from itertools import product
 from pathlib import Path
 
 import pytest
-from elasticd_planner.plan import Plan
 
 from elasticd.machines.job.state import Settings
+from tests import sizes
 from tests.integration import train
 from tests.integration.cluster import Cluster, until
 from tests.integration.test_faults import PLANS
@@ -28,11 +29,12 @@ def texts(cluster: Cluster) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plans", [PLANS, STAGES], ids=["one of two replicas", "the only holder of a stage"])
-@pytest.mark.parametrize("zero", [0, 1])
-def test_one_that_is_told_to_go_leaves_and_nothing_is_lost_or_done_twice(
-    plans: dict[str, Plan], zero: int
-) -> None:
+@pytest.mark.parametrize(
+    ("holder", "zero"), sizes.beside([("replica", 0), ("stage", 1)], product(("replica", "stage"), (0, 1)))
+)
+def test_one_that_is_told_to_go_leaves_and_nothing_is_lost_or_done_twice(holder: str, zero: int) -> None:
+    """One of two replicas, or the only holder of a stage."""
+    plans = PLANS if holder == "replica" else STAGES
     with Cluster({"a": 2, "b": 1}, plans=plans, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT, zero=zero)
         cluster.runs(1, steps=5)

@@ -14,24 +14,24 @@ from elasticd_agent.daemon import Agent
 from elasticd.config import with_overrides
 from elasticd.coordinator.leading import Refused
 from elasticd.store.memory import MemoryStore
+from tests import forkserver
 from tests.integration import train
-from tests.integration.cluster import JOB, ROOT, Cluster, until
+from tests.integration.cluster import JOB, Cluster, until
 from tests.integration.test_switches import SETTINGS, plan_of, stage
 
 SCRIPT = Path(train.__file__)
 
 
-def run_alone(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_alone(environment: dict[str, str], folder: Path) -> tuple[int, str]:
+    """The exit code of a worker that no torchrun started, and what it says on standard error."""
     base = {
         name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "ELASTICD"))
     }
-    return subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        env={**base, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=180,
+    errors = folder / "errors"
+    ended = forkserver.start(
+        SCRIPT, environment={**base, **environment}, output=folder / "output", errors=errors
     )
+    return ended.wait(180), errors.read_text()
 
 
 def last_line(text: str) -> str:
@@ -58,10 +58,12 @@ STARTED = {"TORCHELASTIC_RUN_ID": JOB, "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         ),
     ],
 )
-def test_a_script_that_cannot_start_says_so_in_one_line(environment: dict[str, str], said: str) -> None:
-    ended = run_alone(environment)
-    assert ended.returncode == 1
-    line = last_line(ended.stderr)
+def test_a_script_that_cannot_start_says_so_in_one_line(
+    environment: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    code, errors = run_alone(environment, tmp_path)
+    assert code == 1
+    line = last_line(errors)
     assert line.startswith("elasticd: ")
     assert said in line
 

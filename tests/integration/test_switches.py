@@ -11,6 +11,7 @@ from elasticd_planner.boxes import Box
 from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.machines.job.state import Settings
+from tests import sizes
 from tests.integration import train
 from tests.integration.cluster import Cluster, until
 
@@ -104,7 +105,7 @@ def check_exactness(cluster: Cluster, steps: int, plans: int = 3) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["preparing", "moving"])
+@pytest.mark.parametrize("moment", sizes.beside(["moving"], ["preparing", "moving"]))
 def test_a_plan_that_one_rank_refuses_is_given_up_and_training_goes_on_exactly(moment: str) -> None:
     plans = {
         "": plan_of((3, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (3, [stage(0, 5, ("b/0", 1))])),

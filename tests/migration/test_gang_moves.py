@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import forkserver
+from tests import forkserver, sizes
 from tests.migration import gang_moves
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "moves"), [(4, 12), (6, 12), (8, 8)])
+@pytest.mark.parametrize(("size", "moves"), sizes.beside([(6, 12)], [(4, 12), (6, 12), (8, 8)]))
 def test_gloo_processes_move_state_through_random_plans_as_the_reference_does(
     size: int, moves: int, tmp_path: Path
 ) -> None:

@@ -9,12 +9,13 @@ from itertools import pairwise
 import pytest
 import torch
 from elasticd_planner.plan import Plan, Stage, StatePolicy
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.models import next_token_loss
 from elasticd.runtime.accepted import replace_dropouts
 from examples.train_gpt2 import GPT, describe
+from tests import sizes
 from tests.models import precise, test_matrix
 from tests.models.layouts import BATCH, Run, Training, alone, furthest, plan_of, under
 from tests.models.texts import Text
@@ -77,7 +78,7 @@ def trained() -> tuple[Training, Run, tuple[str, ...]]:
 
 
 @given(plans())
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=sizes.number(full=8, quick=4), derandomize=True)
 def test_any_plan_trains_like_one_process(plan: Plan) -> None:
     training, expected, names = trained()
     found = under(training, plan)
@@ -86,7 +87,7 @@ def test_any_plan_trains_like_one_process(plan: Plan) -> None:
 
 
 @given(plans(test_matrix.LAYERS))
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=sizes.number(full=4, quick=2), derandomize=True)
 def test_so_it_does_under_master_weights(plan: Plan) -> None:
     """Finer ones, so that nothing hides in rounding."""
     finer = "fp32 under fp64"

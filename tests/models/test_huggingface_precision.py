@@ -10,6 +10,7 @@ import torch
 
 import elasticd
 from elasticd.models import next_token_loss
+from tests import sizes
 from tests.models.layouts import Training
 from tests.models.precise import Course, alone, apart, under
 from tests.models.test_huggingface import Whole, made, theirs
@@ -17,8 +18,13 @@ from tests.models.test_matrix import LAYOUTS, NEAR, OPTIMIZERS, PRECISIONS
 from tests.models.texts import Text
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("kind", "tied"), [("Llama", False), ("Qwen3", True)])
+@pytest.mark.parametrize(
+    ("kind", "tied", "precision"),
+    sizes.beside(
+        [("Llama", False, "bf16"), ("Qwen3", True, "fp16")],
+        [(*kind, half) for kind in (("Llama", False), ("Qwen3", True)) for half in ("bf16", "fp16")],
+    ),
+)
 def test_trains_like_one_process(kind: str, tied: bool, precision: str) -> None:
     torch.manual_seed(0)
     model = made(kind, tied)

@@ -199,7 +199,8 @@ def test_any_number_of_devices_has_a_plan_that_fits_and_a_bound(nodes: tuple[int
 
 
 def test_of_many_devices_a_replan_of_what_is_best_already_changes_nothing() -> None:
-    given = problem(4, 4, 4, part=0.4, batch=24, model=profile(layers=9), rates={"n1/2": 2.0})
+    devices = sizes.number(full=4, quick=3)
+    given = problem(*[devices] * 3, part=0.4, batch=24, model=profile(layers=9), rates={"n1/2": 2.0})
     made = planned(given)
     again = planned(msgspec.structs.replace(given, current=made))
     assert again.digest == made.digest
@@ -208,7 +209,7 @@ def test_of_many_devices_a_replan_of_what_is_best_already_changes_nothing() -> N
 
 def test_of_many_devices_a_replan_moves_less_than_a_plan_that_knows_no_current_one() -> None:
     nodes = sizes.number(full=4, quick=3)
-    healthy = problem(*[4] * nodes, part=0.4, batch=8 * nodes, model=profile(layers=3 * nodes))
+    healthy = problem(*[nodes] * nodes, part=0.4, batch=8 * nodes, model=profile(layers=3 * nodes))
     old = planned(healthy)
     slowed = msgspec.structs.replace(healthy, rates={"n2/1": 3.0})
     fresh, near = planned(slowed), planned(msgspec.structs.replace(slowed, current=old))
@@ -296,7 +297,7 @@ def test_the_child_says_what_is_wrong_with_its_problem() -> None:
     assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("part", [0.4, 0.6, 2.0])
+@pytest.mark.parametrize("part", sizes.beside([0.4], [0.4, 0.6, 2.0]))
 def test_without_groups_it_does_not_matter_which_nodes_devices_are_in(part: float) -> None:
     """With one unit there is no TP; with equal links eight nodes of one device are one node of eight."""
     model = profile(share_units=1, layers=4)

@@ -22,6 +22,7 @@ from elasticd.runtime.move import move, prepare
 from elasticd.runtime.snapper import Snapper
 from elasticd.runtime.standing_in import Snapshots
 from elasticd.snapshots import Held, Snapped
+from tests import sizes
 from tests.runtime import gang
 from tests.runtime.test_parity import SEED, plan_of, stage, unpaced
 from tests.runtime.test_zero import STEPS, check, recipe
@@ -149,7 +150,7 @@ def held_by(state: LocalState) -> dict[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", sizes.beside(["plain to zero 2"], POLICIES))
 def test_other_ranks_go_on_from_what_all_had_two_steps_ago(name: str, tmp_path: Path) -> None:
     before, after = POLICIES[name]
     old, new = OLD.replace(state=before), NEW.replace(number=2, state=after)
