@@ -1,3 +1,3 @@
 """The release of all four packages: built, printed, said in every hello and written into the store's schema."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
