@@ -17,7 +17,7 @@ FIXED = 4
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("drawn", sizes.beside([False], [False, True]), ids=["fixed", "drawn"])
 def test_a_real_job_goes_on_through_random_faults(drawn: bool, seed: int, tmp_path: Path) -> None:
-    chosen, faults = seed if drawn else FIXED, sizes.number(full=10, quick=5)
+    chosen, faults = seed if drawn else FIXED, sizes.number(full=10, quick=3)
     print(f"--seed {chosen} --faults {faults}")
     command = (sys.executable, "-m", "elasticd.chaos.soak", "--seed", str(chosen), "--faults", str(faults))
     done = subprocess.run((*command, "--out", str(tmp_path)), capture_output=True, text=True, timeout=850)

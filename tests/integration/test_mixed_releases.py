@@ -23,13 +23,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NODES = ("a", "b")
 FOREVER = 1_000_000
 #: Steps that the job makes between two upgrades.
-STEPS = 8
+STEPS = 5
+#: Seconds that a token takes in a block: the job goes on all the time, and is not to keep the cores busy.
+FORWARD = 6e-4
 
 
 @contextmanager
 def training(release: str, shared_etcd: SharedEtcd) -> Iterator[Fleet]:
     """Two nodes of one device each, all of it of a release that was; `imports_from` says who still runs it."""
-    with tempfile.TemporaryDirectory(prefix="ed-") as name, Fleet(shared_etcd, Path(name)) as fleet:
+    with (
+        tempfile.TemporaryDirectory(prefix="ed-") as name,
+        Fleet(shared_etcd, Path(name), forward=FORWARD) as fleet,
+    ):
         old = fleet.folder / "old"
         with zipfile.ZipFile(kept.wheel(release)) as wheel:
             wheel.extractall(old)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import sizes
 from tests.house import ROOT
 
 
@@ -27,7 +28,11 @@ def run(victim: str, every: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "every"), [("n0/0", 1), ("n1/1", 3)], ids=["a member", "a joiner"])
+@pytest.mark.parametrize(
+    ("victim", "every"),
+    [("n0/0", sizes.number(full=1, quick=2)), ("n1/1", sizes.number(full=3, quick=4))],
+    ids=["a member", "a joiner"],
+)
 def test_whatever_step_a_rank_dies_at_the_others_agree_and_hold_all_that_they_need(
     victim: str, every: int
 ) -> None:

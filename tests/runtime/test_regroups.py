@@ -1,4 +1,4 @@
-"""Over a hundred regroups in the same processes leak nothing, whatever is in flight, beside a user's sockets.
+"""Many regroups in the same processes leak nothing, whatever is in flight, beside a user's sockets.
 
 Each regroup makes overlapping groups in the background, while the groups before are at work. In every second
 one a rank does not come to the large all-reduces, and the others are freed by an order, as in a job: payloads
@@ -22,13 +22,16 @@ import torch
 
 from elasticd.runtime.fabrics import Fabrics
 from elasticd.runtime.groups import Cancelled, Fabric, Group, PeerLost
+from tests import sizes
 from tests.runtime import gang
 
 NAMES = ("a", "b", "c", "d")
 #: Sorted, as all ranks must make them in one order; every two of them overlap.
 GROUPS = (("a", "b"), NAMES, ("a", "c", "d"), ("b", "c", "d"))
-REGROUPS = 110
-LOOKS = (20, 60, 100)
+#: Regroups, and after which of them is looked at what the process holds: 40 lie between the last two looks.
+Course = tuple[int, tuple[int, ...]]
+LONG: Course = (110, (20, 60, 100))
+SHORT: Course = (56, (6, 14, 54))
 #: Elements; 8 MiB.
 LARGE = 2 * 1024 * 1024
 #: Seconds for anything that should come soon.
@@ -77,8 +80,9 @@ def _exchange(one: socket.socket, other: socket.socket) -> None:
 class Rank:
     """One rank through all regroups."""
 
-    def __init__(self, name: str, store: Any) -> None:
+    def __init__(self, name: str, store: Any, course: Course) -> None:
         self.name, self.store = name, store
+        self.regroups, self.wanted = course
         self.fabrics = Fabrics()
         self.freed = 0
         self.slowest = 0.0
@@ -89,7 +93,7 @@ class Rank:
     def run(self) -> None:
         self._prepare(1)
         before: Fabric | None = None
-        for number in range(1, REGROUPS + 1):
+        for number in range(1, self.regroups + 1):
             assert not self._errors, self._errors
             start = time.monotonic()
             groups = self._made.pop(number)
@@ -109,7 +113,7 @@ class Rank:
             del groups
             preparer.join(PATIENCE)
             self.slowest = max(self.slowest, time.monotonic() - start)
-            if number in LOOKS:
+            if number in self.wanted:
                 self._look(number)
 
     def _prepare(self, number: int) -> None:
@@ -180,9 +184,9 @@ def _parked() -> int:
     return sum(thread.name.startswith("park-") for thread in threading.enumerate())
 
 
-def regroup(name: str, store: Any) -> dict[str, Any]:
+def regroup(name: str, store: Any, course: Course) -> dict[str, Any]:
     user = User()
-    rank = Rank(name, store)
+    rank = Rank(name, store, course)
     rank.run()
     user.stop()
     return {
@@ -195,19 +199,23 @@ def regroup(name: str, store: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_hundred_regroups_leak_nothing() -> None:
-    results = gang.run(__file__, "regroup", NAMES, seconds=500)
+@pytest.mark.parametrize(
+    "course", sizes.beside([(SHORT,)], [(SHORT,), (LONG,)]), ids=lambda course: str(course[0])
+)
+def test_many_regroups_leak_nothing(course: Course) -> None:
+    results = gang.run(__file__, "regroup", NAMES, course, seconds=500)
+    regroups, (_, early, late) = course
     for name, result in results.items():
         looks, said = result["looks"], f"{name}: {result}"
         assert result["user"][1] == "", said
-        assert result["user"][0] > REGROUPS, said
-        assert sum(other["freed"] for other in results.values()) == REGROUPS // 2 * (len(NAMES) - 1)
+        assert result["user"][0] > regroups, said
+        assert sum(other["freed"] for other in results.values()) == regroups // 2 * (len(NAMES) - 1)
         # One operation that gloo does not wake holds four threads and as many descriptors until the patience
         # ends: it may happen, to three of them at most, where the machine is very busy. One more at each of the
         # 20 aborts between the two looks is beyond that.
-        assert looks[100]["parked"] <= 3, said
-        assert looks[100]["threads"] <= looks[60]["threads"] + 15, said
-        assert looks[100]["descriptors"] <= looks[60]["descriptors"] + 15, said
-        assert looks[100]["resident"] <= looks[60]["resident"] + 128, said
-        assert looks[100]["held"] <= looks[60]["held"] + 32, said
+        assert looks[late]["parked"] <= 3, said
+        assert looks[late]["threads"] <= looks[early]["threads"] + 15, said
+        assert looks[late]["descriptors"] <= looks[early]["descriptors"] + 15, said
+        assert looks[late]["resident"] <= looks[early]["resident"] + 128, said
+        assert looks[late]["held"] <= looks[early]["held"] + 32, said
         print(said)
