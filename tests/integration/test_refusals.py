@@ -152,8 +152,7 @@ def late_join(cluster: Cluster) -> str:
 
 def second_worker(cluster: Cluster) -> str:
     """A worker for a device that has one."""
-    ended = run_alone(
-        {**STARTED, "ELASTICD_SOCKET": cluster.socket("a"), "OPTIONS": '{"out": "/", "steps": 1}'}
-    )
-    assert ended.returncode == 1
-    return last_line(ended.stderr)
+    environment = {**STARTED, "ELASTICD_SOCKET": cluster.socket("a"), "OPTIONS": '{"out": "/", "steps": 1}'}
+    code, errors = run_alone(environment, cluster.folder)
+    assert code == 1
+    return last_line(errors)
