@@ -7,8 +7,8 @@ TORCH_INDEX ?=
 ARGS        ?=
 NAME        ?=
 SEED        ?=
-# Twice as many processes as cores: many tests mostly wait. The longest tests start first (tests/schedule.py).
-PYTEST_ARGS ?= -n $(shell echo $$((2 * $$(nproc)))) --dist loadscope --no-loadscope-reorder --durations=50
+# One process more than there are cores: many tests wait. The longest tests start first (tests/schedule.py).
+PYTEST_ARGS ?= -n $(shell echo $$((1 + $$(nproc)))) --dist loadscope --no-loadscope-reorder --durations=50
 
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c

@@ -1,5 +1,9 @@
 """In which order tests start, so that no core is idle at the end: the longest first, each to a free process.
 
+The longest tests are those of whole clusters, each with several processes of its own. Where three or more
+processes of pytest run, one of them takes the shortest tests first: with clusters alone the cores would have too
+much to do at the beginning, and what waits inside a cluster costs processor, too.
+
 `tests/durations.json` says how long tests took; `make durations` measures it anew. A test that takes `ALONE`
 seconds or more is dealt by itself. The others of its file are dealt together; so are all tests of a file with a
 fixture of module scope, which would otherwise be made once for each process.
@@ -12,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
@@ -62,3 +67,8 @@ class LongestFirst(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         return group(nodeid, known())
+
+    def _assign_work_unit(self, node: Any) -> None:
+        if len(self.nodes) > 2 and node is self.nodes[-1]:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
