@@ -1,8 +1,8 @@
 """In which order tests start, so that no core is idle at the end: the longest first, each to a free process.
 
 The longest tests are those of whole clusters, each with several processes of its own. Where three or more
-processes of pytest run, one of them takes the shortest tests first: with clusters alone the cores would have too
-much to do at the beginning, and what waits inside a cluster costs processor, too.
+processes of pytest run, one of them takes the shortest tests first. Clusters alone would be too much for the
+cores at the beginning, and a cluster that waits for a core costs more processor than one that does not.
 
 `tests/durations.json` says how long tests took; `make durations` measures it anew. A test that takes `ALONE`
 seconds or more is dealt by itself. The others of its file are dealt together; so are all tests of a file with a
