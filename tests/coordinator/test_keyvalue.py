@@ -29,7 +29,7 @@ def test_what_was_set_is_got_checked_and_deleted() -> None:
 def test_a_call_that_this_release_lacks_is_answered_with_an_error() -> None:
     store = KeyValue()
     ask(store, "set", "a", b"x")
-    assert "has no call 'append'" in (ask(store, "append", "a", b"y").error or "")
+    assert "has no bootstrap store call 'append'" in (ask(store, "append", "a", b"y").error or "")
     assert ask(store, "get", "a").value == b"x"
 
 
