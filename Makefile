@@ -67,7 +67,7 @@ endif
 demo: $(STAMP) ## a real job replans around a slowed worker, under 3 minutes (ARGS=...)
 	@$(BIN)/elasticd demo $(ARGS)
 
-test: $(STAMP) ## every behaviour, in twelve minutes on two cores (PYTEST_ARGS='-n 2 tests/planner' for a part)
+test: $(STAMP) ## every behaviour, in about fifteen minutes on two cores (PYTEST_ARGS='-n 2 tests/planner' for a part)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-all: $(STAMP) ## all sizes, seeds and matrices too; prints its seed (SEED=N for the same again)
