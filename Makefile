@@ -31,6 +31,10 @@ $(STAMP): FORCE
 endif
 endif
 
+# What Python compiles of elasticd and of the tests is kept, whatever the environment says: hundreds of processes
+# of the tests import it.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help venv demo test test-all durations lint bench soak clean FORCE
 
 help: ## this list

@@ -16,15 +16,15 @@ import ctypes
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+
+from tests import nursery
 
 PRELOADED = "tests.preloaded"
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,14 +72,15 @@ class Forked:
 
 
 def start(
-    script: Path,
+    script: Path | str,
     *arguments: str,
     environment: Mapping[str, str],
     output: Path,
     errors: Path | None = None,
 ) -> Forked:
-    """Runs `script` with these arguments and this whole environment. What it prints goes to the file `output`;
-    what it says on standard error to `errors`, or to `output` too."""
+    """Runs a script, or the module of a name, with these arguments and this whole environment. What it prints
+    goes to the file `output`; what it says on standard error to `errors`, or to `output` too. The workers that
+    a module starts are forked as well (`tests.nursery`)."""
     work = (str(script), arguments, dict(environment), str(output), str(errors or output))
     process = _context().Process(target=_run, args=work)
     process.start()
@@ -148,18 +149,6 @@ def _run(
         sink = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(sink, number)
         os.close(sink)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv[:] = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit:
-        raise
-    except BaseException:
-        # As an interpreter does: `multiprocessing` would name the fork server's frames too.
-        traceback.print_exc()
-        raise SystemExit(1) from None
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    nursery.set_environment(environment)
+    run = nursery.run_script if script.endswith(".py") else nursery.run_module
+    raise SystemExit(nursery.as_interpreter(lambda: run(script, arguments)))

@@ -26,8 +26,9 @@ from elasticd.coordinator.journal import EventRecord
 from elasticd.offspring import ending_with_us
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.protocol import StoreError, WatchEvent
-from tests import sizes
+from tests import forkserver, sizes
 from tests.etcds import SharedEtcd
+from tests.forkserver import Forked
 from tests.integration import train, train_ledger
 from tests.integration.trio import Relay, Trio
 
@@ -48,14 +49,14 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     time: float
 
 
-def until(
-    condition: Callable[[], T], what: Callable[[], object], seconds: float = PATIENCE, pause: float = 0.05
-) -> T:
-    """The first true value of `condition`; fails with `what()` when none comes in time."""
-    deadline = time.monotonic() + seconds
+def until(condition: Callable[[], T], what: Callable[[], object], seconds: float = PATIENCE) -> T:
+    """The first true value of `condition`; fails with `what()` when none comes in time. Most conditions ask a
+    coordinator or etcd: those that take long are asked less often."""
+    began = time.monotonic()
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"this never became true: {what()}"
-        time.sleep(pause)
+        waited = time.monotonic() - began
+        assert waited < seconds, f"this never became true: {what()}"
+        time.sleep(min(0.05 + waited / 10, 1.0))
     return value
 
 
@@ -84,7 +85,7 @@ class Fleet:
         self.etcd, self.folder = etcd, folder
         self.cluster = etcd.cluster() if isinstance(etcd, SharedEtcd) else CLUSTER
         self._places = dict(places or {})
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes] | Forked] = {}
         #: Where the process of a name imports elasticd from; from this checkout if it is not here.
         self.imports_from: dict[str, Path] = {}
         self.relays: list[Relay] = []
@@ -182,7 +183,13 @@ class Fleet:
             "PYTHONPATH": str(self.imports_from.get(name, ROOT)),
             "PYTHONUNBUFFERED": "1",
         }
-        with (self.folder / f"{name}.log").open("ab") as log:
+        path = self.folder / f"{name}.log"
+        if arguments[:3] == ("-m", "elasticd", "run") and not within and name not in self.imports_from:
+            # With all that it starts: importing torch again and again would be most of what a test does.
+            forked = forkserver.start("elasticd.__main__", *arguments[2:], environment=environment, output=path)
+            self.processes[name] = forked
+            return
+        with path.open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 ending_with_us([*within, sys.executable, *arguments]),
                 stdin=subprocess.DEVNULL,
@@ -283,14 +290,14 @@ class Fleet:
         """Steps that somebody was given: the highest, and one."""
         return max((ledger[-1].step + 1 for ledger in self.ledgers().values() if ledger), default=0)
 
-    def advanced(self, steps: int, seconds: float = PATIENCE, pause: float = 0.05) -> None:
+    def advanced(self, steps: int, seconds: float = PATIENCE) -> None:
         """Waits until so many more steps were made."""
         goal = self.steps() + steps
 
         def missing() -> str:
             return f"step {goal}, at {self.steps()}\n{self.said()}"
 
-        until(lambda: self.steps() >= goal, missing, seconds, pause)
+        until(lambda: self.steps() >= goal, missing, seconds)
 
     def largest_gap(self, since: float) -> float:
         """The longest that any worker that lived all the time until now waited for its next step."""

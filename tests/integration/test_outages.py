@@ -1,5 +1,6 @@
 """Coordinators and etcd fail while a real job trains: no step of it waits, another leads, and nobody who was
-replaced writes or gives an order. Real processes, and a real etcd of three members."""
+replaced writes or gives an order. Workers die meanwhile, too: what is to be decided waits until it can be.
+Real processes, and a real etcd of three members."""
 
 from __future__ import annotations
 
@@ -9,13 +10,14 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 
+import psutil
 import pytest
 
 from elasticd.store.leader import Leader
-from tests.etcds import SharedEtcd
+from tests.integration import train
 from tests.integration.fleet import Fleet, exact, until
 from tests.integration.trio import NAMES, Relay, Trio
 
@@ -31,34 +33,23 @@ FORWARD = 6e-4
 NODES = ("a", "b")
 
 
-@contextmanager
-def training(shared: SharedEtcd | None = None, *, relayed: bool = False) -> Iterator[Fleet]:
-    """Two coordinators, of which c0 leads, and a job on two nodes of one device: two replicas. Without `shared`
-    they have an etcd of three members to themselves, with which the test may do as it likes."""
-    with tempfile.TemporaryDirectory(prefix="ed-") as name, ExitStack() as exits:
-        etcd = shared if shared is not None else exits.enter_context(Trio(Path(name)))
-        relays = [Relay(endpoint) for endpoint in etcd.endpoints] if relayed else []
-        try:
-            with Fleet(etcd, Path(name), forward=FORWARD) as fleet:
-                fleet.relays = relays
-                fleet.coordinator("c0", [relay.endpoint for relay in relays])
-                fleet.coordinator("c1")
-                for node in NODES:
-                    fleet.agent(node, 1)
-                for node in NODES:
-                    fleet.run(node, 1, str(len(NODES)), FOREVER)
-                until(lambda: len(binding(fleet)) == len(NODES), fleet.said)
-                fleet.advanced(10)
-                yield fleet
-        finally:
-            for relay in relays:
-                relay.close()
-
-
 @pytest.fixture(scope="module")
 def job() -> Iterator[Fleet]:
-    """One job that lives through all the outages of this module that cost it nothing."""
-    with training(relayed=True) as fleet:
+    """One job that lives through all that happens here: two coordinators, of which c0 leads, an etcd of three
+    members, and two nodes of one device each, which are two replicas."""
+    with tempfile.TemporaryDirectory(prefix="ed-") as name, ExitStack() as exits:
+        etcd = exits.enter_context(Trio(Path(name)))
+        relays = [exits.enter_context(closing(Relay(endpoint))) for endpoint in etcd.endpoints]
+        fleet = exits.enter_context(Fleet(etcd, Path(name), forward=FORWARD))
+        fleet.relays = relays
+        fleet.coordinator("c0", [relay.endpoint for relay in relays])
+        fleet.coordinator("c1")
+        for node in NODES:
+            fleet.agent(node, 1)
+        for node in NODES:
+            fleet.run(node, 1, str(len(NODES)), FOREVER, micro_batch=train.BATCH // len(NODES))
+        until(lambda: len(binding(fleet)) == len(NODES), fleet.said)
+        fleet.advanced(10)
         yield fleet
 
 
@@ -240,5 +231,83 @@ def leads_only(fleet: Fleet) -> None:
     until(lambda: len(fleet.job().get("members", [])) == len(NODES), fleet.said)
 
 
+def worker(fleet: Fleet, device: str) -> psutil.Process:
+    pid = next(member["pid"] for member in fleet.job()["members"] if member["device"] == device)
+    return psutil.Process(pid)
+
+
+def joined_again(fleet: Fleet, before: dict[str, str]) -> None:
+    """Waits until another incarnation runs on b/0 than before."""
+    until(lambda: len(now := binding(fleet)) == len(NODES) and now["b/0"] != before["b/0"], fleet.said)
+    leads_only(fleet)
+    fleet.advanced(10)
+
+
+def test_death_while_the_leader_is_frozen_is_dealt_with_by_the_next_where_the_worker_joins_again(
+    job: Fleet,
+) -> None:
+    revision, old, first = job.revision(), job.leads(), binding(job)
+    victim, before = worker(job, "b/0"), standing(job, old.name)
+    job.freeze(old.name)
+    victim.kill()
+    stood, new = job.steps(), job.leads(but=old)
+    until(lambda: job.steps() > stood + 1, job.said)
+    job.thaw(old.name)
+    stands_by_again(job, old.name, before)
+    job.advanced(10)
+    assert job.leads() == new
+    assert all(job.epoch(node) == new.term for node in NODES)
+    joined_again(job, first)
+    assert fenced(job, revision) >= 2
+
+
+def test_death_while_all_of_etcd_is_down_waits_for_it_and_is_dealt_with_then(job: Fleet) -> None:
+    revision, leader, first = job.revision(), job.leads(), binding(job)
+    victim, since = worker(job, "b/0"), time.monotonic()
+    job.etcd.kill(*NAMES)
+    victim.kill()
+    until(lambda: job.job_at(leader.value).get("phase") == "recovering", job.said)
+    until(lambda: time.monotonic() > since + DOWN_SECONDS, job.said, DOWN_SECONDS + 60)
+    stood = job.steps()
+    assert job.job_at(leader.value).get("phase") == "recovering", "nothing is decided without etcd"
+    job.etcd.start(*NAMES)
+    until(lambda: job.steps() > stood, job.said)
+    joined_again(job, first)
+    assert fenced(job, revision) >= 2
+
+
+@pytest.mark.full  # the two tests before this one have a worker that joins again under a new leader
+def test_worker_joins_again_under_a_new_leader(job: Fleet) -> None:
+    old, since = job.leads(), time.monotonic()
+    job.kill(old.name)
+    taken_over(job, old, since)
+    before = until(lambda: binding(job), job.said)
+    worker(job, "b/0").kill()
+    joined_again(job, before)
+    job.coordinator(old.name, [relay.endpoint for relay in job.relays] if old.name == "c0" else [])
+
+
 def test_after_all_this_the_job_is_that_of_one_process(job: Fleet) -> None:
-    exact(job, plans=1)
+    exact(job, plans=4)
+
+
+def test_etcd_that_is_restored_from_an_older_backup_is_refused_by_all(job: Fleet) -> None:
+    """The last: it leaves no coordinator, and the job trains on by itself."""
+    backup = job.folder / "backup"
+    job.etcd.back_up(backup)
+    with job.etcd.store() as store:
+        for _ in range(50):
+            store.put(f"/elasticd/{job.cluster}/mark", b"")
+    old = job.leads()
+    job.kill(old.name)
+    new = job.leads(but=old)
+    until(lambda: all(job.epoch(node) >= new.term for node in NODES), job.said)
+    job.etcd.restore(backup)
+    until(lambda: job.processes[new.name].poll() is not None, job.said)
+    assert job.processes[new.name].returncode == 1
+    said = job.log(new.name).strip().splitlines()[-1]
+    assert "it was restored from an old copy" in said
+    assert f"{job.cluster}-coordinator-{new.name}.json" in said
+    for node in NODES:
+        until(lambda node=node: "restored from an old copy" in job.log(node), job.said)
+    job.advanced(20)

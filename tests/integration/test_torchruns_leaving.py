@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -18,21 +17,21 @@ from tests.integration.fleet import Fleet, until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FOREVER = 1_000_000
-NODES = ("a", "b")
+NODES = ("a", "b", "c")
 
 
-@contextmanager
-def training(etcd: SharedEtcd) -> Iterator[Fleet]:
-    """A job on two nodes of one device, started by `elasticd run`: two replicas."""
+@pytest.fixture(scope="module")
+def job(shared_etcd: SharedEtcd) -> Iterator[Fleet]:
+    """A job on three nodes of one device, started by `elasticd run`: three replicas, of which two leave."""
     with (
         tempfile.TemporaryDirectory(prefix="ed-") as name,
-        Fleet(etcd, Path(name), forward=1e-3) as fleet,
+        Fleet(shared_etcd, Path(name), forward=1e-3) as fleet,
     ):
         fleet.coordinator("c0")
         for node in NODES:
             fleet.agent(node, 1)
         for node in NODES:
-            fleet.run(node, 1, str(len(NODES)), FOREVER)
+            fleet.run(node, 1, str(len(NODES)), FOREVER, micro_batch=train.BATCH // len(NODES))
         until(lambda: len(binding(fleet)) == len(NODES), fleet.said, 300)
         fleet.advanced(10)
         yield fleet
@@ -54,6 +53,14 @@ def worker(fleet: Fleet, device: str) -> psutil.Process:
     return psutil.Process(int(newest.name.rpartition("-")[2]))
 
 
+def goes_on_exactly(fleet: Fleet, *devices: str) -> None:
+    """Those that are left train on; nobody was fenced off, and nobody joined again."""
+    until(lambda: {*binding(fleet)} == {*devices}, fleet.said)
+    fleet.advanced(10)
+    assert not {"fenced", "joined"} & {*kinds(fleet)}, fleet.said()
+    each_step_once_with_the_loss_of_one_process(fleet)
+
+
 def each_step_once_with_the_loss_of_one_process(fleet: Fleet) -> None:
     """Nothing was lost, so that nobody was given a step twice."""
     known: dict[int, float] = {}
@@ -67,28 +74,18 @@ def each_step_once_with_the_loss_of_one_process(fleet: Fleet) -> None:
     assert [known[step] for step in range(count)] == pytest.approx(losses, abs=1e-9)
 
 
-def test_a_worker_that_is_told_to_go_is_not_started_again_and_nobody_is_lost(
-    shared_etcd: SharedEtcd,
-) -> None:
-    with training(shared_etcd) as fleet:
-        told = worker(fleet, "b/0")
-        told.send_signal(signal.SIGTERM)
-        assert fleet.processes["run-b"].wait(300) == 0, "its torchrun ends with it, in good order"
-        assert not told.is_running()
-        until(lambda: {*binding(fleet)} == {"a/0"}, fleet.said)
-        fleet.advanced(20)
-        assert not {"fenced", "joined"} & {*kinds(fleet)}, fleet.said()
-        each_step_once_with_the_loss_of_one_process(fleet)
+def test_a_worker_that_is_told_to_go_is_not_started_again_and_nobody_is_lost(job: Fleet) -> None:
+    told = worker(job, "c/0")
+    told.send_signal(signal.SIGTERM)
+    assert job.processes["run-c"].wait(300) == 0, "its torchrun ends with it, in good order"
+    assert not told.is_running()
+    goes_on_exactly(job, "a/0", "b/0")
 
 
-def test_a_node_that_is_told_to_go_leaves_and_the_other_goes_on(shared_etcd: SharedEtcd) -> None:
+def test_a_node_that_is_told_to_go_leaves_and_the_others_go_on(job: Fleet) -> None:
     """As a container's end: every process on the node is told, and then told again by the one above it."""
-    with training(shared_etcd) as fleet:
-        for process in reversed(fleet.tree("run-b")):
-            process.send_signal(signal.SIGTERM)
-        assert fleet.processes["run-b"].wait(300) == 128 + signal.SIGTERM
-        until(lambda: {*binding(fleet)} == {"a/0"}, fleet.said)
-        fleet.advanced(20)
-        assert not {"fenced", "joined"} & {*kinds(fleet)}, fleet.said()
-        assert "Unable to shutdown process" not in fleet.log("run-b"), "torchrun had to kill"
-        each_step_once_with_the_loss_of_one_process(fleet)
+    for process in reversed(job.tree("run-b")):
+        process.send_signal(signal.SIGTERM)
+    assert job.processes["run-b"].wait(300) == 128 + signal.SIGTERM
+    goes_on_exactly(job, "a/0")
+    assert "Unable to shutdown process" not in job.log("run-b"), "torchrun had to kill"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -12,11 +13,10 @@ from typing import Any
 
 import msgspec
 import psutil
-import torch.distributed.run
 
 from elasticd.config import with_overrides
 from elasticd.store.server import EtcdServer
-from tests import forkserver
+from tests import forkserver, nursery
 from tests.etcds import SharedEtcd
 from tests.integration.cluster import ROOT, Cluster, until
 
@@ -38,9 +38,8 @@ class Torchrun:
             *(f"--nnodes={nodes}", f"--nproc-per-node={cluster.nodes[node]}", "--max-restarts=3"),
             *(str(script), *options),
         ]
-        # torchrun itself is forked; it starts its workers as ever.
         self.process = forkserver.start(
-            Path(torch.distributed.run.__file__),
+            "torch.distributed.run",
             *options,
             environment={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             output=self._log,
@@ -51,17 +50,21 @@ class Torchrun:
         return self._log.read_text()
 
     def workers(self) -> list[int]:
-        """The processes of its workers, as they are now."""
-        return [child.pid for child in psutil.Process(self.process.pid).children()]
+        """The ids of its workers' processes, as they are now."""
+        return [worker.pid for worker in self._workers()]
+
+    def _workers(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if child.name() != nursery.NAME]
 
     def worlds(self) -> list[int]:
         """The sizes of the worlds that its steps were made in, in order."""
         sizes = [int(size) for size in re.findall(r"world (\d+) loss", self.said)]
         return [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] != size]
 
-    def kill(self) -> list[int]:
+    def kill(self) -> list[psutil.Process]:
         """SIGKILL, to it alone; its workers, which live on."""
-        workers = self.workers()
+        workers = self._workers()
         self.process.kill()
         self.process.wait()
         return workers
@@ -75,25 +78,21 @@ class Torchrun:
     def close(self) -> None:
         workers = []
         if self.process.poll() is None:
-            workers = self.workers()
+            workers = self._workers()
             self.process.terminate()  # it ends its workers then
             try:
                 self.process.wait(15)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        for pid in workers:
-            end(pid)
+        for worker in workers:
+            end(worker)
 
 
-def end(pid: int) -> None:
+def end(worker: psutil.Process) -> None:
     """Kills a worker that its torchrun left behind, if it is still that one."""
-    try:
-        process = psutil.Process(pid)
-        if "TORCHELASTIC_RUN_ID" in process.environ():
-            process.kill()
-    except psutil.Error:
-        return
+    with contextlib.suppress(psutil.NoSuchProcess):
+        worker.kill()
 
 
 class RestartJob:

@@ -28,11 +28,10 @@ def main() -> None:
         optimizer=train.optimizer,
         dataset=train.Text(),
         global_batch=train.BATCH,
-        micro_batch=1,
         seed=train.SEED,
         clip=train.CLIP,
         scheduler=train.scheduler,
-        **options,
+        **{"micro_batch": 1, **options},
     )
     with (folder / f"ledger-{job.device.replace('/', ':')}-{os.getpid()}").open("w", buffering=1) as ledger:
         for step in job.steps(steps):

@@ -1,0 +1,230 @@
+"""Programs whose Python children are forked: `elasticd run`, torchrun, and the workers that it starts.
+
+A worker's interpreter spends four seconds of processor on importing torch, each time that torchrun starts one.
+
+Theory of operation. A program that `run_module` runs first forks a nursery: a child that has imported torch,
+and has no thread and no file of the program's. The program's `subprocess.Popen` then asks the nursery for each
+Python child. The nursery forks twice, and the first of the two ends at once. So the kernel gives the second
+to the program, which is a subreaper. From then on it is the program's own child: the program waits for it,
+signals it and gets its exit code as ever, and the kernel tells it of the program's death. A command of another
+kind, or with another `PYTHONPATH` than ours, is started as ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from elasticd import offspring
+
+ROOT = Path(__file__).resolve().parent.parent
+#: The nursery's name in the process table, by which tests tell it from a program's true children.
+NAME = "nursery"
+#: From <linux/prctl.h>.
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+#: Seconds for the kernel to give a child to its new parent.
+_PATIENCE = 30.0
+
+
+class Child:
+    """What a child is to run, as it goes to the nursery; its descriptors go beside it."""
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], death_signal: int, session: bool
+    ) -> None:
+        self.command, self.environment = tuple(command), dict(environment)
+        self.death_signal, self.session = death_signal, session
+
+
+def run_module(module: str, arguments: Sequence[str]) -> None:
+    """Runs `python -m module arguments` in this process, which must have no thread yet; forks its children."""
+    subprocess.Popen = _popen(_open())  # type: ignore[misc]
+    handler = sys.modules.get("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
+    if handler is not None:
+        handler.Popen = subprocess.Popen  # type: ignore[attr-defined]
+    sys.argv[:] = [module, *arguments]
+    sys.modules.pop(module, None)  # it was imported before, and is to run now
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def as_interpreter(run: Callable[[], object]) -> int:
+    """Does `run` as an interpreter does its script; the exit code, after all output is written."""
+    try:
+        run()
+        return 0
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return int(end.code or 0) & 0xFF
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def run_script(script: str, arguments: Sequence[str]) -> None:
+    """Runs `python script arguments` in this process."""
+    sys.argv[:] = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def set_environment(environment: Mapping[str, str]) -> None:
+    """The whole of it; and what an interpreter makes of it when it starts."""
+    os.environ.clear()
+    os.environ.update(environment)
+    if environment.get("PYTHONUNBUFFERED"):
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+
+
+# -- in the program ------------------------------------------------------------------------------------------
+
+
+def _open() -> socket.socket:
+    """Forks the nursery; the socket by which it is asked, and with whose end it ends."""
+    assert threading.active_count() == 1, "a fork would lose the other threads"
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, its):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)  # an environment may be large
+    program = os.getpid()
+    if os.fork() == 0:
+        ours.close()
+        code = 1
+        try:
+            _serve(its, program)
+            code = 0
+        finally:
+            os._exit(code)
+    its.close()
+    return ours
+
+
+def _popen(nursery: socket.socket) -> type[subprocess.Popen[Any]]:
+    """What stands in for `subprocess.Popen`."""
+    lock = threading.Lock()
+    earnest = subprocess.Popen
+
+    class Popen(earnest):  # type: ignore[misc, valid-type]
+        """Of a Python child like us it forks; `poll`, `wait` and the signals are `subprocess`'s own."""
+
+        def __init__(
+            self,
+            args: Any,
+            *,
+            env: Mapping[str, str] | None = None,
+            start_new_session: bool = False,
+            stdout: Any = None,
+            stderr: Any = None,
+            **others: Any,
+        ) -> None:
+            command, death_signal = _unwrapped(args)
+            environment = dict(os.environ if env is None else env)
+            plain = not others and not isinstance(stdout, int) and not isinstance(stderr, int)
+            if not plain or not _is_ours(command, environment):
+                others |= {"env": env, "stdout": stdout, "stderr": stderr}
+                super().__init__(args, start_new_session=start_new_session, **others)
+                return
+            files = [0, stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2]
+            asked = Child(command[1:], environment, death_signal, start_new_session)
+            with lock:
+                socket.send_fds(nursery, [pickle.dumps(asked)], files)
+                self.pid = int(nursery.recv(64))
+            self.args, self.returncode = args, None
+            self.stdin = self.stdout = self.stderr = None
+            self._child_created, self._communication_started, self._input = True, False, None
+            self._waitpid_lock = threading.Lock()
+
+    return Popen
+
+
+def _unwrapped(args: Any) -> tuple[tuple[str, ...], int]:
+    """A command without `offspring.ending_with_us` around it, and the signal that this is for; or with 0."""
+    command = tuple(map(str, args)) if not isinstance(args, str | bytes | os.PathLike) else (str(args),)
+    wrapped = tuple(offspring.ending_with_us([]))
+    if command[: len(wrapped) - 2] == wrapped[:-2]:
+        return command[len(wrapped) :], int(command[len(wrapped) - 2])
+    return command, 0
+
+
+def _is_ours(command: tuple[str, ...], environment: Mapping[str, str]) -> bool:
+    """Whether it is torchrun or a worker, by this interpreter, which imports from this checkout."""
+    ours = command[:1] == (sys.executable,) and environment.get("PYTHONPATH") == str(ROOT)
+    return ours and (command[1:3] == ("-m", "torch.distributed.run") or command[1:2] == ("-u",))
+
+
+# -- in the nursery and its children -------------------------------------------------------------------------
+
+
+def _serve(asked: socket.socket, program: int) -> None:
+    """Until the program ends. Signals that are for all of a group, or a tree, are not for us."""
+    _prctl(_PR_SET_NAME, NAME.encode())
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    while True:
+        data, files, _, _ = socket.recv_fds(asked, 1 << 20, 8)
+        if not data:
+            return
+        reads, writes = os.pipe()
+        if (between := os.fork()) == 0:
+            if (pid := os.fork()) != 0:
+                os.write(writes, str(pid).encode())
+                os._exit(0)
+            asked.close()
+            os.close(reads)
+            os.close(writes)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os._exit(as_interpreter(partial(_become, data, files, program)))
+        os.close(writes)
+        os.waitpid(between, 0)
+        asked.send(os.read(reads, 64))
+        os.close(reads)
+        for file in files:
+            os.close(file)
+
+
+def _become(asked: bytes, files: Sequence[int], program: int) -> None:
+    """What the program asked for, in its child."""
+    child: Child = pickle.loads(asked)
+    deadline = time.monotonic() + _PATIENCE
+    while os.getppid() != program:
+        if time.monotonic() > deadline:
+            raise SystemExit("the parent is gone")
+        time.sleep(0.001)
+    if child.death_signal:
+        _prctl(_PR_SET_PDEATHSIG, child.death_signal)
+    if child.session:
+        os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    _prctl(_PR_SET_NAME, b"python")
+    set_environment(child.environment)
+    option, what, *arguments = child.command
+    if option == "-m":
+        run_module(what, arguments)
+    else:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        run_script(what, arguments)
+
+
+def _prctl(option: int, value: int | bytes) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
