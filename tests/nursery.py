@@ -130,21 +130,23 @@ def _popen(nursery: socket.socket) -> type[subprocess.Popen[Any]]:
             *,
             env: Mapping[str, str] | None = None,
             start_new_session: bool = False,
+            stdin: Any = None,
             stdout: Any = None,
             stderr: Any = None,
             **others: Any,
         ) -> None:
             command, death_signal = _unwrapped(args)
             environment = dict(os.environ if env is None else env)
-            plain = not others and not isinstance(stdout, int) and not isinstance(stderr, int)
-            if not plain or not _is_ours(command, environment):
-                others |= {"env": env, "stdout": stdout, "stderr": stderr}
+            if others or subprocess.PIPE in (stdin, stdout, stderr) or not _is_ours(command, environment):
+                others |= {"env": env, "stdin": stdin, "stdout": stdout, "stderr": stderr}
                 super().__init__(args, start_new_session=start_new_session, **others)
                 return
-            files = [0, stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2]
             asked = Child(command[1:], environment, death_signal, start_new_session)
-            with lock:
-                socket.send_fds(nursery, [pickle.dumps(asked)], files)
+            with open(os.devnull, "r+b") as null, lock:
+                given = [stdin, stdout, stdout if stderr == subprocess.STDOUT else stderr]
+                files = [null if file == subprocess.DEVNULL else file for file in given]
+                numbers = [at if file is None else file.fileno() for at, file in enumerate(files)]
+                socket.send_fds(nursery, [pickle.dumps(asked)], numbers)
                 self.pid = int(nursery.recv(64))
             self.args, self.returncode = args, None
             self.stdin = self.stdout = self.stderr = None
@@ -164,9 +166,12 @@ def _unwrapped(args: Any) -> tuple[tuple[str, ...], int]:
 
 
 def _is_ours(command: tuple[str, ...], environment: Mapping[str, str]) -> bool:
-    """Whether it is torchrun or a worker, by this interpreter, which imports from this checkout."""
-    ours = command[:1] == (sys.executable,) and environment.get("PYTHONPATH") == str(ROOT)
-    return ours and (command[1:3] == ("-m", "torch.distributed.run") or command[1:2] == ("-u",))
+    """Whether it is `elasticd run`, torchrun or a script, which this interpreter imports from this checkout."""
+    if command[:1] != (sys.executable,) or environment.get("PYTHONPATH") != str(ROOT):
+        return False
+    if command[1] == "-m":
+        return command[2] == "torch.distributed.run" or command[2:4] == ("elasticd", "run")
+    return command[2 if command[1] == "-u" else 1].endswith(".py")
 
 
 # -- in the nursery and its children -------------------------------------------------------------------------
@@ -217,12 +222,15 @@ def _become(asked: bytes, files: Sequence[int], program: int) -> None:
         os.close(file)
     _prctl(_PR_SET_NAME, b"python")
     set_environment(child.environment)
-    option, what, *arguments = child.command
+    option, *command = child.command
     if option == "-m":
-        run_module(what, arguments)
-    else:
+        module = "elasticd.__main__" if command[0] == "elasticd" else command[0]
+        run_module(module, command[1:])
+    elif option == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
-        run_script(what, arguments)
+        run_script(command[0], command[1:])
+    else:
+        run_script(option, command)
 
 
 def _prctl(option: int, value: int | bytes) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 
-from tests import sizes
+from tests import forkserver, sizes
 
 FIXED = 4
 
@@ -19,8 +18,16 @@ FIXED = 4
 def test_a_real_job_goes_on_through_random_faults(drawn: bool, seed: int, tmp_path: Path) -> None:
     chosen, faults = seed if drawn else FIXED, sizes.number(full=10, quick=3)
     print(f"--seed {chosen} --faults {faults}")
-    command = (sys.executable, "-m", "elasticd.chaos.soak", "--seed", str(chosen), "--faults", str(faults))
-    done = subprocess.run((*command, "--out", str(tmp_path)), capture_output=True, text=True, timeout=850)
-    assert done.returncode == 0, f"{done.stdout[-5000:]}\n{done.stderr[-3000:]}"
-    assert f"seed {chosen}:" in done.stdout
-    assert "all that must hold does" in done.stdout
+    printed = tmp_path / "printed"
+    command = ("--seed", str(chosen), "--faults", str(faults), "--out", str(tmp_path / "out"))
+    environment = {**os.environ, "PYTHONPATH": str(forkserver.ROOT)}
+    done = forkserver.start("elasticd.chaos.soak", *command, environment=environment, output=printed)
+    try:
+        code = done.wait(850)
+    finally:
+        done.terminate()  # it ends all that it started
+        done.wait(60)
+    said = printed.read_text()
+    assert code == 0, said[-8000:]
+    assert f"seed {chosen}:" in said
+    assert "all that must hold does" in said

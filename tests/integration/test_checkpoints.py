@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,8 @@ import torch
 from elasticd_planner.boxes import Box
 
 from elasticd.checkpoints.folder import damages, scan
+from tests import forkserver
+from tests.forkserver import Forked
 from tests.integration import train
 from tests.integration.cluster import JOB, ROOT, Cluster, until
 from tests.integration.test_switches import plan_of, stage
@@ -190,8 +190,8 @@ def test_a_single_step_from_a_checkpoint_on_is_saved_and_none_is_not_saved_again
     assert found == [[5, 4], [6, 5], [6, 5]]
 
 
-def torchrun(cluster: Cluster, workers: int, **options: Any) -> subprocess.Popen[bytes]:
-    """The real torchrun of node a, in a process group of its own."""
+def torchrun(cluster: Cluster, workers: int, **options: Any) -> Forked:
+    """The real torchrun of node a."""
     environment = dict(
         os.environ,
         OMP_NUM_THREADS="1",
@@ -199,10 +199,9 @@ def torchrun(cluster: Cluster, workers: int, **options: Any) -> subprocess.Popen
         ELASTICD_SOCKET=cluster.socket("a"),
         OPTIONS=json.dumps({"out": str(cluster.folder), **options}),
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={workers}"]
-    command += ["--rdzv-backend=elasticd", f"--rdzv-id={JOB}", str(SCRIPT)]
-    with (cluster.folder / "torchrun.log").open("wb") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    command = ("--nnodes=1", f"--nproc-per-node={workers}", "--rdzv-backend=elasticd", f"--rdzv-id={JOB}")
+    log = cluster.folder / "torchrun.log"
+    return forkserver.start("torch.distributed.run", *command, str(SCRIPT), environment=environment, output=log)
 
 
 @pytest.mark.slow
@@ -215,7 +214,7 @@ def test_under_real_torchruns_too(tmp_path: Path) -> None:
             log = cluster.folder / "torchrun.log"
             until(lambda: any(item.step >= 8 for item in scan(folder)), 90, log.read_text)
         finally:
-            os.killpg(process.pid, signal.SIGKILL)  # its own, which the workers are in
+            process.kill()  # its workers end with it
             process.wait()
         step = scan(folder)[0].step
     steps = step + 5
@@ -225,9 +224,8 @@ def test_under_real_torchruns_too(tmp_path: Path) -> None:
         try:
             assert process.wait(240) == 0, (cluster.folder / "torchrun.log").read_text()[-3000:]
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.kill()
+            process.wait()
         lines = ledger(cluster)
     losses, _ = train.reference(steps)
     assert [line["step"] for line in lines] == list(range(step, steps))
