@@ -22,7 +22,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -71,7 +70,7 @@ def as_interpreter(run: Callable[[], object]) -> int:
         print(end.code, file=sys.stderr)
         return 1
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         return 1
     finally:
         sys.stdout.flush()

@@ -16,7 +16,7 @@ from elasticd_agent.orphans import Torchruns
 from elasticd import starter
 from elasticd.packets import SOCKET_VARIABLE
 from tests.agent.support import closing_all, until
-from tests.agent.test_torchrun import Nodes
+from tests.agent.test_torchrun import Nodes, environment
 
 #: A worker that still imports: it has said nothing to anybody.
 IMPORTING = """
@@ -35,14 +35,18 @@ def test_a_worker_that_still_imports_does_not_outlive_its_torchrun(tmp_path: Pat
     with closing_all() as register:
         nodes = Nodes(register, tmp_path, 1)
         nodes.script.write_text(IMPORTING)
-        torchrun = nodes.torchrun("alpha", nnodes=1, nproc=2)
-        workers = until(lambda: _both(tmp_path / "out"), 60)
-        marks = [starter.mark(pid) for pid in workers]
+        # Not forked: the agent knows workers by the environment that they were started with.
+        command = (sys.executable, "-m", "torch.distributed.run", *nodes.options("alpha", 1, 2))
+        torchrun = subprocess.Popen(command, env=environment(), start_new_session=True)
+        marks: list[str | None] = []
         try:
+            marks += [starter.mark(pid) for pid in until(lambda: _both(tmp_path / "out"), 60)]
             torchrun.kill()
             torchrun.wait()
             until(lambda: not any(mark and starter.alive(mark) for mark in marks), 60)
         finally:
+            torchrun.kill()
+            torchrun.wait()
             for mark in marks:
                 _kill(mark)
 

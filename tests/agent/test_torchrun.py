@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ import pytest
 from elasticd.config import AgentSection, ClusterSection, Config
 from elasticd.messages import Goodbye, Hello, Join, Leave, WorkerLost
 from elasticd.store.memory import MemoryServer, MemoryStore
+from tests import forkserver
 from tests.agent.support import CLUSTER, Leader, RunningAgent, closing_all, until
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import json, os, sys
+from tests import forkserver
 from tests.agent.support import Trainer, spec
 from elasticd.messages import Goodbye, Hello
 job = os.environ["TORCHELASTIC_RUN_ID"]
@@ -59,8 +61,15 @@ class Nodes:
     def path(self, node: str) -> str:
         return str(self.folder / f"{node}.sock")
 
-    def torchrun(self, node: str, *extra: str, nnodes: int = 2, nproc: int = 2) -> subprocess.Popen[str]:
-        process = start(
+    def torchrun(self, node: str, *extra: str, nnodes: int = 2, nproc: int = 2) -> Torchrun:
+        torchrun = Torchrun(self.folder, *self.options(node, nnodes, nproc), *extra)
+        self.register(torchrun)
+        return torchrun
+
+    def options(self, node: str, nnodes: int, nproc: int) -> tuple[str, ...]:
+        """Of a torchrun, its script, and what the script is given."""
+        return (
+            "--rdzv-backend=elasticd",
             f"--nnodes={nnodes}",
             f"--nproc-per-node={nproc}",
             f"--rdzv-endpoint={self.path(node)}",
@@ -68,47 +77,42 @@ class Nodes:
             str(self.script),
             self.path(node),
             str(self.folder / "out"),
-            *extra,
         )
-        self.register(Ending(process))
-        return process
 
     def workers(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in (self.folder / "out").iterdir()]
 
 
-class Ending:
-    """Ends a torchrun and its workers on every path."""
+def environment() -> dict[str, str]:
+    """Of a torchrun: ours, without what was set for elasticd."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
+    return {**ours, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(forkserver.ROOT)}
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process = process
+
+class Torchrun:
+    """A real torchrun; what it and its workers say goes to a file in `folder`."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        number, name = tempfile.mkstemp(dir=folder, prefix="torchrun-")
+        os.close(number)
+        self._log = Path(name)
+        self.process = forkserver.start(
+            "torch.distributed.run", *options, environment=environment(), output=self._log
+        )
+
+    def ended(self) -> tuple[int, str]:
+        """Waits for it; its exit code, and all that was said."""
+        return self.process.wait(60), self._log.read_text()
 
     def stop(self) -> None:
+        """Ends it and its workers on every path."""
         # SIGTERM first: torchrun then ends its workers, which live in sessions of their own.
         self.process.terminate()
         try:
-            self.process.communicate(timeout=10)
+            self.process.wait(10)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.communicate()
-
-
-def start(*options: str) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
-    root = str(Path(__file__).resolve().parents[2])
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=elasticd", *options],
-        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    said, _ = process.communicate(timeout=60)
-    return process.returncode, said
+            self.process.wait()
 
 
 @pytest.fixture
@@ -123,7 +127,7 @@ def test_unequal_nodes_get_the_ranks_that_torch_gives_them_and_all_end_cleanly(
     nodes = cluster(2)
     runs = [nodes.torchrun("alpha"), nodes.torchrun("beta", nproc=1)]
     for run in runs:
-        code, said = ended(run)
+        code, said = run.ended()
         assert code == 0, said
         assert "Traceback" not in said
     workers = sorted(nodes.workers(), key=lambda worker: int(worker["RANK"]))
@@ -137,7 +141,7 @@ def test_unequal_nodes_get_the_ranks_that_torch_gives_them_and_all_end_cleanly(
     assert not [worker for worker in workers if Path(f"/proc/{worker['pid']}").exists()]
 
     nodes.leader.over = "the job finished at step 9"
-    code, said = ended(nodes.torchrun("alpha"))
+    code, said = nodes.torchrun("alpha").ended()
     assert code == 0, said
     assert "nothing to do: the job finished at step 9" in said
     assert "Traceback" not in said
@@ -147,11 +151,11 @@ def test_unequal_nodes_get_the_ranks_that_torch_gives_them_and_all_end_cleanly(
 def test_one_torchrun_does_not_wait_for_another_to_end(cluster: Callable[[int], Nodes]) -> None:
     nodes = cluster(2)
     stays, goes = nodes.torchrun("alpha", "wait", nproc=1), nodes.torchrun("beta", nproc=1)
-    code, said = ended(goes)
+    code, said = goes.ended()
     assert code == 0, said
-    assert stays.poll() is None
-    stays.terminate()  # its worker waits for ever
-    assert ended(stays)[0] != 0
+    assert stays.process.poll() is None
+    stays.process.terminate()  # its worker waits for ever
+    assert stays.ended()[0] != 0
 
 
 def test_script_that_cannot_start_ends_torchrun_with_two_lines_of_ours_and_no_traceback(
@@ -160,7 +164,7 @@ def test_script_that_cannot_start_ends_torchrun_with_two_lines_of_ours_and_no_tr
     monkeypatch.setenv("OPTIONS", '{"out": "/", "steps": 1, "global_batch": 7, "micro_batch": 2}')
     nodes = cluster(1)
     nodes.script = Path(__file__).resolve().parents[1] / "integration" / "train.py"
-    code, said = ended(nodes.torchrun("alpha", nnodes=1, nproc=1))
+    code, said = nodes.torchrun("alpha", nnodes=1, nproc=1).ended()
     assert code == 1
     assert "Traceback" not in said
     ours = [line for line in said.splitlines() if line.startswith("elasticd: ")]
@@ -174,15 +178,15 @@ def test_killed_torchrun_takes_its_leave_through_its_agent(cluster: Callable[[in
     nodes = cluster(2)
     alone = nodes.torchrun("alpha")
     until(lambda: nodes.leader.bodies(Join), seconds=60)
-    alone.kill()
-    code, _ = ended(alone)
+    alone.process.kill()
+    code, _ = alone.ended()
     assert code != 0
     until(lambda: nodes.leader.bodies(Leave))
 
 
 def test_more_processes_than_devices_are_refused_with_the_number(cluster: Callable[[int], Nodes]) -> None:
     nodes = cluster(1)
-    code, said = ended(nodes.torchrun("alpha", nnodes=1, nproc=3))
+    code, said = nodes.torchrun("alpha", nnodes=1, nproc=3).ended()
     assert code != 0
     assert "local rank 2 has no device: node 'alpha' has 2" in said
     assert "--nproc-per-node=2 at most" in said
@@ -190,13 +194,12 @@ def test_more_processes_than_devices_are_refused_with_the_number(cluster: Callab
 
 def test_torchrun_without_an_agent_says_what_to_start_and_shows_no_traceback(tmp_path: Path) -> None:
     path = str(tmp_path / "none.sock")
-    run = start(
-        "--nnodes=2", f"--rdzv-endpoint={path}", "--rdzv-id=job", "--rdzv-conf=agent_timeout=0.1", "x.py"
-    )
+    node = ("--rdzv-backend=elasticd", f"--rdzv-endpoint={path}", "--rdzv-conf=agent_timeout=0.1")
+    run = Torchrun(tmp_path, *node, "--nnodes=2", "--rdzv-id=job", "x.py")
     try:
-        code, said = ended(run)
+        code, said = run.ended()
     finally:
-        Ending(run).stop()
+        run.stop()
     assert code == 1
     assert (
         f"elasticd: no agent listens at {path}: start one with elasticd-agent, or set ELASTICD_SOCKET" in said

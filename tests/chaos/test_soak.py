@@ -19,7 +19,9 @@ def test_a_real_job_goes_on_through_random_faults(drawn: bool, seed: int, tmp_pa
     chosen, faults = seed if drawn else FIXED, sizes.number(full=10, quick=3)
     print(f"--seed {chosen} --faults {faults}")
     printed = tmp_path / "printed"
-    command = ("--seed", str(chosen), "--faults", str(faults), "--out", str(tmp_path / "out"))
+    devices = sizes.number(full=2, quick=1)
+    command = ("--seed", str(chosen), "--faults", str(faults), "--devices", str(devices))
+    command += ("--out", str(tmp_path / "out"))
     environment = {**os.environ, "PYTHONPATH": str(forkserver.ROOT)}
     done = forkserver.start("elasticd.chaos.soak", *command, environment=environment, output=printed)
     try:

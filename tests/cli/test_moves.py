@@ -124,9 +124,9 @@ IN_SECONDS = {"model": lengthened(), "batch": {"global_batch": 32, "micro_batch"
     [
         {},
         {"model": {**PROBLEM["model"], "uneven_shares": True}},
-        {**IN_SECONDS, "pins": {"zero": 0}},
-        {**IN_SECONDS, "pins": {"zero": 1, "replicas": 1}},
-        {**IN_SECONDS, "pins": {"zero": 2, "replicas": 2}},
+        pytest.param({**IN_SECONDS, "pins": {"zero": 0}}, marks=pytest.mark.full),
+        pytest.param({**IN_SECONDS, "pins": {"zero": 1, "replicas": 1}}, marks=pytest.mark.full),
+        pytest.param({**IN_SECONDS, "pins": {"zero": 2, "replicas": 2}}, marks=pytest.mark.full),
         {**IN_SECONDS, "pins": {"dp": 1, "zero": 1, "replicas": 2}},
     ],
 )

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 NODES = ("a", "b")
 FOREVER = 1_000_000
 #: Steps that the job makes between two upgrades.
-STEPS = 5
+STEPS = 3
 #: Seconds that a token takes in a block: the job goes on all the time, and is not to keep the cores busy.
 FORWARD = 6e-4
 

@@ -11,6 +11,7 @@ import torch
 from elasticd_planner.boxes import Box
 
 from elasticd.machines.job.state import Settings
+from tests import sizes
 from tests.integration import train
 from tests.integration.cluster import Cluster, until
 from tests.integration.test_switches import plan_of, stage
@@ -100,7 +101,7 @@ def test_survivors_go_back_to_a_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("apart", [False, True], ids=["at-once", "one-after-the-other"])
+@pytest.mark.parametrize("apart", sizes.beside([True], [False, True]), ids=["at-once", "one-after-the-other"])
 def test_a_job_whose_workers_all_die_waits_and_goes_on_from_its_snapshot_when_they_come_again(
     *, apart: bool
 ) -> None:

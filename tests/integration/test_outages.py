@@ -11,12 +11,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
 
 from elasticd.store.leader import Leader
+from tests import sizes
 from tests.integration import train
 from tests.integration.fleet import Fleet, exact, until
 from tests.integration.trio import NAMES, Relay, Trio
@@ -160,8 +162,12 @@ def test_leader_that_is_cut_from_etcd_stands_by_when_it_is_back(job: Fleet) -> N
     fenced(job, revision)
 
 
-@pytest.mark.parametrize("which", ["leader", "follower"])
-@pytest.mark.parametrize("how", ["killed", "frozen"])
+@pytest.mark.parametrize(
+    ("how", "which"),
+    sizes.beside(
+        [("killed", "leader"), ("frozen", "follower")], product(("killed", "frozen"), ("leader", "follower"))
+    ),
+)
 def test_one_member_of_etcd_fails(job: Fleet, how: str, which: str) -> None:
     longest, revision = calm(job), job.revision()
     head = job.etcd.leader()

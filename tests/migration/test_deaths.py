@@ -30,7 +30,7 @@ def run(victim: str, every: int) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "every"),
-    [("n0/0", sizes.number(full=1, quick=2)), ("n1/1", sizes.number(full=3, quick=4))],
+    [("n0/0", sizes.number(full=1, quick=4)), ("n1/1", sizes.number(full=3, quick=6))],
     ids=["a member", "a joiner"],
 )
 def test_whatever_step_a_rank_dies_at_the_others_agree_and_hold_all_that_they_need(

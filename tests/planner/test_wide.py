@@ -8,6 +8,7 @@ from elasticd_planner.formats import Objective, TableProblem
 from elasticd_planner.solve import solve, task_of
 from elasticd_planner.wide import Wide
 
+from tests import sizes
 from tests.planner import table_brute
 from tests.planner.table_exact import can_be_below
 from tests.planner.tables import REFERENCE, golden, small
@@ -42,7 +43,7 @@ def test_the_exact_oracle_and_brute_force_agree(seed: int, uneven: bool) -> None
                 assert can_be_below(problem, least * (1 + 1e-5), objective)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", sizes.every(range(4), 2))
 def test_with_uneven_shares_the_bound_holds_and_few_devices_are_planned_as_brute_force_does(seed: int) -> None:
     rng = random.Random(50 + seed)
     for _ in range(8):
@@ -53,7 +54,7 @@ def test_with_uneven_shares_the_bound_holds_and_few_devices_are_planned_as_brute
             assert found(problem, objective) == pytest.approx(least)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", sizes.every(range(4), 2))
 def test_just_beyond_enumeration_no_plan_is_better_and_none_that_fits_is_refused(seed: int) -> None:
     rng = random.Random(200 + seed)
     for _ in range(4):

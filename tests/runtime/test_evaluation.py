@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from elasticd.runtime.in_memory import MemoryFabric, run_threads
 from elasticd.runtime.precision import Precision, lowered
 from elasticd.runtime.reader import SampleError
 from elasticd.runtime.recipe import Recipe
+from tests import sizes
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, Torn, engine_on
 from tests.runtime.test_interleaved import PLANS as INTERLEAVED
 from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
@@ -120,7 +122,7 @@ def expected() -> dict[str, list[tuple[float, float]]]:
     return plain()
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", sizes.beside(["zero 2", "interleaved"], PLANS))
 def test_every_plan_gives_the_mean_over_the_whole_set_of_weights_and_of_their_average(
     name: str, expected: dict[str, list[tuple[float, float]]]
 ) -> None:
@@ -182,8 +184,13 @@ def test_every_sample_is_dealt_once(name: str, size: int) -> None:
             assert all(len(samples) <= plan.micro_batch for samples in micro)
 
 
-@pytest.mark.parametrize("weights", ["value", "average"])
-@pytest.mark.parametrize("name", ["two stages", "zero 2"])
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    sizes.beside(
+        [("two stages", "value"), ("zero 2", "average")],
+        product(("two stages", "zero 2"), ("value", "average")),
+    ),
+)
 def test_a_sample_that_cannot_be_read_is_named_on_every_member_and_the_weights_are_as_they_were(
     name: str, weights: str
 ) -> None:

@@ -53,7 +53,7 @@ class User:
             with socket.create_server(("127.0.0.1", 0)) as server:
                 near = socket.create_connection(server.getsockname())
                 far, _ = server.accept()
-                while not self._stop.wait(0.001):
+                while not self._stop.wait(0.005):
                     kept.append(socket.create_server(("127.0.0.1", 0)))
                     with socket.create_connection(kept[-1].getsockname()) as one, kept[-1].accept()[0] as other:
                         _exchange(one, other)

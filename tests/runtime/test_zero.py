@@ -220,7 +220,7 @@ def test_every_policy_trains_like_one_process(layout: str, policy: str) -> None:
 @pytest.mark.parametrize("layout", sizes.beside(["tp3+tp1 beside tp2"], LAYOUTS))
 def test_processes_train_like_one_under_every_policy(layout: str) -> None:
     """Over gloo, one after another in the same processes."""
-    policies = sizes.every(list(POLICIES.values()), 3, 1)
+    policies = sizes.every(list(POLICIES.values()), 5, 1)
     plans = [LAYOUTS[layout].replace(state=policy) for policy in policies]
     results = gang.run(__file__, "worker", plans[0].members, plans, seconds=400)
     for index, plan in enumerate(plans):

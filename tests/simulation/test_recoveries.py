@@ -50,7 +50,7 @@ def test_another_leader_at_any_moment_finishes_it(after: float) -> None:
     assert total(outcome, "elasticd").recoveries >= 1
 
 
-@pytest.mark.parametrize("after", MOMENTS[2::3])
+@pytest.mark.parametrize("after", sizes.every(MOMENTS[2::3], 2))
 def test_a_node_that_is_cut_off_meanwhile_is_fenced_off_too_and_comes_again(after: float) -> None:
     cut = Fault(kind="partition", node="n3", lasts=20.0, seconds=DIES + after)
     outcome = survived(cut)
@@ -60,7 +60,7 @@ def test_a_node_that_is_cut_off_meanwhile_is_fenced_off_too_and_comes_again(afte
     assert total(outcome, "elasticd").switches >= 1, "it is used again"
 
 
-@pytest.mark.parametrize("after", MOMENTS[3::3])
+@pytest.mark.parametrize("after", sizes.every(MOMENTS[3::3], 2))
 def test_the_same_node_may_be_back_before_the_others_went_on(after: float) -> None:
     outcome = survived(Fault(kind="join", device="n2/1", seconds=DIES + after))
     assert first(outcome, "joined").data["node"] == "n2"
