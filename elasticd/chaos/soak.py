@@ -31,9 +31,8 @@ from elasticd.chaos.live import Live, Played, StandsStill, Steps
 from elasticd.processes import ProcessError, Processes
 from elasticd.store.protocol import WatchEvent
 
-#: Steps after the last fault, in which all is to come to rest; and for each fault some more, because those that
-#: are held back come later than the script says.
-REST_STEPS, HELD_STEPS = 160, 10
+#: Steps that each fault adds to the run, because those that are held back come later than the script says.
+HELD_STEPS = 10
 #: Of the script that is trained; it imports torch, which we do not.
 SAMPLES = Sampler(size=1000, global_batch=8, seed=5)
 
@@ -71,12 +70,12 @@ class Report(Value, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def soak(script: Faults, shape: Shape, folder: Path, seed: int, still: float) -> Report:
+def soak(script: Faults, shape: Shape, folder: Path, seed: int, still: float, rest: int) -> Report:
     """Runs the job under the script and checks it; `folder` keeps logs and ledgers. Raises ProcessError where
     the cluster does not come up."""
     began = time.monotonic()
     training = Path(__file__).resolve().parents[1] / "runtime" / "soaking.py"
-    steps = max(fault.step or 0 for fault in script) + REST_STEPS + HELD_STEPS * len(list(script))
+    steps = max(fault.step or 0 for fault in script) + rest + HELD_STEPS * len(list(script))
     options = ("--steps", str(steps), *(("--zero", str(shape.zero)) if shape.zero else ()))
     processes, wrong = Processes(folder), list[str]()
     with (
@@ -175,6 +174,13 @@ def _report(
 @click.option(
     "--gap", type=click.IntRange(min=1), default=6, show_default=True, help="Most steps between faults."
 )
+@click.option(
+    "--rest",
+    type=click.IntRange(min=1),
+    default=160,
+    show_default=True,
+    help="Steps after the last fault, in which all is to come to rest.",
+)
 @click.option("--only", multiple=True, help="Draw these kinds alone.")
 def command(
     seed: int | None,
@@ -186,6 +192,7 @@ def command(
     out: Path | None,
     still: float,
     gap: int,
+    rest: int,
     only: tuple[str, ...],
 ) -> None:
     """Trains a small job on real processes, under random faults, and checks what must hold."""
@@ -197,7 +204,7 @@ def command(
     print(f"soak: --seed {seed} --faults {faults} --nodes {nodes} --devices {devices}", flush=True)
     folder = out or Path(tempfile.mkdtemp(prefix="elasticd-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
-    report = soak(script, shape, folder, seed, still)
+    report = soak(script, shape, folder, seed, still, rest)
     (folder / "report.json").write_bytes(msgspec.json.encode(report))
     print(report.text, flush=True)
     if out is None and not report.wrong:

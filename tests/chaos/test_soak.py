@@ -19,8 +19,8 @@ def test_a_real_job_goes_on_through_random_faults(drawn: bool, seed: int, tmp_pa
     chosen, faults = seed if drawn else FIXED, sizes.number(full=10, quick=3)
     print(f"--seed {chosen} --faults {faults}")
     printed = tmp_path / "printed"
-    devices = sizes.number(full=2, quick=1)
-    command = ("--seed", str(chosen), "--faults", str(faults), "--devices", str(devices))
+    devices, rest = sizes.number(full=2, quick=1), sizes.number(full=160, quick=60)
+    command = ("--seed", str(chosen), "--faults", str(faults), "--devices", str(devices), "--rest", str(rest))
     command += ("--out", str(tmp_path / "out"))
     environment = {**os.environ, "PYTHONPATH": str(forkserver.ROOT)}
     done = forkserver.start("elasticd.chaos.soak", *command, environment=environment, output=printed)
