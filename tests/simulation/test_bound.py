@@ -70,7 +70,7 @@ def test_no_step_is_quicker_of_random_plans_of_the_planners_or_of_those_beside_t
     scenario = parse(wide.replace("400 MiB", "500 MiB"), "wide.toml")
     known, layers, batch = bounds(scenario), scenario.model.shapes.layers, scenario.model.global_batch
     nearest = math.inf
-    for _ in range(sizes.number(full=12, quick=1)):
+    for _ in range(sizes.number(full=12, quick=2)):
         truth = quiet(scenario)
         for name in truth.names:
             if rng.random() < 0.3:
