@@ -184,8 +184,9 @@ class EtcdServer:
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"{_NAME}={peer}", "--initial-cluster-token", self._token),
-            # One node on loopback needs no patience for elections; it also starts ten times faster.
-            *("--heartbeat-interval", "10", "--election-timeout", "100"),
+            # One node on loopback needs no patience for elections, and starts three times faster so. Still
+            # shorter ticks would start it no faster, and cost 3 % of a core all the time.
+            *("--heartbeat-interval", "50", "--election-timeout", "250"),
             *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "100000"),
             *("--logger", "zap", "--log-level", "warn"),
         ]

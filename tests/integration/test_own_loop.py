@@ -22,8 +22,8 @@ SCRIPT = Path(train_loop.__file__)
 SETTINGS = Settings(retry_seconds=0.5)
 #: a/2 stands by, and comes in by the recovery from b/0's death.
 PLANS = {
-    "": plan_of((3, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (3, [stage(0, 5, ("b/0", 1))]), idle=("a/2",)),
-    "without b/0": plan_of((6, [stage(0, 3, ("a/0", 1)), stage(3, 5, ("a/1", 1), ("a/2", 1))])),
+    "": plan_of((2, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (1, [stage(0, 5, ("b/0", 1))]), idle=("a/2",)),
+    "without b/0": plan_of((3, [stage(0, 3, ("a/0", 1)), stage(3, 5, ("a/1", 1), ("a/2", 1))])),
 }
 
 
@@ -38,8 +38,8 @@ def test_evaluations_and_state_dicts_are_those_of_one_process_though_a_worker_di
 ):
     steps = 20
     with Cluster({"a": 3, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
-        # Each evaluation reads its sample 3 there: the fourth is of the weights after ten steps.
-        cluster.run(SCRIPT, steps=steps, **{"b/0": {"deadly": [3, 4]}})
+        # Each evaluation reads its sample 4 there: the fourth is of the weights after ten steps.
+        cluster.run(SCRIPT, steps=steps, **{"b/0": {"deadly": [4, 4]}})
         codes = cluster.wait(240)
         assert codes.pop("b/0") == -signal.SIGKILL
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
@@ -119,8 +119,8 @@ def test_a_sample_that_cannot_be_read_is_named_by_all_and_the_state_before_it_is
 
 #: a/0 is the first rank, which reads.
 WITH_READER = {
-    "": plan_of((3, [stage(0, 5, ("a/0", 1))]), (3, [stage(0, 2, ("b/0", 1)), stage(2, 5, ("b/1", 1))])),
-    "without a/0": plan_of((6, [stage(0, 5, ("b/0", 1), ("b/1", 1))])),
+    "": plan_of((2, [stage(0, 5, ("a/0", 1))]), (1, [stage(0, 2, ("b/0", 1)), stage(2, 5, ("b/1", 1))])),
+    "without a/0": plan_of((3, [stage(0, 5, ("b/0", 1), ("b/1", 1))])),
 }
 
 

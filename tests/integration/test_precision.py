@@ -27,10 +27,10 @@ def again(plan: Plan) -> Plan:
 PLANS = {
     "": again(
         plan_of(
-            (4, [stage(0, 3, ("a/0", 1), ("a/1", 1)), stage(3, 5, ("b/0", 1))]), (2, [stage(0, 5, ("b/1", 1))])
+            (2, [stage(0, 3, ("a/0", 1), ("a/1", 1)), stage(3, 5, ("b/0", 1))]), (1, [stage(0, 5, ("b/1", 1))])
         )
     ).replace(state=StatePolicy(zero=1, replicas=2)),
-    "a/1": plan_of((6, [stage(0, 3, ("a/0", 6), ("a/1", 2)), stage(3, 5, ("b/0", 1))]), idle=("b/1",)),
+    "a/1": plan_of((3, [stage(0, 3, ("a/0", 6), ("a/1", 2)), stage(3, 5, ("b/0", 1))]), idle=("b/1",)),
 }
 
 

@@ -28,23 +28,23 @@ def stage(start: int, stop: int, *members: tuple[str, int]) -> Stage:
 def plan_of(*pipelines: tuple[int, list[Stage]], idle: tuple[str, ...] = ()) -> Plan:
     made = tuple(Pipeline(stages=tuple(stages), micro_batches=m) for m, stages in pipelines)
     strategy = Strategy(modules=(ModulePlan(module="model", pipelines=made),))
-    return Plan(number=0, strategies=(strategy,), micro_batch=1, global_batch=train.BATCH, idle=idle)
+    return Plan(number=0, strategies=(strategy,), micro_batch=train.MICRO, global_batch=train.BATCH, idle=idle)
 
 
 PLANS = {
     # two unlike pipelines on all five devices
     "": plan_of(
-        (4, [stage(0, 3, ("a/0", 1), ("a/1", 1)), stage(3, 5, ("a/2", 1))]),
-        (2, [stage(0, 5, ("b/0", 1), ("b/1", 1))]),
+        (2, [stage(0, 3, ("a/0", 1), ("a/1", 1)), stage(3, 5, ("a/2", 1))]),
+        (1, [stage(0, 5, ("b/0", 1), ("b/1", 1))]),
     ),
     # one pipeline of unequal shares; a/2 leaves and stands by
     "a/1": plan_of(
-        (6, [stage(0, 2, ("a/0", 6), ("a/1", 2)), stage(2, 5, ("b/0", 1), ("b/1", 1))]), idle=("a/2",)
+        (3, [stage(0, 2, ("a/0", 6), ("a/1", 2)), stage(2, 5, ("b/0", 1), ("b/1", 1))]), idle=("a/2",)
     ),
     # a/2 joins again, everything else moves too
     "b/0": plan_of(
-        (3, [stage(0, 5, ("a/0", 3), ("a/1", 3), ("a/2", 2))]),
-        (3, [stage(0, 1, ("b/0", 1)), stage(1, 5, ("b/1", 1))]),
+        (2, [stage(0, 5, ("a/0", 3), ("a/1", 3), ("a/2", 2))]),
+        (1, [stage(0, 1, ("b/0", 1)), stage(1, 5, ("b/1", 1))]),
     ),
 }
 
@@ -109,8 +109,8 @@ def check_exactness(cluster: Cluster, steps: int, plans: int = 3) -> None:
 @pytest.mark.parametrize("moment", sizes.beside(["moving"], ["preparing", "moving"]))
 def test_a_plan_that_one_rank_refuses_is_given_up_and_training_goes_on_exactly(moment: str) -> None:
     plans = {
-        "": plan_of((3, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (3, [stage(0, 5, ("b/0", 1))])),
-        "a/1": plan_of((6, [stage(0, 3, ("a/0", 6), ("a/1", 2)), stage(3, 5, ("b/0", 1))])),
+        "": plan_of((2, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (1, [stage(0, 5, ("b/0", 1))])),
+        "a/1": plan_of((3, [stage(0, 3, ("a/0", 6), ("a/1", 2)), stage(3, 5, ("b/0", 1))])),
     }
     settings = Settings(retry_seconds=300)
     with Cluster({"a": 2, "b": 1}, plans=plans, settings=settings) as cluster:

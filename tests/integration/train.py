@@ -24,7 +24,9 @@ from elasticd.runtime.data import pad
 from elasticd.runtime.switching import Switcher
 
 CONFIG = DecoderConfig(vocabulary=40, width=32, layers=5, heads=8, kv_heads=2, hidden=44, dtype=torch.float64)
-BATCH, SEED, CLIP = 6, 3, 0.7
+#: Samples of a step and of a micro-batch.
+BATCH, MICRO = 6, 2
+SEED, CLIP = 3, 0.7
 
 
 class Text:
@@ -160,7 +162,7 @@ def main() -> None:
         optimizer=optimizer,
         dataset=Text(),
         global_batch=options.get("global_batch", BATCH),
-        micro_batch=options.get("micro_batch", 1),
+        micro_batch=options.get("micro_batch", MICRO),
         seed=SEED,
         clip=CLIP,
         scheduler=scheduler,

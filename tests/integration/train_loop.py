@@ -130,6 +130,7 @@ def main() -> None:
         dataset=dataset,
         held_out=Held(*options.get("deadly", ())),
         global_batch=train.BATCH,
+        micro_batch=train.MICRO,
         seed=train.SEED,
         clip=train.CLIP,
         scheduler=train.scheduler,

@@ -165,7 +165,7 @@ class EtcdWorld:
         return store
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def etcd_server() -> Iterator[EtcdServer]:
     with EtcdServer(fsync=False) as server:
         yield server
