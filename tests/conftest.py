@@ -55,6 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = sorted(kept, key=lambda item: places[item.nodeid])
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """For `--dist loadscope --no-loadscope-reorder`; other ways of dealing are xdist's own."""
     return schedule.LongestFirst(config, log) if config.getvalue("dist") == "loadscope" else None

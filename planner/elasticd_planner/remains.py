@@ -49,11 +49,11 @@ class Remains(Layouts):
 
     def lost(self) -> Iterator[tuple[Item, tuple[Box, ...]]]:
         """Of each item the boxes that nobody holds any more."""
-        known: dict[object, tuple[Box, ...]] = {}
+        known: dict[Hashable, tuple[Box, ...]] = {}
         for item in self.items:
-            layout = self.layout(item)
-            key = layout.holdings, layout.shape
+            key = self.family(item)
             if key not in known:
+                layout = self.layout(item)
                 held = sorted({holding.box for holding in layout.holdings})
                 known[key] = tuple(subtract(Box.whole(layout.shape), held))
             if known[key]:
