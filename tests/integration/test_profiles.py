@@ -20,7 +20,7 @@ from elasticd.runtime.profiling.loading import batch_of
 from elasticd.runtime.profiling.measure import measure
 from elasticd.store.memory import MemoryStore
 from tests.integration.cluster import JOB, Cluster
-from tests.integration.train import CONFIG, Text
+from tests.integration.train import BATCH, CONFIG, MICRO, Text
 
 SCRIPT = Path(__file__).with_name("train_profiled.py")
 
@@ -32,7 +32,7 @@ def test_the_first_plan_of_a_job_counts_with_what_was_measured() -> None:
     request = Request(target="-", widths=(1,), tokens=(8, 1024), sample_tokens=8, repeats=3, threads=1)
     made = measure(model, request, WallClock(), batch_of(torch, "", model), None, lambda part: None)
     text = msgspec.json.encode({"model": entry_of(measured_profile(made).profile)})
-    expected = given_profile(text, model.spec, sample_tokens(Text()), 1)
+    expected = given_profile(text, model.spec, sample_tokens(Text()), MICRO)
     with Cluster({"a": 1, "b": 1}) as cluster:
         path = cluster.folder / "profile.json"
         path.write_bytes(text)
@@ -42,6 +42,7 @@ def test_the_first_plan_of_a_job_counts_with_what_was_measured() -> None:
         assert stored is not None
         assert decode(stored.value, JobSpec).profile == expected
         prediction = cluster.job()["plan"]["prediction"]
-        blocks = 6 * model.layers * (expected.block.fixed_seconds + expected.tokens * expected.block.seconds)
+        block = expected.block.fixed_seconds + expected.tokens * expected.block.seconds
+        blocks = BATCH // MICRO * model.layers * block
         # Two devices cannot do it in less than half of that; what is guessed from FLOPs is far below.
         assert prediction["step_seconds"] > blocks / 2

@@ -43,7 +43,7 @@ ME, OTHER = "a/0", "a/1"
 
 
 def plan(number: int) -> Plan:
-    return plan_of((6, [stage(0, 3, (ME, 1))])).replace(number=number, binding={ME: WELCOME.incarnation})
+    return plan_of((3, [stage(0, 3, (ME, 1))])).replace(number=number, binding={ME: WELCOME.incarnation})
 
 
 def first() -> Proposal:
