@@ -184,8 +184,8 @@ class EtcdServer:
             *("--listen-client-urls", client, "--advertise-client-urls", client),
             *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
             *("--initial-cluster", f"{_NAME}={peer}", "--initial-cluster-token", self._token),
-            # One node on loopback needs no patience for elections, and starts three times faster so. Still
-            # shorter ticks would start it no faster, and cost 3 % of a core all the time.
+            # One node on loopback needs no patience for elections, and starts in half of the time so. Ticks of
+            # 10 ms would save another tenth of a second, and cost 3 % of a core all the time.
             *("--heartbeat-interval", "50", "--election-timeout", "250"),
             *("--auto-compaction-mode", "revision", "--auto-compaction-retention", "100000"),
             *("--logger", "zap", "--log-level", "warn"),
