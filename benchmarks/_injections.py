@@ -34,6 +34,7 @@ FOREVER = 10_000_000
 CALM = 10
 #: Seconds between two looks at the job, which take their time from those that are looked at: each time that is
 #: measured is of a ledger or of the journal, none of them is of a look.
+SELDOM = 0.25
 
 
 @dataclass
@@ -102,7 +103,7 @@ class Trained:
             now = self.binding(api)
             return len(now) == len(self.nodes) and all(now[device] != others[device] for device in others)
 
-        until(there, self.fleet.said, 240)
+        until(there, self.fleet.said, 240, SELDOM)
 
     def pid(self, device: str) -> int:
         members = self.fleet.job()["members"]
@@ -190,7 +191,7 @@ class Trained:
                     revive(node)
                 mark, since = last_id(api), time.monotonic()
                 self.whole(api, before, (f"{node}/0" for node in gone))
-                self.fleet.advanced(CALM)
+                self.fleet.advanced(CALM, pause=SELDOM)
                 self._rejoined(api, mark, since, seen)
         return seen
 
@@ -207,7 +208,7 @@ class Trained:
         killed = kill(node)
         known = wait_event(api, mark, lambda event: knows(event, f"{node}/0"), self.fleet)
         recorded = wait_event(api, known.id, lambda event: event.kind == "recorded", self.fleet)
-        self.fleet.advanced(CALM)
+        self.fleet.advanced(CALM, pause=SELDOM)
         self.injections += 1
         number, events = recorded.data["number"], api.events(mark)
         moved = bytes_moved(events, number)
@@ -276,7 +277,7 @@ def last_id(api: Api) -> int:
 def wait_event(api: Api, after: int, wanted: Callable[[EventRecord], bool], fleet: Fleet) -> EventRecord:
     """The first such event behind one."""
     return until(  # type: ignore[return-value]
-        lambda: next((e for e in api.events(after) if wanted(e)), None), fleet.said
+        lambda: next((e for e in api.events(after) if wanted(e)), None), fleet.said, pause=SELDOM
     )
 
 

@@ -49,14 +49,16 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     time: float
 
 
-def until(condition: Callable[[], T], what: Callable[[], object], seconds: float = PATIENCE) -> T:
+def until(
+    condition: Callable[[], T], what: Callable[[], object], seconds: float = PATIENCE, pause: float = 0.05
+) -> T:
     """The first true value of `condition`; fails with `what()` when none comes in time. Most conditions ask a
-    coordinator or etcd: those that take long are asked less often."""
+    coordinator or etcd: those that take long are asked less often than every `pause` seconds."""
     began = time.monotonic()
     while not (value := condition()):
         waited = time.monotonic() - began
         assert waited < seconds, f"this never became true: {what()}"
-        time.sleep(min(0.05 + waited / 10, 1.0))
+        time.sleep(min(pause + waited / 10, 1.0))
     return value
 
 
@@ -290,14 +292,14 @@ class Fleet:
         """Steps that somebody was given: the highest, and one."""
         return max((ledger[-1].step + 1 for ledger in self.ledgers().values() if ledger), default=0)
 
-    def advanced(self, steps: int, seconds: float = PATIENCE) -> None:
+    def advanced(self, steps: int, seconds: float = PATIENCE, pause: float = 0.05) -> None:
         """Waits until so many more steps were made."""
         goal = self.steps() + steps
 
         def missing() -> str:
             return f"step {goal}, at {self.steps()}\n{self.said()}"
 
-        until(lambda: self.steps() >= goal, missing, seconds)
+        until(lambda: self.steps() >= goal, missing, seconds, pause)
 
     def largest_gap(self, since: float) -> float:
         """The longest that any worker that lived all the time until now waited for its next step."""

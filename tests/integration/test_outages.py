@@ -282,7 +282,7 @@ def test_death_while_all_of_etcd_is_down_waits_for_it_and_is_dealt_with_then(job
     assert fenced(job, revision) >= 2
 
 
-@pytest.mark.full  # the two tests before this one have a worker that joins again under a new leader
+@pytest.mark.full  # the test of the frozen leader has a worker that joins again under a new one
 def test_worker_joins_again_under_a_new_leader(job: Fleet) -> None:
     old, since = job.leads(), time.monotonic()
     job.kill(old.name)
