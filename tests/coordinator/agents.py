@@ -32,14 +32,19 @@ def config(*, chaos: bool = True, port: int = 0) -> Config:
     )
 
 
+async def lead(coordinator: Coordinator) -> None:
+    """Starts it with a lease that outlasts a pause of this process: a busy machine stops it for seconds."""
+    with patch.object(election, "LEASE_SECONDS", 60):
+        await coordinator.start()
+
+
 @asynccontextmanager
 async def coordinating(
     server: MemoryServer | None = None, *, chaos: bool = True, planner: tuple[str, ...] = COMMAND
 ) -> AsyncIterator[Coordinator]:
     store = MemoryStore(server)
     coordinator = Coordinator(config(chaos=chaos), store, planner=planner)
-    with patch.object(election, "LEASE_SECONDS", 6):  # a pause of this process deposes nobody
-        await coordinator.start()
+    await lead(coordinator)
     try:
         yield coordinator
     finally:

@@ -14,6 +14,7 @@ from elasticd.config import Config
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.server import application
 from elasticd.store.memory import MemoryStore
+from tests.coordinator.agents import lead
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ def leading(config: Config) -> Iterator[Leader]:
 
         async def start() -> Coordinator:
             coordinator = Coordinator(config, store)
-            await coordinator.start()
+            await lead(coordinator)
             return coordinator
 
         coordinator = asyncio.run_coroutine_threadsafe(start(), loop).result(180)

@@ -15,7 +15,7 @@ from elasticd.coordinator.daemon import Coordinator
 from elasticd.credentials import Credentials
 from elasticd.security import SecuritySection
 from elasticd.store.memory import MemoryStore
-from tests.coordinator.agents import config
+from tests.coordinator.agents import config, lead
 
 VIEWER, OPERATOR, AGENT, ALPHA = (f"{name}-0123456789abcdef" for name in ("view", "operate", "agent", "alpha"))
 
@@ -40,7 +40,7 @@ def tokens(folder: Path) -> SecuritySection:
 async def secured(section: SecuritySection) -> AsyncIterator[Coordinator]:
     store = MemoryStore()
     coordinator = Coordinator(msgspec.structs.replace(config(), security=section), store)
-    await coordinator.start()
+    await lead(coordinator)
     try:
         yield coordinator
     finally:

@@ -16,7 +16,7 @@ from elasticd.records import JobSpec, Keys, decode
 from elasticd.remembered import StateFile
 from elasticd.store.leader import read_leader
 from elasticd.store.server import EtcdServer
-from tests.coordinator.agents import agent, config, until
+from tests.coordinator.agents import agent, config, lead, until
 from tests.etcds import SharedEtcd
 from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.world import World
@@ -39,7 +39,7 @@ def test_leader_outlasts_a_restart_of_etcd_and_writes_what_waited(etcd: EtcdServ
     async def body() -> None:
         store = await asyncio.to_thread(election.connect, configured(etcd.endpoint))
         coordinator = Coordinator(configured(etcd.endpoint), store)
-        await coordinator.start()
+        await lead(coordinator)
         try:
             async with agent(coordinator, node_record("alpha", devices=1)) as alpha:
                 join = Join(job=JOB, min_nodes=1, max_nodes=1, pid=1)

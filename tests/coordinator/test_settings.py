@@ -33,7 +33,7 @@ def test_the_leading_machine_has_the_configured_devices_and_links() -> None:
     async def led() -> Settings:
         store = MemoryStore(MemoryServer())
         coordinator = Coordinator(whole, store)
-        await coordinator.start()
+        await agents.lead(coordinator)
         try:
             return coordinator.leading.state.settings
         finally:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 import msgspec
 from elasticd_agent.daemon import Agent
@@ -24,7 +23,6 @@ from elasticd_planner.plan import Plan
 
 from elasticd import messages, packets
 from elasticd.config import Config, with_overrides
-from elasticd.coordinator import election
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.planning import COMMAND
 from elasticd.machines.job.state import Settings
@@ -34,6 +32,7 @@ from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Store
 from elasticd.store.session import EtcdOptions
 from tests import forkserver
+from tests.coordinator.agents import lead
 from tests.forkserver import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,8 +44,6 @@ MANY = 100_000
 
 #: Seconds that any condition has at least: a busy machine takes half a minute to start a worker.
 LEAST = 180.0
-#: Seconds of the leader's lease: nobody stands by here who could lead after it.
-LEASE = 60
 
 
 def until(condition: Callable[[], T], seconds: float = 60.0, what: Callable[[], object] = str) -> T:
@@ -121,8 +118,7 @@ class Cluster:
         self.coordinator = Coordinator(
             self.config, self._store(), settings=self._settings, planner=self._planner
         )
-        with patch.object(election, "LEASE_SECONDS", LEASE):
-            await self.coordinator.start()
+        await lead(self.coordinator)
         for node in self.nodes:
             self._start_agent(node)
 
