@@ -6,6 +6,10 @@ import os
 import signal
 import sys
 
+#: Seconds in which a second signal to end is the first one's echo: who signals a whole process group, or a
+#: container, signals parents too, which then pass it on to their children.
+ECHO_SECONDS = 5.0
+
 # Run as `python -c` in between, since the wish to die with a parent must be stated by the child itself, and
 # Python code between fork and exec is not safe in a process with threads. Asking for the parent afterwards
 # closes the gap in which it may have died already. 1 is PR_SET_PDEATHSIG.

@@ -43,6 +43,7 @@ from elasticd.messages import (
     ToWorker,
 )
 from elasticd.rendezvous import failure
+from elasticd.rendezvous.echoes import ignore_echoes
 from elasticd.version import __version__
 
 BACKEND = "elasticd"
@@ -138,7 +139,8 @@ class Handler(RendezvousHandler):
         """A job ends by its last step, not by one of its torchruns."""
 
     def num_nodes_waiting(self) -> int:
-        """Always 0: nodes that come or go restart nobody."""
+        """Always 0: nodes that come or go restart nobody. torchrun asks all the while its workers run."""
+        ignore_echoes()
         return 0
 
     def shutdown(self) -> bool:

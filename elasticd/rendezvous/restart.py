@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from elasticd import packets
 from elasticd.rendezvous.asking import Asking
 from elasticd.rendezvous.backend import Backend
+from elasticd.rendezvous.echoes import ignore_echoes
 from elasticd.rendezvous.live import JobOver, Refusal
 from elasticd.rendezvous.roster import first
 
@@ -131,6 +132,7 @@ class RestartHandler(DynamicRendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Nodes that wait to join, or that were lost: for either the workers start again. An agent or a store
         that is away restarts nobody."""
+        ignore_echoes()
         try:
             waiting = super().num_nodes_waiting()
         except RendezvousError:

@@ -16,13 +16,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from elasticd.offspring import ECHO_SECONDS
+
 log = logging.getLogger(__name__)
 
 #: What the leader is told of the notice.
 NOTICE = "SIGTERM"
-#: Seconds in which a second signal is the first one's echo: who signals a whole process group, or a container,
-#: signals torchrun too, which then sends it on to its workers.
-ECHO_SECONDS = 5.0
 
 _present: Notice | None = None
 
