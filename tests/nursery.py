@@ -165,11 +165,13 @@ def _unwrapped(args: Any) -> tuple[tuple[str, ...], int]:
 
 
 def _is_ours(command: tuple[str, ...], environment: Mapping[str, str]) -> bool:
-    """Whether it is `elasticd run`, torchrun or a script, which this interpreter imports from this checkout."""
+    """Whether it is `elasticd run`, torchrun, what `elasticd check` starts, or a script, which this interpreter
+    imports from this checkout."""
     if command[:1] != (sys.executable,) or environment.get("PYTHONPATH") != str(ROOT):
         return False
     if command[1] == "-m":
-        return command[2] == "torch.distributed.run" or command[2:4] == ("elasticd", "run")
+        modules = ("torch.distributed.run", "elasticd.runtime.checking")
+        return command[2] in modules or command[2:4] == ("elasticd", "run")
     return command[2 if command[1] == "-u" else 1].endswith(".py")
 
 

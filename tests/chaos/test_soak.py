@@ -16,7 +16,7 @@ FIXED = 4
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("drawn", sizes.beside([False], [False, True]), ids=["fixed", "drawn"])
 def test_a_real_job_goes_on_through_random_faults(drawn: bool, seed: int, tmp_path: Path) -> None:
-    chosen, faults = seed if drawn else FIXED, sizes.number(full=10, quick=3)
+    chosen, faults = seed if drawn else FIXED, sizes.number(full=10, quick=2)
     print(f"--seed {chosen} --faults {faults}")
     printed = tmp_path / "printed"
     devices, rest = sizes.number(full=2, quick=1), sizes.number(full=160, quick=60)

@@ -23,8 +23,8 @@ from tests.integration.test_switches import plan_of, stage
 SCRIPT = Path(train.__file__)
 #: Two replicas: either of them may be lost.
 PLANS = {
-    "": plan_of((2, [stage(0, 5, ("a/0", 1))]), (1, [stage(0, 5, ("b/0", 1))])),
-    "without b/0": plan_of((3, [stage(0, 5, ("a/0", 1))])),
+    "": plan_of((2, [stage(0, 3, ("a/0", 1))]), (1, [stage(0, 3, ("b/0", 1))])),
+    "without b/0": plan_of((3, [stage(0, 3, ("a/0", 1))])),
 }
 
 

@@ -60,7 +60,8 @@ def test_the_example_is_measured_and_its_whole_is_what_its_sections_say(tmp_path
 
 @pytest.mark.slow
 def test_profile_is_a_model_that_plan_takes(tmp_path: Path) -> None:
-    done = call("profile", EXAMPLE, *QUICK, "--no-whole", "--json", "--collectives")
+    few = ("--widths", "1,2", "--tokens", "64,128", "--sample-tokens", "64", "--repeats", "3")
+    done = call("profile", EXAMPLE, *few, "--no-whole", "--json", "--collectives")
     assert done.exit_code == 0, done.output
     model = json.loads(done.stdout)["model"]
     assert model["times"]["collectives"]["2"].keys() == {"seconds", "seconds_per_token"}
@@ -110,7 +111,7 @@ def alive(pids: set[int]) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("end", sizes.beside([signal.SIGKILL], [signal.SIGINT, signal.SIGKILL]))
 def test_no_process_outlives_the_command(end: signal.Signals, tmp_path: Path) -> None:
     """Ended among the all-reduces, when there are three levels of processes."""
     command = [sys.executable, "-m", "elasticd", "profile", EXAMPLE, "--collectives", "--repeats", "100000"]

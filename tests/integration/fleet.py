@@ -23,6 +23,7 @@ from elasticd_planner.batch import Sampler
 
 from elasticd.cli.reach import Api, CannotReach
 from elasticd.coordinator.journal import EventRecord
+from elasticd.models import DecoderConfig
 from elasticd.offspring import ending_with_us
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.protocol import StoreError, WatchEvent
@@ -324,8 +325,9 @@ class Fleet:
         return max(gaps)
 
 
-def exact(fleet: Fleet, plans: int) -> None:
-    """Every step was made once, by the samples that are due; the first ones with the loss of one process."""
+def exact(fleet: Fleet, plans: int, config: DecoderConfig = train.CONFIG) -> None:
+    """Every step was made once, by the samples that are due; the first ones with the loss of one process.
+    `config` is the model's."""
     steps: dict[int, Step] = {}
     for name, ledger in fleet.ledgers().items():
         numbers = [step.step for step in ledger]
@@ -341,6 +343,6 @@ def exact(fleet: Fleet, plans: int) -> None:
         assert sorted(step.samples) == sorted(sampler.samples(number)), f"step {number}"
     first = min(sizes.number(full=500, quick=50), len(steps))
     torch.set_num_threads(1)  # two that spin for each other take minutes where others use the cores
-    losses, _ = train.reference(first)
+    losses, _ = train.reference(first, config)
     assert [steps[number].loss for number in range(first)] == pytest.approx(losses, rel=1e-6)
     assert len({step.plan for step in steps.values()}) >= plans

@@ -24,11 +24,11 @@ SCRIPT = Path(train.__file__)
 #: A group of unequal shares beside a device by itself; later one group of other shares on two devices.
 TWO_PIPELINES = {
     "": plan_of(
-        (2, [stage(0, 5, ("a/0", 5), ("a/1", 3))]),
-        (1, [stage(0, 5, ("b/0", 1))]),
+        (2, [stage(0, 3, ("a/0", 5), ("a/1", 3))]),
+        (1, [stage(0, 3, ("b/0", 1))]),
     )
 }
-ONE_GROUP = {"": plan_of((3, [stage(0, 5, ("a/0", 3), ("a/1", 1))]))}
+ONE_GROUP = {"": plan_of((3, [stage(0, 3, ("a/0", 3), ("a/1", 1))]))}
 
 
 def options(folder: Path, **changes: Any) -> dict[str, Any]:

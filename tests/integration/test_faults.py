@@ -19,14 +19,14 @@ SETTINGS = Settings(retry_seconds=0.5)
 
 #: b/0 holds a whole replica, the two others one together.
 PLANS = {
-    "": plan_of((2, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (1, [stage(0, 5, ("b/0", 1))])),
-    "a/1": plan_of((2, [stage(0, 5, ("a/0", 6), ("a/1", 2))]), (1, [stage(0, 5, ("b/0", 1))])),
-    "without b/0": plan_of((3, [stage(0, 3, ("a/0", 1)), stage(3, 5, ("a/1", 1))])),
+    "": plan_of((2, [stage(0, 3, ("a/0", 1), ("a/1", 1))]), (1, [stage(0, 3, ("b/0", 1))])),
+    "a/1": plan_of((2, [stage(0, 3, ("a/0", 6), ("a/1", 2))]), (1, [stage(0, 3, ("b/0", 1))])),
+    "without b/0": plan_of((3, [stage(0, 2, ("a/0", 1)), stage(2, 3, ("a/1", 1))])),
 }
 #: Two whole replicas; the one that is left has nobody to make a group with.
 PAIR = {
-    "": plan_of((2, [stage(0, 5, ("a/0", 1))]), (1, [stage(0, 5, ("b/0", 1))])),
-    "without b/0": plan_of((3, [stage(0, 5, ("a/0", 1))])),
+    "": plan_of((2, [stage(0, 3, ("a/0", 1))]), (1, [stage(0, 3, ("b/0", 1))])),
+    "without b/0": plan_of((3, [stage(0, 3, ("a/0", 1))])),
 }
 
 

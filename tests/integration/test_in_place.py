@@ -19,9 +19,9 @@ from tests.integration.test_switches import plan_of, stage
 
 #: One pipeline over three nodes: every switch changes what each of them holds.
 PLANS = {
-    "": plan_of((3, [stage(0, 2, ("a/0", 1)), stage(2, 4, ("b/0", 1)), stage(4, 5, ("c/0", 1))])),
-    "a/0": plan_of((3, [stage(0, 1, ("a/0", 1)), stage(1, 3, ("b/0", 1)), stage(3, 5, ("c/0", 1))])),
-    "without b/0": plan_of((3, [stage(0, 3, ("a/0", 1)), stage(3, 5, ("c/0", 1))])),
+    "": plan_of((3, [stage(0, 1, ("a/0", 1)), stage(1, 2, ("b/0", 1)), stage(2, 3, ("c/0", 1))])),
+    "a/0": plan_of((3, [stage(0, 1, ("b/0", 1)), stage(1, 2, ("c/0", 1)), stage(2, 3, ("a/0", 1))])),
+    "without b/0": plan_of((3, [stage(0, 2, ("a/0", 1)), stage(2, 3, ("c/0", 1))])),
 }
 NODES = {"a": 1, "b": 1, "c": 1}
 #: Bytes that no switch finds enough for two copies of anything.

@@ -19,8 +19,8 @@ SCRIPT = Path(train.__file__)
 SETTINGS = Settings(retry_seconds=0.5)
 #: b/0 alone holds the last layers and the head.
 STAGES = {
-    "": plan_of((3, [stage(0, 3, ("a/0", 1), ("a/1", 1)), stage(3, 5, ("b/0", 1))])),
-    "without b/0": plan_of((3, [stage(0, 3, ("a/0", 1)), stage(3, 5, ("a/1", 1))])),
+    "": plan_of((3, [stage(0, 2, ("a/0", 1), ("a/1", 1)), stage(2, 3, ("b/0", 1))])),
+    "without b/0": plan_of((3, [stage(0, 2, ("a/0", 1)), stage(2, 3, ("a/1", 1))])),
 }
 
 

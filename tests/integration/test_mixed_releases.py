@@ -4,6 +4,7 @@ workers, and the coordinator back again. Real processes of both releases, and a 
 from __future__ import annotations
 
 import re
+import runpy
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ FOREVER = 1_000_000
 #: Steps that the job makes between two upgrades.
 STEPS = 3
 #: Seconds that a token takes in a block: the job goes on all the time, and is not to keep the cores busy.
-FORWARD = 6e-4
+FORWARD = 1.5e-3
 
 
 @contextmanager
@@ -103,7 +104,7 @@ def test_every_part_of_a_cluster_is_upgraded_while_its_job_trains_on(
         for node in NODES:
             upgrade_workers(fleet, node)
         assert not fleet.imports_from.keys() & fleet.processes.keys()
-        exact(fleet, plans=5)
+        exact(fleet, plans=5, config=runpy.run_path(str(kept.script(release)))["CONFIG"])
 
 
 def led_by(fleet: Fleet, name: str, before: Leader) -> Leader:

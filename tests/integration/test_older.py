@@ -20,8 +20,8 @@ SCRIPT = Path(train.__file__)
 SETTINGS = Settings(retry_seconds=0.5)
 #: One pipeline over two nodes: whoever dies had boxes that nobody else has.
 PLANS = {
-    "": plan_of((3, [stage(0, 3, ("a/0", 1)), stage(3, 5, ("b/0", 1))])),
-    "without b/0": plan_of((3, [stage(0, 5, ("a/0", 1))])),
+    "": plan_of((3, [stage(0, 2, ("a/0", 1)), stage(2, 3, ("b/0", 1))])),
+    "without b/0": plan_of((3, [stage(0, 3, ("a/0", 1))])),
 }
 
 

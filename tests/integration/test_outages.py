@@ -31,7 +31,7 @@ DOWN_SECONDS = float(os.environ.get("ELASTICD_TEST_OUTAGE", "10"))
 TAKEOVER_SECONDS = 10.0
 FOREVER = 1_000_000
 #: Seconds that a token takes in a block: the job goes on while a test waits, and is not to keep the cores busy.
-FORWARD = 6e-4
+FORWARD = 1e-3
 NODES = ("a", "b")
 
 
@@ -68,9 +68,9 @@ def nobody_waited(fleet: Fleet, since: float, calm: float) -> None:
 
 
 def calm(fleet: Fleet) -> float:
-    """The longest step of twenty that nothing disturbs."""
+    """The longest step of ten that nothing disturbs."""
     since = time.monotonic()
-    fleet.advanced(20)
+    fleet.advanced(10)
     return fleet.largest_gap(since)
 
 

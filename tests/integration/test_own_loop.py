@@ -22,8 +22,8 @@ SCRIPT = Path(train_loop.__file__)
 SETTINGS = Settings(retry_seconds=0.5)
 #: a/2 stands by, and comes in by the recovery from b/0's death.
 PLANS = {
-    "": plan_of((2, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (1, [stage(0, 5, ("b/0", 1))]), idle=("a/2",)),
-    "without b/0": plan_of((3, [stage(0, 3, ("a/0", 1)), stage(3, 5, ("a/1", 1), ("a/2", 1))])),
+    "": plan_of((2, [stage(0, 3, ("a/0", 1), ("a/1", 1))]), (1, [stage(0, 3, ("b/0", 1))]), idle=("a/2",)),
+    "without b/0": plan_of((3, [stage(0, 2, ("a/0", 1)), stage(2, 3, ("a/1", 1), ("a/2", 1))])),
 }
 
 
@@ -119,8 +119,8 @@ def test_a_sample_that_cannot_be_read_is_named_by_all_and_the_state_before_it_is
 
 #: a/0 is the first rank, which reads.
 WITH_READER = {
-    "": plan_of((2, [stage(0, 5, ("a/0", 1))]), (1, [stage(0, 2, ("b/0", 1)), stage(2, 5, ("b/1", 1))])),
-    "without a/0": plan_of((3, [stage(0, 5, ("b/0", 1), ("b/1", 1))])),
+    "": plan_of((2, [stage(0, 3, ("a/0", 1))]), (1, [stage(0, 1, ("b/0", 1)), stage(1, 3, ("b/1", 1))])),
+    "without a/0": plan_of((3, [stage(0, 3, ("b/0", 1), ("b/1", 1))])),
 }
 
 

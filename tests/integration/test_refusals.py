@@ -84,7 +84,7 @@ def test_memory_that_cannot_fit_is_refused_with_the_shortfall() -> None:
 
 @pytest.mark.slow
 def test_a_device_that_stands_by_ends_with_the_job() -> None:
-    plans = {"": plan_of((3, [stage(0, 5, ("a/0", 1))]), idle=("b/0",))}
+    plans = {"": plan_of((3, [stage(0, 3, ("a/0", 1))]), idle=("b/0",))}
     with Cluster({"a": 1, "b": 1}, plans=plans, settings=SETTINGS, forward=1e-4) as cluster:
         cluster.run(SCRIPT, steps=8)
         assert cluster.wait() == {"a/0": 0, "b/0": 0}
@@ -94,7 +94,7 @@ def test_a_device_that_stands_by_ends_with_the_job() -> None:
 
 @pytest.mark.slow
 def test_a_running_job_is_not_harmed_by_what_is_refused() -> None:
-    plans = {"": plan_of((3, [stage(0, 5, ("a/0", 1), ("a/1", 1))]))}
+    plans = {"": plan_of((3, [stage(0, 3, ("a/0", 1), ("a/1", 1))]))}
     with Cluster({"a": 2}, plans=plans, settings=SETTINGS, forward=1e-4) as cluster:
         cluster.run(SCRIPT, steps=100_000)
         cluster.runs(1, steps=2)

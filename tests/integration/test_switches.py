@@ -34,17 +34,17 @@ def plan_of(*pipelines: tuple[int, list[Stage]], idle: tuple[str, ...] = ()) -> 
 PLANS = {
     # two unlike pipelines on all five devices
     "": plan_of(
-        (2, [stage(0, 3, ("a/0", 1), ("a/1", 1)), stage(3, 5, ("a/2", 1))]),
-        (1, [stage(0, 5, ("b/0", 1), ("b/1", 1))]),
+        (2, [stage(0, 2, ("a/0", 1), ("a/1", 1)), stage(2, 3, ("a/2", 1))]),
+        (1, [stage(0, 3, ("b/0", 1), ("b/1", 1))]),
     ),
     # one pipeline of unequal shares; a/2 leaves and stands by
     "a/1": plan_of(
-        (3, [stage(0, 2, ("a/0", 6), ("a/1", 2)), stage(2, 5, ("b/0", 1), ("b/1", 1))]), idle=("a/2",)
+        (3, [stage(0, 1, ("a/0", 6), ("a/1", 2)), stage(1, 3, ("b/0", 1), ("b/1", 1))]), idle=("a/2",)
     ),
     # a/2 joins again, everything else moves too
     "b/0": plan_of(
-        (2, [stage(0, 5, ("a/0", 3), ("a/1", 3), ("a/2", 2))]),
-        (1, [stage(0, 1, ("b/0", 1)), stage(1, 5, ("b/1", 1))]),
+        (2, [stage(0, 3, ("a/0", 3), ("a/1", 3), ("a/2", 2))]),
+        (1, [stage(0, 1, ("b/0", 1)), stage(1, 3, ("b/1", 1))]),
     ),
 }
 
@@ -109,8 +109,8 @@ def check_exactness(cluster: Cluster, steps: int, plans: int = 3) -> None:
 @pytest.mark.parametrize("moment", sizes.beside(["moving"], ["preparing", "moving"]))
 def test_a_plan_that_one_rank_refuses_is_given_up_and_training_goes_on_exactly(moment: str) -> None:
     plans = {
-        "": plan_of((2, [stage(0, 5, ("a/0", 1), ("a/1", 1))]), (1, [stage(0, 5, ("b/0", 1))])),
-        "a/1": plan_of((3, [stage(0, 3, ("a/0", 6), ("a/1", 2)), stage(3, 5, ("b/0", 1))])),
+        "": plan_of((2, [stage(0, 3, ("a/0", 1), ("a/1", 1))]), (1, [stage(0, 3, ("b/0", 1))])),
+        "a/1": plan_of((3, [stage(0, 2, ("a/0", 6), ("a/1", 2)), stage(2, 3, ("b/0", 1))])),
     }
     settings = Settings(retry_seconds=300)
     with Cluster({"a": 2, "b": 1}, plans=plans, settings=settings) as cluster:

@@ -25,7 +25,7 @@ def job(shared_etcd: SharedEtcd) -> Iterator[Fleet]:
     """A job on three nodes of one device, started by `elasticd run`: three replicas, of which two leave."""
     with (
         tempfile.TemporaryDirectory(prefix="ed-") as name,
-        Fleet(shared_etcd, Path(name), forward=1e-3) as fleet,
+        Fleet(shared_etcd, Path(name), forward=1.7e-3) as fleet,
     ):
         fleet.coordinator("c0")
         for node in NODES:

@@ -13,17 +13,17 @@ from tests.integration.test_switches import SCRIPT, SETTINGS, check_exactness, p
 PLANS = {
     # two unlike pipelines on all five devices; each has replicas of the other's state
     "": plan_of(
-        (2, [stage(0, 3, ("a/0", 1), ("a/1", 1)), stage(3, 5, ("a/2", 1))]),
-        (1, [stage(0, 5, ("b/0", 1), ("b/1", 1))]),
+        (2, [stage(0, 2, ("a/0", 1), ("a/1", 1)), stage(2, 3, ("a/2", 1))]),
+        (1, [stage(0, 3, ("b/0", 1), ("b/1", 1))]),
     ).replace(state=StatePolicy(zero=1, replicas=2)),
     # one pipeline on one node; those of the other only carry replicas
     "a/1": plan_of(
-        (3, [stage(0, 2, ("a/0", 3), ("a/1", 1)), stage(2, 5, ("a/2", 1))]), idle=("b/0", "b/1")
+        (3, [stage(0, 1, ("a/0", 3), ("a/1", 1)), stage(1, 3, ("a/2", 1))]), idle=("b/0", "b/1")
     ).replace(state=StatePolicy(zero=2, replicas=2)),
     # the carriers compute again, nothing is replicated, the other policy
     "a/0": plan_of(
-        (2, [stage(0, 5, ("a/0", 3), ("a/1", 3), ("a/2", 2))]),
-        (1, [stage(0, 1, ("b/0", 1)), stage(1, 5, ("b/1", 1))]),
+        (2, [stage(0, 3, ("a/0", 3), ("a/1", 3), ("a/2", 2))]),
+        (1, [stage(0, 1, ("b/0", 1)), stage(1, 3, ("b/1", 1))]),
     ),
 }
 

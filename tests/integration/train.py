@@ -23,7 +23,7 @@ from elasticd.runtime import move as moves
 from elasticd.runtime.data import pad
 from elasticd.runtime.switching import Switcher
 
-CONFIG = DecoderConfig(vocabulary=40, width=32, layers=5, heads=8, kv_heads=2, hidden=44, dtype=torch.float64)
+CONFIG = DecoderConfig(vocabulary=40, width=32, layers=3, heads=8, kv_heads=2, hidden=44, dtype=torch.float64)
 #: Samples of a step and of a micro-batch.
 BATCH, MICRO = 6, 2
 SEED, CLIP = 3, 0.7
@@ -184,8 +184,8 @@ def main() -> None:
 class Plain:
     """The same in one process of plain torch, on whatever samples."""
 
-    def __init__(self) -> None:
-        self.model = Decoder(CONFIG)
+    def __init__(self, config: DecoderConfig = CONFIG) -> None:
+        self.model = Decoder(config)
         first = self.model.describe().first_value
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
@@ -205,9 +205,9 @@ class Plain:
         return float(total.detach()) / count
 
 
-def reference(steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def reference(steps: int, config: DecoderConfig = CONFIG) -> tuple[list[float], dict[str, torch.Tensor]]:
     """By plain torch: the loss of every step, and the final weights."""
-    plain, sampler = Plain(), Sampler(size=len(Text()), global_batch=BATCH, seed=SEED)
+    plain, sampler = Plain(config), Sampler(size=len(Text()), global_batch=BATCH, seed=SEED)
     losses = [plain.step(sampler.samples(step)) for step in range(steps)]
     return losses, {name: parameter.detach() for name, parameter in plain.model.named_parameters()}
 

@@ -1,42 +1,32 @@
 """A rank dies at each of its steps: all that live end on one and the same plan, with their state whole."""
 
 import json
-import os
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import sizes
+from tests import forkserver, sizes
 from tests.house import ROOT
 
 
-def run(victim: str, every: int) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.migration.deaths", victim, str(every)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=380,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+def run(victim: str, every: int, folder: Path) -> dict[str, Any]:
+    script = ROOT / "tests" / "migration" / "deaths.py"
+    (printed,) = forkserver.outputs(script, [(victim, str(every))], folder, seconds=380)
+    found: dict[str, Any] = json.loads(printed)
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "every"),
-    [("n0/0", sizes.number(full=1, quick=4)), ("n1/1", sizes.number(full=3, quick=6))],
+    [("n0/0", sizes.number(full=1, quick=6)), ("n1/1", sizes.number(full=3, quick=9))],
     ids=["a member", "a joiner"],
 )
 def test_whatever_step_a_rank_dies_at_the_others_agree_and_hold_all_that_they_need(
-    victim: str, every: int
+    victim: str, every: int, tmp_path: Path
 ) -> None:
-    found = run(victim, every)
+    found = run(victim, every, tmp_path)
     steps = found["quiet"]["steps"]
     for what in ("gather schemas", "post data", "send data" if victim == "n0/0" else "send receipt", "ok"):
         assert any(what in step for step in steps), f"{victim} has no step '{what}': {steps}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from elasticd.runtime.checking.script import subject_of
 from elasticd.runtime.checking.trial import Subject
 from elasticd.runtime.data import pad
 from examples.train_gpt2 import Embed, Head
+from tests import forkserver
 from tests.models.texts import Text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,11 +137,18 @@ def test_a_block_with_two_outputs_is_refused_by_name() -> None:
         ("examples/ddp.py", 2, "before it made a Job"),
     ],
 )
-def test_the_command_runs_a_script_up_to_its_job(script: str, code: int, expected: str) -> None:
-    command = [sys.executable, "-m", "elasticd", "check", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    assert expected in done.stdout + done.stderr
+def test_the_command_runs_a_script_up_to_its_job(script: str, code: int, expected: str, tmp_path: Path) -> None:
+    printed = tmp_path / "printed"
+    command = ("check", str(ROOT / script))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = forkserver.start("elasticd", *command, environment=environment, output=printed)
+    try:
+        ended = done.wait(300)
+    finally:
+        done.kill()
+    said = printed.read_text()
+    assert ended == code, said
+    assert expected in said
 
 
 STREAMED = """

@@ -18,6 +18,7 @@ from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import sizes
 from tests.planner import setting_brute
 from tests.planner.models import replica_bytes
 from tests.sizes import examples
@@ -250,7 +251,7 @@ def test_larger_problems_walk_the_settings_the_same_way_each_time_and_fit() -> N
             devices=tuple(Device(name=f"n{n}/{i}", memory=9000 if n < 2 else 5000) for i in range(4)),
             island=2,
         )
-        for n in range(4)
+        for n in range(sizes.number(full=4, quick=3))
     )
     freedom = Freedom(micro_batches=(1, 2), states=STATES[:2], recompute=True)
     problem = msgspec.structs.replace(
@@ -258,7 +259,7 @@ def test_larger_problems_walk_the_settings_the_same_way_each_time_and_fit() -> N
         cluster=Cluster(nodes=nodes, within=Link(bandwidth=1e9)),
         profile=msgspec.structs.replace(uniform(1, 1e9).profile, layers=8, widths=(1, 2, 4)),
         global_batch=16,
-        rates={f"n{n}/{i}": 2.0 for n in (2, 3) for i in range(4)},
+        rates={device.name: 2.0 for node in nodes[2:] for device in node.devices},
     )
     first = found(plan(problem))
     assert setting_brute.fits(first, problem)

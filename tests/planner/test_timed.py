@@ -16,6 +16,7 @@ from elasticd_planner.solve import figures, solve, task_of
 from elasticd_planner.timed import RecomputeEntry, StateEntry, TimesEntry, entry_of, profile_of
 from elasticd_planner.value import Invalid
 
+from tests import sizes
 from tests.planner.models import SPEC
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "problems" / "mixed.json"
@@ -163,7 +164,7 @@ def _profile(entry: dict[str, Any], tokens: float) -> ModelProfile:
 
 
 def test_the_example_is_answered_in_seconds() -> None:
-    given = load(EXAMPLE.read_text())
+    given = load(changed(("batch.global_batch", sizes.number(full=64, quick=16))))
     planned = solve(given, ideal=False)
     assert planned.plan is not None
     assert planned.figures is not None

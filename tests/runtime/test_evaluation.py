@@ -25,7 +25,7 @@ from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, Torn, engine_on
 from tests.runtime.test_interleaved import PLANS as INTERLEAVED
 from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
 
-DECAY, STEPS = 0.75, 3
+DECAY, STEPS = 0.75, sizes.number(full=3, quick=2)
 PLANS = {
     "two stages": TWO_STAGES,
     "unequal pipelines and groups": UNEQUAL,

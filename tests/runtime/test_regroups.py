@@ -31,7 +31,7 @@ GROUPS = (("a", "b"), NAMES, ("a", "c", "d"), ("b", "c", "d"))
 #: Regroups, and after which of them is looked at what the process holds.
 Course = tuple[int, tuple[int, ...]]
 LONG: Course = (110, (20, 60, 100))
-SHORT: Course = (32, (6, 10, 30))
+SHORT: Course = (20, (4, 6, 18))
 #: Elements; 8 MiB.
 LARGE = 2 * 1024 * 1024
 #: Seconds for anything that should come soon.

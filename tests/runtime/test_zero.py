@@ -34,7 +34,7 @@ from tests.runtime.test_parity import (
     unpaced,
 )
 
-STEPS = 4
+STEPS = sizes.number(full=4, quick=3)
 
 #: Several trainings follow each other in the same processes.
 pytestmark = pytest.mark.timeout(450)
