@@ -7,8 +7,8 @@ TORCH_INDEX ?=
 ARGS        ?=
 NAME        ?=
 SEED        ?=
-# One process more than there are cores: many tests wait. The longest tests start first (tests/schedule.py).
-PYTEST_ARGS ?= -n $(shell echo $$((1 + $$(nproc)))) --dist loadscope --no-loadscope-reorder --durations=50
+# Two processes more than there are cores: many tests wait. The longest tests start first (tests/schedule.py).
+PYTEST_ARGS ?= -n $(shell echo $$((2 + $$(nproc)))) --dist loadscope --no-loadscope-reorder --durations=50
 
 SHELL       := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -71,7 +71,7 @@ endif
 demo: $(STAMP) ## a real job replans around a slowed worker, under 3 minutes (ARGS=...)
 	@$(BIN)/elasticd demo $(ARGS)
 
-test: $(STAMP) ## every behaviour, in about fifteen minutes on two cores (PYTEST_ARGS='-n 2 tests/planner' for a part)
+test: $(STAMP) ## every behaviour, in about twelve minutes on two cores (PYTEST_ARGS='-n 2 tests/planner' for a part)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-all: $(STAMP) ## all sizes, seeds and matrices too; prints its seed (SEED=N for the same again)

@@ -341,7 +341,7 @@ def exact(fleet: Fleet, plans: int, config: DecoderConfig = train.CONFIG) -> Non
     sampler = Sampler(size=len(train.Text()), global_batch=train.BATCH, seed=train.SEED)
     for number, step in steps.items():
         assert sorted(step.samples) == sorted(sampler.samples(number)), f"step {number}"
-    first = min(sizes.number(full=500, quick=50), len(steps))
+    first = min(sizes.number(full=500, quick=25), len(steps))
     torch.set_num_threads(1)  # two that spin for each other take minutes where others use the cores
     losses, _ = train.reference(first, config)
     assert [steps[number].loss for number in range(first)] == pytest.approx(losses, rel=1e-6)

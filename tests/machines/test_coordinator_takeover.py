@@ -70,7 +70,7 @@ def test_new_leader_at_any_event_ends_in_the_same_plan(how: str) -> None:
     """`how`: the old leader ends before it did anything about the event, after its writes alone, or after
     all of it. The world checks the machine's invariants at every write."""
     reference = undisturbed()
-    for event in sizes.every(range(1, reference.events + 1), 2 * len(HOWS), 2 * HOWS.index(how)):
+    for event in sizes.every(range(1, reference.events + 1), 3 * len(HOWS), 3 * HOWS.index(how)):
         world = World()
         world.crash_at, world.crash_how = event, how
         live(world)

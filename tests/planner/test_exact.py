@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.planner import brute, jobs, schedule_brute
 from tests.planner.models import cluster, profile, replica_bytes
-from tests.sizes import examples
+from tests.sizes import beside, examples
 
 SIZES = [(1,), (3,), (4,), (2, 2), (1, 2), (1, 3), (1, 1, 2)]
 
@@ -93,7 +93,11 @@ def test_with_a_current_plan_the_answer_is_within_the_tolerance(problem: Problem
         assert answer.plan.strategies[0].modules[0].pipelines == healthy.plan.modules[0].pipelines
 
 
-@pytest.mark.parametrize("seed", range(40))
+#: Problems of up to five devices, or of six whose plans are quickly listed.
+QUICKLY_LISTED = range(1, 40)
+
+
+@pytest.mark.parametrize("seed", beside(QUICKLY_LISTED, range(40)))
 def test_up_to_six_devices_are_planned_as_well_as_can_be(seed: int) -> None:
     problem = jobs.small(random.Random(seed))
     seconds = schedule_brute.best(problem)

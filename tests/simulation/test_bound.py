@@ -76,8 +76,9 @@ def test_no_step_is_quicker_of_random_plans_of_the_planners_or_of_those_beside_t
             if rng.random() < 0.3:
                 truth.slow([name], round(float(rng.uniform(1.2, 6)), 1))
         best, bound = _best(scenario, truth), known.seconds(truth.speeds, truth.profile)
-        beside = [_shifted(best, rng) for _ in range(20)]
-        for made in (best, *beside, *(_random(rng, truth.names, layers, batch) for _ in range(20))):
+        each = sizes.number(full=20, quick=10)
+        beside = [_shifted(best, rng) for _ in range(each)]
+        for made in (best, *beside, *(_random(rng, truth.names, layers, batch) for _ in range(each))):
             seconds = float(truth.step(made, 0).seconds)
             nearest = min(nearest, seconds / bound)
             assert seconds >= bound * (1 - 1e-9), made
