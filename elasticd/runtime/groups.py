@@ -59,6 +59,10 @@ class KeyValue(Protocol):
     def check(self, keys: Sequence[str]) -> bool: ...
 
 
+#: Whoever makes a group is told so where another thread shuts the fabric, or lets it go.
+MEANWHILE = "shut while a group was being made"
+
+
 class _BootstrapStore(Store):
     """A torch Store over a `KeyValue`, whose waits end when the fabric is shut."""
 
@@ -80,7 +84,7 @@ class _BootstrapStore(Store):
                 if left <= 0.5:
                     raise RuntimeError(f"peers did not arrive within {self._seconds:.0f} s ({key})") from None
                 time.sleep(max(0.0, slice_ends - time.monotonic()))  # it may fail at once: the agent is gone
-        raise Cancelled("shut while a group was being made")
+        raise Cancelled(MEANWHILE)
 
     def add(self, key: str, amount: int) -> int:
         return self._base.add(self._prefix + key, amount)
@@ -284,7 +288,10 @@ class Fabric:
             raise Cancelled("the fabric is shut")
         if len(names) > 1 and names not in self.backends:
             self._meet(names)
-            self.backends[names] = self._make(names)
+            made = self._make(names)
+            if self.dead:  # `park` may have been before it
+                raise Cancelled(MEANWHILE)
+            self.backends[names] = made
         return Group(self, names, self.me, label)
 
     def _meet(self, members: tuple[str, ...]) -> None:
@@ -295,11 +302,13 @@ class Fabric:
             self._peers.add((host, int(port)))
 
     def _make(self, members: tuple[str, ...]) -> Any:
-        rank = members.index(self.me)
+        rank, device = members.index(self.me), self._device
+        if device is None:  # gloo does not look, and the process would die
+            raise Cancelled(MEANWHILE)
         store = PrefixStore("group/" + "_".join(members), self._store)
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=self._patience)
-        options._devices = [self._device]
+        options._devices = [device]
         options._threads = 1
         backend = ProcessGroupGloo(store, rank, len(members), options)
         backend._set_sequence_number_for_group()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from elasticd.runtime.groups import Cancelled, Fabric
+from elasticd.runtime.groups import MEANWHILE, Cancelled, Fabric
 
 
 class NcclFabric(Fabric):
@@ -31,13 +31,16 @@ class NcclFabric(Fabric):
         options = self._nccl.Options()
         options._timeout = timedelta(seconds=self._patience)
         store = PrefixStore("group/" + "_".join(members), self._store)
-        backend = self._nccl(store, members.index(self.me), len(members), options)
+        device, backend = self._device, self._nccl(store, members.index(self.me), len(members), options)
         self.backends[members] = backend  # before it connects, which waits for all: `shut` is to find it
+        if self.dead:  # it was looked for before
+            backend.abort()
+            raise Cancelled(MEANWHILE)
         try:
-            backend.eager_connect_single_device(self._device)
+            backend.eager_connect_single_device(device)
         except RuntimeError:
             if self.dead:
-                raise Cancelled("shut while a group was being made") from None
+                raise Cancelled(MEANWHILE) from None
             raise
         return backend
 

@@ -172,6 +172,31 @@ def test_making_a_group_gives_up_when_the_peers_do_not_come() -> None:
         Fabric("plan/1", "a", "127.0.0.1", Silent(), seconds=0.2).group(("a", "b"), "vote")
 
 
+class Known(Silent):
+    """Every key has come; at the last of two gets something happens on another thread."""
+
+    def __init__(self) -> None:
+        self.gets, self.then = 0, print
+
+    def get(self, key: str, seconds: float) -> bytes:
+        self.gets += 1
+        if self.gets == 2:
+            thread = threading.Thread(target=self.then)
+            thread.start()
+            thread.join()
+        return b"127.0.0.1 1"
+
+
+def test_a_fabric_that_is_let_go_while_it_makes_a_group_says_so() -> None:
+    """gloo ends the process where it is given no device."""
+    store = Known()
+    fabric = Fabric("plan/1", "a", "127.0.0.1", store)
+    store.then = fabric.park
+    with pytest.raises(Cancelled):
+        fabric.group(("a", "b"), "vote")
+    assert not fabric.backends
+
+
 def test_making_a_group_ends_when_the_fabric_is_shut() -> None:
     fabric = Fabric("plan/1", "a", "127.0.0.1", Silent(), seconds=30)
     threading.Timer(0.1, fabric.shut).start()
