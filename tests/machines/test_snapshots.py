@@ -7,6 +7,7 @@ import pytest
 from elasticd.machines.job.effects import AgentUp
 from elasticd.machines.job.state import Phase
 from elasticd.machines.job.vaults import Moment
+from tests import sizes
 from tests.machines.cast import node_record
 from tests.machines.vaulted import TIGHT, Vaulted
 
@@ -174,8 +175,7 @@ def test_a_new_leader_at_any_event_of_a_recovery_from_snapshots(how: str, loss: 
     whole = running()
     start = whole.events
     live(whole)
-    last = max(index for index in range(whole.events + 1))
-    for at in range(start + 1, min(last, start + 120) + 1):
+    for at in sizes.every(range(start + 1, min(whole.events, start + 120) + 1), 2):
         world = running()
         world.crash_at, world.crash_how = at, how
         live(world)

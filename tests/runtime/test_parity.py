@@ -158,7 +158,11 @@ def reference(steps: int = STEPS) -> tuple[list[float], list[float], dict[str, t
 OVER_GLOO = ("interleaved and uneven beside a plain pipeline",)
 
 
-@pytest.mark.parametrize("name", PLANS)
+#: test_zero.py has the other layouts in threads, too.
+IN_THREADS = ("tp3+tp1 beside tp2", *OVER_GLOO, "tp1 to tp3 and back")
+
+
+@pytest.mark.parametrize("name", sizes.beside(IN_THREADS, PLANS))
 def test_a_layout_trains_like_one_process(name: str) -> None:
     plan = PLANS[name]
     check(plan, run_threads(plan.members, lambda memory: trained(memory.me, plan, cast(Fabric, memory))))
