@@ -12,6 +12,7 @@ from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import damages, remove, scan, sound, superfluous, tidy
 from elasticd.runtime.loading import load
 from elasticd.runtime.writing import Task
+from tests import sizes
 from tests.checkpoints.crashing import CrashingDisk
 from tests.checkpoints.support import ONE, THREE, WHOLE, save, task_of, write
 from tests.migration.ranks import assert_same_bits, local
@@ -52,7 +53,7 @@ def test_an_end_at_any_operation_leaves_a_valid_checkpoint(before: Path, tmp_pat
     assert operations > 30
     assert [item.step for item in scan(folder)] == [2]
     seen = set()
-    for number in range(operations):
+    for number in sizes.every(range(operations), 2):
         shutil.rmtree(folder)
         shutil.copytree(before, folder)
         assert child(folder, tasks, CrashingDisk(number, power=power)) == 9, f"operation {number}"

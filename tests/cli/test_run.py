@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from elasticd.cli.app import elasticd
 from elasticd.launching import environment
 from elasticd.packets import SLOT_VARIABLE
+from tests import forkserver
 
 DEADLINE = 60.0
 COMMAND = (sys.executable, "-m", "elasticd", "run", "--job", "j", "--devices", "2")
@@ -47,14 +48,16 @@ def test_bad_options_are_refused_with_the_remedy(options: tuple[str, ...], said:
 def test_without_an_agent_all_torchruns_end_and_nothing_is_left(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit(1)\n")
-    done = subprocess.run(
-        [*COMMAND, "--socket", str(tmp_path / "none.sock"), str(script)],
-        capture_output=True,
-        text=True,
-        timeout=2 * DEADLINE,
-    )
-    assert done.returncode == 1, done.stderr
-    assert "no agent listens at" in done.stderr
+    printed, running = tmp_path / "printed", {**os.environ, "PYTHONPATH": str(forkserver.ROOT)}
+    command = (*COMMAND[3:], "--socket", str(tmp_path / "none.sock"), str(script))
+    done = forkserver.start("elasticd", *command, environment=running, output=printed)
+    try:
+        code = done.wait(2 * DEADLINE)
+    finally:
+        done.terminate()  # it ends its torchruns
+        done.wait(DEADLINE)
+    assert code == 1, printed.read_text()
+    assert "no agent listens at" in printed.read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -54,9 +54,10 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(tmp_path: P
             while "1.0 GiB" not in (shown := call("status", "--config", found[1]).output):
                 assert time.monotonic() < deadline, shown
                 time.sleep(0.1)
-            checked = call("doctor", "--config", found[1])
-            assert checked.exit_code == 0, checked.output
-            assert re.search(r"leads at .*; nodes: 1,\s+jobs: 0", checked.output)
+            if not epochs:
+                checked = call("doctor", "--config", found[1])
+                assert checked.exit_code == 0, checked.output
+                assert re.search(r"leads at .*; nodes: 1,\s+jobs: 0", checked.output)
             epochs += [int(number) for number in re.findall(r"epoch (\d+)", shown)]
             process.send_signal(signal.SIGINT)
             assert process.wait(DEADLINE) == 0

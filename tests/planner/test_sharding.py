@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from elasticd.simulator.models import PRESETS, model_spec
 from tests.migration.plans import LAYERS, SPEC, plans
 from tests.planner.models import plan
-from tests.sizes import examples
+from tests.sizes import beside, examples
 
 
 def node(device: str) -> str:
@@ -157,7 +157,7 @@ def test_neighbouring_boxes_are_one() -> None:
     assert joined(quarters[:3]) == [Box(start=(0, 0), stop=(2, 6)), Box(start=(2, 0), stop=(4, 3))]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", beside([2], [1, 2]))
 def test_a_thousand_devices_are_dealt_evenly_and_at_once(replicas: int) -> None:
     spec = model_spec("llama-70b", PRESETS["llama-70b"])
     devices = [f"n{i // 8:03d}/{i % 8}" for i in range(1024)]

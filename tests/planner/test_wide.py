@@ -54,7 +54,7 @@ def test_with_uneven_shares_the_bound_holds_and_few_devices_are_planned_as_brute
             assert found(problem, objective) == pytest.approx(least)
 
 
-@pytest.mark.parametrize("seed", sizes.every(range(4), 2))
+@pytest.mark.parametrize("seed", sizes.every(range(4), 4))
 def test_just_beyond_enumeration_no_plan_is_better_and_none_that_fits_is_refused(seed: int) -> None:
     rng = random.Random(200 + seed)
     for _ in range(4):

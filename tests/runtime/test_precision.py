@@ -11,6 +11,7 @@ from elasticd_planner.layouts import Layouts
 from elasticd_planner.plan import StatePolicy
 
 from elasticd.runtime.groups import Fabric
+from tests import sizes
 from tests.models.layouts import plan_of, stage
 from tests.models.precise import alone, apart, engine_of, together
 from tests.models.test_matrix import NEAR, course
@@ -36,7 +37,7 @@ def worker(device: str, store: Any, precision: str) -> tuple[list[float], LocalS
     return losses, engine.state()
 
 
-@pytest.mark.parametrize("precision", HALVES)
+@pytest.mark.parametrize("precision", sizes.beside(["fp16"], HALVES))
 def test_processes_train_like_one(precision: str) -> None:
     made, _ = course("gpt", precision, "adamw")
     expected = alone(made)
