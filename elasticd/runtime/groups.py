@@ -288,10 +288,9 @@ class Fabric:
             raise Cancelled("the fabric is shut")
         if len(names) > 1 and names not in self.backends:
             self._meet(names)
-            made = self._make(names)
-            if self.dead:  # `park` may have been before it
+            self.backends[names] = self._make(names)
+            if self.dead:
                 raise Cancelled(MEANWHILE)
-            self.backends[names] = made
         return Group(self, names, self.me, label)
 
     def _meet(self, members: tuple[str, ...]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -84,8 +85,13 @@ def test_a_worker_that_is_told_to_go_is_not_started_again_and_nobody_is_lost(job
 
 def test_a_node_that_is_told_to_go_leaves_and_the_others_go_on(job: Fleet) -> None:
     """As a container's end: every process on the node is told, and then told again by the one above it."""
-    for process in reversed(job.tree("run-b")):
+    tree = job.tree("run-b")
+    for process in reversed(tree):
         process.send_signal(signal.SIGTERM)
+    until(lambda: "closing signal SIGTERM" in job.log("run-b"), job.said)
+    for process in tree:  # while torchrun waits for its worker
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
     assert job.processes["run-b"].wait(300) == 128 + signal.SIGTERM
     goes_on_exactly(job, "a/0")
     assert "Unable to shutdown process" not in job.log("run-b"), "torchrun had to kill"
