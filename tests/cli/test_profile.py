@@ -20,6 +20,7 @@ from elasticd_planner.given import given_profile
 from elasticd.models import Decoder, DecoderConfig
 from tests import sizes
 from tests.cli.support import DEADLINE, call, refused
+from tests.planner.measurements import samples
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = f"{ROOT}/examples/train_lm.py:model"
@@ -31,9 +32,9 @@ WITHIN, TRIES = (0.5, 2.0), 3
 
 
 @pytest.mark.slow
-def test_the_example_is_measured_and_its_whole_is_what_its_sections_say(tmp_path: Path) -> None:
+def test_the_example_is_measured_its_whole_is_what_its_sections_say_and_plan_takes_it(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
-    options = ("--loss", "next_token_loss", "--batch", "batch", "--out", str(out))
+    options = ("--loss", "next_token_loss", "--batch", "batch", "--collectives", "--out", str(out))
     for _ in range(TRIES):
         done = call("profile", EXAMPLE, *QUICK, *options)
         assert done.exit_code == 0, done.output
@@ -49,21 +50,14 @@ def test_the_example_is_measured_and_its_whole_is_what_its_sections_say(tmp_path
     with torch.device("meta"):
         spec = Decoder(DecoderConfig(layers=4, width=64)).describe().spec
     found = given_profile(out.read_bytes(), spec, 64, 1)
-    fit = json.loads(out.read_bytes())["fit"]
+    written = json.loads(out.read_bytes())
+    fit, model = written["fit"], written["model"]
     assert fit["whole_seconds"] / fit["predicted_seconds"] == pytest.approx(ratio, abs=1e-3)
     assert [section["errors"].keys() for section in fit["sections"]] == [{"1", "2"}] * 3
     assert found.block.seconds > 0
     assert found.block.slowdown.keys() == {1, 2}
     assert found.optimizer_seconds > 0
     assert 0 < found.forward < 1
-
-
-@pytest.mark.slow
-def test_profile_is_a_model_that_plan_takes(tmp_path: Path) -> None:
-    few = ("--widths", "1,2", "--tokens", "64,128", "--sample-tokens", "64", "--repeats", "3")
-    done = call("profile", EXAMPLE, *few, "--no-whole", "--json", "--collectives")
-    assert done.exit_code == 0, done.output
-    model = json.loads(done.stdout)["model"]
     assert model["times"]["collectives"]["2"].keys() == {"seconds", "seconds_per_token"}
     problem = {
         "cluster": {"nodes": [{"name": name, "devices": 2, "memory_mib": 1024} for name in "ab"]},
@@ -76,6 +70,17 @@ def test_profile_is_a_model_that_plan_takes(tmp_path: Path) -> None:
     planned = call("plan", str(path), "--json")
     assert planned.exit_code == 0, planned.output
     assert json.loads(planned.stdout)["plan"]["global_batch"] == 8
+
+
+def test_a_program_reads_on_the_screen_what_is_in_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("elasticd.cli.profile.measure", lambda request, progress: samples())
+    out = tmp_path / "profile.json"
+    done = call("profile", EXAMPLE, *QUICK, "--json", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert done.stdout == out.read_text()
+    assert given_profile(out.read_bytes(), samples().model, 64, 1).block.seconds > 0
 
 
 WRONG: list[tuple[tuple[str, ...], str]] = [
