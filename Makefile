@@ -71,10 +71,15 @@ endif
 demo: $(STAMP) ## a real job replans around a slowed worker, under 3 minutes (ARGS=...)
 	@$(BIN)/elasticd demo $(ARGS)
 
+# Compiled once here, not by each of the processes that begin with it at the same moment.
+COMPILE = $(BIN)/python -m compileall -q -j 0 elasticd agent migration planner tests
+
 test: $(STAMP) ## every behaviour, in about twelve minutes on two cores (PYTEST_ARGS='-n 2 tests/planner' for a part)
+	@$(COMPILE)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-all: $(STAMP) ## all sizes, seeds and matrices too; prints its seed (SEED=N for the same again)
+	@$(COMPILE)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(if $(SEED),--seed $(SEED)) $(PYTEST_ARGS)
 
 durations: $(STAMP) ## measure anew how long tests take (tests/durations.json), by which they are ordered

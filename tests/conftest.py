@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import forkserver, schedule, sizes
+from tests import forkserver, rewriting, schedule, sizes
 from tests.etcds import shared_etcd  # noqa: F401
 
 COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -39,6 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = secrets.randbelow(1_000_000)  # before xdist hands the options to its processes
     if config.getoption("--full") and config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = str(config.option.seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    config = session.config
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        rewriting.rewrite_all(config, sorted(rewriting.ROOT.rglob("test_*.py")))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
