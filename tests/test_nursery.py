@@ -22,8 +22,8 @@ class Program:
         self.script, self.printed = folder / "script.py", folder / "printed"
 
     def start(self, body: str, *arguments: str) -> Forked:
-        told = "print('child', os.getppid(), os.getsid(0) == os.getpid(), sys.argv[1:], 'torch' in sys.modules)"
-        self.script.write_text(f"import os, sys, time\n{told}\n{body}\n")
+        told = "'child', os.getppid(), os.getsid(0) == os.getpid(), sys.argv[1:], 'torch' in sys.modules"
+        self.script.write_text(f"import os, sys, time\nprint({told}, flush=True)\n{body}\n")
         environment = {**os.environ, "PYTHONPATH": str(forkserver.ROOT)}
         self.forked = forkserver.start(
             "tests.nursed", str(self.script), *arguments, environment=environment, output=self.printed
@@ -66,7 +66,9 @@ def test_a_child_that_is_to_end_with_its_program_is_told_when_that_is_killed(
     body = (
         "import signal\nsignal.signal(15, lambda *_: (open(sys.argv[0] + '.told', 'w').close(), os._exit(0)))"
     )
-    forked = program.start(f"{body}\nprint('up', 1)\ntime.sleep(600)", *([str(tmp_path)] if other else []))
+    forked = program.start(
+        f"{body}\nprint('up', 1, flush=True)\ntime.sleep(600)", *([str(tmp_path)] if other else [])
+    )
     program.said("up")
     child = psutil.Process(int(program.said("pid")))
     names = sorted(one.name() for one in psutil.Process(forked.pid).children())
@@ -77,7 +79,7 @@ def test_a_child_that_is_to_end_with_its_program_is_told_when_that_is_killed(
 
 
 def test_signals_to_all_of_a_tree_leave_the_nursery_to_its_program(program: Program) -> None:
-    forked = program.start("print('up', 1)\ntime.sleep(600)")
+    forked = program.start("print('up', 1, flush=True)\ntime.sleep(600)")
     program.said("up")
     child = psutil.Process(int(program.said("pid")))
     tree = psutil.Process(forked.pid).children()
