@@ -16,6 +16,7 @@ message of a tag a second, and in large messages less often, so that a busy lead
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
@@ -47,6 +48,24 @@ class VersionRefused(msgspec.ValidationError):
     """A stored value is of a version that this release does not decode; the message names both versions."""
 
 
+_making = threading.Lock()
+_made: dict[tuple[Any, bool], msgspec.json.Decoder[Any]] = {}
+
+
+def decoder_of(kind: type[T], *, strict: bool = True) -> msgspec.json.Decoder[T]:
+    """What decodes JSON as a value of this type.
+
+    msgspec looks at a class, and at those of its fields, when it first decodes one. Two threads that do so at
+    the same moment end the process (0.22: a segmentation fault). So decoders are made one at a time, and kept.
+    """
+    key = kind, strict
+    found = _made.get(key)
+    if found is None:
+        with _making:
+            found = _made[key] = msgspec.json.Decoder(kind, strict=strict)
+    return found
+
+
 def decoded(decode: Callable[[bytes], T], data: bytes) -> T:
     """`decode(data)`. Raises `msgspec.DecodeError` and nothing else."""
     try:
@@ -57,7 +76,7 @@ def decoded(decode: Callable[[bytes], T], data: bytes) -> T:
 
 def decoded_as(kind: type[T], data: bytes, *, strict: bool = True) -> T:
     """JSON as a value of this type. Raises `msgspec.DecodeError` and nothing else."""
-    return decoded(lambda raw: msgspec.json.decode(raw, type=kind, strict=strict), data)
+    return decoded(decoder_of(kind, strict=strict).decode, data)
 
 
 # -- versions --------------------------------------------------------------------------------------------------
@@ -139,8 +158,8 @@ class Reader(Generic[T]):
     the log."""
 
     def __init__(self, kind: Any, sender: str) -> None:
-        self._decode = msgspec.json.Decoder(kind).decode
-        self._decode_list = msgspec.json.Decoder(list[kind]).decode
+        self._decode = decoder_of(kind).decode
+        self._decode_list = decoder_of(list[kind]).decode
         self._sender = sender
         self._tags = {tag_of(each): _tags_within(each) for each in get_args(kind) or (kind,)}
 

@@ -6,6 +6,7 @@ time. `make test-all` (pytest --full) has every size, seed and cell of a matrix,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -17,13 +18,17 @@ T = TypeVar("T")
 #: matrix stands for it in `make test`.
 MARK = "full"
 
-_full = False
+#: Says to the processes that tests start, which import the same files, that all sizes are tried.
+_VARIABLE = "ELASTICD_TESTS_FULL"
+
+_full = bool(os.environ.get(_VARIABLE))
 
 
 def choose(full: bool) -> None:
     """Called once, before the tests are imported."""
     global _full
     _full = full
+    os.environ[_VARIABLE] = "1" if full else ""
 
 
 def examples(full: int) -> int:

@@ -7,6 +7,8 @@ import fcntl
 import os
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -211,3 +213,36 @@ def _change(tree: Any, data: st.DataObject) -> None:
         del tree[key]
     else:
         tree[key] = data.draw(SCALARS | JSON)
+
+
+RACE = """
+import sys, threading
+from typing import Any
+import msgspec
+from elasticd.decoding import decoder_of
+
+sys.setswitchinterval(1e-6)
+for number in range(60):
+    inner = msgspec.defstruct(f"Inner{number}", [("name", str), ("numbers", tuple[int, ...], ())])
+    outer = msgspec.defstruct(f"Outer{number}", [("parts", dict[str, dict[str, inner]]), ("more", list[inner], [])])
+    barrier = threading.Barrier(8)
+
+    def decode(kind: Any = outer, barrier: Any = barrier) -> None:
+        barrier.wait()
+        decoder_of(kind).decode(b'{"parts": {"a": {"b": {"name": "x"}}}}')
+
+    threads = [threading.Thread(target=decode) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+print("decoded")
+"""
+
+
+def test_threads_that_decode_a_class_for_the_first_time_at_one_moment_live() -> None:
+    """With msgspec's own decode a process of these ends by a segmentation fault."""
+    done = subprocess.run(
+        [sys.executable, "-c", RACE], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "decoded\n"), done.stderr

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from elasticd_planner.value import Value
+
+from elasticd.decoding import decoder_of
 
 
 class Line(Value, frozen=True, kw_only=True):
@@ -47,14 +48,14 @@ def read(folder: Path) -> list[Ledger]:
         device, _, pid = path.stem.removeprefix("ledger-").rpartition("-")
         whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
         ended = bool(whole) and "end" in json.loads(whole[-1])
-        lines = tuple(msgspec.json.decode(line, type=Line) for line in whole[: -1 if ended else None])
+        lines = tuple(decoder_of(Line).decode(line) for line in whole[: -1 if ended else None])
         found.append(Ledger(device=device.replace(":", "/"), pid=int(pid), lines=lines, ended=ended))
     return found
 
 
 def read_plain(path: Path) -> list[Line]:
     """The undisturbed run."""
-    return [msgspec.json.decode(line, type=Line) for line in path.read_text().splitlines()]
+    return [decoder_of(Line).decode(line) for line in path.read_text().splitlines()]
 
 
 def check(

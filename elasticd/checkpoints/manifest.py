@@ -20,7 +20,7 @@ from elasticd_planner.rules import ModelSpec
 from elasticd_planner.value import StoredValue, Value
 
 from elasticd.checkpoints.sums import Damaged, FileSums
-from elasticd.decoding import decode_stored
+from elasticd.decoding import decode_stored, decoder_of
 
 MANIFEST = "manifest.json"
 #: torch.distributed.checkpoint's index of the same files.
@@ -154,7 +154,7 @@ def seal(value: msgspec.Struct) -> bytes:
 def unseal(path: Path, kind: type[T]) -> T:
     """Reads what `seal` made. Raises `Damaged`, which names the file."""
     try:
-        sealed = msgspec.json.decode(path.read_bytes(), type=_Sealed)
+        sealed = decoder_of(_Sealed).decode(path.read_bytes())
         body = bytes(sealed.body)
         if hashlib.sha256(body).hexdigest() != sealed.sha256:
             raise Damaged(f"{path}: is not what was written (its checksum is another)")

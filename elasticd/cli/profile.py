@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elasticd.decoding import decoder_of
 from elasticd.measuring import Answer, Done, Failed, Progress, Request
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def measure(request: Request, progress: Callable[[float], None]) -> Samples:
         process.stdin.write(msgspec.json.encode(request) + b"\n")
         process.stdin.flush()
         for line in process.stdout:
-            answer = msgspec.json.decode(line, type=Answer)
+            answer = decoder_of(Answer).decode(line)
             if isinstance(answer, Progress):
                 progress(answer.part)
             elif isinstance(answer, Failed):

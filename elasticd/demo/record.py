@@ -8,6 +8,7 @@ import msgspec
 from elasticd_planner.value import StoredValue, Value
 
 from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
+from elasticd.decoding import decoder_of
 from elasticd.demo.scenario import DemoError, Scenario
 from elasticd.records import HistoryRecord
 
@@ -39,6 +40,6 @@ class Record(StoredValue, frozen=True, kw_only=True, tag="demo-record"):
 def read_ledger(path: Path) -> tuple[Line, ...]:
     """The lines of a ledger, in the order in which they were written. Raises DemoError."""
     try:
-        return tuple(msgspec.json.decode(line, type=Line) for line in path.read_bytes().splitlines())
+        return tuple(decoder_of(Line).decode(line) for line in path.read_bytes().splitlines())
     except (OSError, msgspec.DecodeError) as error:
         raise DemoError(f"the ledger {path} cannot be read: {error}") from error

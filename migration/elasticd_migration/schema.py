@@ -117,7 +117,11 @@ class Schema(StoredValue, frozen=True, kw_only=True, tag="state-schema"):
     @classmethod
     def from_json(cls, text: bytes) -> Schema:
         """Raises `msgspec.ValidationError` (a ValueError) that names the key and what is wrong."""
-        return msgspec.json.decode(text, type=cls)
+        return _decoder.decode(text)
+
+
+#: Made with the module: two threads that first decode a class at one moment end the process (msgspec 0.22).
+_decoder = msgspec.json.Decoder(Schema)
 
 
 def merge(schemas: Sequence[Schema], members: Sequence[str]) -> Schema:

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from elasticd_planner.value import Invalid
 
+from elasticd.decoding import decoder_of
 from elasticd.measuring import Done, Failed, Progress, Request
 from elasticd.runtime.model import ModelError
 from elasticd.runtime.profiling import collectives
@@ -44,7 +45,7 @@ def main() -> None:
     answer = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     with open(0, "rb", buffering=0, closefd=False) as stdin:
-        request = msgspec.json.decode(stdin.readline(), type=Request)
+        request = decoder_of(Request).decode(stdin.readline())
     try:
         end_at_eof(0)
         answer.write(msgspec.json.encode(run(request, answer)) + b"\n")

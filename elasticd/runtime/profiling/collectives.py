@@ -22,6 +22,7 @@ from elasticd_planner.samples import Collective
 from elasticd_planner.value import Value
 from torch import distributed
 
+from elasticd.decoding import decoder_of
 from elasticd.measuring import Request
 from elasticd.runtime.groups import Fabric
 from elasticd.runtime.model import Model
@@ -153,7 +154,7 @@ def perform(errand: Errand) -> list[list[float]]:
 
 def main() -> None:
     with open(0, "rb", buffering=0, closefd=False) as stdin:
-        errand = msgspec.json.decode(stdin.readline(), type=Errand)
+        errand = decoder_of(Errand).decode(stdin.readline())
     end_at_eof(0)
     times = perform(errand)
     (Path(errand.folder) / f"times-{errand.rank}").write_bytes(msgspec.json.encode(times))
