@@ -224,7 +224,8 @@ from elasticd.decoding import decoder_of
 sys.setswitchinterval(1e-6)
 for number in range(60):
     inner = msgspec.defstruct(f"Inner{number}", [("name", str), ("numbers", tuple[int, ...], ())])
-    outer = msgspec.defstruct(f"Outer{number}", [("parts", dict[str, dict[str, inner]]), ("more", list[inner], [])])
+    fields = [("parts", dict[str, dict[str, inner]]), ("more", list[inner], [])]
+    outer = msgspec.defstruct(f"Outer{number}", fields)
     barrier = threading.Barrier(8)
 
     def decode(kind: Any = outer, barrier: Any = barrier) -> None:
