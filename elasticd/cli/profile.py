@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elasticd.decoding import decoder_of
 from elasticd.measuring import Answer, Done, Failed, Progress, Request
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ def measure(request: Request, progress: Callable[[float], None]) -> Samples:
         process.stdin.write(msgspec.json.encode(request) + b"\n")
         process.stdin.flush()
         for line in process.stdout:
-            answer = decoder_of(Answer).decode(line)
+            answer = msgspec.json.decode(line, type=Answer)
             if isinstance(answer, Progress):
                 progress(answer.part)
             elif isinstance(answer, Failed):
