@@ -13,6 +13,7 @@ import pytest
 
 from tests import forkserver
 from tests.integration.cluster import until
+from tests.liveness import ended
 
 
 def script(folder: Path, body: str) -> Path:
@@ -86,14 +87,6 @@ def test_workers_that_a_test_leaves_are_killed_and_named(tmp_path: Path) -> None
     assert forkserver.end_all() == [str(path)]
     assert forked.returncode == -signal.SIGKILL
     assert forkserver.end_all() == []
-
-
-def ended(process: psutil.Process) -> bool:
-    """Also where init has not collected it yet."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_no_worker_outlives_a_pytest_process_that_is_killed(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from tests import forkserver, nursery
 from tests.forkserver import Forked
 from tests.integration.cluster import until
+from tests.liveness import ended
 
 
 class Program:
@@ -75,7 +76,7 @@ def test_a_child_that_is_to_end_with_its_program_is_told_when_that_is_killed(
     assert [name for name in names if name != nursery.NAME] == [child.name()]
     forked.kill()
     until(lambda: Path(f"{program.script}.told").exists())
-    until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: ended(child))
 
 
 def test_signals_to_all_of_a_tree_leave_the_nursery_to_its_program(program: Program) -> None:
@@ -88,4 +89,4 @@ def test_signals_to_all_of_a_tree_leave_the_nursery_to_its_program(program: Prog
     child.send_signal(signal.SIGTERM)
     assert forked.wait(60) == 0
     assert program.said("code") == str(-signal.SIGTERM)
-    until(lambda: not nurse.is_running() or nurse.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: ended(nurse))

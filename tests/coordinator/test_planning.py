@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from elasticd_planner.profiles import derive
 from elasticd.coordinator import planning as module
 from elasticd.coordinator.planning import COMMAND, PlannerFailed, Planning, ask, ended, start
 from elasticd.machines.job.effects import Planned
+from tests.liveness import living
 from tests.machines.cast import model, node_record
 
 SLEEP = (sys.executable, "-c", "import time; time.sleep(60)")
@@ -30,12 +30,7 @@ def problem() -> Problem:
 
 def children(what: str = "time.sleep(60)") -> list[psutil.Process]:
     """Of this process, those that live and have this in their command line."""
-    found = []
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE and what in " ".join(child.cmdline()):
-                found.append(child)
-    return found
+    return living(psutil.Process().children(), what)
 
 
 async def until(reached: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -97,7 +92,7 @@ def test_newer_request_ends_the_older_child_and_only_it_is_answered() -> None:
         await until(lambda: len(children()) == 1)
         first = children()[0]
         planning.request("demo", 2, problem())
-        await until(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE)
+        await until(lambda: not living([first]))
         await until(lambda: bool(answers))
         await planning.close()
         return answers

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests import sizes
+from tests.liveness import living
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +76,7 @@ def test_interrupt_leaves_no_process_behind(moment: str, tmp_path: Path) -> None
         assert process.returncode == 130, said
         assert "every process that the demo started was ended" in said
         assert tree
-        assert not [left for left in tree if left.is_running() and left.status() != psutil.STATUS_ZOMBIE]
+        assert not living(tree)
     finally:
         process.kill()
         process.wait()

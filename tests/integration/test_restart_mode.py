@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from elasticd.store.server import EtcdServer
@@ -14,6 +13,7 @@ from tests import sizes
 from tests.etcds import SharedEtcd
 from tests.integration.cluster import until
 from tests.integration.torchruns import EXAMPLES, RestartJob, end
+from tests.liveness import living
 
 SCRIPTS = DDP, FSDP2 = EXAMPLES / "ddp.py", EXAMPLES / "fsdp2.py"
 WATCHED = Path(__file__).with_name("watched.py")
@@ -70,7 +70,7 @@ def test_torchrun_killed_takes_its_workers_along_and_the_others_go_on(shared_etc
         b = job.start("b")
         job.runs(2)
         orphans = b.kill()
-        until(lambda: not any(map(alive, orphans)), 60)
+        until(lambda: not living(orphans), 60)
         job.runs(1)
 
 
@@ -152,11 +152,3 @@ def test_slow_node_is_left_out_where_going_on_without_it_is_faster_and_stands_by
             "nobody else is put out, however busy it is"
         )
         assert len(job.status()["out"]) == 1, "status tells who is out"
-
-
-def alive(process: psutil.Process) -> bool:
-    """Not where it has ended and nobody asked how, either."""
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False

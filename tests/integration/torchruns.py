@@ -19,6 +19,7 @@ from elasticd.store.server import EtcdServer
 from tests import forkserver, nursery
 from tests.etcds import SharedEtcd
 from tests.integration.cluster import ROOT, Cluster, until
+from tests.liveness import living
 
 EXAMPLES = ROOT / "examples"
 
@@ -55,7 +56,7 @@ class Torchrun:
 
     def _workers(self) -> list[psutil.Process]:
         children = psutil.Process(self.process.pid).children()
-        return [child for child in children if child.name() != nursery.NAME]
+        return living(children, unnamed=nursery.NAME)
 
     def worlds(self) -> list[int]:
         """The sizes of the worlds that its steps were made in, in order."""
