@@ -9,7 +9,7 @@ The history of a job is bounded: by the number of its plans, and by the bytes of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from elasticd_planner.value import StoredValue, Value
 
@@ -46,8 +46,8 @@ MOST_HISTORY = 256
 MOST_PARTS_BYTES = 32 << 20
 #: Bytes of JSON up to which a record is stored whole in any case.
 SMALL_BYTES = 64 << 10
-#: Operations that are put together into a transaction of parts, and records of history that a write deletes: so
-#: many that the conditions of a write stay within the store's limits.
+#: Operations that are put together into a transaction of parts or of ranks, and records of history that a write
+#: deletes: so many that the conditions of a write stay within the store's limits.
 MOST_TOGETHER = 64
 
 Ops = tuple[Op, ...]
@@ -93,11 +93,11 @@ class Ledger:
         for item in known:
             self._is(item.key, item.value, item.mod_revision)
 
-    def transactions(self, asked: Asked) -> list[Ops]:
-        """What to do, one transaction after the other; the last one is the write itself. Raises StoreTooLarge
-        for a record that the store is not to have at all."""
+    def transactions(self, asked: Asked, *others: Asked) -> list[Ops]:
+        """What to do, one transaction after the other; the last one is the write itself. With a rank there may
+        be `others`. Raises StoreTooLarge for a record that the store is not to have at all."""
         if isinstance(asked, Rank):
-            return [self._of_rank(asked)]
+            return self._of_ranks([each for each in (asked, *others) if isinstance(each, Rank)])
         if isinstance(asked, Setting):
             return [operations(self._keys, asked)]
         if isinstance(asked, Sweep):
@@ -164,11 +164,12 @@ class Ledger:
         needed = frozenset[str]().union(*self._needs.get(job, {}).values()) if parts else frozenset()
         return [self._keys.job(job, "parts/") + name for name in parts if name not in needed]
 
-    def _of_rank(self, rank: Rank) -> Ops:
-        if rank.key:
-            return (rank_put(self._keys, rank),)
-        folder = self._keys.job(rank.job, "ranks/")
-        return (DeletePrefix(folder),) if self._under(folder) else ()
+    def _of_ranks(self, told: Sequence[Rank]) -> list[Ops]:
+        puts = [rank_put(self._keys, rank) for rank in told if rank.key]
+        if puts:  # of each key the last one
+            return list(_together({op.key: op for op in puts}.values(), self._limits.request_bytes // 2))
+        folder = self._keys.job(told[0].job, "ranks/")
+        return [(DeletePrefix(folder),)] if self._under(folder) else []
 
     def _too_old(self, write: Write) -> list[str]:
         """The keys of history that go when this write adds to it: the oldest, but for the running plan's."""

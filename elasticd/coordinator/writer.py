@@ -11,13 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
 from elasticd_planner.value import StoredValue
 
-from elasticd.coordinator.ledger import Asked, Ledger, Ops, Rank, Setting, Sweep, operations, rank_put
+from elasticd.coordinator.ledger import (
+    MOST_TOGETHER,
+    Asked,
+    Ledger,
+    Ops,
+    Rank,
+    Setting,
+    Sweep,
+    operations,
+    rank_put,
+)
 from elasticd.machines.job.effects import Note, Stored, Write
 from elasticd.parts import Shelf
 from elasticd.records import (
@@ -82,6 +92,7 @@ class Writer:
         self._ledger = Ledger(keys, store.limits, known)
         self._told, self._refused, self._failed = told, refused, failed
         self._queue: asyncio.Queue[Asked] = asyncio.Queue()
+        self._held: Asked | None = None  # the first in the queue, if it was taken from there already
         self.away = False
 
     def put(self, asked: Asked) -> None:
@@ -103,29 +114,60 @@ class Writer:
 
     async def run(self) -> None:
         """Writes until cancelled, or until this leader may not write any more."""
-        loop = asyncio.get_running_loop()
         while True:
-            asked = await self._queue.get()
-            try:
-                while not await loop.run_in_executor(self._executor, self._attempt, asked):
-                    await asyncio.sleep(PAUSE)
-            except (LeadershipLost, StoreRefused, WriteConflict) as error:
-                self._failed(error)
+            taken = await self._take()
+            if not await self._write(taken):
                 return
-            except (StoreError, ValueError) as error:  # of this write alone; ValueError: it cannot be encoded
-                self._refused(asked, error)
+            for _ in taken:
+                self._queue.task_done()
+
+    async def _take(self) -> Sequence[Asked]:
+        """The next that was put. Of ranks all that follow each other are taken: when a job starts there is one
+        for each device, and what is put behind them is not to wait for as many transactions."""
+        asked = self._held if self._held is not None else await self._queue.get()
+        self._held = None
+        taken = [asked]
+        while _is_rank(asked) and len(taken) < MOST_TOGETHER and self._held is None and not self._queue.empty():
+            behind = self._queue.get_nowait()
+            if _is_rank(behind):
+                taken.append(behind)
             else:
-                for note in asked.notes if isinstance(asked, Write) else ():
-                    self._told(note)
+                self._held = behind
+        return taken
+
+    async def _write(self, taken: Sequence[Asked]) -> bool:
+        """Has it written, or refused; False where this leader may not write any more."""
+        loop = asyncio.get_running_loop()
+        try:
+            while not await loop.run_in_executor(self._executor, self._attempt, taken):
+                await asyncio.sleep(PAUSE)
+        except (LeadershipLost, StoreRefused, WriteConflict) as error:
+            self._failed(error)
+            return False
+        except (StoreError, ValueError) as error:  # of this write alone; ValueError: it cannot be encoded
+            if len(taken) > 1:
+                return await self._one_by_one(taken)
+            self._refused(taken[0], error)
+        else:
+            for note in (note for asked in taken if isinstance(asked, Write) for note in asked.notes):
+                self._told(note)
+        for asked in taken:
             if isinstance(asked, Write) and self._ledger.sweeps(asked.job):
                 self.put(Sweep(job=asked.job))
-            self._queue.task_done()
+        return True
 
-    def _attempt(self, asked: Asked) -> bool:
+    async def _one_by_one(self, taken: Sequence[Asked]) -> bool:
+        """One of them was refused: the others are not."""
+        for asked in taken:
+            if not await self._write([asked]):
+                return False
+        return True
+
+    def _attempt(self, taken: Sequence[Asked]) -> bool:
         """One try, on the store's thread, where encoding holds nobody up; False while the store is away. Of
         several transactions the next try makes those that this one did not."""
         try:
-            for ops in self._ledger.transactions(asked):
+            for ops in self._ledger.transactions(*taken):
                 if ops:
                     self._make(ops)
         except StoreUnavailable as error:
@@ -164,6 +206,11 @@ class Writer:
             return self._store.snapshot(op.prefix).items
         item = self._store.get(op.key)
         return (item,) if item is not None else ()
+
+
+def _is_rank(asked: Asked) -> bool:
+    """Whether it is a rank, and no end of a job's."""
+    return isinstance(asked, Rank) and bool(asked.key)
 
 
 def _landed(op: Op, found: tuple[KeyValue, ...]) -> bool:

@@ -220,6 +220,44 @@ def test_a_job_of_more_torchruns_than_a_transaction_has_operations_ends(desk: De
     assert not desk.refused
 
 
+def test_ranks_that_follow_each_other_are_written_together_and_the_last_of_a_key_stays() -> None:
+    desk = Desk()
+    begun: list[int] = []
+
+    async def body(writer: Writer) -> None:
+        begun.append(desk.store.identity().revision)
+        for n in range(300):
+            writer.put(Rank(job="demo", key=f"rdzv/{n % 100}", value=b"%d" % n))
+        writer.put(write(1))
+        writer.put(Rank(job="demo", key="rdzv/late", value=b"x"))
+        writer.put(write(2))
+        await writer.drained()
+
+    desk.run(body)
+    assert desk.store.identity().revision - begun[0] <= 300 / 64 + 1 + 3
+    found = {rank.key: rank.value for rank in ranks(KEYS, desk.store.snapshot(KEYS.jobs).items)}
+    assert found == {f"rdzv/{n}": b"%d" % (200 + n) for n in range(100)} | {"rdzv/late": b"x"}
+    assert desk.told == ["1", "2"]
+
+
+def test_a_rank_that_is_refused_takes_none_along_that_was_put_with_it() -> None:
+    desk = Desk()
+    values = {"rdzv/a": 10, "rdzv/b": 3_000_000, "rdzv/c": 10, "rdzv/d": 1_000_000, "rdzv/e": 1_000_000}
+
+    async def body(writer: Writer) -> None:
+        for key, size in values.items():
+            writer.put(Rank(job="demo", key=key, value=b"x" * size))
+        writer.put(write(1))
+        await writer.drained()
+
+    desk.run(body)
+    found = [rank.key for rank in ranks(KEYS, desk.store.snapshot(KEYS.jobs).items)]
+    assert found == ["rdzv/a", "rdzv/c", "rdzv/d", "rdzv/e"]
+    assert [asked.key for asked, _ in desk.refused if isinstance(asked, Rank)] == ["rdzv/b"]
+    assert desk.told == ["1"]
+    assert not desk.failures
+
+
 @pytest.mark.parametrize("applied", [True, False])
 def test_a_deletion_that_lands_late_takes_nothing_along_that_was_told_since(applied: bool) -> None:
     desk = Desk()
