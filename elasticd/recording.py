@@ -32,6 +32,7 @@ from elasticd.machines.job.effects import (
     Received,
     Reread,
     Tick,
+    Unwritten,
     Write,
 )
 
@@ -42,6 +43,7 @@ EVENTS: dict[str, type] = {
     "agent-down": AgentDown,
     "message": Received,
     "planned": Planned,
+    "unwritten": Unwritten,
     "device-speed": Paced,
     "samples-reread": Reread,
     "fault-injected": Harmed,

@@ -6,6 +6,7 @@ a comparison with its leader key. `epoch` is that key's create revision: orders 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ from elasticd_planner.rules import ModelSpec
 from elasticd_planner.value import StoredValue, Value, refuse
 
 from elasticd.decoding import decode_stored, decoded_as, log_once, shown, version_refusal
+from elasticd.parts import whole
 from elasticd.version import __version__
 from elasticd.wire import PEERS_VERSION
 
@@ -26,11 +28,18 @@ RECORD_VERSION = 1
 #: Version of the keys, and of what they mean together.
 SCHEMA_VERSION = 1
 #: How the keys below a cluster's prefix begin, and those below a job's: those that the leader decides by, and
-#: those that agents write, or that torchruns have written.
+#: those that agents write, or that torchruns have written, or that records need.
 CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "nodes", "jobs")
 LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "history")
-OTHER_KEYS = ("members", "rendezvous", "ranks")
+OTHER_KEYS = ("members", "rendezvous", "ranks", "parts")
 T = TypeVar("T", bound=msgspec.Struct)
+
+# fmt: off
+#: How a key below a job's begins; all of them begin with the empty one.
+JobPart = Literal[
+    "", "spec", "plan", "proposal", "fence", "done", "checkpoints", "members/", "history/", "ranks/", "parts/"
+]
+# fmt: on
 
 
 class Keys(Value, frozen=True, kw_only=True):
@@ -74,11 +83,7 @@ class Keys(Value, frozen=True, kw_only=True):
     def jobs(self) -> str:
         return self.root + "jobs/"
 
-    def job(
-        self,
-        job: str,
-        part: Literal["spec", "plan", "proposal", "fence", "done", "checkpoints", "members/", "history/"],
-    ) -> str:
+    def job(self, job: str, part: JobPart) -> str:
         return f"{self.jobs}{job}/{part}"
 
     def member(self, job: str, device: str) -> str:
@@ -330,14 +335,19 @@ def encode(record: msgspec.Struct) -> bytes:
     return msgspec.json.encode(record)
 
 
-def decode(data: bytes, kind: type[T]) -> T:
-    """A record. Raises `msgspec.DecodeError` that names the field, or both versions of one that is too new."""
-    return decode_stored(data, kind)
+#: Of a record that is stored whole.
+NO_PARTS: Mapping[str, bytes] = {}
 
 
-def decode_at(key: str, data: bytes, kind: type[T]) -> T:
+def decode(data: bytes, kind: type[T], parts: Mapping[str, bytes] = NO_PARTS) -> T:
+    """A record, of whose job these parts are stored (`elasticd.parts`). Raises `msgspec.DecodeError` that names
+    the field, or both versions of one that is too new."""
+    return decode_stored(whole(data, parts), kind)
+
+
+def decode_at(key: str, data: bytes, kind: type[T], parts: Mapping[str, bytes] = NO_PARTS) -> T:
     """The record at a key of the store. Raises `msgspec.DecodeError` that names the key too."""
     try:
-        return decode_stored(data, kind)
+        return decode(data, kind, parts)
     except msgspec.DecodeError as error:
         raise msgspec.DecodeError(f"the record {shown(key)!r}: {error}") from None

@@ -11,9 +11,19 @@ import threading
 import time
 from collections.abc import Callable
 
+from elasticd.decoding import shown
 from elasticd.records import Keys, MemberRecord, NodeRecord, decode, encode
 from elasticd.store.keeper import LeaseKeeper
-from elasticd.store.protocol import Compare, KeyValue, LeaseLost, OutcomeUnknown, Put, Store, StoreError
+from elasticd.store.protocol import (
+    Compare,
+    KeyValue,
+    LeaseLost,
+    OutcomeUnknown,
+    Put,
+    Store,
+    StoreError,
+    StoreTooLarge,
+)
 
 _RETRY_SECONDS = 0.5
 _POLL_SECONDS = 0.2
@@ -150,7 +160,7 @@ class Registrar:
                 del self._written[key]
             for key, value in wanted.items():
                 if self._written.get(key) != value:
-                    self._store.put(key, value, self._lease)
+                    self._put(key, value)
                     self._written[key] = value
             self._tell()
         except NodeTaken as taken:
@@ -164,6 +174,13 @@ class Registrar:
             _log.debug("the store did not take this node's keys, trying again: %s", error)
             return False
         return True
+
+    def _put(self, key: str, value: bytes) -> None:
+        """One key that the store does not take, for its size, does not keep the others waiting."""
+        try:
+            self._store.put(key, value, self._lease)
+        except StoreTooLarge as error:
+            _log.error("the key %s is not written: %s", shown(key), error)
 
     def _tell(self) -> None:
         with self._lock:

@@ -20,6 +20,7 @@ from elasticd.machines.agent_state import (
     PlanRead,
     ProposalRead,
 )
+from elasticd.parts import Shelf
 from elasticd.records import (
     CheckpointsRecord,
     DoneRecord,
@@ -65,6 +66,7 @@ class Records:
         self._node_read = node_read
         self._refuse = refuse
         self._known: set[str] = set()
+        self._shelf = Shelf(keys.jobs)
         self._watch: Watch | None = None
 
     async def start(self) -> None:
@@ -92,12 +94,14 @@ class Records:
         """The whole of what the store holds: also what it does not hold any more."""
         for key in self._known - {item.key for item in items}:
             self._read(key, None)
+        # The parts before the records that need them: those may have changed since.
+        self._shelf = Shelf(self._keys.jobs, ((item.key, item.value) for item in items))
         # The leader first: its epoch is what the orders of the others are measured by.
         for item in sorted(items, key=lambda item: item.key != self._keys.leader):
             self._read(item.key, item)
 
     def _read(self, key: str, item: KeyValue | None) -> None:
-        if self._keys.note_unknown(key):
+        if self._shelf.take(key, item.value if item is not None else None) or self._keys.note_unknown(key):
             return
         if key == self._keys.schema:
             if item is not None:
@@ -114,20 +118,23 @@ class Records:
             if key == self._keys.leader:
                 self._read_leader(item)
             elif node:
-                self._node_read(node, _decoded(item, NodeRecord))
+                self._node_read(node, self._decoded(item, NodeRecord))
             elif part == "proposal":
-                self._emit(ProposalRead(job=job, proposal=_decoded(item, Proposal), revision=at))
+                self._emit(ProposalRead(job=job, proposal=self._decoded(item, Proposal), revision=at))
             elif part == "plan":
-                self._emit(PlanRead(job=job, record=_decoded(item, PlanRecord), revision=at))
+                self._emit(PlanRead(job=job, record=self._decoded(item, PlanRecord), revision=at))
             elif part == "fence":
-                self._emit(FenceRead(job=job, record=_decoded(item, Fence), revision=at))
+                self._emit(FenceRead(job=job, record=self._decoded(item, Fence), revision=at))
             elif part == "checkpoints":
-                record = _decoded(item, CheckpointsRecord)
+                record = self._decoded(item, CheckpointsRecord)
                 self._emit(CheckpointsRead(job=job, record=record, revision=at))
             else:
-                self._emit(DoneRead(job=job, record=_decoded(item, DoneRecord), revision=at))
+                self._emit(DoneRead(job=job, record=self._decoded(item, DoneRecord), revision=at))
         except ValueError as error:
             _log.error("the record %s in the store cannot be read: %s", key, error)
+
+    def _decoded(self, item: KeyValue | None, kind: type[R]) -> R | None:
+        return decode(item.value, kind, self._shelf.of(item.key)) if item is not None else None
 
     def _read_schema(self, item: KeyValue) -> None:
         """Ends this agent only for a leader's record that is too far away; other bytes are no leader's."""
@@ -149,7 +156,3 @@ class Records:
 
 def _leader_url(item: KeyValue) -> str:
     return Leader.of(item).value
-
-
-def _decoded(item: KeyValue | None, kind: type[R]) -> R | None:
-    return decode(item.value, kind) if item is not None else None

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -33,10 +33,11 @@ from elasticd.credentials import load_pair, server_context
 from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.state import Settings
 from elasticd.notify import Supervisor
-from elasticd.records import HistoryRecord, Keys, decode
+from elasticd.parts import Shelf
+from elasticd.records import HistoryRecord, Keys, decode_at
 from elasticd.remembered import NOTE_SECONDS, StateError, StateFile
 from elasticd.store.leader import Leader, LeadershipLost
-from elasticd.store.protocol import Store, StoreError, StoreRefused
+from elasticd.store.protocol import KeyValue, Store, StoreError, StoreRefused
 from elasticd.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -176,15 +177,7 @@ class Coordinator:
             raise CannotLead(str(error)) from error
         state = takeover(term.leadership.term, jobs, self._settings, time.monotonic())
         leading = Leading(state, chaos=self.config.chaos.enabled, failed=self.fail, planner=self._planner)
-        leading.writer = Writer(
-            self._store,
-            self._executor,
-            term.leadership,
-            self.keys,
-            (*term.jobs.items, *term.config.items),
-            told=leading.tell,
-            failed=self.fail,
-        )
+        leading.writer = self._writer(term, leading)
         leading.remember(restarted)
         changes = msgspec.structs.replace(changes, detect=self._settings.detect, policy=self._settings.policy)
         leading.follow(changes, f"as changed while running: {', '.join(sorted(changes.values))}")
@@ -195,6 +188,18 @@ class Coordinator:
         self._start(leading.ticks(), "ticks")
         if self._memory is not None:
             self._start(self._remember(self._memory), "memory")
+
+    def _writer(self, term: Term, leading: Leading) -> Writer:
+        known = (*term.jobs.items, *term.config.items)
+        try:
+            return Writer(
+                *(self._store, self._executor, term.leadership, self.keys, known),
+                told=leading.tell,
+                refused=leading.unwritten,
+                failed=self.fail,
+            )
+        except msgspec.DecodeError as error:
+            raise CannotLead(f"the records under {self.keys.jobs} cannot be read: {error}") from error
 
     async def _remember(self, memory: StateFile) -> None:
         while True:
@@ -256,11 +261,20 @@ class Coordinator:
         )
 
     async def history(self, job: str) -> list[HistoryRecord]:
-        """From the store, through its own thread."""
-        prefix = self.keys.job(job, "history/")
+        """From the store, through its own thread; decoded in another, for it may be much."""
+        prefix = self.keys.job(job, "")
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._executor, self._store.snapshot, prefix)
-        return [decode(item.value, HistoryRecord) for item in found.items]
+        return await asyncio.to_thread(self._histories, job, found.items)
+
+    def _histories(self, job: str, items: Sequence[KeyValue]) -> list[HistoryRecord]:
+        shelf = Shelf(self.keys.jobs, ((item.key, item.value) for item in items))
+        folder = self.keys.job(job, "history/")
+        return [
+            decode_at(item.key, item.value, HistoryRecord, shelf.of(item.key))
+            for item in items
+            if item.key.startswith(folder)
+        ]
 
     def ready(self) -> str:
         return "" if self._serving and not self._end.done() else "this coordinator is ending"

@@ -14,7 +14,11 @@ from elasticd.decoding import shown
 from elasticd.messages import StoreAnswer, StoreCall
 from elasticd.version import __version__
 
-_PLAN = re.compile(r"plan/(\d+)/")
+#: A number longer than this is no plan's.
+_PLAN = re.compile(r"plan/(\d{1,18})/")
+
+#: The largest sum of `add`, as torch counts.
+LARGEST = (1 << 63) - 1
 
 
 class KeyValue:
@@ -91,6 +95,8 @@ class KeyValue:
             total = int(self._values.get(call.key, b"0")) + int(call.value or b"0")
         except ValueError:
             return StoreAnswer(id=call.id, error=f"add to {call.key}: both must be whole numbers")
+        if not -LARGEST <= total <= LARGEST:
+            return StoreAnswer(id=call.id, error=f"add to {call.key}: the sum is above {LARGEST}")
         self._set(call.key, str(total).encode())
         return StoreAnswer(id=call.id, number=total)
 

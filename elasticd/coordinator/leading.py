@@ -14,11 +14,12 @@ from elasticd.coordinator.changes import Changes, Scalar
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.journal import Journal
 from elasticd.coordinator.keyvalue import KeyValue
+from elasticd.coordinator.ledger import Asked, Rank, Setting
 from elasticd.coordinator.metrics import Metrics
 from elasticd.coordinator.planning import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
-from elasticd.coordinator.writer import Rank, Setting, Writer
-from elasticd.decoding import tag_of
+from elasticd.coordinator.writer import Writer
+from elasticd.decoding import shown, tag_of
 from elasticd.health import OfNode
 from elasticd.machines import coordinator, restarts
 from elasticd.machines.coordinator import State
@@ -35,12 +36,14 @@ from elasticd.machines.job.effects import (
     RequestPlan,
     Send,
     Tick,
+    Unwritten,
     Write,
 )
 from elasticd.messages import (
     AgentHello,
     Down,
     Report,
+    StoreAnswer,
     StoreCall,
     ToLeader,
     Up,
@@ -153,13 +156,20 @@ class Leading:
         elif isinstance(effect, Send):
             self.connections.send(effect.node, effect.message)
         elif isinstance(effect, Write):
-            self._drop_keys(effect)
             if self.writer is not None:
                 self.writer.put(effect)
+            self._drop_keys(effect)
         elif isinstance(effect, RequestPlan):
             self.planning.request(effect.job, effect.token, effect.problem)
         elif isinstance(effect, CancelPlan):
             self.planning.cancel(effect.job)
+
+    def unwritten(self, asked: Asked, error: Exception) -> None:
+        """The store does not take what was to be written: that is the failure of the job whose it was."""
+        _log.error("not written: %s: %s", _named(asked), error)
+        if isinstance(asked, Write):
+            records = tuple(tag_of(record) for record in asked.records)
+            self.apply(Unwritten(job=asked.job, records=records, reason=str(error)))
 
     def _drop_keys(self, write: Write) -> None:
         """A new proposal needs the keys of no plan before the running one, a job that is over none."""
@@ -198,9 +208,9 @@ class Leading:
     async def _heard(self, connection: Connection, message: ToLeader) -> None:
         if isinstance(message, Up) and isinstance(message.body, StoreCall):
             call = message.body
-            if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None:
-                self.writer.put(Rank(job=message.job, key=call.key, value=call.value))
-            answer = await self._stores.setdefault(message.job, KeyValue()).call(call)
+            answer = self._refused(message.job, call)
+            if answer is None:
+                answer = await self._stores.setdefault(message.job, KeyValue()).call(call)
             connection.send(Down(client=message.client, body=answer))
             return
         if isinstance(message, Up | WorkerLost | Frozen | OfNode | Keeps):
@@ -211,6 +221,17 @@ class Leading:
             self._lap(message)
         elif isinstance(message, AgentHello):  # its record has changed
             self.apply(_up(message))
+
+    def _refused(self, job: str, call: StoreCall) -> StoreAnswer | None:
+        """Has what torchruns tell of their ranks written. Returns an answer where the store would not take it:
+        nobody is to go on as if it were there."""
+        if call.op != "set" or not call.key.startswith(RANKS) or self.writer is None:
+            return None
+        rank = Rank(job=job, key=call.key, value=call.value)
+        if why := self.writer.refusal(rank):
+            return StoreAnswer(id=call.id, error=f"set of {shown(call.key)}: {why}")
+        self.writer.put(rank)
+        return None
 
     def _lap(self, heard: Lapped) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
@@ -239,6 +260,8 @@ class Leading:
             changes = self.changes.changed(asked, time.time(), by)
         except ConfigError as error:
             raise Refused(400, str(error)) from error
+        if why := self.writer.refusal(Setting(record=changes.history[-1])):
+            raise Refused(400, f"this change cannot be kept: {why}")
         if self.writer.away:
             raise Refused(503, "etcd does not answer, and a change is kept there: try again when it is back")
         before, self.changes = self.changes, changes
@@ -297,6 +320,15 @@ class Leading:
             raise Refused(400, f"factor {factor} must be a finite number of at least 1 (1 is normal speed)")
         self.know_device(device)
         self.apply(Paced(device=device, factor=factor))
+
+
+def _named(asked: Asked) -> str:
+    """What was to be written, for the log."""
+    if isinstance(asked, Write):
+        return f"{', '.join(map(tag_of, asked.records))} of job {shown(asked.job)}"
+    if isinstance(asked, Rank):
+        return f"{shown(asked.key)} of job {shown(asked.job)}"
+    return "a change of the configuration" if isinstance(asked, Setting) else f"job {shown(asked.job)}"
 
 
 def _words(before: Mapping[str, Scalar], after: Mapping[str, Scalar], by: str) -> str:

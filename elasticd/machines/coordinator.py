@@ -30,6 +30,7 @@ from elasticd.machines.job.effects import (
     Reread,
     Send,
     Stored,
+    Unwritten,
 )
 from elasticd.machines.job.restored import restored
 from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, fresh
@@ -83,7 +84,7 @@ def step(state: State, event: Event, now: float) -> Result:
         return _drained(state, event)
     if isinstance(event, Configured):
         return _configured(state, event, now)
-    if isinstance(event, Planned | Reread):
+    if isinstance(event, Planned | Reread | Unwritten):
         return _jobs(state, event, now, (event.job,))
     state, told = _links(state, now)
     state, effects = _jobs(state, event, now, tuple(state.jobs))

@@ -28,10 +28,10 @@ from elasticd.messages import (
     Swapped,
     Up,
 )
-from elasticd.records import Keys, PlanRecord, Proposal, decode
+from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import WatchEvent
+from elasticd.store.protocol import Limits, WatchEvent
 from tests.coordinator.agents import Agent, agent, config, coordinating, get, until
 from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.world import World
@@ -345,5 +345,65 @@ def test_leader_answers_all_while_a_plan_is_made(tmp_path: Path) -> None:
             assert not starting.done()
             gate.touch()
             await starting
+
+    asyncio.run(body())
+
+
+def test_value_that_the_store_does_not_take_is_refused_to_its_sender_and_harms_nobody() -> None:
+    def told(number: int, key: str, size: int) -> Up:
+        call = StoreCall(id=number, op="set", key=key, value=b"x" * size, seconds=5.0)
+        return Up(client="t", job=JOB, device="", incarnation="", body=call)
+
+    async def body() -> None:
+        server = MemoryServer()
+        async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            for number, size in ((1, 3_000_000), (2, 10)):
+                await alpha.tell(told(number, f"rdzv/{number}", size))
+            await alpha.tell(told(3, f"plan/{'9' * 5000}/x", 1))
+            await until(lambda: len(alpha.bodies("t")) == 3)
+            answers = {answer.id: answer.error for answer in alpha.bodies("t")}
+            assert answers.keys() == {1, 2, 3}
+            assert "set of rdzv/1: a request of" in (answers[1] or "")
+            assert "more than the store takes: 1,572,864 are the most" in (answers[1] or "")
+            assert answers[2] is None
+            check = StoreCall(id=4, op="check", key="rdzv/1", seconds=5.0)
+            await alpha.tell(Up(client="t", job=JOB, device="", incarnation="", body=check))
+            await until(lambda: len(alpha.bodies("t")) == 4)
+            assert alpha.bodies("t")[-1].number == 0, "nobody goes on as if it were there"
+            writer = coordinator.leading.writer
+            assert writer is not None
+            await asyncio.wait_for(writer.drained(), 60)
+            assert not writer.away
+            assert coordinator.ready() == ""
+        found = MemoryStore(server).snapshot(KEYS.job(JOB, "ranks/")).items
+        assert [item.key.rpartition("/")[2] for item in found] == ["rdzv:2"]
+
+    asyncio.run(body())
+
+
+def test_write_that_the_store_refuses_ends_its_job_and_no_other() -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        async with (
+            coordinating(server) as coordinator,
+            agent(coordinator, node_record("alpha")) as alpha,
+            agent(coordinator, node_record("beta")) as beta,
+        ):
+            await asyncio.gather(*(joined(this) for this in (alpha, beta)))
+            # From here on there is room for the end of a job, and for little else.
+            server.limits = Limits(request_bytes=1200)
+            world = World()
+            worker = FakeWorker(device="alpha/0", incarnation="a")
+            await alpha.tell(worker.up(world.hello(worker)))
+            await until(lambda: MemoryStore(server).get(KEYS.job(JOB, "done")) is not None)
+            item = MemoryStore(server).get(KEYS.job(JOB, "done"))
+            assert item is not None
+            assert decode(item.value, DoneRecord).reason.startswith(
+                "the store does not take its job-spec: a request"
+            )
+            assert coordinator.ready() == ""
+            writer = coordinator.leading.writer
+            assert writer is not None
+            assert not writer.away
 
     asyncio.run(body())

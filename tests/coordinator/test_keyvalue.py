@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from elasticd.coordinator.keyvalue import KeyValue
 from elasticd.messages import StoreAnswer, StoreCall
 
@@ -40,6 +42,20 @@ def test_add_counts_in_text_as_torch_does() -> None:
     assert ask(store, "get", "n").value == b"5"
     ask(store, "set", "word", b"x")
     assert "whole numbers" in (ask(store, "add", "word", b"1").error or "")
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "9" * 400, str(1 << 63)])
+def test_no_number_is_too_long_for_the_keys_of_others(number: str) -> None:
+    store = KeyValue()
+    ask(store, "set", f"plan/{number}/x", b"")
+    ask(store, "set", "plan/1/x", b"")
+    store.drop_before(5)
+    assert ask(store, "check", "plan/1/x").number == 0
+    assert ask(store, "check", f"plan/{number}/x").number == 1
+    ask(store, "set", "n", b"1")
+    said = ask(store, "add", "n", number.encode()).error or ""
+    assert said.startswith("add to n: ")
+    assert ask(store, "get", "n").value == b"1"
 
 
 def test_get_waits_for_its_key() -> None:

@@ -104,6 +104,14 @@ class Planned(Value, frozen=True, kw_only=True):
     error: str = ""
 
 
+class Unwritten(Value, frozen=True, kw_only=True):
+    """The store does not take a write of this job, and never will: the tags of its records, and why."""
+
+    job: str
+    records: tuple[str, ...]
+    reason: str
+
+
 class Paced(Value, frozen=True, kw_only=True):
     """Chaos: this device is to run `factor` times slower than normal."""
 
@@ -144,7 +152,9 @@ class Tick(Value, frozen=True, kw_only=True):
     """Time has passed."""
 
 
-Event = AgentUp | AgentDown | Received | Planned | Paced | Harmed | Reread | Configured | Drained | Tick
+Event = (
+    AgentUp | AgentDown | Received | Planned | Unwritten | Paced | Harmed | Reread | Configured | Drained | Tick
+)
 
 # -- effects -------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from elasticd.machines.job.effects import CancelPlan
+from elasticd.decoding import tag_of
+from elasticd.machines.job.effects import CancelPlan, Unwritten
 from elasticd.machines.job.state import OVER, Phase
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Finished
@@ -26,6 +27,9 @@ def finished(turn: Turn, body: Finished) -> None:
     turn.write(DoneRecord(step=body.step, epoch=turn.epoch), notes=(told,))
 
 
+#: Characters of why a job ended: what says so is written in any case, whatever a worker gave as its reason.
+MOST_REASON = 2000
+
 AGAIN = "start the job again under another --rdzv-id"
 
 
@@ -34,7 +38,7 @@ def stop(turn: Turn, why: str) -> None:
     job = turn.job
     if job.phase in OVER:
         return
-    reason = f"{why}; {AGAIN}"
+    reason = f"{_shortened(why)}; {AGAIN}"
     records: list[Proposal | DoneRecord] = [DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=reason)]
     if job.proposal is not None and job.proposal.status == "open":
         records.insert(0, aborted(job.proposal, turn.epoch, why))
@@ -44,6 +48,17 @@ def stop(turn: Turn, why: str) -> None:
     turn.write(*records, notes=(told,))
 
 
+def unwritten(turn: Turn, event: Unwritten) -> None:
+    """The store does not take a record of the job, for its size. The members would never read what they are to
+    go by, so the job ends, with the reason; the leader and other jobs go on."""
+    job = turn.job
+    if job.phase not in OVER:
+        turn.set(proposal=None)  # the store may lack it, and may not take it as aborted either
+        stop(turn, f"the store does not take its {' and '.join(event.records)}: {event.reason}")
+    elif len(event.records) > 1 and tag_of(DoneRecord) in event.records:  # the end itself is small
+        turn.write(DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason))
+
+
 def affirm(turn: Turn) -> None:
     """A worker of a job that is over lives still: its agent may have missed the end, and refuses what a leader
     before this one wrote. So it is written once more, as it is, under this one's epoch."""
@@ -51,6 +66,10 @@ def affirm(turn: Turn) -> None:
     if job.phase in OVER and job.done_epoch < turn.epoch:
         turn.set(done_epoch=turn.epoch)
         turn.write(DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason))
+
+
+def _shortened(why: str) -> str:
+    return why if len(why) <= MOST_REASON else f"{why[:MOST_REASON]}..."
 
 
 def aborted(proposal: Proposal, epoch: int, why: str) -> Proposal:

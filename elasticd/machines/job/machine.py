@@ -18,7 +18,16 @@ from elasticd.machines.job import (
     snapshots,
     switch,
 )
-from elasticd.machines.job.effects import AgentDown, AgentUp, Effect, Event, Planned, Received, Reread
+from elasticd.machines.job.effects import (
+    AgentDown,
+    AgentUp,
+    Effect,
+    Event,
+    Planned,
+    Received,
+    Reread,
+    Unwritten,
+)
 from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import (
@@ -59,6 +68,8 @@ def step(
             return turn.job, tuple(turn.effects)
     elif isinstance(event, Planned):
         replan.answered(turn, event)
+    elif isinstance(event, Unwritten):
+        ending.unwritten(turn, event)
     elif isinstance(event, Reread):
         reread.ordered(turn, event)
     elif isinstance(event, AgentDown):
