@@ -20,7 +20,7 @@ from elasticd.coordinator.recorders import Recorders
 from elasticd.coordinator.writer import Rank, Setting, Writer
 from elasticd.decoding import tag_of
 from elasticd.health import OfNode
-from elasticd.machines import coordinator, restarts
+from elasticd.machines import coordinator, doors, restarts
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import (
     AgentDown,
@@ -40,7 +40,11 @@ from elasticd.machines.job.effects import (
 from elasticd.messages import (
     AgentHello,
     Down,
+    Hello,
+    Join,
+    Rejected,
     Report,
+    StoreAnswer,
     StoreCall,
     ToLeader,
     Up,
@@ -58,6 +62,10 @@ TICK = 0.1
 TICK_SHARE = 10
 #: Seconds that a user waits for etcd to take what he changed.
 WRITE_SECONDS = 5.0
+#: Jobs that may have a bootstrap store at once.
+MOST_STORES = 4096
+#: Kinds of messages, by node, of which the log tells that they are not heard.
+MOST_TOLD = 256
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live).
 RANKS = "rdzv/"
 
@@ -97,20 +105,28 @@ class Leading:
         self._stores: dict[str, KeyValue] = {}
         self._away_since = self._away_seconds = 0.0
         self.restarts: dict[str, restarts.RestartJob] = {}
+        self._turned_away: set[tuple[str, str]] = set()
         self.changes = Changes(detect=state.settings.detect, policy=state.settings.policy)
 
     def apply(self, event: Event) -> None:
-        """One step of the machine, and its effects. An error in it ends this leader rather than go on with a
-        state that nobody decided."""
+        """One step of the machine, and its effects. A message that it fails on is dropped: nothing has changed
+        then. Any other error ends this leader rather than go on with a state that nobody decided."""
+        before, now = self.state, self._now()
         try:
-            before, now = self.state, self._now()
             self.state, effects = coordinator.step(before, event, now)
+        except Exception as error:
+            _log.exception("the machine failed on %r", event)
+            if not isinstance(event, Received):
+                self._failed(error)
+            self.metrics.refused("failed")
+            return
+        try:
             if self.recorders:
                 self.recorders.heard(event, effects, now, changed=self.state is not before)
             for effect in effects:
                 self._execute(effect)
         except Exception as error:
-            _log.exception("the machine failed on %r", event)
+            _log.exception("what was decided on %r cannot be done", event)
             self._failed(error)
 
     def _now(self) -> float:
@@ -196,10 +212,16 @@ class Leading:
             self.metrics.message(tag_of(said), time.monotonic() - began)
 
     async def _heard(self, connection: Connection, message: ToLeader) -> None:
+        if why := doors.refusal(connection.node, message, self.state.jobs):
+            self._turn_away(connection, message, why)
+            return
         if isinstance(message, Up) and isinstance(message.body, StoreCall):
             call = message.body
             if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None:
                 self.writer.put(Rank(job=message.job, key=call.key, value=call.value))
+            if message.job not in self._stores and len(self._stores) >= MOST_STORES:
+                self._turn_away(connection, message, f"{MOST_STORES} jobs have a bootstrap store already")
+                return
             answer = await self._stores.setdefault(message.job, KeyValue()).call(call)
             connection.send(Down(client=message.client, body=answer))
             return
@@ -211,6 +233,19 @@ class Leading:
             self._lap(message)
         elif isinstance(message, AgentHello):  # its record has changed
             self.apply(_up(message))
+
+    def _turn_away(self, connection: Connection, message: ToLeader, why: str) -> None:
+        """A message that this agent may not say. A client that waits for an answer gets one."""
+        self.metrics.refused("foreign")
+        said = message.body if isinstance(message, Up) else message
+        key = connection.node, tag_of(said)
+        if key not in self._turned_away and len(self._turned_away) < MOST_TOLD:
+            self._turned_away.add(key)
+            _log.warning("node %s: a message %r is not heard: %s", *key, why)
+        if isinstance(message, Up) and isinstance(said, StoreCall):
+            connection.send(Down(client=message.client, body=StoreAnswer(id=said.id, error=why)))
+        elif isinstance(message, Up) and isinstance(said, Hello | Join):
+            connection.send(Down(client=message.client, body=Rejected(reason=why)))
 
     def _lap(self, heard: Lapped) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
