@@ -26,6 +26,7 @@ from elasticd_planner.rates import DetectSettings
 from elasticd_planner.value import Value, refuse
 
 from elasticd.logs import LogSection
+from elasticd.names import name_refusal
 from elasticd.security import SecuritySection
 
 #: Names the file where `--config` does not.
@@ -356,5 +357,5 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 
 def _check_name(key: str, value: str) -> None:
     """A name becomes a part of keys in etcd and of device names."""
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", value):
-        refuse(f"{key} = {value!r} may hold letters, digits, '.', '_' and '-' alone")
+    if why := name_refusal(key, value):
+        refuse(why)

@@ -19,6 +19,7 @@ import msgspec
 
 from elasticd.decoding import log_once, shown
 from elasticd.messages import Message, ToLeader, ToWorker, protocol_refusal
+from elasticd.names import name_refusal
 from elasticd.records import Keys, NodeRecord, OutRecord, decode
 from elasticd.rounds import (
     Attend,
@@ -194,6 +195,8 @@ class Rounds:
                 f"process {pid} says that it is {body.pid}: agent and torchrun must share one PID namespace "
                 "(with containers, run the agent in the same one or share the host's)"
             )
+        if why := name_refusal("the job's name (--rdzv-id)", body.job):
+            return why
         if self._live(body.job):
             return (
                 f"job {body.job!r} runs in live mode: leave --rdzv-conf mode=restart out, or choose another "

@@ -21,7 +21,7 @@ from elasticd.coordinator.recorders import Recorders
 from elasticd.coordinator.writer import Writer
 from elasticd.decoding import shown, tag_of
 from elasticd.health import OfNode
-from elasticd.machines import coordinator, restarts
+from elasticd.machines import coordinator, doors, restarts
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import (
     AgentDown,
@@ -42,6 +42,9 @@ from elasticd.machines.job.effects import (
 from elasticd.messages import (
     AgentHello,
     Down,
+    Hello,
+    Join,
+    Rejected,
     Report,
     StoreAnswer,
     StoreCall,
@@ -61,6 +64,10 @@ TICK = 0.1
 TICK_SHARE = 10
 #: Seconds that a user waits for etcd to take what he changed.
 WRITE_SECONDS = 5.0
+#: Jobs that may have a bootstrap store at once.
+MOST_STORES = 4096
+#: Kinds of messages, by node, of which the log tells that they are not heard.
+MOST_TOLD = 256
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live).
 RANKS = "rdzv/"
 
@@ -100,20 +107,28 @@ class Leading:
         self._stores: dict[str, KeyValue] = {}
         self._away_since = self._away_seconds = 0.0
         self.restarts: dict[str, restarts.RestartJob] = {}
+        self._turned_away: set[tuple[str, str]] = set()
         self.changes = Changes(detect=state.settings.detect, policy=state.settings.policy)
 
     def apply(self, event: Event) -> None:
-        """One step of the machine, and its effects. An error in it ends this leader rather than go on with a
-        state that nobody decided."""
+        """One step of the machine, and its effects. A message that it fails on is dropped: nothing has changed
+        then. Any other error ends this leader rather than go on with a state that nobody decided."""
+        before, now = self.state, self._now()
         try:
-            before, now = self.state, self._now()
             self.state, effects = coordinator.step(before, event, now)
+        except Exception as error:
+            _log.exception("the machine failed on %r", event)
+            if not isinstance(event, Received):
+                self._failed(error)
+            self.metrics.refused("failed")
+            return
+        try:
             if self.recorders:
                 self.recorders.heard(event, effects, now, changed=self.state is not before)
             for effect in effects:
                 self._execute(effect)
         except Exception as error:
-            _log.exception("the machine failed on %r", event)
+            _log.exception("what was decided on %r cannot be done", event)
             self._failed(error)
 
     def _now(self) -> float:
@@ -206,11 +221,15 @@ class Leading:
             self.metrics.message(tag_of(said), time.monotonic() - began)
 
     async def _heard(self, connection: Connection, message: ToLeader) -> None:
+        if why := doors.refusal(connection.node, message, self.state.jobs):
+            self._turn_away(connection, message, why)
+            return
         if isinstance(message, Up) and isinstance(message.body, StoreCall):
             call = message.body
-            answer = self._refused(message.job, call)
-            if answer is None:
-                answer = await self._stores.setdefault(message.job, KeyValue()).call(call)
+            if message.job not in self._stores and len(self._stores) >= MOST_STORES:
+                self._turn_away(connection, message, f"{MOST_STORES} jobs have a bootstrap store already")
+                return
+            answer = await self._answered(message.job, call)
             connection.send(Down(client=message.client, body=answer))
             return
         if isinstance(message, Up | WorkerLost | Frozen | OfNode | Keeps):
@@ -222,16 +241,29 @@ class Leading:
         elif isinstance(message, AgentHello):  # its record has changed
             self.apply(_up(message))
 
-    def _refused(self, job: str, call: StoreCall) -> StoreAnswer | None:
-        """Has what torchruns tell of their ranks written. Returns an answer where the store would not take it:
-        nobody is to go on as if it were there."""
-        if call.op != "set" or not call.key.startswith(RANKS) or self.writer is None:
-            return None
-        rank = Rank(job=job, key=call.key, value=call.value)
-        if why := self.writer.refusal(rank):
-            return StoreAnswer(id=call.id, error=f"set of {shown(call.key)}: {why}")
-        self.writer.put(rank)
-        return None
+    async def _answered(self, job: str, call: StoreCall) -> StoreAnswer:
+        """What torchruns tell of their ranks is written, too. What the store would not take is refused: nobody
+        is to go on as if it were there."""
+        values = self._stores.setdefault(job, KeyValue())
+        if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None:
+            rank = Rank(job=job, key=call.key, value=call.value)
+            if why := values.refusal(call) or self.writer.refusal(rank):
+                return StoreAnswer(id=call.id, error=f"set of {shown(call.key)}: {why}")
+            self.writer.put(rank)
+        return await values.call(call)
+
+    def _turn_away(self, connection: Connection, message: ToLeader, why: str) -> None:
+        """A message that this agent may not say. A client that waits for an answer gets one."""
+        self.metrics.refused("foreign")
+        said = message.body if isinstance(message, Up) else message
+        key = connection.node, tag_of(said)
+        if key not in self._turned_away and len(self._turned_away) < MOST_TOLD:
+            self._turned_away.add(key)
+            _log.warning("node %s: a message %r is not heard: %s", *key, why)
+        if isinstance(message, Up) and isinstance(said, StoreCall):
+            connection.send(Down(client=message.client, body=StoreAnswer(id=said.id, error=why)))
+        elif isinstance(message, Up) and isinstance(said, Hello | Join):
+            connection.send(Down(client=message.client, body=Rejected(reason=why)))
 
     def _lap(self, heard: Lapped) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""

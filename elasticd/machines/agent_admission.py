@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from elasticd.machines.agent_state import Opened, State
-from elasticd.messages import Join, protocol_refusal
+from elasticd.messages import Hello, Join, protocol_refusal
+from elasticd.names import name_refusal
 
 
 def refusal(state: State, event: Opened) -> str:
@@ -16,6 +17,9 @@ def refusal(state: State, event: Opened) -> str:
             f"process {event.pid} says that it is {body.pid}: agent and trainer must share one PID namespace "
             "(with containers, run the agent in the same one or share the host's)"
         )
+    comes_back = isinstance(body, Hello) and body.incarnation
+    if not comes_back and (why := name_refusal("the job's name (--rdzv-id)", body.job)):
+        return why
     if isinstance(body, Join):
         return ""
     devices = len(state.record.devices)

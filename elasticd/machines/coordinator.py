@@ -156,10 +156,6 @@ def _received(state: State, event: Received, now: float) -> Result:
     if isinstance(message, Up) and _first_said(state, message):
         links = crossing.moved(state.links, message, state.nodes, now)
         state = state if links is state.links else msgspec.structs.replace(state, links=links)
-    if isinstance(message, Up) and (not message.job or "/" in message.job):
-        why = f"job name {message.job!r} must not be empty or contain '/': choose another --rdzv-id"
-        rejected = Down(client=message.client, body=Rejected(reason=why))
-        return state, (Send(node=event.node, message=rejected),)
     taken = _taken(state, event.node, message) if isinstance(message, Up) else ""
     if message.job not in state.jobs:
         body = message.body if isinstance(message, Up) else None
@@ -268,7 +264,11 @@ def _jobs(state: State, event: Event, now: float, names: tuple[str, ...]) -> Res
         job = state.jobs.get(name)
         if job is None:
             continue
-        after, asked = machine.step(job, event, state.nodes, state.epoch, state.settings, now)
+        given = state.nodes, state.epoch, state.settings, now
+        try:
+            after, asked = machine.step(job, event, *given)
+        except Exception as error:  # of this job alone: what is wrong with it must not end the others
+            after, asked = machine.failed(job, event, error, *given)
         effects += asked
         if after is not job:
             changed[name] = after

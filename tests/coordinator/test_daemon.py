@@ -357,18 +357,21 @@ def test_value_that_the_store_does_not_take_is_refused_to_its_sender_and_harms_n
     async def body() -> None:
         server = MemoryServer()
         async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
-            for number, size in ((1, 3_000_000), (2, 10)):
+            server.limits = Limits(request_bytes=100_000)
+            for number, size in ((0, 3_000_000), (1, 100_000), (2, 10)):
                 await alpha.tell(told(number, f"rdzv/{number}", size))
             await alpha.tell(told(3, f"plan/{'9' * 5000}/x", 1))
-            await until(lambda: len(alpha.bodies("t")) == 3)
+            await until(lambda: len(alpha.bodies("t")) == 4)
             answers = {answer.id: answer.error for answer in alpha.bodies("t")}
-            assert answers.keys() == {1, 2, 3}
+            assert answers.keys() == {0, 1, 2, 3}
+            assert "a value of 3000000 bytes: at most 1048576 are taken" in (answers[0] or "")
             assert "set of rdzv/1: a request of" in (answers[1] or "")
-            assert "more than the store takes: 1,572,864 are the most" in (answers[1] or "")
+            assert "more than the store takes: 100,000 are the most" in (answers[1] or "")
             assert answers[2] is None
+            assert "a key of 5007 characters" in (answers[3] or "")
             check = StoreCall(id=4, op="check", key="rdzv/1", seconds=5.0)
             await alpha.tell(Up(client="t", job=JOB, device="", incarnation="", body=check))
-            await until(lambda: len(alpha.bodies("t")) == 4)
+            await until(lambda: len(alpha.bodies("t")) == 5)
             assert alpha.bodies("t")[-1].number == 0, "nobody goes on as if it were there"
             writer = coordinator.leading.writer
             assert writer is not None

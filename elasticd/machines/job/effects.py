@@ -59,6 +59,7 @@ EventKind = Literal[
     "drained",
     "leaving",
     "excluded",
+    "defect",
     "checkpoint",
     "snapshot",
     "finished",

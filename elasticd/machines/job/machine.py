@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
 
 from elasticd.health import OfNode
@@ -28,7 +29,7 @@ from elasticd.machines.job.effects import (
     Reread,
     Unwritten,
 )
-from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, Worker
+from elasticd.machines.job.state import LIVE, OVER, JobState, NodeState, Phase, Settings, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import (
     Bereft,
@@ -79,6 +80,29 @@ def step(
         losses.orphaned(turn, event.record.node)
     # What else an agent's arrival means for a job, its workers' messages tell.
     _due(turn)
+    return turn.job, tuple(turn.effects)
+
+
+def failed(
+    job: JobState,
+    event: Event,
+    error: Exception,
+    nodes: Mapping[str, NodeState],
+    epoch: int,
+    settings: Settings,
+    now: float,
+) -> tuple[JobState, tuple[Effect, ...]]:
+    """A step of the job raised this: a defect of elasticd, whoever brought it about. A message costs itself;
+    what no message asked for would come again with each tick, and costs the job."""
+    turn = Turn(job, nodes, epoch, settings, now)
+    what = f"{type(error).__name__}: {error}"
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(event, Received):
+        text = f"a message of node {event.node} was dropped: elasticd failed on it ({what})"
+        turn.effects.append(turn.told("defect", text, node=event.node, traceback=trace))
+    elif job.phase not in OVER:
+        turn.effects.append(turn.told("defect", f"elasticd failed on the job ({what})", traceback=trace))
+        ending.stop(turn, f"elasticd failed on the job ({what}); please report it with the leader's log")
     return turn.job, tuple(turn.effects)
 
 
