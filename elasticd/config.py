@@ -244,7 +244,7 @@ def parse(text: str, source: str) -> Config:
     """The configuration in TOML `text`; `source` names it in messages. Raises ConfigError."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError
         raise ConfigError(f"{source} is not TOML: {error}") from error
     sections: dict[str, Any] = {}
     for name, body in table.items():

@@ -29,12 +29,14 @@ from elasticd.cli.top import top
 from elasticd.cli.up import up
 from elasticd.cli.why import why
 from elasticd.config import ConfigError
+from elasticd.extras import ExtraMissing
+from elasticd.remembered import StateError
 from elasticd.store.compat import EtcdClientMissing
 from elasticd.store.protocol import StoreError
 from elasticd.version import __version__
 
 #: What a user can cause: shown as one message. Anything else is an error of ours, and keeps its traceback.
-_EXPECTED = (CannotReach, ConfigError, EtcdClientMissing, Invalid, StoreError)
+_EXPECTED = (CannotReach, ConfigError, EtcdClientMissing, ExtraMissing, Invalid, StateError, StoreError)
 
 
 class _Families(click.Group):
@@ -52,7 +54,8 @@ class _Families(click.Group):
 def elasticd() -> None:
     """Keep a PyTorch training job at full speed while devices slow down, die and come back.
 
-    The configuration is one TOML file, named by --config or $ELASTICD_CONFIG.
+    The configuration is one TOML file, named by --config or $ELASTICD_CONFIG. Without either, commands ask the
+    cluster that 'elasticd up' runs on this machine.
     """
 
 

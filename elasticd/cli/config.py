@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import platform
 import sys
 import time
@@ -100,7 +101,15 @@ def resume(config: str | None, coordinator: str | None) -> None:
 
 def _change(config: str | None, coordinator: str | None, values: dict[str, str | bool | None]) -> None:
     with reach(config, coordinator) as api:
-        api.change(values, by=f"{getpass.getuser()}@{platform.node()}")
+        api.change(values, by=f"{_user()}@{platform.node()}")
+
+
+def _user() -> str:
+    """This user's name, or number: a container's may have no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def _text(value: object) -> str:

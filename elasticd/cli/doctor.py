@@ -20,11 +20,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elasticd.cli.local import running, settings, taken
 from elasticd.cli.options import config_option
 from elasticd.cli.reach import Api, CannotReach, leader_url
-from elasticd.config import CONFIG_VARIABLE, Config, ConfigError, load
+from elasticd.config import CONFIG_VARIABLE, Config, ConfigError
 from elasticd.credentials import Credentials, credentials
 from elasticd.packets import default_path
+from elasticd.store.compat import EtcdClientMissing
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import StoreError
@@ -71,14 +73,11 @@ def examined(path: str | None) -> Iterator[Finding]:
     yield _torch()
     yield _handler()
     try:
-        config = load(path)
+        config = settings(path)
     except ConfigError as error:
         yield Finding(what="configuration", verdict="missing", found=str(error), remedy="correct that file")
         return
-    named = path or os.environ.get(CONFIG_VARIABLE)
-    yield Finding(
-        what="configuration", verdict="ok", found=named or f"none: the defaults hold (or set {CONFIG_VARIABLE})"
-    )
+    yield Finding(what="configuration", verdict="ok", found=_named(path))
     yield _etcd_program()
     etcd = _etcd(config)
     yield etcd
@@ -86,6 +85,15 @@ def examined(path: str | None) -> Iterator[Finding]:
         yield from _coordinator(config)
     yield _port(config)
     yield _agent(config)
+
+
+def _named(path: str | None) -> str:
+    """Where the configuration comes from."""
+    if named := path or os.environ.get(CONFIG_VARIABLE):
+        return named
+    if found := running():
+        return f"{found[0]}, of the 'elasticd up' that runs here"
+    return f"none: the defaults hold (or set {CONFIG_VARIABLE})"
 
 
 def _python() -> Finding:
@@ -150,7 +158,10 @@ def _etcd_program() -> Finding:
 
 def _etcd(config: Config) -> Finding:
     endpoints = ", ".join(config.etcd.endpoints)
-    store = EtcdStore(etcd_options(config))
+    try:
+        store = EtcdStore(etcd_options(config))
+    except (ConfigError, EtcdClientMissing) as error:
+        return Finding(what="etcd", verdict="missing", found=f"it cannot be asked: {error}")
     try:
         identity = store.identity()
     except StoreError as error:
@@ -176,6 +187,9 @@ def _coordinator(config: Config) -> Iterator[Finding]:
             what="coordinator", verdict="missing", found=str(error), remedy="start one: elasticd coordinator"
         )
         return
+    except ConfigError as error:
+        yield Finding(what="coordinator", verdict="missing", found=f"it cannot be asked: {error}")
+        return
     yield Finding(
         what="coordinator",
         verdict="ok",
@@ -186,8 +200,11 @@ def _coordinator(config: Config) -> Iterator[Finding]:
 
 def _clock(url: str, known: Credentials) -> Finding:
     verify = known.context if known.context is not None else True
-    answer = httpx.get(f"{url}/livez", trust_env=False, verify=verify)
-    said = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
+    try:
+        answer = httpx.get(f"{url}/livez", trust_env=False, verify=verify)
+        said = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
+    except (httpx.HTTPError, KeyError, ValueError) as error:
+        return Finding(what="clocks", verdict="note", found=f"the coordinator did not say its time: {error!r}")
     skew = abs(time.time() - said - 0.5)  # the header has whole seconds
     if skew > SKEW:
         return Finding(
@@ -202,16 +219,9 @@ def _clock(url: str, known: Credentials) -> Finding:
 def _port(config: Config) -> Finding:
     """Whether a coordinator could be started here, unless one runs already."""
     host, port = config.coordinator.host, config.coordinator.port
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind((host, port))
-        except OSError as error:
-            return Finding(
-                what="port",
-                verdict="note",
-                found=f"{host}:{port} cannot be bound ({error.strerror}): a coordinator runs here, perhaps",
-            )
+    if why := taken(host, port):
+        found = f"{host}:{port} cannot be bound ({why}): a coordinator runs here, perhaps"
+        return Finding(what="port", verdict="note", found=found)
     return Finding(what="port", verdict="ok", found=f"{host}:{port} is free for a coordinator")
 
 

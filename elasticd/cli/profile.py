@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elasticd.extras import need
 from elasticd.measuring import Answer, Done, Failed, Progress, Request
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def _threads() -> int:
 
 def measure(request: Request, progress: Callable[[float], None]) -> Samples:
     """Asks a process that carries torch. Raises ClickException where it cannot measure."""
+    need("torch", "elasticd profile")
     command = [sys.executable, "-m", "elasticd.runtime.profiling"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None

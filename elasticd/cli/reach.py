@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 import msgspec
 
+from elasticd.cli.local import settings as settings_of
 from elasticd.config import Config, load
 from elasticd.coordinator.answers import ClusterStatus as ClusterStatus
 from elasticd.coordinator.answers import DeviceStatus as DeviceStatus
@@ -86,11 +87,11 @@ class Api:
 
     def steps(self, job: str, after: int = -1) -> Steps:
         """Steps above `after`, oldest first."""
-        return self._read(f"/v1/jobs/{job}/steps?after={after}", Steps)
+        return self._read(f"/v1/jobs/{_quoted(job)}/steps?after={after}", Steps)
 
     def history(self, job: str) -> tuple[HistoryRecord, ...]:
         """Every plan of the job with the problem it answers, oldest first."""
-        return self._read(f"/v1/jobs/{job}/history", History).history
+        return self._read(f"/v1/jobs/{_quoted(job)}/history", History).history
 
     def recording(self) -> Iterator[bytes]:
         """Lines of a recording, an empty one now and then, until the leader ends."""
@@ -115,7 +116,7 @@ class Api:
 
     def drain(self, node: str, *, on: bool) -> None:
         """Lets a node's devices be left, or used again."""
-        self._ask("POST", f"/v1/nodes/{node}/drain", msgspec.json.encode({"on": on}))
+        self._ask("POST", f"/v1/nodes/{_quoted(node)}/drain", msgspec.json.encode({"on": on}))
 
     def chaos(self, action: str, place: str, factor: float = 1.0, seconds: float = 0.0) -> None:
         """Does what `elasticd chaos` does, by its verbs; `place` is a device, or a node's name."""
@@ -154,6 +155,11 @@ class Api:
         raise CannotReach(_said(answer))
 
 
+def _quoted(name: str) -> str:
+    """A user's word as one part of a path, whatever is in it."""
+    return quote(name, safe="")
+
+
 def _said(answer: httpx.Response) -> str:
     """Why the coordinator said no, in its own words."""
     try:
@@ -167,8 +173,9 @@ def _said(answer: httpx.Response) -> str:
 
 @contextmanager
 def reach(config: str | None, coordinator: str | None) -> Iterator[Api]:
-    """The coordinator at this URL, else the one that leads by the configured etcd. Raises `CannotReach`."""
-    settings = load(config)
+    """The coordinator at this URL, else the one that leads by the configured etcd, else that of the one
+    `elasticd up` on this machine. Raises `CannotReach` and ConfigError."""
+    settings = settings_of(config) if coordinator is None else load(config)
     url = leader_url(settings) if coordinator is None else checked_url(coordinator)
     with Api(url, credentials(settings.security)) as api:
         yield api
@@ -197,8 +204,9 @@ def leader_url(config: Config) -> str:
         raise CannotReach(f"the etcd at {endpoints} refuses us: {error}") from error
     except StoreError as error:
         raise CannotReach(
-            f"no etcd answers at {endpoints} ({error}): start one there, set endpoints in section [etcd] of "
-            "the configuration (--config), or name the coordinator with --coordinator"
+            f"no etcd answers at {endpoints} ({error}): start one there (on one machine: elasticd up), set "
+            "endpoints in section [etcd] of the configuration (--config), or name the coordinator with "
+            "--coordinator"
         ) from error
     except ValueError as error:
         raise CannotReach(f"{error}: another program's key? choose another [cluster] name") from error

@@ -8,6 +8,8 @@ import sys
 
 import click
 
+from elasticd.cli.local import settings
+from elasticd.extras import need
 from elasticd.packets import SOCKET_VARIABLE
 
 #: How often torchrun starts a device's worker again.
@@ -31,7 +33,11 @@ DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
     metavar="N",
     help="Workers of each node, the same number on every node (default: one for each GPU that torch sees).",
 )
-@click.option("--socket", metavar="PATH", help=f"The agent's socket (default: ${SOCKET_VARIABLE}).")
+@click.option(
+    "--socket",
+    metavar="PATH",
+    help=f"The agent's socket (default: ${SOCKET_VARIABLE}, else as the configuration says).",
+)
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
@@ -67,6 +73,7 @@ def run(
         raise click.ClickException(
             f"{script} is not there: name the training script, and its options behind it"
         )
+    need("torch", "elasticd run")
     gpus = _gpus(devices)
     what = Launch(
         job=job,
@@ -74,7 +81,7 @@ def run(
         most=most,
         devices=devices or len(gpus),
         gpus=gpus,
-        socket=socket,
+        socket=_agent(socket),
         max_restarts=max_restarts,
         command=(script, *arguments),
     )
@@ -85,6 +92,14 @@ def run(
             err=True,
         )
     sys.exit(launch(what))
+
+
+def _agent(socket: str | None) -> str | None:
+    """Where the agent listens, if that is not the default: by the option, by the environment, or by the
+    configuration, as other commands find it."""
+    if socket is not None or os.environ.get(SOCKET_VARIABLE):
+        return socket
+    return settings(None).agent.socket
 
 
 def _nodes(text: str) -> tuple[int, int]:
