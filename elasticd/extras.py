@@ -17,7 +17,7 @@ EXTRAS = {
     "matplotlib": "demo",
     **dict.fromkeys(
         (
-            *("click", "cryptography", "etcd3", "google", "grpc", "httpx", "prometheus_client", "psutil"),
+            *("click", "cryptography", "etcd3", "google", "grpc", "httpx2", "prometheus_client", "psutil"),
             *("pynvml", "rich", "starlette", "uvicorn", "websockets"),
         ),
         "daemon",

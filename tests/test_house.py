@@ -34,7 +34,7 @@ DAEMON_EXTRA = {
     "cryptography": "cryptography",
     "etcd3": "etcd3",
     "grpcio": "grpc",
-    "httpx": "httpx",
+    "httpx2": "httpx2",
     "nvidia-ml-py": "pynvml",
     "prometheus-client": "prometheus_client",
     "protobuf": "google",

@@ -83,6 +83,7 @@ def command(
 
 async def run(read: Callable[[], Config]) -> None:
     """Serve on the running loop until SIGINT or SIGTERM; SIGHUP has the configuration read anew."""
+    from elasticd.store import release
     from elasticd.store.configured import etcd_options
     from elasticd.store.etcd import EtcdStore
 
@@ -105,6 +106,7 @@ async def run(read: Callable[[], Config]) -> None:
 
         loop.add_signal_handler(signal.SIGHUP, reload)
         await check_store(store, config.etcd.endpoints)
+        await asyncio.to_thread(release.warn, store)
         await agent.run()
     except StoreReplaced as error:
         raise AgentError(memory.refusal(error)) from error
