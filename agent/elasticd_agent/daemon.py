@@ -34,6 +34,7 @@ from elasticd.machines.agent_state import (
 )
 from elasticd.messages import Pace, ToLeader
 from elasticd.notify import Supervisor
+from elasticd.orders import End
 from elasticd.packets import default_path
 from elasticd.pulses import Ping
 from elasticd.records import Keys, NodeRecord, schema_refusal
@@ -100,6 +101,7 @@ class Agent:
         self._end: asyncio.Future[str | None] | None = None
         self._stopped = False
         self._harms: Harms | None = None
+        self._told_to_go: set[str] = set()
 
     @property
     def record(self) -> NodeRecord:
@@ -169,7 +171,8 @@ class Agent:
         self._registrar.start()
         security = self._config.security
         self._link = Link(
-            self._emit, self._keeper.whole, lambda harm: harms.take(harm), lambda: credentials(security)
+            *(self._emit, self._keeper.whole, lambda harm: harms.take(harm), lambda: credentials(security)),
+            end=self._tell_to_go,
         )
         allowed = self._config.chaos.enabled
         harms = Harms(
@@ -336,6 +339,14 @@ class Agent:
     def _pidfd(self, device: str) -> int | None:
         worker = self._state.worker_of(device)
         return self._workers.pidfd(worker.id) if worker is not None else None
+
+    def _tell_to_go(self, order: End) -> None:
+        """Sends SIGTERM to the workers of a job that a user stops; once, as a second one ends them at once."""
+        for client in self._state.clients.values():
+            if client.device and client.job == order.job and client.id not in self._told_to_go:
+                self._told_to_go.add(client.id)
+                _log.warning("job %s is stopped: %s is told to go", order.job, client.device)
+                self._workers.terminate(client.id)
 
     def _finish(self, reason: str | None) -> None:
         if self._end is not None and not self._end.done():

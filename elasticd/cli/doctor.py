@@ -11,17 +11,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 import click
-import httpx
+import httpx2
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from elasticd.cli.local import running, settings, taken
-from elasticd.cli.options import config_option
+from elasticd.cli.options import config_option, json_option, write_json
 from elasticd.cli.reach import Api, CannotReach, leader_url
 from elasticd.config import CONFIG_VARIABLE, Config, ConfigError
 from elasticd.credentials import Credentials, credentials
@@ -30,6 +32,7 @@ from elasticd.store.compat import EtcdClientMissing
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import StoreError
+from elasticd.store.release import objection
 from elasticd.store.server import EtcdServerError, find_etcd
 from elasticd.version import __version__
 
@@ -50,12 +53,17 @@ class Finding:
 
 @click.command()
 @config_option
-def doctor(config: str | None) -> None:
+@json_option("One JSON array, an object for each check.")
+def doctor(config: str | None, as_json: bool) -> None:
     """Look for what is missing: packages, torch, etcd, coordinator, agent, clocks, ports.
 
     The exit code is 1 where something that training needs is missing.
     """
     findings = list(examined(config))
+    failed = any(finding.verdict == "missing" for finding in findings)
+    if as_json:
+        write_json(findings)
+        sys.exit(failed)
     table = Table(box=None, show_header=False, pad_edge=False)
     styles = {"ok": "green", "note": "yellow", "missing": "red"}
     for finding in findings:
@@ -63,7 +71,7 @@ def doctor(config: str | None) -> None:
         if finding.remedy:
             table.add_row("", "", Text(finding.remedy, style="bold"))
     Console(highlight=False).print(table)
-    sys.exit(any(finding.verdict == "missing" for finding in findings))
+    sys.exit(failed)
 
 
 def examined(path: str | None) -> Iterator[Finding]:
@@ -81,7 +89,7 @@ def examined(path: str | None) -> Iterator[Finding]:
     yield _etcd_program()
     etcd = _etcd(config)
     yield etcd
-    if etcd.verdict == "ok":
+    if etcd.verdict != "missing":
         yield from _coordinator(config)
     yield _port(config)
     yield _agent(config)
@@ -173,7 +181,24 @@ def _etcd(config: Config) -> Finding:
         )
     finally:
         store.close()
-    return Finding(what="etcd", verdict="ok", found=f"{endpoints}, revision {identity.revision}")
+    releases = _releases(config)
+    named = ", ".join(sorted(set(releases))) or "release not told"
+    found = f"{endpoints}, {named}, revision {identity.revision}"
+    known = [said for said in map(objection, releases) if said]
+    if known:
+        return Finding(what="etcd", verdict="note", found=found, remedy=known[0])
+    return Finding(what="etcd", verdict="ok", found=found)
+
+
+def _releases(config: Config) -> list[str]:
+    """Of each member that answers: they may differ."""
+    options, found = etcd_options(config), []
+    for endpoint in options.endpoints:
+        store = EtcdStore(msgspec.structs.replace(options, endpoints=(endpoint,)))
+        with suppress(StoreError):
+            found.append(store.release())
+        store.close()
+    return found
 
 
 def _coordinator(config: Config) -> Iterator[Finding]:
@@ -201,9 +226,9 @@ def _coordinator(config: Config) -> Iterator[Finding]:
 def _clock(url: str, known: Credentials) -> Finding:
     verify = known.context if known.context is not None else True
     try:
-        answer = httpx.get(f"{url}/livez", trust_env=False, verify=verify)
+        answer = httpx2.get(f"{url}/livez", trust_env=False, verify=verify)
         said = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
-    except (httpx.HTTPError, KeyError, ValueError) as error:
+    except (httpx2.HTTPError, KeyError, ValueError) as error:
         return Finding(what="clocks", verdict="note", found=f"the coordinator did not say its time: {error!r}")
     skew = abs(time.time() - said - 0.5)  # the header has whole seconds
     if skew > SKEW:

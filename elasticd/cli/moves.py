@@ -174,6 +174,19 @@ def shown(old: Answered, new: Answered) -> Group:
     return Group(table, _total(found))
 
 
+def moves_of(old: Answered, new: Answered) -> dict[str, object]:
+    """The same for programs: by device, what it has to fetch in layers, and in bytes where it is known what
+    layers weigh; then the sums."""
+    found = difference(old, new)
+    layers = {name: lacking(found.before.get(name), held, found.units) for name, held in found.after.items()}
+    lacks = found.lacks or {}
+    devices = {
+        name: {"layers": layers.get(name, 0.0), "bytes": round(lacks.get(name, 0.0)) if lacks else None}
+        for name in sorted({*found.before, *new.plan.members}, key=_by_name)
+    }
+    return {"devices": devices, "layers": sum(layers.values()), "bytes": found.moved}
+
+
 def _total(found: Difference) -> Text:
     every = sum(lacking(None, held, found.units) for held in found.after.values())
     moved = sum(lacking(found.before.get(name), held, found.units) for name, held in found.after.items())

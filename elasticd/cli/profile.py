@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elasticd.cli.options import json_option
 from elasticd.extras import need
 from elasticd.measuring import Answer, Done, Failed, Progress, Request
 
@@ -88,7 +89,7 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--collectives", is_flag=True, help="All-reduces too, among gloo processes of this machine.")
 @click.option("--no-whole", is_flag=True, help="Do not compare with the whole model in one piece.")
-@click.option("--json", "as_json", is_flag=True, help="The profile as one JSON object, for programs.")
+@json_option("The profile as one JSON object.")
 @click.option("--out", metavar="PROFILE.json", help="Write the profile there.")
 def profile(
     target: str,

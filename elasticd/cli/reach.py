@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-import httpx
+import httpx2
 import msgspec
 
 from elasticd.cli.local import settings as settings_of
@@ -55,7 +55,7 @@ class Api:
         if objection := known.objection(url):
             raise CannotReach(objection)
         # Loopback and cluster addresses: an HTTP proxy of the environment has no part in this.
-        self._client = httpx.Client(
+        self._client = httpx2.Client(
             base_url=url,
             timeout=patience,
             trust_env=False,
@@ -102,7 +102,7 @@ class Api:
                     raise CannotReach(_said(answer))
                 for line in answer.iter_lines():
                     yield line.encode()
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise CannotReach(
                 f"the coordinator at {self.url} is gone: {error or type(error).__name__}"
             ) from error
@@ -117,6 +117,10 @@ class Api:
     def drain(self, node: str, *, on: bool) -> None:
         """Lets a node's devices be left, or used again."""
         self._ask("POST", f"/v1/nodes/{_quoted(node)}/drain", msgspec.json.encode({"on": on}))
+
+    def stop(self, job: str, seconds: float, by: str) -> None:
+        """Ends a job, whose workers have so many seconds for a last checkpoint."""
+        self._ask("POST", f"/v1/jobs/{_quoted(job)}/stop", msgspec.json.encode({"seconds": seconds, "by": by}))
 
     def chaos(self, action: str, place: str, factor: float = 1.0, seconds: float = 0.0) -> None:
         """Does what `elasticd chaos` does, by its verbs; `place` is a device, or a node's name."""
@@ -140,7 +144,7 @@ class Api:
     def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
         try:
             answer = self._client.request(method, path, content=body)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             if isinstance(error.__context__, ssl.SSLError) or "SSL" in str(error):
                 raise CannotReach(
                     f"the coordinator at {self.url} and we do not trust each other ({error}): check ca in "
@@ -160,7 +164,7 @@ def _quoted(name: str) -> str:
     return quote(name, safe="")
 
 
-def _said(answer: httpx.Response) -> str:
+def _said(answer: httpx2.Response) -> str:
     """Why the coordinator said no, in its own words."""
     try:
         said = answer.json()

@@ -23,6 +23,8 @@ ASKING: dict[str, tuple[str, ...]] = {
     "why": (),
     "history": (),
     "logs": (),
+    "jobs": (),
+    "stop": ("job\n",),
     "record": ("{folder}/run.jsonl",),
     "drain": ("alpha\n",),
     "pause": (),
@@ -72,6 +74,13 @@ WRONG: dict[str, tuple[bytes, str]] = {
 }
 
 
+#: What gives programs JSON: all that reads. The others change something, or run until they are ended.
+READING = {
+    *("status", "jobs", "top", "why", "history", "logs", "plan", "config get", "config history", DOCTOR),
+    *("checkpoint list", "checkpoint verify", "simulate", "profile"),
+}
+
+
 @pytest.fixture(scope="module")
 def dead() -> Iterator[str]:
     """host:port that nobody answers at, and that nobody else can take meanwhile."""
@@ -80,12 +89,12 @@ def dead() -> Iterator[str]:
         yield f"127.0.0.1:{unused.getsockname()[1]}"
 
 
-def commands(group: click.Group, before: str = "") -> Iterator[str]:
+def commands(group: click.Group, before: str = "") -> Iterator[tuple[str, click.Command]]:
     for name, found in group.commands.items():
         if isinstance(found, click.Group):
             yield from commands(found, f"{before}{name} ")
         else:
-            yield f"{before}{name}"
+            yield f"{before}{name}", found
 
 
 def called(folder: Path, name: str, given: tuple[str, ...], *options: str) -> str:
@@ -99,7 +108,12 @@ def agent_called(*arguments: str) -> Result:
 
 
 def test_every_command_is_here() -> None:
-    assert {*commands(elasticd)} == {*ASKING, *OTHERS, DOCTOR}
+    assert {name for name, _ in commands(elasticd)} == {*ASKING, *OTHERS, DOCTOR}
+
+
+def test_all_that_reads_gives_programs_json() -> None:
+    asked = {name for name, command in commands(elasticd) if any(p.name == "as_json" for p in command.params)}
+    assert asked == READING
 
 
 @pytest.mark.parametrize("name", ASKING)

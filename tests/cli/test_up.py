@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -125,6 +126,16 @@ def test_doctor_names_what_is_missing_with_the_remedy(tmp_path: Path) -> None:
     assert "elasticd up" in done.output
     assert "start one: elasticd-agent" in done.output
     assert "Traceback" not in done.output
+
+
+def test_doctor_gives_programs_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]  # looked for in seconds otherwise
+    (tmp_path / "e.toml").write_text("[etcd]\nendpoints = ['127.0.0.1:1']\n")
+    done = call("doctor", "--json", "--config", str(tmp_path / "e.toml"))
+    assert done.exit_code == 1
+    found = {finding["what"]: finding for finding in json.loads(done.output)}
+    assert found["etcd"]["verdict"] == "missing"
+    assert "elasticd up" in found["etcd"]["remedy"]
 
 
 def test_up_in_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

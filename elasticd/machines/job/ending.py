@@ -10,7 +10,7 @@ import msgspec
 from elasticd.machines.job.effects import CancelPlan
 from elasticd.machines.job.state import OVER, Phase
 from elasticd.machines.job.turn import Turn
-from elasticd.messages import Finished
+from elasticd.messages import Closed, Finished, Rejected
 from elasticd.records import DoneRecord, Proposal
 
 
@@ -22,6 +22,7 @@ def finished(turn: Turn, body: Finished) -> None:
     progress = msgspec.structs.replace(job.progress, step=body.step)
     turn.enter(Phase.DONE, proposal=None, asked=None, progress=progress, done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
+    _answer_waiting(turn, Closed(reason=f"job {job.job} is over: it finished at step {body.step}; {AGAIN}"))
     told = turn.told("finished", f"finished at step {body.step}", step=body.step)
     turn.write(DoneRecord(step=body.step, epoch=turn.epoch), notes=(told,))
 
@@ -40,8 +41,16 @@ def stop(turn: Turn, why: str) -> None:
         records.insert(0, aborted(job.proposal, turn.epoch, why))
     turn.enter(Phase.STOPPED, reason=reason, proposal=None, asked=None, done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
+    _answer_waiting(turn, Rejected(reason=f"job {job.job} is over: {reason}"))
     told = turn.told("stopped", f"stopped: {reason}", step=job.progress.step)
     turn.write(*records, notes=(told,))
+
+
+def _answer_waiting(turn: Turn, body: Rejected | Closed) -> None:
+    """To the torchruns that wait for their workers' start: nobody else would tell them that there is none."""
+    for joiner in turn.job.joiners.values():
+        if not joiner.answered:
+            turn.send(joiner.node, joiner.client, body)
 
 
 def affirm(turn: Turn) -> None:

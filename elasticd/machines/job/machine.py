@@ -16,9 +16,19 @@ from elasticd.machines.job import (
     replan,
     reread,
     snapshots,
+    stopping,
     switch,
 )
-from elasticd.machines.job.effects import AgentDown, AgentUp, Effect, Event, Planned, Received, Reread
+from elasticd.machines.job.effects import (
+    AgentDown,
+    AgentUp,
+    Effect,
+    Event,
+    Planned,
+    Received,
+    Reread,
+    StopAsked,
+)
 from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import (
@@ -61,11 +71,15 @@ def step(
         replan.answered(turn, event)
     elif isinstance(event, Reread):
         reread.ordered(turn, event)
+    elif isinstance(event, StopAsked):
+        stopping.asked(turn, event)
     elif isinstance(event, AgentDown):
         gather.forget(turn, event.node)
-    elif isinstance(event, AgentUp) and event.anew:
-        turn.set(snapshots=turn.job.snapshots.forgotten(event.record.node))
-        losses.orphaned(turn, event.record.node)
+    elif isinstance(event, AgentUp):
+        stopping.remind(turn, event.record.node)
+        if event.anew:
+            turn.set(snapshots=turn.job.snapshots.forgotten(event.record.node))
+            losses.orphaned(turn, event.record.node)
     # What else an agent's arrival means for a job, its workers' messages tell.
     _due(turn)
     return turn.job, tuple(turn.effects)
@@ -112,6 +126,7 @@ def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Keeps) -
         gather.leave(turn, node, message)
     elif isinstance(body, Hello):
         gather.hello(turn, node, message, body)
+        stopping.remind(turn, node)
     else:
         _report(turn, message)
 
@@ -165,13 +180,15 @@ def _due(turn: Turn) -> None:
     gather.answer_late(turn)
     losses.deserted(turn)
     leaving.all_told(turn)
+    stopping.due(turn)
     recovery.suspect(turn)
     switch.overdue(turn)
     switch.unrecovered(turn)
     switch.abort(turn)
     switch.all_kept(turn)
     reread.due(turn)
-    replan.request(turn)
+    if not turn.job.stopping:
+        replan.request(turn)
     recovery.recover(turn)
 
 
