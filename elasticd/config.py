@@ -26,6 +26,7 @@ from elasticd_planner.rates import DetectSettings
 from elasticd_planner.value import Value, refuse
 
 from elasticd.logs import LogSection
+from elasticd.routes import LOOPBACK
 from elasticd.security import SecuritySection
 
 #: Names the file where `--config` does not.
@@ -108,7 +109,8 @@ class CoordinatorSection(Value, frozen=True, kw_only=True):
 
 
 class AgentSection(Value, frozen=True, kw_only=True):
-    """One node: its name, its socket for the workers, the address at which they listen for each other.
+    """One node: its name, its socket for the workers, the address at which they listen for each other (default:
+    that of this machine on the route to the leader).
 
     Without `devices` and `memory` (bytes of each device) the machine is asked; without `socket`
     it is `$ELASTICD_SOCKET`, else a path of the user's own. `state` is as for the coordinator. The snapshots
@@ -119,7 +121,7 @@ class AgentSection(Value, frozen=True, kw_only=True):
 
     node: str = msgspec.field(default_factory=_host_name)
     socket: str | None = None
-    address: str = "127.0.0.1"
+    address: str | None = None
     devices: int | None = None
     memory: int | None = None
     state: str | None = None
@@ -129,8 +131,8 @@ class AgentSection(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_name("node", self.node)
-        if not self.address:
-            refuse("address must be one of this machine's, as 127.0.0.1")
+        if self.address is not None and not self.address:
+            refuse("address must be one of this machine's, as 10.0.0.7, or be left out")
         if self.devices is not None and self.devices < 1:
             refuse(f"devices = {self.devices} must be at least 1")
         if self.memory is not None and self.memory < 1:
@@ -139,6 +141,11 @@ class AgentSection(Value, frozen=True, kw_only=True):
             refuse(f"snapshot_mib = {self.snapshot_mib} must be MiB, as 4096, or 0 to keep none for others")
         if not 0 <= self.probe_seconds < math.inf:
             refuse(f"probe_seconds = {self.probe_seconds} must be seconds, as 30, or 0 for one probe alone")
+
+    @property
+    def listens(self) -> str:
+        """The address, once a daemon has chosen one where the file does not; else for this machine alone."""
+        return self.address if self.address is not None else LOOPBACK
 
 
 class LinkSection(Value, frozen=True, kw_only=True):

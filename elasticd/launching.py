@@ -100,7 +100,9 @@ def slots(what: Launch) -> tuple[int, ...]:
 def environment(what: Launch, index: int, ours: Mapping[str, str]) -> dict[str, str]:
     """Of the torchrun of this node's worker `index`, which hands it to its worker."""
     found = {**ours, SLOT_VARIABLE: str(slots(what)[index])}
-    if what.gpus:
+    if not what.gpus:
+        found[GPUS_VARIABLE] = ""  # also where there are some, but fewer than workers
+    else:
         # The agent's order is NVML's. CUDA's own default puts the fastest GPU first.
         found = {_ORDER_VARIABLE: "PCI_BUS_ID", **found, GPUS_VARIABLE: what.gpus[index]}
     if what.devices > 1:

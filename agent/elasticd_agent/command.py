@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
+import time
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 import click
 from elasticd_planner.value import Invalid
+from msgspec import structs
 
+from elasticd import routes
 from elasticd.config import Config, ConfigError, load, reloaded, with_overrides
+from elasticd.credentials import credentials
 from elasticd.logs import set_up
 from elasticd.notify import Supervisor
 from elasticd.packets import PacketError, SocketTaken
+from elasticd.records import Keys
 from elasticd.remembered import StateError, StateFile
 from elasticd.store.compat import EtcdClientMissing
-from elasticd.store.protocol import StoreError, StoreReplaced
+from elasticd.store.leader import read_leader
+from elasticd.store.protocol import Store, StoreError, StoreReplaced
 from elasticd.version import __version__
 from elasticd_agent.daemon import Agent, AgentError, check_store
 from elasticd_agent.probe import ProbeError
 from elasticd_agent.registrar import NodeTaken
+
+#: Seconds for a leader to be there, whose route gives this node's address; then etcd's route does.
+LEADER_SECONDS = 5.0
+_LOOK_SECONDS = 0.1
+
+_log = logging.getLogger(__name__)
 
 _EXPECTED = (
     AgentError,
@@ -40,7 +54,11 @@ _EXPECTED = (
 @click.option("--config", "path", metavar="FILE", help="TOML configuration (default: $ELASTICD_CONFIG).")
 @click.option("--node", metavar="NAME", help="This node's name (default: the host's).")
 @click.option("--socket", metavar="PATH", help="Where trainers on this node find the agent.")
-@click.option("--address", metavar="HOST", help="Where workers of this node listen for the others.")
+@click.option(
+    "--address",
+    metavar="HOST",
+    help="Where workers of this node listen for others (default: its address on the route to the leader).",
+)
 @click.option("--devices", type=click.IntRange(min=1), help="How many devices (default: ask the machine).")
 @click.option("--memory", metavar="SIZE", help="Memory of each device, as '8 GiB' (default: ask).")
 @click.option("--etcd", metavar="HOST:PORT,...", help="etcd's endpoints.")
@@ -89,11 +107,31 @@ async def run(read: Callable[[], Config]) -> None:
 
     config = read()
     memory = StateFile(config.agent.state, config.cluster.name, "agent", config.agent.node)
+    credentials(config.security)  # what is wrong with them is said before etcd is asked
     store = EtcdStore(etcd_options(config), known=memory.identity)
     try:
         supervisor = Supervisor()
-        agent = Agent(config, store, memory=memory, supervisor=supervisor)
         loop = asyncio.get_running_loop()
+        running, ending = asyncio.current_task(), False
+
+        def end() -> None:
+            """Before the agent is there this breaks the start off."""
+            nonlocal ending
+            ending = True
+            assert running is not None
+            running.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, end)
+        try:
+            await check_store(store, config.etcd.endpoints)
+            await asyncio.to_thread(release.warn, store)
+            config = await with_address(config, store)
+        except asyncio.CancelledError:
+            if ending:
+                return
+            raise
+        agent = Agent(config, store, memory=memory, supervisor=supervisor)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, agent.stop)
 
@@ -105,10 +143,31 @@ async def run(read: Callable[[], Config]) -> None:
             supervisor.ready("the configuration was read anew")
 
         loop.add_signal_handler(signal.SIGHUP, reload)
-        await check_store(store, config.etcd.endpoints)
-        await asyncio.to_thread(release.warn, store)
         await agent.run()
     except StoreReplaced as error:
         raise AgentError(memory.refusal(error)) from error
     finally:
         store.close()
+
+
+async def with_address(config: Config, store: Store) -> Config:
+    """The configuration with this node's address in it: the file's, else that of the route to the leader. The
+    leader is waited for a little. Raises StoreError and AgentError."""
+    from elasticd.store.session import split_endpoint
+
+    if config.agent.address is not None:
+        return config
+    key, deadline = Keys(cluster=config.cluster.name).leader, time.monotonic() + LEADER_SECONDS
+    try:
+        while (leader := await asyncio.to_thread(read_leader, store, key)) is None:
+            if time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(_LOOK_SECONDS)
+    except ValueError as error:
+        raise AgentError(f"{error}: another program's key? choose another [cluster] name") from error
+    host = urlsplit(leader.value).hostname if leader is not None else None
+    stores = [split_endpoint(endpoint)[0] for endpoint in config.etcd.endpoints]
+    address, why = await asyncio.to_thread(routes.chosen, host, stores)
+    text = "workers of this node listen for others at %s, by %s; [agent] address names another one"
+    _log.info(text, address, why)
+    return structs.replace(config, agent=structs.replace(config.agent, address=address))

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from elasticd import routes
 from elasticd.config import Config
 from elasticd.credentials import credentials
 from elasticd.machines import agent as machine
@@ -329,7 +330,7 @@ class Agent:
             )
         except OSError as error:
             raise AgentError(
-                f"cannot listen for other nodes' snapshots at {agent.address}: {error.strerror or error}; "
+                f"cannot listen for other nodes' snapshots at {agent.listens}: {error.strerror or error}; "
                 "give [agent] address one of this machine's addresses"
             ) from error
         record = structs.replace(self.record, snapshots=keeper.address, certificate=keeper.certificate)
@@ -357,7 +358,8 @@ class Agent:
         return NodeRecord(
             node=agent.node,
             devices=probe.devices(agent, self._config.emulate),
-            address=agent.address,
+            address=agent.listens,
+            host=routes.host(),
             agent=secrets.token_hex(8),
             emulated=self._config.emulate.enabled,
         )

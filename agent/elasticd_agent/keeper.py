@@ -67,7 +67,7 @@ class Keeper:
         self._peers = Peers(section.node)
         self._identity = Identity.make(agent)
         self._server = Server(
-            section.address, self._identity, self._vault, self._peers.certificates, self._arrived
+            section.listens, self._identity, self._vault, self._peers.certificates, self._arrived
         )
         self._sender = Sender(self._identity)
         self._pool = ThreadPoolExecutor(_SENDERS, "snapshots", initializer=yielding)
@@ -75,7 +75,7 @@ class Keeper:
         self._telling: asyncio.TimerHandle | None = None
         self._pause, self._again = Backoff(*_RETRY), 0.0
         self._trouble = ""
-        self.address = f"{section.address}:{self._server.port}"
+        self.address = f"{section.listens}:{self._server.port}"
         self.certificate = self._identity.certificate
 
     def ring(self) -> list[NodeRecord]:

@@ -14,8 +14,8 @@ from elasticd.packets import SOCKET_VARIABLE
 
 #: How often torchrun starts a device's worker again.
 MAX_RESTARTS = 10
-#: One of these is there where a driver for GPUs that torch calls CUDA is loaded: NVIDIA's, AMD's, Windows'.
-DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+#: One of these is there where a driver is loaded of GPUs that torch calls CUDA: NVIDIA's (two), AMD's, Windows'.
+DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -114,10 +114,9 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _gpus(devices: int | None) -> tuple[str, ...]:
-    """The GPUs of `devices` workers (None: all that there are), by CUDA's names; none where this node has none.
+    """The GPUs of `devices` workers (None: one for each GPU), by CUDA's names; none for workers on the CPU.
 
-    Raises ClickException where the node has GPUs, and fewer than `devices`: the other workers would compute on
-    the CPU, or share one.
+    Raises ClickException where the user named GPUs, and fewer than `devices`: two workers would share one.
     """
     from elasticd.launching import GPUS_VARIABLE, visible
 
@@ -125,13 +124,18 @@ def _gpus(devices: int | None) -> tuple[str, ...]:
     found = named if named is not None else tuple(map(str, range(_counted())))
     if devices is None and not found:
         raise click.ClickException("torch sees no GPU on this node: say how many workers by --devices N")
-    if devices is not None and found and devices > len(found):
-        said = f"{GPUS_VARIABLE}={os.environ[GPUS_VARIABLE]} names" if named is not None else "torch sees"
+    if devices is None or devices <= len(found) or not found:
+        return found[:devices]
+    if named is not None:
         raise click.ClickException(
-            f"--devices {devices} needs as many GPUs, and {said} {len(found)}: ask for {len(found)} at most, "
-            f"or set {GPUS_VARIABLE} to nothing to train on the CPU"
+            f"--devices {devices} needs as many GPUs, and {GPUS_VARIABLE}={os.environ[GPUS_VARIABLE]} names "
+            f"{len(found)}: ask for {len(found)} at most, or set it to nothing to train on the CPU"
         )
-    return found[:devices]
+    click.echo(
+        f"elasticd: this node has fewer GPUs ({len(found)}) than workers ({devices}): the workers see none",
+        err=True,
+    )
+    return ()
 
 
 def _counted() -> int:

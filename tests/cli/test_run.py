@@ -51,8 +51,8 @@ def test_each_torchrun_has_one_gpu_and_is_the_device_of_the_node_that_this_gpu_i
 
 
 def test_workers_on_the_cpu_see_no_gpu_that_the_user_hid() -> None:
-    assert environment(job(()), 1, {GPUS_VARIABLE: ""})[GPUS_VARIABLE] == ""
-    assert GPUS_VARIABLE not in environment(job(()), 1, {})
+    for ours in ({}, {GPUS_VARIABLE: ""}, {GPUS_VARIABLE: "-1"}):
+        assert environment(job(()), 1, ours)[GPUS_VARIABLE] == ""
 
 
 def test_several_workers_have_a_thread_each_unless_the_user_chose_a_number_or_there_is_one() -> None:
@@ -77,12 +77,22 @@ def test_visible_gpus_are_those_that_cuda_would_see(said: str | None, gpus: tupl
     assert visible({} if said is None else {GPUS_VARIABLE: said}) == gpus
 
 
-def test_more_workers_than_gpus_are_refused(tmp_path: Path) -> None:
+def test_more_workers_than_gpus_see_none_unless_the_user_named_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Launch] = []
+    monkeypatch.setattr("elasticd.launching.launch", launched.append)
+    monkeypatch.setattr("elasticd.cli.run._counted", lambda: 2)
     (tmp_path / "train.py").write_text("")
     command = ["run", "--job", "j", "--devices", "3", str(tmp_path / "train.py")]
     result = CliRunner(env={GPUS_VARIABLE: "4,6"}).invoke(elasticd, command)
     assert result.exit_code == 1
     assert "--devices 3 needs as many GPUs, and CUDA_VISIBLE_DEVICES=4,6 names 2" in result.output
+    result = CliRunner(env={GPUS_VARIABLE: None}).invoke(elasticd, command)
+    assert "fewer GPUs (2) than workers (3): the workers see none" in result.output
+    command[4] = "2"
+    CliRunner(env={GPUS_VARIABLE: None}).invoke(elasticd, command)
+    assert [(what.devices, what.gpus) for what in launched] == [(3, ()), (2, ("0", "1"))]
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,11 @@ def stop(turn: Turn, why: str) -> None:
 
 
 def _answer_waiting(turn: Turn, body: Rejected | Closed) -> None:
-    """To the torchruns that wait for their workers' start: nobody else would tell them that there is none."""
-    for joiner in turn.job.joiners.values():
-        if not joiner.answered:
+    """To the torchruns that wait for their workers' start: nobody else would tell them that there is none. One
+    that has workers is not waiting, but was heard of again."""
+    started = {place for worker in turn.job.workers.values() for place in (worker.node, worker.device)}
+    for place, joiner in turn.job.joiners.items():
+        if not joiner.answered and place not in started:
             turn.send(joiner.node, joiner.client, body)
 
 
