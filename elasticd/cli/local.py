@@ -25,8 +25,10 @@ def settings(path: str | None) -> Config:
         return load(path)
     found = running()
     if len(found) > 1:
-        listed = "\n".join(f"  --config {one}" for one in found)
-        raise ConfigError(f"several 'elasticd up' run on this machine: choose one by\n{listed}")
+        listed = "\n".join(f"  {one}" for one in found)
+        raise ConfigError(
+            f"several 'elasticd up' run on this machine: choose one by --config or ${CONFIG_VARIABLE}:\n{listed}"
+        )
     return load(found[0] if found else None)
 
 

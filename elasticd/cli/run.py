@@ -14,7 +14,7 @@ from elasticd.packets import SOCKET_VARIABLE
 
 #: How often torchrun starts a device's worker again.
 MAX_RESTARTS = 10
-#: One of these is there where a driver is loaded of GPUs that torch calls CUDA: NVIDIA's (two), AMD's, Windows'.
+#: One of these is there where a driver of GPUs that torch calls CUDA is: NVIDIA's (two), AMD's, Windows'.
 DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 
 
