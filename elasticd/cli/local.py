@@ -27,7 +27,7 @@ def settings(path: str | None) -> Config:
     if len(found) > 1:
         listed = "\n".join(f"  {one}" for one in found)
         raise ConfigError(
-            f"several 'elasticd up' run on this machine: choose one by --config or ${CONFIG_VARIABLE}:\n{listed}"
+            f"several 'elasticd up' run on this machine: name one by --config or ${CONFIG_VARIABLE}:\n{listed}"
         )
     return load(found[0] if found else None)
 
