@@ -14,6 +14,7 @@ from elasticd_planner.value import Invalid
 from msgspec import structs
 
 from elasticd import routes
+from elasticd.backoff import jittered
 from elasticd.config import Config, ConfigError, load, reloaded, with_overrides
 from elasticd.credentials import credentials
 from elasticd.logs import set_up
@@ -31,7 +32,7 @@ from elasticd_agent.registrar import NodeTaken
 
 #: Seconds for a leader to be there, whose route gives this node's address; then etcd's route does.
 LEADER_SECONDS = 5.0
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ async def with_address(config: Config, store: Store) -> Config:
         while (leader := await asyncio.to_thread(read_leader, store, key)) is None:
             if time.monotonic() >= deadline:
                 break
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(jittered(_LOOK_SECONDS))
     except ValueError as error:
         raise AgentError(f"{error}: another program's key? choose another [cluster] name") from error
     host = urlsplit(leader.value).hostname if leader is not None else None
