@@ -13,6 +13,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from elasticd.decoding import decoded_as
+
 
 class _StageView(msgspec.Struct):
     devices: list[str]
@@ -61,13 +63,13 @@ class Answered:
 def answered(text: bytes, path: str) -> Answered:
     """The plan of an answer, or of the one job in what `elasticd plan --json` prints. Raises Invalid."""
     try:
-        running = msgspec.json.decode(text, type=dict[str, Plan])
+        running = decoded_as(dict[str, Plan], text)
         if len(running) == 1:
             return Answered(plan=next(iter(running.values())), state_bytes=None)
     except msgspec.MsgspecError:
         pass  # the answer to a problem
     try:
-        view = msgspec.json.decode(text, type=_AnswerView)
+        view = decoded_as(_AnswerView, text)
         return Answered(plan=_plan(view.plan), state_bytes=view.state_bytes)
     except (ValueError, IndexError) as error:
         what = "of a problem, or with one running job"

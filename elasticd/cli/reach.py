@@ -180,8 +180,9 @@ def reach(config: str | None, coordinator: str | None) -> Iterator[Api]:
     """The coordinator at this URL, else the one that leads by the configured etcd, else that of the one
     `elasticd up` on this machine. Raises `CannotReach` and ConfigError."""
     settings = settings_of(config) if coordinator is None else load(config)
+    known = credentials(settings.security)  # what is wrong with them is said before anybody is asked
     url = leader_url(settings) if coordinator is None else checked_url(coordinator)
-    with Api(url, credentials(settings.security)) as api:
+    with Api(url, known) as api:
         yield api
 
 

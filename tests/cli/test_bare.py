@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 from elasticd_agent.command import command as agent
 
+from elasticd.checkpoints.manifest import MANIFEST
 from elasticd.cli.app import elasticd
 from tests.cli.support import call, refused
 
@@ -47,7 +48,10 @@ ASKING: dict[str, tuple[str, ...]] = {
 OTHERS: dict[str, tuple[tuple[str, ...], str]] = {
     "up": (("--folder", "{folder}/file/x"), "name another folder with --folder"),
     "run": (("--job", "j", "--devices", "1", "{folder}/none.py"), "is not there"),
-    "coordinator": (("--etcd", "127.0.0.1:1", "--port", "0", "--host", "nowhere.invalid"), "cannot serve at"),
+    "coordinator": (
+        ("--etcd", "127.0.0.1:1", "--port", "0", "--host", "nowhere.invalid"),
+        "no etcd answers at",
+    ),
     "demo": (("--out", "{folder}/file"), "name another folder with --out"),
     "simulate": (("{folder}/none.toml",), "cannot read the scenario"),
     "profile": (("{folder}/none.py:model", "--out", "{folder}/none/p.json"), "cannot write"),
@@ -169,6 +173,11 @@ def test_a_folder_and_a_file_of_another_kind_are_refused_where_a_problem_or_a_re
         refused("plan", path)
         refused("plan", "--diff", path, path)
         refused("status", "--config", path)
+    manifest = tmp_path / "step-00000001.plan-1.aa" / MANIFEST
+    manifest.parent.mkdir()
+    manifest.write_bytes(b'{"x": ' + b"[" * 100_000)
+    assert "damaged: " in call("checkpoint", "list", str(tmp_path)).output
+    assert "1 of 1 damaged" in refused("checkpoint", "verify", str(tmp_path))
 
 
 def test_a_user_without_a_home_or_a_name_is_told_what_to_set(
