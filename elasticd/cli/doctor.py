@@ -65,9 +65,13 @@ def doctor(config: str | None, as_json: bool) -> None:
         write_json(findings)
         sys.exit(failed)
     table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a path that is cut helps nobody
     styles = {"ok": "green", "note": "yellow", "missing": "red"}
     for finding in findings:
-        table.add_row(Text(finding.verdict, style=styles[finding.verdict]), finding.what, finding.found)
+        # As Text: words in brackets, as [etcd], would be taken for rich's markup.
+        table.add_row(Text(finding.verdict, style=styles[finding.verdict]), finding.what, Text(finding.found))
         if finding.remedy:
             table.add_row("", "", Text(finding.remedy, style="bold"))
     Console(highlight=False).print(table)

@@ -35,8 +35,8 @@ def settings(path: str | None) -> Config:
 def running() -> list[Path]:
     """The configuration of each `elasticd up` of this user that runs on this machine."""
     with suppress(OSError, StateError):
-        links = sorted(_links().iterdir())
-        return [link.resolve() for link in links if starter.alive(link.name) and link.exists()]
+        links = [link for link in _links().iterdir() if starter.alive(link.name) and link.exists()]
+        return sorted(link.resolve() for link in links)
     return []
 
 

@@ -74,7 +74,8 @@ class Nodes:
         """`elasticd run` on a node."""
         namespace = self._net.name(node) if self._net is not None else ""
         options = ("--job", "job", "--nnodes", "2", "--devices", "1", "--socket", self.socket(node))
-        script = (train_ledger.__file__, str(self.folder), str(STEPS))
+        # A replica of the state on each node: so small a model could do with one device.
+        script = (train_ledger.__file__, str(self.folder), str(STEPS), json.dumps({"zero": 1, "replicas": 2}))
         log = self.folder / f"run-{node}"
         arguments = (namespace, "run", *options, *script)
         process = forkserver.start(Path(within.__file__), *arguments, environment=environment(), output=log)
