@@ -172,8 +172,11 @@ class Agent:
         self._registrar.start()
         security = self._config.security
         self._link = Link(
-            *(self._emit, self._keeper.whole, lambda harm: harms.take(harm), lambda: credentials(security)),
-            end=self._tell_to_go,
+            self._emit,
+            self._keeper.whole,
+            lambda harm: harms.take(harm),
+            lambda: credentials(security),
+            self._tell_to_go,
         )
         allowed = self._config.chaos.enabled
         harms = Harms(
