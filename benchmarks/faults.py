@@ -40,10 +40,11 @@ from _injections import (  # noqa: E402
     separated,
     training,
 )
-from _namespaces import refusal  # noqa: E402
 from _parts import Parts  # noqa: E402
 from _results import RESULTS, Row, row, table  # noqa: E402
 from rich.console import Console  # noqa: E402
+
+from tests.integration.namespaces import refusal  # noqa: E402
 
 NODES = ("n0", "n1", "n2")
 FOUR = (*NODES, "n3")

@@ -27,6 +27,7 @@ from elasticd_planner.value import Value, refuse
 
 from elasticd.logs import LogSection
 from elasticd.names import name_refusal
+from elasticd.routes import LOOPBACK
 from elasticd.security import SecuritySection
 
 #: Names the file where `--config` does not.
@@ -109,7 +110,8 @@ class CoordinatorSection(Value, frozen=True, kw_only=True):
 
 
 class AgentSection(Value, frozen=True, kw_only=True):
-    """One node: its name, its socket for the workers, the address at which they listen for each other.
+    """One node: its name, its socket for the workers, the address at which they listen for each other (default:
+    that of this machine on the route to the leader).
 
     Without `devices` and `memory` (bytes of each device) the machine is asked; without `socket`
     it is `$ELASTICD_SOCKET`, else a path of the user's own. `state` is as for the coordinator. The snapshots
@@ -120,7 +122,7 @@ class AgentSection(Value, frozen=True, kw_only=True):
 
     node: str = msgspec.field(default_factory=_host_name)
     socket: str | None = None
-    address: str = "127.0.0.1"
+    address: str | None = None
     devices: int | None = None
     memory: int | None = None
     state: str | None = None
@@ -130,8 +132,8 @@ class AgentSection(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_name("node", self.node)
-        if not self.address:
-            refuse("address must be one of this machine's, as 127.0.0.1")
+        if self.address is not None and not self.address:
+            refuse("address must be one of this machine's, as 10.0.0.7, or be left out")
         if self.devices is not None and self.devices < 1:
             refuse(f"devices = {self.devices} must be at least 1")
         if self.memory is not None and self.memory < 1:
@@ -140,6 +142,11 @@ class AgentSection(Value, frozen=True, kw_only=True):
             refuse(f"snapshot_mib = {self.snapshot_mib} must be MiB, as 4096, or 0 to keep none for others")
         if not 0 <= self.probe_seconds < math.inf:
             refuse(f"probe_seconds = {self.probe_seconds} must be seconds, as 30, or 0 for one probe alone")
+
+    @property
+    def listens(self) -> str:
+        """The address, once a daemon has chosen one where the file does not; else for this machine alone."""
+        return self.address if self.address is not None else LOOPBACK
 
 
 class LinkSection(Value, frozen=True, kw_only=True):
@@ -245,7 +252,7 @@ def parse(text: str, source: str) -> Config:
     """The configuration in TOML `text`; `source` names it in messages. Raises ConfigError."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError
         raise ConfigError(f"{source} is not TOML: {error}") from error
     sections: dict[str, Any] = {}
     for name, body in table.items():

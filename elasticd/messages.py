@@ -12,7 +12,7 @@ from elasticd_planner.measurement import Measurement
 
 from elasticd.decoding import Reader, version_refusal
 from elasticd.health import OfNode
-from elasticd.orders import Drain, Harm
+from elasticd.orders import Drain, End, Harm
 from elasticd.pulses import Frozen, Ping, Pong, Probe, Probed
 from elasticd.records import JobSpec, NodeRecord, Proposal, Vote
 from elasticd.rounds import (
@@ -371,7 +371,7 @@ class AgentRejected(Message, frozen=True, kw_only=True, tag="agent-rejected"):
 
 
 ToLeader = AgentHello | Up | WorkerLost | Frozen | OfNode | Keeps | Lapped
-ToAgent = Down | Whole | AgentRejected | Harm | Drain
+ToAgent = Down | Whole | AgentRejected | Harm | Drain | End
 
 
 def protocol_refusal(what: str, hello: Hello | Join | Attend | Watching | AgentHello) -> str:

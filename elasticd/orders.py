@@ -14,6 +14,12 @@ class Drain(Message, frozen=True, kw_only=True, tag="drain"):
     on: bool
 
 
+class End(Message, frozen=True, kw_only=True, tag="end-job"):
+    """A user stops this job: the agent sends SIGTERM to each of its workers here, once."""
+
+    job: str
+
+
 class Harm(Message, frozen=True, kw_only=True, tag="inject-fault"):
     """Chaos, a hint: this is done to the process that drives `device`; or (cut) this agent loses its leader and
     its store, until it is healed, the leader is gone, or `seconds` have passed, if that is not 0."""

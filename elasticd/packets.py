@@ -26,6 +26,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from elasticd.backoff import jittered
+
 #: Bytes; larger messages travel by memfd.
 LARGEST_PACKET = 64 * 1024
 #: Bytes; a larger message is refused on both sides, for it is an error and not a message.
@@ -116,7 +118,7 @@ def connect(path: str, timeout: float = 0.0) -> socket.socket:
                 raise NoAgent(
                     f"no agent listens at {path}: start one with elasticd-agent, or set {SOCKET_VARIABLE}"
                 ) from None
-        time.sleep(_RETRY_SECONDS)
+        time.sleep(jittered(_RETRY_SECONDS))
 
 
 def send(sock: socket.socket, data: bytes, fd: int | None = None) -> None:

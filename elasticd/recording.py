@@ -31,6 +31,7 @@ from elasticd.machines.job.effects import (
     Planned,
     Received,
     Reread,
+    StopAsked,
     Tick,
     Unwritten,
     Write,
@@ -49,6 +50,7 @@ EVENTS: dict[str, type] = {
     "fault-injected": Harmed,
     "configured": Configured,
     "drain": Drained,
+    "stop-job": StopAsked,
     "tick": Tick,
 }
 _KINDS = {event: kind for kind, event in EVENTS.items()}

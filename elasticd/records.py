@@ -120,7 +120,8 @@ class Keys(Value, frozen=True, kw_only=True):
 class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):
     """A node whose agent lives; `address` is what its workers listen on for each other, `snapshots` where other
     agents send it snapshots to keep ("host:port", empty: nowhere) and `certificate` (PEM) what it is known by
-    there. `draining`: its devices are to be left, and no plan takes them up again."""
+    there. `draining`: its devices are to be left, and no plan takes them up again. `host`: which machine and
+    network it is on (`elasticd.routes.host`); nodes of one host reach each other by loopback."""
 
     node: str
     devices: tuple[Device, ...]
@@ -130,6 +131,7 @@ class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):
     snapshots: str = ""
     certificate: str = ""
     draining: bool = False
+    host: str = ""
     version: int = RECORD_VERSION
 
 

@@ -39,9 +39,17 @@ class Remembered(StoredValue, frozen=True, kw_only=True, tag="daemon-state"):
 
 
 def default_folder() -> Path:
-    """`$XDG_STATE_HOME/elasticd`, else `~/.local/state/elasticd`."""
-    home = os.environ.get("XDG_STATE_HOME")
-    return (Path(home) if home else Path.home() / ".local" / "state") / "elasticd"
+    """`$XDG_STATE_HOME/elasticd`, else `~/.local/state/elasticd`. Raises StateError where there is no home, as
+    for a user of a container that /etc/passwd does not know."""
+    if home := os.environ.get("XDG_STATE_HOME"):
+        return Path(home) / "elasticd"
+    try:
+        return Path.home() / ".local" / "state" / "elasticd"
+    except RuntimeError:
+        raise StateError(
+            "this user has no home folder: set XDG_STATE_HOME to a folder that outlives a restart, or name one "
+            "as state in the daemon's section of the configuration"
+        ) from None
 
 
 class StateFile:

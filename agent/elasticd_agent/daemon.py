@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from elasticd import routes
 from elasticd.config import Config
 from elasticd.credentials import credentials
 from elasticd.machines import agent as machine
@@ -34,6 +35,7 @@ from elasticd.machines.agent_state import (
 )
 from elasticd.messages import Pace, ToLeader
 from elasticd.notify import Supervisor
+from elasticd.orders import End
 from elasticd.packets import default_path
 from elasticd.pulses import Ping
 from elasticd.records import Keys, NodeRecord, schema_refusal
@@ -100,6 +102,7 @@ class Agent:
         self._end: asyncio.Future[str | None] | None = None
         self._stopped = False
         self._harms: Harms | None = None
+        self._told_to_go: set[str] = set()
 
     @property
     def record(self) -> NodeRecord:
@@ -169,7 +172,11 @@ class Agent:
         self._registrar.start()
         security = self._config.security
         self._link = Link(
-            self._emit, self._keeper.whole, lambda harm: harms.take(harm), lambda: credentials(security)
+            self._emit,
+            self._keeper.whole,
+            lambda harm: harms.take(harm),
+            lambda: credentials(security),
+            self._tell_to_go,
         )
         allowed = self._config.chaos.enabled
         harms = Harms(
@@ -326,7 +333,7 @@ class Agent:
             )
         except OSError as error:
             raise AgentError(
-                f"cannot listen for other nodes' snapshots at {agent.address}: {error.strerror or error}; "
+                f"cannot listen for other nodes' snapshots at {agent.listens}: {error.strerror or error}; "
                 "give [agent] address one of this machine's addresses"
             ) from error
         record = structs.replace(self.record, snapshots=keeper.address, certificate=keeper.certificate)
@@ -337,6 +344,14 @@ class Agent:
         worker = self._state.worker_of(device)
         return self._workers.pidfd(worker.id) if worker is not None else None
 
+    def _tell_to_go(self, order: End) -> None:
+        """Sends SIGTERM to the workers of a job that a user stops; once, as a second one ends them at once."""
+        for client in self._state.clients.values():
+            if client.device and client.job == order.job and client.id not in self._told_to_go:
+                self._told_to_go.add(client.id)
+                _log.warning("job %s is stopped: %s is told to go", order.job, client.device)
+                self._workers.terminate(client.id)
+
     def _finish(self, reason: str | None) -> None:
         if self._end is not None and not self._end.done():
             self._end.set_result(reason)
@@ -346,7 +361,8 @@ class Agent:
         return NodeRecord(
             node=agent.node,
             devices=probe.devices(agent, self._config.emulate),
-            address=agent.address,
+            address=agent.listens,
+            host=routes.host(),
             agent=secrets.token_hex(8),
             emulated=self._config.emulate.enabled,
         )

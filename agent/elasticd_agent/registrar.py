@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from elasticd.backoff import Backoff, jittered
 from elasticd.decoding import shown
 from elasticd.records import Keys, MemberRecord, NodeRecord, decode, encode
 from elasticd.store.keeper import LeaseKeeper
@@ -25,7 +26,8 @@ from elasticd.store.protocol import (
     StoreTooLarge,
 )
 
-_RETRY_SECONDS = 0.5
+#: Seconds between attempts to write the keys: doubled from the first to the second.
+_RETRY = (0.25, 2.0)
 _POLL_SECONDS = 0.2
 
 _log = logging.getLogger(__name__)
@@ -66,7 +68,7 @@ class Registrar:
             if holder is not None and time.monotonic() >= deadline:
                 self._store.revoke(lease)
                 raise NodeTaken(self._taken_by(holder))
-            if self._stop.wait(_POLL_SECONDS):
+            if self._stop.wait(jittered(_POLL_SECONDS)):
                 self._store.revoke(lease)
                 return
             self._store.keep_alive(lease)
@@ -145,8 +147,9 @@ class Registrar:
         while not self._stop.is_set():
             self._wake.wait()
             self._wake.clear()
+            pause = Backoff(*_RETRY)
             while not self._stop.is_set() and not self._settle():
-                self._stop.wait(_RETRY_SECONDS)
+                self._stop.wait(pause.next())
 
     def _settle(self) -> bool:
         """Bring the store to what is wanted; False when that must be tried again."""

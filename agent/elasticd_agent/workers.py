@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -101,6 +102,14 @@ class Workers:
         """A copy, the caller's to close, of the descriptor of a client's process; None where that has ended."""
         connection = self._connections.get(client)
         return connection.pidfd() if connection is not None else None
+
+    def terminate(self, client: str) -> None:
+        """Sends SIGTERM to a client's process, if it runs."""
+        pidfd = self.pidfd(client)
+        if pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            os.close(pidfd)
 
     def close(self) -> None:
         """Stop serving and remove the socket file, if it still is ours. The processes are left alone."""

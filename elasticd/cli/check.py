@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import click
+
+from elasticd.extras import need
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -17,5 +20,10 @@ def check(script: str, arguments: tuple[str, ...]) -> None:
     SCRIPT is run with its ARGUMENTS up to its elasticd.Job; no agent is needed. All layouts run in one process,
     in threads, on two samples. What differs is named, with the rule that is wrong. Exit code 0: all are alike.
     """
+    if not os.path.exists(script):
+        raise click.ClickException(
+            f"{script} is not there: name the training script, and its options behind it"
+        )
+    need("torch", "elasticd check")
     command = [sys.executable, "-m", "elasticd.runtime.checking", script, *arguments]
     sys.exit(subprocess.run(command, check=False).returncode)

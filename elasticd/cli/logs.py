@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import click
 import msgspec
 
-from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.options import config_option, coordinator_option, json_option
 from elasticd.cli.reach import Api, reach
 from elasticd.coordinator.journal import EventRecord
 
@@ -19,7 +19,7 @@ _POLL = 0.5
 @click.command()
 @config_option
 @coordinator_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON line for each event.")
+@json_option("One JSON line for each event.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until Ctrl-C.")
 @click.option(
     "--last", type=click.IntRange(min=0), default=50, show_default=True, help="How many to begin with."

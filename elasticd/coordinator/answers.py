@@ -101,7 +101,7 @@ class LinkStatus(Value, frozen=True, kw_only=True):
 
 
 class ClusterStatus(Value, frozen=True, kw_only=True):
-    """The answer of `GET /v1/status`."""
+    """The answer of `GET /v1/status`. paused: no plan is replaced by a better one (`elasticd pause`)."""
 
     cluster: str
     leader: LeaderStatus
@@ -109,6 +109,7 @@ class ClusterStatus(Value, frozen=True, kw_only=True):
     jobs: tuple[JobStatus, ...]
     restarts: tuple[RestartStatus, ...] = ()
     links: tuple[LinkStatus, ...] = ()
+    paused: bool = False
 
     def job(self, name: str) -> JobStatus | None:
         return next((job for job in self.jobs if job.job == name), None)

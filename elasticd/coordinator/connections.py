@@ -12,8 +12,9 @@ from elasticd.messages import (
     encode,
     protocol_refusal,
 )
-from elasticd.orders import Drain, Harm
+from elasticd.orders import Drain, End, Harm
 from elasticd.records import NodeRecord
+from elasticd.routes import is_loopback
 from elasticd.snapshots import Whole
 
 #: Messages that may wait for a slow agent before its connection is given up; it then starts afresh.
@@ -63,6 +64,20 @@ class Connections:
                 f"node name {hello.record.node!r} is taken by another agent, at {other.record.address}: "
                 "give each agent a name of its own (node in section [agent]), or stop the other one"
             )
+        return self._apart(hello.record)
+
+    def _apart(self, record: NodeRecord) -> str:
+        """Why workers of this node and of another could not reach each other, or nothing: a loopback address is
+        another one on each machine."""
+        for other in (connection.record for connection in self._live.values()):
+            lone = [each for each in (record, other) if is_loopback(each.address)]
+            if lone and record.host and other.host and record.host != other.host:
+                named = " and ".join(f"node {each.node!r}" for each in lone)
+                return (
+                    f"{named} would listen at {lone[0].address}, and nodes {record.node!r} and {other.node!r} "
+                    "are different machines: their workers could not reach each other. Set address in section "
+                    "[agent] of that node to one of its machine's addresses, or leave it out there"
+                )
         return ""
 
     def enter(self, record: NodeRecord) -> Connection:
@@ -81,7 +96,7 @@ class Connections:
         del self._live[connection.node]
         return True
 
-    def send(self, node: str, message: Down | Harm | Drain | Whole) -> None:
+    def send(self, node: str, message: Down | Harm | Drain | End | Whole) -> None:
         """To the node's agent; nothing where none is connected: what matters is said again."""
         connection = self._live.get(node)
         if connection is not None:

@@ -24,7 +24,15 @@ from elasticd.coordinator.access import Access
 from elasticd.coordinator.answers import ClusterStatus, LeaderStatus
 from elasticd.coordinator.election import CannotLead, Deposed, Term
 from elasticd.coordinator.leading import Leading
-from elasticd.coordinator.listening import OPEN_TO_ALL, Server, bind, configured, exposed, url_of
+from elasticd.coordinator.listening import (
+    CLOSE_IT,
+    OPEN_TO_ALL,
+    Server,
+    bind,
+    configured,
+    exposed,
+    url_of,
+)
 from elasticd.coordinator.planning import COMMAND
 from elasticd.coordinator.server import application
 from elasticd.coordinator.views import status
@@ -38,6 +46,7 @@ from elasticd.records import HistoryRecord, Keys, decode_at
 from elasticd.remembered import NOTE_SECONDS, StateError, StateFile
 from elasticd.store.leader import Leader, LeadershipLost
 from elasticd.store.protocol import KeyValue, Store, StoreError, StoreRefused
+from elasticd.store.session import split_endpoint
 from elasticd.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -81,9 +90,13 @@ class Coordinator:
             listener = bind(self.config.coordinator.host, self.config.coordinator.port)
             self._exits.callback(listener.close)
             host, port = self.config.coordinator.host, listener.getsockname()[1]
-            self.url = url_of(host, port, secure=self._context is not None)
+            stores = [split_endpoint(endpoint)[0] for endpoint in self.config.etcd.endpoints]
+            secure = self._context is not None
+            self.url = await asyncio.to_thread(url_of, host, port, secure=secure, stores=stores)
             if not self.access.asks and exposed(host):
-                _log.warning("%s: %s", self.url, OPEN_TO_ALL)
+                if not self.config.security.insecure:
+                    raise CannotLead(f"{self.url}: {OPEN_TO_ALL}: {CLOSE_IT}")
+                _log.warning("%s: %s ([security] insecure = true)", self.url, OPEN_TO_ALL)
             self._lead(await self._elect(listener))
             await self._serve(listener)
         except BaseException:

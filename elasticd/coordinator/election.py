@@ -10,10 +10,12 @@ from concurrent.futures import Executor
 
 from elasticd_planner.value import Value
 
+from elasticd.backoff import jittered
 from elasticd.config import Config
 from elasticd.decoding import VersionRefused
 from elasticd.records import Keys, SchemaRecord, encode, schema_refusal
 from elasticd.remembered import StateFile
+from elasticd.store import release
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.keeper import LeaseKeeper
@@ -76,6 +78,7 @@ def connect(config: Config, memory: StateFile | None = None) -> Store:
     except StoreRefused as error:
         store.close()
         raise CannotLead(f"the etcd at {endpoints} refuses us: {error}") from error
+    release.warn(store)
     return store
 
 
@@ -109,7 +112,7 @@ def elect(
                 continue  # another that stood by was quicker
             except StoreUnavailable as error:
                 _log.warning("the store went away during the election, trying again: %s", error)
-                stopped.wait(PAUSE)
+                stopped.wait(jittered(PAUSE))
     except VersionRefused as error:
         raise CannotLead(str(error)) from error
     except ValueError as error:

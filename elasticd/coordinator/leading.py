@@ -35,10 +35,12 @@ from elasticd.machines.job.effects import (
     Received,
     RequestPlan,
     Send,
+    StopAsked,
     Tick,
     Unwritten,
     Write,
 )
+from elasticd.machines.job.state import OVER
 from elasticd.messages import (
     AgentHello,
     Down,
@@ -321,6 +323,18 @@ class Leading:
         if not known.connected:
             raise Refused(409, f"the agent of node {node} cannot be reached: start it, or wait for it")
         self.apply(Drained(node=node, on=on))
+
+    def stop(self, name: str, seconds: float, by: str) -> None:
+        """Ends a job, whose workers have so many seconds for a last checkpoint. Raises `Refused`."""
+        job = self.state.jobs.get(name)
+        if job is None and name in self.restarts:
+            raise Refused(409, f"job {name} is in restart mode, and ends with its torchruns: stop those")
+        if job is None:
+            names = ", ".join(sorted(self.state.jobs)) or "none"
+            raise Refused(404, f"there is no job {name!r}; there are: {names}")
+        if job.phase in OVER:
+            raise Refused(409, f"job {name} is {job.phase.value} already" + (job.reason and f": {job.reason}"))
+        self.apply(StopAsked(job=name, by=by, seconds=seconds))
 
     def know_device(self, device: str) -> None:
         """Raises `Refused` where no node has it."""

@@ -26,7 +26,8 @@ def refusal(state: State, event: Opened) -> str:
     if not 0 <= body.local_rank < devices:
         return (
             f"local rank {body.local_rank} has no device: node {node!r} has {devices}; "
-            f"start torchrun with --nproc-per-node={devices} at most"
+            f"start torchrun with --nproc-per-node={devices} at most, or 'elasticd run' with --devices "
+            f"{devices} at most, and with GPUs 0 to {devices - 1} in $CUDA_VISIBLE_DEVICES"
         )
     other = state.worker_of(f"{node}/{body.local_rank}")
     # The same process may come as a new incarnation.

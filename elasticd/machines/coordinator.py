@@ -29,6 +29,7 @@ from elasticd.machines.job.effects import (
     Received,
     Reread,
     Send,
+    StopAsked,
     Stored,
     Unwritten,
 )
@@ -84,7 +85,7 @@ def step(state: State, event: Event, now: float) -> Result:
         return _drained(state, event)
     if isinstance(event, Configured):
         return _configured(state, event, now)
-    if isinstance(event, Planned | Reread | Unwritten):
+    if isinstance(event, Planned | Reread | StopAsked | Unwritten):
         return _jobs(state, event, now, (event.job,))
     state, told = _links(state, now)
     state, effects = _jobs(state, event, now, tuple(state.jobs))

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from elasticd import messages, packets
+from elasticd.backoff import jittered
 from elasticd.messages import (
     Hello,
     Message,
@@ -201,7 +202,7 @@ class Control:
                 )
             except (BrokenPipeError, HungUp) as error:
                 if time.monotonic() < deadline:
-                    time.sleep(_AGAIN_SECONDS)
+                    time.sleep(jittered(_AGAIN_SECONDS))
                     continue
                 log.warning("the agent did not return: %s", error)
                 return False

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from elasticd.backoff import Backoff
 from elasticd.store.protocol import (
     Compare,
     Delete,
@@ -192,6 +193,14 @@ class EtcdStore:
     def identity(self) -> Identity:
         return self._read(lambda session: session.identify())
 
+    def release(self) -> str:
+        """The release of the member that answers, as "3.5.17"."""
+
+        def ask(session: EtcdSession) -> str:
+            return str(session.unary("maintenancestub", "Status", session.rpc.StatusRequest()).version)
+
+        return self._read(ask)
+
     def known(self) -> Identity | None:
         """The cluster and the highest revision seen so far, without asking: what a daemon persists."""
         return self._guard.known()
@@ -299,8 +308,7 @@ class _Tail:
         threading.Thread(target=self._run, name=f"watch {self._prefix}", daemon=True).start()
 
     def _run(self) -> None:
-        shortest, longest = _BACKOFF
-        delay = shortest
+        pause = Backoff(*_BACKOFF)
         while not self.watch.cancelled:
             begun, place = time.monotonic(), self._next_revision
             try:
@@ -308,10 +316,9 @@ class _Tail:
                 continue
             except StoreError as error:
                 _log.debug("watch of %s: %s", self._prefix, error)
-            if self._next_revision != place or time.monotonic() - begun > longest:
-                delay = shortest
-            self.watch.wait_cancelled(delay)
-            delay = min(2 * delay, longest)
+            if self._next_revision != place or time.monotonic() - begun > _BACKOFF[1]:
+                pause.reset()
+            self.watch.wait_cancelled(pause.next())
 
     def _follow(self) -> None:
         """Deliver until something ends the stream; returns only when the watch is cancelled or was reset."""

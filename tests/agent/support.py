@@ -144,11 +144,12 @@ class Leader:
         if isinstance(up.body, StoreCall):
             threading.Thread(target=self._call, args=(connection, up, up.body), daemon=True).start()
         elif isinstance(up.body, Leave):
-            self._joined.pop(node, None)
+            self._joined = {place: one for place, one in self._joined.items() if one[1] != up.client}
         elif isinstance(up.body, Join) and self.over:
             connection.send(messages.encode(Down(client=up.client, body=Closed(reason=self.over))))
         elif isinstance(up.body, Join):
-            self._joined[node] = (connection, up.client)
+            place = node if up.body.slot is None else f"{node}/{up.body.slot}"
+            self._joined[place] = (connection, up.client)
             if len(self._joined) == self._nodes:
                 for rank, (_, (to, client)) in enumerate(sorted(self._joined.items())):
                     joined = Joined(node_rank=rank, nodes=self._nodes)

@@ -35,6 +35,7 @@ from elasticd.messages import (
     Welcome,
     WorkerLost,
 )
+from elasticd.orders import Drain, End
 from elasticd.records import DoneRecord, Keys, MemberRecord, NodeRecord, Proposal, decode, encode
 from elasticd.remembered import StateFile
 from elasticd.store.memory import MemoryStore
@@ -100,6 +101,29 @@ def test_worker_is_welcomed_and_written_to_the_store(node: Node) -> None:
     assert [device.name for device in decode(found.value, NodeRecord).devices] == ["n0/0", "n0/1"]
     until(lambda: leader.bodies(Hello))
     assert isinstance(leader.heard[0], AgentHello)
+
+
+def test_workers_of_a_job_that_a_user_stops_get_one_sigterm(node: Node) -> None:
+    """This process is the worker: a second one would end a real worker at once."""
+    leader = node.leader()
+    node.agent()
+    node.trainer().welcomed(1)
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        until(lambda: leader.bodies(Hello))
+        leader.send(End(job="another"))
+        leader.send(Drain(on=True))
+        until(lambda: [said for said in leader.heard if isinstance(said, AgentHello) and said.record.draining])
+        assert heard == []
+        leader.send(End(job="job"))
+        leader.send(End(job="job"))
+        leader.send(Drain(on=False))
+        until(lambda: [s for s in leader.heard if isinstance(s, AgentHello)][-1].record.draining is False)
+        until(lambda: heard)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_every_hello_is_another_incarnation(node: Node) -> None:

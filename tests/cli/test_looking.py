@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterable
 
 import msgspec
@@ -13,7 +14,7 @@ from elasticd_planner.problem import Problem
 from elasticd_planner.slowness import Slowness
 from rich.console import Console, RenderableType
 
-from elasticd.cli import history, logs, top, why
+from elasticd.cli import history, jobs, logs, top, why
 from elasticd.cli.status import screen
 from elasticd.coordinator.journal import EventRecord, StepRecord
 from elasticd.records import HistoryRecord
@@ -100,6 +101,26 @@ def test_why_a_device_tells_rate_use_and_what_plans_counted_with() -> None:
     assert text.count("counted with") == 2
     assert "plan 7 counted with 3.00x" in text
     assert "a/1 is slow" in text
+
+
+def test_why_tells_programs_the_same() -> None:
+    told = json.loads(msgspec.json.encode(why.plan_told(record(7, {"a/1": 3.0}), EVENTS, STEPS)))
+    assert told["plan"]["number"] == 7
+    assert told["step_seconds"] == 1.25
+    assert told["gain"] == {"before": 3.0, "after": 1.25, "pause": 0.5}
+    assert [event["kind"] for event in told["events"]] == ["swapped"]
+    assert json.loads(msgspec.json.encode(why.plan_told(record(7, {}), (), STEPS[:9])))["gain"] is None
+    records = [record(6, {}), record(7, {"a/1": 3.0})]
+    told = json.loads(msgspec.json.encode(why.device_told("a/1", "j", STATUS, EVENTS, records)))
+    assert told["device"]["rate"] == 3.0
+    assert told["connected"] is False
+    assert [(plan["number"], plan["rate"]) for plan in told["plans"]] == [(6, 1.0), (7, 3.0)]
+    assert "2 of 8 shares" in told["use"]
+
+
+def test_jobs_have_a_line_each() -> None:
+    lines = shown(jobs.listed(STATUS)).splitlines()
+    assert lines[1].split() == ["j", "running", "41", "2.5000", "1,234", "7", "3"]
 
 
 def test_why_an_unknown_device_names_those_there_are() -> None:

@@ -1,4 +1,4 @@
-"""Messages that no honest agent sends, from a seed: samples of every message with other values than were meant."""
+"""Messages that no honest agent sends, from a seed: samples of every message with other values than meant."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.orders import Drain, Harm
+from elasticd.orders import Drain, End, Harm
 from elasticd.pulses import Frozen
 from elasticd.records import (
     CheckpointsRecord,
@@ -58,6 +58,7 @@ EventKind = Literal[
     "chaos",
     "drained",
     "leaving",
+    "stopping",
     "excluded",
     "defect",
     "checkpoint",
@@ -149,12 +150,32 @@ class Drained(Value, frozen=True, kw_only=True):
     on: bool
 
 
+class StopAsked(Value, frozen=True, kw_only=True):
+    """A user stops this job: its workers have so many seconds (0: none) for a last checkpoint. `by` names the
+    user."""
+
+    job: str
+    by: str
+    seconds: float
+
+
 class Tick(Value, frozen=True, kw_only=True):
     """Time has passed."""
 
 
 Event = (
-    AgentUp | AgentDown | Received | Planned | Unwritten | Paced | Harmed | Reread | Configured | Drained | Tick
+    AgentUp
+    | AgentDown
+    | Received
+    | Planned
+    | Unwritten
+    | Paced
+    | Harmed
+    | Reread
+    | Configured
+    | Drained
+    | StopAsked
+    | Tick
 )
 
 # -- effects -------------------------------------------------------------------------------------------------
@@ -188,7 +209,7 @@ class Send(Value, frozen=True, kw_only=True):
     """To the agent of `node`, if it is connected."""
 
     node: str
-    message: Down | Harm | Drain | Whole
+    message: Down | Harm | Drain | End | Whole
 
 
 class Write(Value, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from elasticd.decoding import tag_of
 from elasticd.machines.job.effects import CancelPlan, Unwritten
 from elasticd.machines.job.state import OVER, Phase
 from elasticd.machines.job.turn import Turn
-from elasticd.messages import Finished
+from elasticd.messages import Closed, Finished, Rejected
 from elasticd.records import DoneRecord, Proposal
 
 
@@ -23,6 +23,7 @@ def finished(turn: Turn, body: Finished) -> None:
     progress = msgspec.structs.replace(job.progress, step=body.step)
     turn.enter(Phase.DONE, proposal=None, asked=None, progress=progress, done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
+    _answer_waiting(turn, Closed(reason=f"job {job.job} is over: it finished at step {body.step}; {AGAIN}"))
     told = turn.told("finished", f"finished at step {body.step}", step=body.step)
     turn.write(DoneRecord(step=body.step, epoch=turn.epoch), notes=(told,))
 
@@ -44,6 +45,7 @@ def stop(turn: Turn, why: str) -> None:
         records.insert(0, aborted(job.proposal, turn.epoch, why))
     turn.enter(Phase.STOPPED, reason=reason, proposal=None, asked=None, done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
+    _answer_waiting(turn, Rejected(reason=f"job {job.job} is over: {reason}"))
     told = turn.told("stopped", f"stopped: {reason}", step=job.progress.step)
     turn.write(*records, notes=(told,))
 
@@ -57,6 +59,15 @@ def unwritten(turn: Turn, event: Unwritten) -> None:
         stop(turn, f"the store does not take its {' and '.join(event.records)}: {event.reason}")
     elif len(event.records) > 1 and tag_of(DoneRecord) in event.records:  # the end itself is small
         turn.write(DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason))
+
+
+def _answer_waiting(turn: Turn, body: Rejected | Closed) -> None:
+    """To the torchruns that wait for their workers' start: nobody else would tell them that there is none. One
+    that has workers is not waiting, but was heard of again."""
+    started = {place for worker in turn.job.workers.values() for place in (worker.node, worker.device)}
+    for place, joiner in turn.job.joiners.items():
+        if not joiner.answered and place not in started:
+            turn.send(joiner.node, joiner.client, body)
 
 
 def affirm(turn: Turn) -> None:

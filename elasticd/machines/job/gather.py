@@ -70,7 +70,7 @@ def answer_late(turn: Turn) -> None:
     """Lets those start their workers who came late, and have none. These stand by, and the next plan may use
     them."""
     job = turn.job
-    if job.phase not in FALLIBLE or job.settle_until is not None:
+    if job.phase not in FALLIBLE or job.settle_until is not None or job.stopping:
         return
     for place, joiner in job.joiners.items():
         # One that has workers may only have been heard of again; if it has not, its workers are about to end.

@@ -17,6 +17,7 @@ from elasticd.machines.job import (
     replan,
     reread,
     snapshots,
+    stopping,
     switch,
 )
 from elasticd.machines.job.effects import (
@@ -27,6 +28,7 @@ from elasticd.machines.job.effects import (
     Planned,
     Received,
     Reread,
+    StopAsked,
     Unwritten,
 )
 from elasticd.machines.job.state import LIVE, OVER, JobState, NodeState, Phase, Settings, Worker
@@ -73,11 +75,15 @@ def step(
         ending.unwritten(turn, event)
     elif isinstance(event, Reread):
         reread.ordered(turn, event)
+    elif isinstance(event, StopAsked):
+        stopping.asked(turn, event)
     elif isinstance(event, AgentDown):
         gather.forget(turn, event.node)
-    elif isinstance(event, AgentUp) and event.anew:
-        turn.set(snapshots=turn.job.snapshots.forgotten(event.record.node))
-        losses.orphaned(turn, event.record.node)
+    elif isinstance(event, AgentUp):
+        stopping.remind(turn, event.record.node)
+        if event.anew:
+            turn.set(snapshots=turn.job.snapshots.forgotten(event.record.node))
+            losses.orphaned(turn, event.record.node)
     # What else an agent's arrival means for a job, its workers' messages tell.
     _due(turn)
     return turn.job, tuple(turn.effects)
@@ -147,6 +153,7 @@ def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Keeps) -
         gather.leave(turn, node, message)
     elif isinstance(body, Hello):
         gather.hello(turn, node, message, body)
+        stopping.remind(turn, node)
     else:
         _report(turn, message)
 
@@ -200,13 +207,15 @@ def _due(turn: Turn) -> None:
     gather.answer_late(turn)
     losses.deserted(turn)
     leaving.all_told(turn)
+    stopping.due(turn)
     recovery.suspect(turn)
     switch.overdue(turn)
     switch.unrecovered(turn)
     switch.abort(turn)
     switch.all_kept(turn)
     reread.due(turn)
-    replan.request(turn)
+    if not turn.job.stopping:
+        replan.request(turn)
     recovery.recover(turn)
 
 

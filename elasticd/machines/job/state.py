@@ -284,7 +284,8 @@ class JobState(Value, frozen=True, kw_only=True):
         profile is for such as `lengths` (None: as the spec says, all alike).
     chaos: the data is to be read in sequences of `sequence` tokens (0: as they are); `reread`: that was
         ordered, and no plan with it was proposed yet.
-    end: `done_epoch` is that of the record in the store.
+    end: `done_epoch` is that of the record in the store. `stopping` says who stops the job (empty: nobody),
+        which ends by `stop_at`.
     older state: `snapshots` in the agents' memory, checkpoints `published`, the newest last; when a worker last
         `arrived`. Until `patient_until` a new leader takes nothing for lost that it has not heard of.
     """
@@ -329,6 +330,8 @@ class JobState(Value, frozen=True, kw_only=True):
     lengths: Lengths | None = None
     progress: Progress = Progress()
     done_epoch: int = 0
+    stopping: str = ""
+    stop_at: float = 0.0
     snapshots: Snapshots = msgspec.field(default_factory=Snapshots)
     published: tuple[PublishedCheckpoint, ...] = ()
     arrived: float = -math.inf
