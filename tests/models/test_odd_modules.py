@@ -57,7 +57,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """norm is the first parameter; `unused` is used by nobody, `seldom` for long sequences alone."""
+    """norm is the first parameter; `unused` is used by nobody, `seldom` for some samples alone."""
 
     def __init__(self, stream: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -68,8 +68,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.norm(x.to(self.norm.weight.dtype)).to(self.up.weight.dtype)
-        if x.shape[1] > 12:
-            inner = inner + self.seldom(inner)
+        some = x[:, :1, :1] > 1.2
+        if some.any():
+            inner = inner + self.seldom(inner) * some
         return x.to(self.stream) + self.down(torch.tanh(self.up(inner)))
 
 
@@ -126,7 +127,7 @@ def test_the_stream_may_be_of_another_type_than_the_first_parameter(name: str) -
     given = training(whole)
     assert given.model.dtype == torch.float32
     found, expected = under(given, PLANS[name]), alone(given, whole)
-    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    assert found[0] == pytest.approx(expected[0], rel=1e-8)
     gap, at = furthest(found, expected, {full: full for full, _ in whole.named_parameters()})
     assert gap < 1e-7, at  # norms are in single precision
 

@@ -132,8 +132,9 @@ def test_draws_without_a_key_are_the_same_again(kind: type[Drawing], monkeypatch
     both = [torch.default_generator, Beside.generator]
     monkeypatch.setattr("elasticd.runtime.randomness.generators", lambda: both)
     plan = plan_of((8, [stage(0, 3, ("a/0", 1))]))
+    training = drawing(kind)
     before = [generator.get_state() for generator in both]
-    plain = under(drawing(kind), plan, threads=False)
+    plain = under(training, plan, threads=False)
     assert all(torch.equal(generator.get_state(), was) for generator, was in zip(both, before, strict=True))
     for generator in both:
         generator.seed()

@@ -170,9 +170,14 @@ def test_the_mean_length_of_samples() -> None:
     assert sample_tokens(Numbers()) == 5.5
 
 
-@pytest.mark.parametrize("sample", [torch.zeros(3), {"name": "x"}])
-def test_a_sample_of_another_form_is_named(sample: object) -> None:
-    with pytest.raises(TypeError, match="must be a mapping of 1-D tensors"):
+@pytest.mark.parametrize("sample", [torch.zeros(3), (torch.zeros(3), 1), {"a": {"b": np.zeros(3)}, "c": 2}])
+def test_the_first_tensor_of_a_sample_has_its_tokens(sample: object) -> None:
+    assert sample_tokens([sample]) == 3
+
+
+@pytest.mark.parametrize("sample", [3, {"name": "x"}])
+def test_a_sample_without_a_tensor_is_named(sample: object) -> None:
+    with pytest.raises(TypeError, match="sample 0 is .* without a tensor"):
         sample_tokens([sample])
 
 
