@@ -191,11 +191,12 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
 
 class Vote(Value, frozen=True, kw_only=True):
     """What the vote of a step decided: mean loss, gradient norm and target count, tokens, whether its update is
-    made. Whoever kept the step's reduced gradients can make the update from it."""
+    made. Whoever kept the step's reduced gradients can make the update from it. loss, norm: None where they are
+    not finite, for which JSON has no number."""
 
     step: int
-    loss: float
-    norm: float
+    loss: float | None
+    norm: float | None
     count: float
     tokens: int
     apply: bool
