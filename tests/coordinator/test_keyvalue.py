@@ -45,7 +45,7 @@ def test_add_counts_in_text_as_torch_does() -> None:
     assert "whole numbers" in (ask(store, "add", "word", b"1").error or "")
 
 
-@pytest.mark.parametrize("number", ["9" * 5000, "9" * 400, str(1 << 63)])
+@pytest.mark.parametrize("number", ["9" * 400, str(1 << 63)])
 def test_no_number_is_too_long_for_the_keys_of_others(number: str) -> None:
     store = KeyValue()
     ask(store, "set", f"plan/{number}/x", b"")

@@ -67,13 +67,14 @@ def up(device: str, body: Any, job: str = "demo") -> Up:
     return Up(client="c", job=job, device=device, incarnation="i", body=body)
 
 
+MEASURED = Measurement(device="beta/0", plan=1, step=1, tokens=1, block_seconds=1.0, block_work=1.0)
 WATCHING = Watching(job="demo", torchrun="t", local_rank=0, pid=1, round=1, world=2, nodes=2, least=1)
 HELD = Held(job="demo", device="beta/0", incarnation="i", plan=1, step=2, node="beta", size=3)
 #: About a device of beta's.
 OF_BETA: list[ToLeader] = [
     up("beta/0", Finished(step=99999)),
-    up("beta/0", Report(measurement=Measurement(device="beta/0", plan=1, step=1))),
-    up("alpha/0", Report(measurement=Measurement(device="beta/0", plan=1, step=1))),
+    up("beta/0", Report(measurement=MEASURED)),
+    up("alpha/0", Report(measurement=MEASURED)),
     WorkerLost(job="demo", device="beta/0", incarnation="i", clean=False, how="killed"),
     Frozen(job="demo", device="beta/0", incarnation="i", how="no answer"),
     Lapped(device="beta/0", by=WATCHING, lap=Lap(step=1, seconds=1.0, wall=1.0)),
@@ -114,7 +115,7 @@ def test_a_name_outside_the_grammar_is_heard_of_a_job_that_there_is() -> None:
     "record",
     [
         node_record("a/b"),
-        node_record(""),
+        msgspec.structs.replace(node_record("alpha"), node=""),
         node_record("alpha", devices=2000),
         msgspec.structs.replace(node_record("alpha"), devices=(Device(name="alpha/" + "1" * 5000, memory=1),)),
     ],
@@ -162,7 +163,7 @@ def test_a_defect_that_a_message_meets_costs_the_message(monkeypatch: pytest.Mon
     monkeypatch.setattr(machine, "step", Broken("bad"))
     before = two_jobs()
     record = node_record("alpha")
-    before = msgspec.structs.replace(before, nodes={"alpha": coordinator.NodeState(record=record)})
+    before = msgspec.structs.replace(before, nodes={"alpha": coordinator.NodeState(record=record, connected=True, since=0.0)})
     event: Event = Received(node="alpha", message=up("alpha/0", Finished(step=3), job="bad"))
     state, effects = coordinator.step(before, event, 1.0)
     assert state == before

@@ -7,11 +7,12 @@ from collections import Counter
 import msgspec
 import pytest
 
-from elasticd.machines import coordinator, doors
+from elasticd.machines import coordinator, doors, restarts
 from elasticd.machines.job.effects import Note, Received, Send, Tick, Write
 from elasticd.machines.job.state import Phase
 from elasticd.messages import AgentHello, encode
 from elasticd.records import encode as record
+from elasticd.rounds import Lapped
 from tests import sizes
 from tests.machines.hostile import Hostile
 from tests.machines.test_coordinator_faults import running
@@ -28,6 +29,7 @@ def test_whatever_a_node_says_is_heard_or_skipped(round_: int, seed: int) -> Non
         worker.incarnation for worker in world.workers.values() if worker.device.startswith("alpha")
     ]
     hostile = Hostile(seed * 100 + round_, ("alpha/0", "alpha/1"), ("demo",), incarnations)
+    restarting = restarts.RestartJob(job="demo")
     heard = Counter[str]()
     for number, message in enumerate(hostile.messages(MESSAGES)):
         if doors.refusal("alpha", message, state.jobs):
@@ -35,7 +37,12 @@ def test_whatever_a_node_says_is_heard_or_skipped(round_: int, seed: int) -> Non
             continue
         if isinstance(message, AgentHello):
             continue  # a connection's first word
-        state, effects = coordinator.step(state, Received(node="alpha", message=message), now)
+        if isinstance(message, Lapped):  # of a job in restart mode, which another machine leads
+            restarting, effects = restarts.lap(
+                restarting, message, state.settings.detect, state.settings.policy, 1, now
+            )
+        else:
+            state, effects = coordinator.step(state, Received(node="alpha", message=message), now)
         heard["heard"] += 1
         if number % 20 == 0:
             now += 0.5
