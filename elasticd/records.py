@@ -29,7 +29,7 @@ RECORD_VERSION = 1
 SCHEMA_VERSION = 1
 #: How the keys below a cluster's prefix begin, and those below a job's: those that the leader decides by, and
 #: those that agents write, or that torchruns have written, or that records need.
-CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "nodes", "jobs")
+CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "journal", "nodes", "jobs")
 LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "history")
 OTHER_KEYS = ("members", "rendezvous", "ranks", "parts")
 T = TypeVar("T", bound=msgspec.Struct)
@@ -71,6 +71,11 @@ class Keys(Value, frozen=True, kw_only=True):
 
     def config_history(self, number: int) -> str:
         return f"{self.config}-history/{number:08d}"
+
+    @property
+    def journal(self) -> str:
+        """The prefix of what the leader told: events, and the steps of jobs."""
+        return self.root + "journal/"
 
     @property
     def nodes(self) -> str:

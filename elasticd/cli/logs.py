@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 
 import click
 import msgspec
 
+from elasticd.backoff import Backoff
 from elasticd.cli.options import config_option, coordinator_option, json_option
-from elasticd.cli.reach import Api, reach
+from elasticd.cli.reach import Api, CannotReach, reach
 from elasticd.coordinator.journal import EventRecord
 
 _POLL = 0.5
+#: Seconds between attempts to find a leader: doubled from the first to the second.
+_AWAY = (0.2, 2.0)
 
 
 @click.command()
@@ -42,19 +46,34 @@ def logs(
         told = api.events()
         for event in _wanted(told, kinds, job)[-last:] if last else ():
             _write(event, as_json)
-        if follow:
-            for event in following(api, told[-1].id if told else 0):
-                if _wanted((event,), kinds, job):
-                    _write(event, as_json)
+    if follow:
+        for event in following(lambda: reach(config, coordinator), told[-1].id if told else 0):
+            if _wanted((event,), kinds, job):
+                _write(event, as_json)
 
 
-def following(api: Api, after: int) -> Iterator[EventRecord]:
-    """Events as they come, without end."""
+def following(connect: Callable[[], AbstractContextManager[Api]], after: int) -> Iterator[EventRecord]:
+    """Events as they come, without end, from one leader after the other. Where none answers, standard error
+    says so once, and the next one is waited for."""
+    pause = Backoff(*_AWAY)
+    away = False
     while True:
-        for event in api.events(after):
-            after = event.id
-            yield event
-        time.sleep(_POLL)
+        try:
+            with connect() as api:
+                if all(event.id < after for event in api.events()):
+                    after = 0  # a leader of release 0.1, whose ids begin anew
+                while True:
+                    for event in api.events(after):
+                        after = event.id
+                        yield event
+                    away = False
+                    pause.reset()
+                    time.sleep(_POLL)
+        except CannotReach as error:
+            if not away:
+                click.echo(f"elasticd: {error}; waiting for a leader", err=True)
+            away = True
+            time.sleep(pause.next())
 
 
 def _wanted(events: Iterable[EventRecord], kinds: tuple[str, ...], job: str | None) -> list[EventRecord]:

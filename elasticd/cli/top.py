@@ -17,7 +17,8 @@ from elasticd.cli.options import config_option, coordinator_option, json_option,
 from elasticd.cli.picture import picture
 from elasticd.cli.reach import Api, CannotReach, ClusterStatus, JobStatus, NodeStatus, reach
 from elasticd.cli.status import paused
-from elasticd.coordinator.journal import EventRecord, StepRecord
+from elasticd.coordinator.gains import StepRecord
+from elasticd.coordinator.journal import EventRecord
 
 #: Characters of a rate's bar, and the rate at which it is full.
 WIDTH, FULL = 24, 4.0

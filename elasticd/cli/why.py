@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import click
+import msgspec
 from elasticd_planner.plan import Plan
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -16,12 +16,9 @@ from elasticd.cli.logs import line
 from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
 from elasticd.cli.picture import picture
 from elasticd.cli.reach import CannotReach, ClusterStatus, DeviceStatus, NodeStatus, reach
-from elasticd.coordinator.journal import EventRecord, StepRecord
+from elasticd.coordinator.gains import Gain, StepRecord, gain_of
+from elasticd.coordinator.journal import EventRecord
 from elasticd.records import HistoryRecord
-
-#: Steps before a switch, and after it, that its gain is the median of. Few before: the reason for the switch is
-#: often no older than that.
-BEFORE, AFTER = 3, 20
 
 
 @click.command()
@@ -65,15 +62,6 @@ def _meant(
 # -- a plan --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Gain:
-    """What a switch to a plan changed: seconds a step before and after it, and of the switch's own pause."""
-
-    before: float
-    after: float
-    pause: float
-
-
 def plan_told(
     record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]
 ) -> dict[str, object]:
@@ -83,7 +71,7 @@ def plan_told(
         "plan": record,
         "steps": len(seconds),
         "step_seconds": median(seconds) if seconds else None,
-        "gain": gain_of(record.number, steps),
+        "gain": _gained(record.number, told, steps),
         "events": _events_of(record.number, told),
     }
 
@@ -101,8 +89,10 @@ def plan(
     )
     yield picture(record.plan, record.problem.rates)
     yield from _prediction(record.plan, steps)
-    yield from _gain(record.number, steps)
-    yield from (Text(line(event), style="dim") for event in _events_of(record.number, told))
+    if (gain := _gained(record.number, told, steps)) is not None:
+        yield Text.assemble(("gained    ", "dim"), gain.words)
+    about = [event for event in _events_of(record.number, told) if event.kind != "gained"]
+    yield from (Text(line(event), style="dim") for event in about)
 
 
 def _events_of(number: int, told: Sequence[EventRecord]) -> list[EventRecord]:
@@ -126,26 +116,12 @@ def _prediction(made: Plan, steps: Sequence[StepRecord]) -> Iterator[RenderableT
     yield Text.assemble(("predicted ", "dim"), text)
 
 
-def _gain(number: int, steps: Sequence[StepRecord]) -> Iterator[RenderableType]:
-    found = gain_of(number, steps)
-    if found is None:
-        return
-    was, now, pause = found.before, found.after, found.pause
-    yield Text.assemble(
-        ("gained    ", "dim"),
-        f"{was:.3f} s a step before, {now:.3f} s after ({was / now:.2f}x); the switch took {pause:.2f} s, "
-        + (f"paid back in {pause / (was - now):.0f} steps" if was > now else "not paid back by speed"),
-    )
-
-
-def gain_of(number: int, steps: Sequence[StepRecord]) -> Gain | None:
-    """The last steps before the switch beside the first after it; None where they are few."""
-    after = [step for step in steps if step.plan == number][: AFTER + 1]
-    before = [step for step in steps if after and step.step < after[0].step][-BEFORE:]
-    if len(after) < 4 or len(before) < BEFORE:
-        return None
-    was, now = median(step.seconds for step in before), median(step.seconds for step in after[1:])
-    return Gain(before=was, after=now, pause=max(0.0, after[0].time - before[-1].time - now))
+def _gained(number: int, told: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Gain | None:
+    """What the switch to a plan gained: as its leader told it once it was measured, or from the steps."""
+    for event in told:
+        if event.kind == "gained" and event.data.get("number") == number:
+            return msgspec.convert({name: event.data.get(name) for name in Gain.__struct_fields__}, Gain)
+    return gain_of(number, steps)
 
 
 # -- a device ------------------------------------------------------------------------------------------------

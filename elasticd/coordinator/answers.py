@@ -10,7 +10,8 @@ from elasticd_planner.plan import Plan
 from elasticd_planner.slowness import Slowness
 from elasticd_planner.value import Value
 
-from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
+from elasticd.coordinator.gains import StepRecord
+from elasticd.coordinator.journal import EventRecord, Pacing
 from elasticd.health import Health
 from elasticd.records import ConfigRecord, HistoryRecord
 

@@ -33,6 +33,7 @@ from elasticd.coordinator.listening import (
     exposed,
     url_of,
 )
+from elasticd.coordinator.pages import Pages
 from elasticd.coordinator.planning import COMMAND
 from elasticd.coordinator.server import application
 from elasticd.coordinator.views import status
@@ -191,19 +192,21 @@ class Coordinator:
         state = takeover(term.leadership.term, jobs, self._settings, time.monotonic())
         leading = Leading(state, chaos=self.config.chaos.enabled, failed=self.fail, planner=self._planner)
         leading.writer = self._writer(term, leading)
+        leading.keep(Pages(self.keys, term.journal.items))
         leading.remember(restarted)
         changes = msgspec.structs.replace(changes, detect=self._settings.detect, policy=self._settings.policy)
         leading.follow(changes, f"as changed while running: {', '.join(sorted(changes.values))}")
         self.leading = leading
         self._exits.push_async_callback(leading.planning.close)
         self._start(leading.writer.run(), "writer")
-        self._exits.push_async_callback(self._flush, leading.writer)
+        self._exits.push_async_callback(self._flush, leading)
         self._start(leading.ticks(), "ticks")
+        self._start(leading.keeping(), "journal")
         if self._memory is not None:
             self._start(self._remember(self._memory), "memory")
 
     def _writer(self, term: Term, leading: Leading) -> Writer:
-        known = (*term.jobs.items, *term.config.items)
+        known = (*term.jobs.items, *term.config.items, *term.journal.items)
         try:
             return Writer(
                 *(self._store, self._executor, term.leadership, self.keys, known),
@@ -239,10 +242,12 @@ class Coordinator:
         server.should_exit = True
         await task
 
-    async def _flush(self, writer: Writer) -> None:
+    async def _flush(self, leading: Leading) -> None:
         """What was decided is written, if the store takes it soon; else the next leader decides again."""
-        if writer.away or (self._end.done() and self._end.exception() is not None):
+        writer = leading.writer
+        if writer is None or writer.away or (self._end.done() and self._end.exception() is not None):
             return
+        leading.page()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(writer.drained(), 2.0)
 

@@ -50,12 +50,13 @@ class Deposed(CannotLead):
 
 
 class Term(Value, frozen=True, kw_only=True):
-    """One time of leading: the proof of it, all the jobs' records as they were when it began, and what was
-    changed of the configuration."""
+    """One time of leading: the proof of it, all the jobs' records as they were when it began, what was changed
+    of the configuration, and the journal."""
 
     leadership: Leadership
     jobs: Snapshot
     config: Snapshot
+    journal: Snapshot
 
 
 def connect(config: Config, memory: StateFile | None = None) -> Store:
@@ -124,7 +125,8 @@ def _win(store: Store, keys: Keys, name: str, url: str) -> Term:
     leadership = campaign(store, keys.leader, name, url, LEASE_SECONDS, patience=0.0)
     try:
         write_schema(store, keys, leadership)
-        return Term(leadership=leadership, jobs=store.snapshot(keys.jobs), config=store.snapshot(keys.config))
+        jobs, config, journal = (store.snapshot(prefix) for prefix in (keys.jobs, keys.config, keys.journal))
+        return Term(leadership=leadership, jobs=jobs, config=config, journal=journal)
     except (StoreError, CannotLead):
         try:
             leadership.resign(store)

@@ -16,6 +16,7 @@ from elasticd.coordinator.journal import Journal
 from elasticd.coordinator.keyvalue import KeyValue
 from elasticd.coordinator.ledger import Asked, Rank, Setting
 from elasticd.coordinator.metrics import Metrics
+from elasticd.coordinator.pages import MOST_LINES, Paged, Pages
 from elasticd.coordinator.planning import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
 from elasticd.coordinator.writer import Writer
@@ -64,6 +65,8 @@ TICK = 0.1
 #: For how many times as long as a look took the next one waits at least: with ten thousand devices it takes a
 #: while.
 TICK_SHARE = 10
+#: Seconds between looks at whether the journal has something new; how many looks until steps alone are written.
+PAGE_SECONDS, STEPS_SELDOM = 1.0, 5
 #: Seconds that a user waits for etcd to take what he changed.
 WRITE_SECONDS = 5.0
 #: Jobs that may have a bootstrap store at once.
@@ -97,12 +100,13 @@ class Leading:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
-        self.journal = Journal()
+        self.journal = Journal(term=state.epoch)
         self.metrics = Metrics()
         self.connections = Connections()
         self.recorders = Recorders()
         self.planning = Planning(self.apply, command=planner)
         self.writer: Writer | None = None
+        self._pages: Pages | None = None
         self.chaos = chaos
         self._failed = failed
         self._clock = clock
@@ -153,6 +157,36 @@ class Leading:
             began = time.monotonic()
             self.apply(Tick())
             spent = time.monotonic() - began
+
+    def keep(self, pages: Pages) -> None:
+        """The journal goes on from what an earlier leader kept, and is kept in its turn."""
+        for lines in pages.restored():
+            self.journal.restore(lines)
+        self._pages = pages
+
+    async def keeping(self) -> None:
+        """Writes down what is new in the journal: events soon, steps alone less often."""
+        rounds = 0
+        while True:
+            await asyncio.sleep(PAGE_SECONDS)
+            rounds += 1
+            away = self.writer is None or self.writer.away
+            if not away and (self.journal.new_events or rounds >= STEPS_SELDOM):
+                rounds = 0
+                self.page()
+
+    def page(self) -> None:
+        """All that is new in the journal is to be written."""
+        while self._pages is not None and self.writer is not None and (lines := self.journal.new(MOST_LINES)):
+            self.writer.put(self._pages.written(lines))
+
+    def _reported(self, job: str, report: Report) -> None:
+        gain = self.journal.report(job, report, time.time())
+        if gain is not None:
+            number = report.measurement.plan
+            text = f"plan {number} gained: {gain.words}"
+            data = {"number": number, "before": gain.before, "after": gain.after, "pause": gain.pause}
+            self.tell(Note(kind="gained", job=job, text=text, data=data))
 
     def tell(self, note: Note) -> None:
         """Into the journal and the log."""
@@ -236,7 +270,7 @@ class Leading:
             return
         if isinstance(message, Up | WorkerLost | Frozen | OfNode | Keeps):
             if isinstance(message, Up) and isinstance(message.body, Report):
-                self.journal.report(message.job, message.body, time.time())
+                self._reported(message.job, message.body)
             self.apply(Received(node=connection.node, message=message))
         elif isinstance(message, Lapped):
             self._lap(message)
@@ -374,6 +408,8 @@ def _named(asked: Asked) -> str:
         return f"{', '.join(map(tag_of, asked.records))} of job {shown(asked.job)}"
     if isinstance(asked, Rank):
         return f"{shown(asked.key)} of job {shown(asked.job)}"
+    if isinstance(asked, Paged):
+        return "a page of the journal"
     return "a change of the configuration" if isinstance(asked, Setting) else f"job {shown(asked.job)}"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from elasticd_planner.value import StoredValue, Value
 
+from elasticd.coordinator.pages import Paged
 from elasticd.decoding import tag_of
 from elasticd.machines.job.effects import Record, Write
 from elasticd.parts import MOST_BYTES, cut, parted
@@ -74,7 +75,7 @@ class Sweep(Value, frozen=True, kw_only=True):
     job: str
 
 
-Asked = Write | Rank | Setting | Sweep
+Asked = Write | Rank | Setting | Sweep | Paged
 
 
 class Ledger:
@@ -102,6 +103,8 @@ class Ledger:
             return [operations(self._keys, asked)]
         if isinstance(asked, Sweep):
             return list(_together([Delete(key) for key in self._unneeded(asked.job)]))
+        if isinstance(asked, Paged):
+            return [(Put(asked.key, asked.value), *map(Delete, asked.gone))]
         ops = operations(self._keys, asked)
         old = tuple(Delete(key) for key in self._too_old(asked))
         if self._parts.get(asked.job) or not self._fit((*ops, *old)):

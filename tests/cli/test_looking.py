@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +18,8 @@ from rich.console import Console, RenderableType
 
 from elasticd.cli import history, jobs, logs, top, why
 from elasticd.cli.status import screen
-from elasticd.coordinator.journal import EventRecord, StepRecord
+from elasticd.coordinator.gains import Gain, StepRecord
+from elasticd.coordinator.journal import EventRecord
 from elasticd.records import HistoryRecord
 from tests.cli.test_status import PLAN, STATUS
 from tests.planner.test_search import problem
@@ -138,6 +141,59 @@ def test_history_has_a_line_for_each_plan() -> None:
 def test_a_log_line_has_kind_job_and_text() -> None:
     assert logs.line(EVENTS[0]).split(maxsplit=1)[1] == "slow            j: a/1 is slow"
     assert logs.line(EVENTS[2]).endswith("node_up         node b is there")
+
+
+class Leaders:
+    """What `logs -f` finds, one answer to each look at the events; None: nobody answers."""
+
+    def __init__(self, *answers: tuple[int, ...] | None) -> None:
+        self.answers = list(answers)
+
+    @contextmanager
+    def __call__(self) -> Iterator[Any]:
+        yield self
+
+    def events(self, after: int = 0) -> list[EventRecord]:
+        if not self.answers:
+            raise KeyboardInterrupt
+        found = self.answers.pop(0)
+        if found is None:
+            raise logs.CannotReach("nobody leads")
+        event = EVENTS[0]
+        return [msgspec.structs.replace(event, id=number) for number in found if number > after]
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        (((1, 2), (1, 2), (1, 2, 3)), [2, 3]),
+        (((1, 2), (1, 2), None, None, (2, 9), (2, 9)), [2, 9]),
+        (((5,), (5,), None, (1, 2), (1, 2)), [5, 1, 2]),
+    ],
+    ids=["one leader", "another", "one whose ids begin anew"],
+)
+def test_logs_follow_from_leader_to_leader(
+    answers: tuple[Any, ...],
+    told: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(logs.time, "sleep", lambda seconds: None)
+    events = logs.following(Leaders(*answers), 1)
+    assert [next(events).id for _ in told] == told
+    with pytest.raises(KeyboardInterrupt):
+        next(events)
+    said = "elasticd: nobody leads; waiting for a leader\n"
+    assert capsys.readouterr().err == (said if None in answers else "")
+
+
+def test_a_gain_that_was_told_outlives_the_steps() -> None:
+    data = {"number": 7, "before": 4.0, "after": 2.0, "pause": 1.0}
+    gained = EventRecord(id=9, time=1.0, kind="gained", job="j", text="", data=data)
+    told = why.plan_told(record(7, {}), (*EVENTS, gained), ())
+    assert told["gain"] == Gain(before=4.0, after=2.0, pause=1.0)
+    text = shown(*why.plan(record(7, {}), (gained,), ()))
+    assert "gained    4.000 s a step before, 2.000 s after (2.00x)" in text
 
 
 def test_kinds_of_slowness_are_told_in_why_and_status() -> None:

@@ -61,6 +61,7 @@ EventKind = Literal[
     "stopping",
     "excluded",
     "defect",
+    "gained",
     "checkpoint",
     "snapshot",
     "finished",
