@@ -163,7 +163,9 @@ def test_a_defect_that_a_message_meets_costs_the_message(monkeypatch: pytest.Mon
     monkeypatch.setattr(machine, "step", Broken("bad"))
     before = two_jobs()
     record = node_record("alpha")
-    before = msgspec.structs.replace(before, nodes={"alpha": coordinator.NodeState(record=record, connected=True, since=0.0)})
+    before = msgspec.structs.replace(
+        before, nodes={"alpha": coordinator.NodeState(record=record, connected=True, since=0.0)}
+    )
     event: Event = Received(node="alpha", message=up("alpha/0", Finished(step=3), job="bad"))
     state, effects = coordinator.step(before, event, 1.0)
     assert state == before
