@@ -22,6 +22,7 @@ from elasticd.messages import (
     Join,
     Joined,
     Prepared,
+    Rejected,
     Report,
     StoreAnswer,
     StoreCall,
@@ -380,6 +381,27 @@ def test_value_that_the_store_does_not_take_is_refused_to_its_sender_and_harms_n
             assert coordinator.ready() == ""
         found = MemoryStore(server).snapshot(KEYS.job(JOB, "ranks/")).items
         assert [item.key.rpartition("/")[2] for item in found] == ["rdzv:2"]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("name", ["", "team-a/run1"])
+def test_a_job_whose_name_cannot_be_a_key_is_refused_and_the_next_leader_leads(name: str) -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            join = Join(job=name, min_nodes=1, max_nodes=1, pid=1)
+            call = StoreCall(id=1, op="set", key="rdzv/1", value=b"x")
+            for told in (join, call):
+                await alpha.tell(Up(client="t", job=name, device="", incarnation="", body=told))
+            await until(lambda: len(alpha.bodies("t")) == 2)
+            refused, answer = alpha.bodies("t")
+            assert isinstance(refused, Rejected)
+            assert "--rdzv-id" in refused.reason
+            assert answer == StoreAnswer(id=1, error=refused.reason)
+            await alpha.tell(Up(client="t", job="good", device="", incarnation="", body=join))
+        async with coordinating(server) as second:
+            assert second.ready() == ""
 
     asyncio.run(body())
 

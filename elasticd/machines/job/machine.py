@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from elasticd.health import OfNode
 from elasticd.machines.job import (
@@ -102,7 +101,7 @@ def failed(
     what no message asked for would come again with each tick, and costs the job."""
     turn = Turn(job, nodes, epoch, settings, now)
     what = f"{type(error).__name__}: {error}"
-    trace = "".join(traceback.format_exception(error))
+    trace = "\n".join(_frames(error))
     if isinstance(event, Received):
         text = f"a message of node {event.node} was dropped: elasticd failed on it ({what})"
         turn.effects.append(turn.told("defect", text, node=event.node, traceback=trace))
@@ -110,6 +109,15 @@ def failed(
         turn.effects.append(turn.told("defect", f"elasticd failed on the job ({what})", traceback=trace))
         ending.stop(turn, f"elasticd failed on the job ({what}); please report it with the leader's log")
     return turn.job, tuple(turn.effects)
+
+
+def _frames(error: Exception) -> Iterator[str]:
+    """Where it was raised, the innermost call last."""
+    at = error.__traceback__
+    while at is not None:
+        code = at.tb_frame.f_code
+        yield f"{code.co_filename}:{at.tb_lineno} in {code.co_name}"
+        at = at.tb_next
 
 
 def turned_away(
