@@ -57,9 +57,9 @@ def _batch(parts: Sequence[Any], keys: tuple[str, ...]) -> Any:
     """One part of all samples, which is at these keys of each."""
     first = parts[0]
     if isinstance(first, Mapping):
-        _alike(parts, keys, lambda part: isinstance(part, Mapping) and part.keys() == first.keys(), _described)
-        if keys[-1:] == (MODALITIES,):
+        if keys[-1:] == (MODALITIES,) and all(isinstance(part, Mapping) for part in parts):
             return _summed(parts)
+        _alike(parts, keys, lambda part: isinstance(part, Mapping) and part.keys() == first.keys(), _described)
         return {key: _batch([part[key] for part in parts], (*keys, str(key))) for key in first}
     if isinstance(first, tuple):
         _alike(parts, keys, lambda part: isinstance(part, tuple) and len(part) == len(first), _described)

@@ -196,7 +196,7 @@ def test_a_block_with_two_outputs_is_refused_by_name() -> None:
     ("script", "code", "expected"),
     [
         ("examples/train_vit.py", 0, "ok    TP 2 with shares 2:1"),
-        ("examples/train_ddp_that_is_not_there.py", 2, "there is no file"),
+        ("examples/train_ddp_that_is_not_there.py", 2, "is not there: name the training script"),
         ("examples/ddp.py", 2, "before it made a Job"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.checking.layouts import Variation
 from elasticd.runtime.data import Collate, Dataset
-from elasticd.runtime.engine import first_state, make_engine
+from elasticd.runtime.engine import Engine, first_state, make_engine
 from elasticd.runtime.groups import Fabric, PeerLost
 from elasticd.runtime.in_memory import MemoryFabric, run_threads, unpaced
 from elasticd.runtime.model import Model
@@ -65,11 +66,11 @@ class Held:
 
 @dataclass(kw_only=True)
 class Member:
-    """What one member saw in the step: its sections' outputs, its gradients, how far the optimizer moved its
-    parameters, sections that drew random numbers, and the modules that it was in when it ended."""
+    """What one member saw in the step: its sections' outputs, the gradients that its optimizer stepped by, how
+    far that moved its parameters, sections that drew random numbers, the modules that it was in at the end."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Held] = field(default_factory=dict)
+    gradients: dict[str, list[Held]] = field(default_factory=dict)
     updates: dict[str, tuple[Box, Tensor]] = field(default_factory=dict)
     drew: set[str] = field(default_factory=set)
     inside: list[str] = field(default_factory=list)
@@ -124,21 +125,29 @@ def _step(subject: Subject, layouts: Layouts, fabric: Fabric, recipe: Recipe, se
         _follow(section, module, seen)
 
     def reduced(*_: Any) -> None:
-        for name, (box, parameter) in engine.local.parameters.items():
+        for name, box, parameter in engine.owned:
             if parameter.grad is not None:
-                term = terms.get(name, torch.zeros_like(parameter))
-                seen.gradients[name] = Held(box, parameter.grad.detach().clone(), term)
+                made = Held(box, parameter.grad.detach().clone(), _cut(engine, terms, name, box))
+                seen.gradients.setdefault(name, []).append(made)
 
     engine.optimizer.register_step_pre_hook(reduced)
     outcome = engine.step(0, lambda: 0, lambda: 0).outcome
     engine.settle()
-    for held in seen.gradients.values():
+    for held in chain.from_iterable(seen.gradients.values()):
         held.reduced.mul_(outcome.vote.count)
     seen.drew = engine.local.drawing.drew
     for name, (box, parameter) in engine.local.parameters.items():
         if parameter.requires_grad:
             seen.updates[name] = box, parameter.detach() - first[name]
     return outcome.loss
+
+
+def _cut(engine: Engine, terms: dict[str, Tensor], name: str, box: Box) -> Tensor:
+    """What the member computed of a box; nothing where it computes with another one."""
+    around = engine.local.parameters[name][0] if name in terms else None
+    if around is None or not around.contains(box):
+        return torch.zeros(box.shape)
+    return terms[name][box.slices(around)]
 
 
 def _keep(terms: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:

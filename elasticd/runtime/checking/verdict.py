@@ -9,7 +9,7 @@ import torch
 from elasticd_planner.boxes import Box
 from torch import Tensor
 
-from elasticd.runtime.checking.trial import Trial
+from elasticd.runtime.checking.trial import Member, Trial
 from elasticd.runtime.model import Model
 from elasticd.runtime.randomness import Dropout
 from elasticd.runtime.rules import Add
@@ -68,11 +68,12 @@ def _updates(alone: Trial, other: Trial, near: float) -> Iterator[str]:
     """The first parameter that the optimizer moved elsewhere, though its gradient agrees. Elements whose
     gradient is nearly zero are left out: its sign, which Adam's first step follows, may be rounding."""
     (one,) = alone.members.values()
+    scales = _scales(one)
     for name, (_, whole) in one.updates.items():
-        gradient = one.gradients[name].reduced if name in one.gradients else None
+        gradient = one.gradients[name][0].reduced if name in one.gradients else None
         clear = torch.ones_like(whole, dtype=torch.bool)
         if gradient is not None:
-            clear = gradient.abs() > 2 * near * gradient.abs().max()
+            clear = gradient.abs() > 2 * near * scales[name]
         for box, moved in (m.updates[name] for m in other.members.values() if name in m.updates):
             place = box.slices(Box.whole(tuple(whole.shape)))
             expected, told = whole[place], clear[place]
@@ -87,15 +88,10 @@ def _updates(alone: Trial, other: Trial, near: float) -> Iterator[str]:
 def _gradients(model: Model, alone: Trial, other: Trial, near: float) -> Iterator[str]:
     """Of gradients that went wrong, those of the last section: the backward pass carries them to the rest."""
     (one,) = alone.members.values()
-    largest: dict[str, float] = {}
-    for name, whole in one.gradients.items():
-        section = _section(name)
-        largest[section] = max(largest.get(section, 0.0), float(whole.reduced.abs().max()))
+    scales = _scales(one)
     wrong: dict[str, list[str]] = {}
-    for name, whole in one.gradients.items():
-        # One that is zero but for rounding, of a bias of keys say, is measured by its neighbours.
-        scale = max(float(whole.reduced.abs().max()), 1e-3 * largest[_section(name)])
-        for line in _gradient(model, name, whole.reduced, other, near, scale):
+    for name, (whole,) in one.gradients.items():
+        for line in _gradient(model, name, whole.reduced, other, near, scales[name]):
             wrong.setdefault(_section(name), []).append(line)
     for section in reversed(model.sections):
         if section in wrong:
@@ -103,8 +99,18 @@ def _gradients(model: Model, alone: Trial, other: Trial, near: float) -> Iterato
             return
 
 
+def _scales(one: Member) -> dict[str, float]:
+    """What each gradient is measured by: its largest element; where that is zero but for rounding, as of a bias
+    of keys, its section's other gradients."""
+    largest = {name: float(held.reduced.abs().max()) for name, (held,) in one.gradients.items()}
+    sections: dict[str, float] = {}
+    for name, size in largest.items():
+        sections[_section(name)] = max(sections.get(_section(name), 0.0), size)
+    return {name: max(size, 1e-3 * sections[_section(name)]) for name, size in largest.items()}
+
+
 def _gradient(model: Model, name: str, whole: Tensor, other: Trial, near: float, scale: float) -> Iterator[str]:
-    held = [m.gradients[name] for m in other.members.values() if name in m.gradients]
+    held = [part for member in other.members.values() for part in member.gradients.get(name, ())]
     apart = 0.0
     for part in held:
         expected = whole[part.box.slices(Box.whole(tuple(whole.shape)))]
