@@ -24,8 +24,8 @@ def check(script: str, arguments: tuple[str, ...]) -> None:
     """Try a script's model on small layouts and compare one step's outputs and gradients with one process.
 
     SCRIPT is run with its ARGUMENTS up to its elasticd.Job; no agent is needed. All layouts run in one process,
-    in threads, on a few samples. What differs is named, with the rule that is wrong. Exit code 0: all are alike;
-    1: one is not; 2: nothing could be compared.
+    in threads, on a few samples. What differs is named, with the rule that is wrong. Exit code 0: all are
+    alike; 1: one is not; 2: nothing could be compared.
     """
     if not os.path.exists(script):
         raise CannotCompare(f"{script} is not there: name the training script, and its options behind it")
