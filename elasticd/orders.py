@@ -15,9 +15,11 @@ class Drain(Message, frozen=True, kw_only=True, tag="drain"):
 
 
 class End(Message, frozen=True, kw_only=True, tag="end-job"):
-    """A user stops this job: the agent sends SIGTERM to each of its workers here, once."""
+    """A user stops this job: the agent sends SIGTERM to the workers of these devices, once. Those that the
+    leader knows to be leaving are not among them: a second SIGTERM ends a process at once."""
 
     job: str
+    devices: tuple[str, ...]
 
 
 class Harm(Message, frozen=True, kw_only=True, tag="inject-fault"):

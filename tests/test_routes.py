@@ -91,8 +91,7 @@ def hello(node: str, address: str, host: str) -> AgentHello:
 @pytest.mark.parametrize(
     ("first", "second", "refused"),
     [
-        (("127.0.0.1", "aa"), ("127.0.0.1", "bb"), "node 'beta' and node 'alpha' would listen at 127.0.0.1"),
-        (("127.0.0.1", "aa"), ("10.0.0.2", "bb"), "node 'alpha' would listen at 127.0.0.1"),
+        (("127.0.0.1", "aa"), ("127.0.0.1", "bb"), "node 'beta' would listen at 127.0.0.1"),
         (("10.0.0.1", "aa"), ("127.0.0.2", "bb"), "node 'beta' would listen at 127.0.0.2"),
         (("127.0.0.1", "aa"), ("127.0.0.1", "aa"), ""),
         (("10.0.0.1", "aa"), ("10.0.0.2", "bb"), ""),
@@ -109,6 +108,20 @@ def test_nodes_of_two_machines_of_which_one_listens_for_itself_alone_are_refused
     assert bool(said) == bool(refused)
     if refused:
         assert "Set address in section [agent]" in said
+
+
+def test_the_node_that_listens_for_itself_alone_goes_when_one_of_another_machine_comes() -> None:
+    """Whoever was first: else one wrong line in one file would lock all others out."""
+    connections = Connections()
+    lone = connections.enter(hello("alpha", "127.0.0.1", "aa").record)
+    beside = connections.enter(hello("gamma", "10.0.0.1", "aa").record)
+    coming = hello("beta", "10.0.0.2", "bb")
+    assert connections.refusal(coming) == ""
+    assert not lone.closed.is_set()
+    connections.enter(coming.record)
+    assert lone.closed.is_set()
+    assert not beside.closed.is_set()
+    assert "node 'alpha' would listen" in connections.refusal(hello("alpha", "127.0.0.1", "aa"))
 
 
 def test_an_agent_without_an_address_asks_for_the_leader_and_goes_on_without_one(

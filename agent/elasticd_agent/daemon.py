@@ -347,7 +347,8 @@ class Agent:
     def _tell_to_go(self, order: End) -> None:
         """Sends SIGTERM to the workers of a job that a user stops; once, as a second one ends them at once."""
         for client in self._state.clients.values():
-            if client.device and client.job == order.job and client.id not in self._told_to_go:
+            its = client.job == order.job and client.device in order.devices
+            if its and client.id not in self._told_to_go:
                 self._told_to_go.add(client.id)
                 _log.warning("job %s is stopped: %s is told to go", order.job, client.device)
                 self._workers.terminate(client.id)

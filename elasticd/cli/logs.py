@@ -13,7 +13,7 @@ import msgspec
 from elasticd.backoff import Backoff
 from elasticd.cli.options import config_option, coordinator_option, json_option
 from elasticd.cli.reach import Api, CannotReach, reach
-from elasticd.coordinator.journal import EventRecord
+from elasticd.coordinator.journal import EVENTS_OF_A_TERM, EventRecord
 
 _POLL = 0.5
 #: Seconds between attempts to find a leader: doubled from the first to the second.
@@ -60,8 +60,9 @@ def following(connect: Callable[[], AbstractContextManager[Api]], after: int) ->
     while True:
         try:
             with connect() as api:
-                if all(event.id < after for event in api.events()):
-                    after = 0  # a leader of release 0.1, whose ids begin anew
+                newest = max((event.id for event in api.events()), default=after)
+                if newest < EVENTS_OF_A_TERM <= after:
+                    after = 0  # a leader of release 0.1, whose ids begin at 1
                 while True:
                     for event in api.events(after):
                         after = event.id

@@ -33,6 +33,7 @@ def why(config: str | None, coordinator: str | None, as_json: bool, job: str | N
         name = job_named(api, job)
         status, told, records = api.status(), api.events(), api.history(name)
         steps = api.steps(name).steps
+    told = tuple(event for event in told if event.job in ("", name))
     if what is not None and not what.isdigit():
         if as_json:
             write_json({"job": name, **device_told(what, name, status, told, records)})

@@ -45,6 +45,11 @@ class Connection:
             await write(await self._waiting.get())
 
 
+def _on_another_machine(one: NodeRecord, other: NodeRecord) -> bool:
+    """An agent of 0.1 does not say on which it is."""
+    return bool(one.host and other.host and one.host != other.host)
+
+
 class Connections:
     """The live connection of each node; at most one."""
 
@@ -68,15 +73,15 @@ class Connections:
 
     def _apart(self, record: NodeRecord) -> str:
         """Why workers of this node and of another could not reach each other, or nothing: a loopback address is
-        another one on each machine."""
+        another one on each machine. It is the node with the loopback address that goes, whoever came first."""
+        if not is_loopback(record.address):
+            return ""
         for other in (connection.record for connection in self._live.values()):
-            lone = [each for each in (record, other) if is_loopback(each.address)]
-            if lone and record.host and other.host and record.host != other.host:
-                named = " and ".join(f"node {each.node!r}" for each in lone)
+            if _on_another_machine(record, other):
                 return (
-                    f"{named} would listen at {lone[0].address}, and nodes {record.node!r} and {other.node!r} "
-                    "are different machines: their workers could not reach each other. Set address in section "
-                    "[agent] of that node to one of its machine's addresses, or leave it out there"
+                    f"node {record.node!r} would listen at {record.address}, and node {other.node!r} is "
+                    "another machine: their workers could not reach each other. Set address in section [agent] "
+                    f"of node {record.node!r} to one of its machine's addresses, or leave it out there"
                 )
         return ""
 
@@ -85,6 +90,9 @@ class Connections:
         before = self._live.get(record.node)
         if before is not None:
             before.closed.set()
+        for other in [each for each in self._live.values() if is_loopback(each.record.address)]:
+            if _on_another_machine(record, other.record):
+                other.closed.set()  # it comes back, and is told why it cannot stay
         connection = self._live[record.node] = Connection(record)
         return connection
 

@@ -247,6 +247,8 @@ class Coordinator:
         writer = leading.writer
         if writer is None or writer.away or (self._end.done() and self._end.exception() is not None):
             return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(writer.drained(), 2.0)
         leading.page()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(writer.drained(), 2.0)

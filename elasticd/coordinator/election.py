@@ -125,8 +125,17 @@ def _win(store: Store, keys: Keys, name: str, url: str) -> Term:
     leadership = campaign(store, keys.leader, name, url, LEASE_SECONDS, patience=0.0)
     try:
         write_schema(store, keys, leadership)
-        jobs, config, journal = (store.snapshot(prefix) for prefix in (keys.jobs, keys.config, keys.journal))
-        return Term(leadership=leadership, jobs=jobs, config=config, journal=journal)
+        # What there is to read may take longer than the lease lasts. One that is lost is noticed by `keep`.
+        keeper = LeaseKeeper(store, leadership.lease, leadership.ttl, _log.warning).start()
+        try:
+            return Term(
+                leadership=leadership,
+                jobs=store.snapshot(keys.jobs),
+                config=store.snapshot(keys.config),
+                journal=store.snapshot(keys.journal),
+            )
+        finally:
+            keeper.stop()
     except (StoreError, CannotLead):
         try:
             leadership.resign(store)

@@ -44,10 +44,11 @@ class Gain(Value, frozen=True, kw_only=True):
 
 
 def gain_of(number: int, steps: Sequence[StepRecord]) -> Gain | None:
-    """The last steps before the switch beside the first after it; None where they are few."""
+    """The last steps before the switch beside the first after it; None where they are few, or steps between are
+    not known."""
     after = [step for step in steps if step.plan == number][: AFTER + 1]
     before = [step for step in steps if after and step.step < after[0].step][-BEFORE:]
-    if len(after) < 4 or len(before) < BEFORE:
+    if len(after) < 4 or len(before) < BEFORE or before[-1].step + 1 != after[0].step:
         return None
     was, now = median(step.seconds for step in before), median(step.seconds for step in after[1:])
     if not now > 0.0:

@@ -21,7 +21,7 @@ from elasticd.messages import Report
 EVENTS = 10_000
 STEPS = 20_000
 #: Events of one leader before its ids reach those of the next one, which go on above them then.
-_EVENTS_OF_A_TERM = 1 << 20
+EVENTS_OF_A_TERM = 1 << 20
 
 
 class EventRecord(Value, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class Journal:
         self._steps: dict[str, deque[StepRecord]] = {}
         self._pacing: dict[str, Pacing] = {}
         self._most_steps = steps
-        self._next = max(1, term * _EVENTS_OF_A_TERM)
+        self._next = max(1, term * EVENTS_OF_A_TERM)
         self._gained: set[tuple[str, int]] = set()
         self._new_events: deque[EventRecord] = deque(maxlen=events)
         self._new_steps: dict[str, deque[StepRecord]] = {}
@@ -124,11 +124,16 @@ class Journal:
             return None
         return gain_of(plan, last) if last[BEFORE - 1].plan != plan else None
 
-    def new(self, most: int) -> Lines | None:
-        """At most so many events, and steps of each job, that no call before returned; None where there are
+    def new(self, most_events: int, most_steps: int) -> Lines | None:
+        """At most so many events, and steps of all jobs, that no call before returned; None where there are
         none."""
-        events = _taken(self._new_events, most)
-        steps = {job: _taken(told, most) for job, told in self._new_steps.items()}
+        events = _taken(self._new_events, most_events)
+        steps: dict[str, tuple[StepRecord, ...]] = {}
+        for job, told in self._new_steps.items():
+            if most_steps <= 0:
+                break
+            steps[job] = _taken(told, most_steps)
+            most_steps -= len(steps[job])
         self._new_steps = {job: told for job, told in self._new_steps.items() if told}
         if not events and not steps:
             return None

@@ -16,7 +16,7 @@ from elasticd.coordinator.journal import Journal
 from elasticd.coordinator.keyvalue import KeyValue
 from elasticd.coordinator.ledger import Asked, Rank, Setting
 from elasticd.coordinator.metrics import Metrics
-from elasticd.coordinator.pages import MOST_LINES, Paged, Pages
+from elasticd.coordinator.pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
 from elasticd.coordinator.planning import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
 from elasticd.coordinator.writer import Writer
@@ -69,10 +69,12 @@ TICK_SHARE = 10
 PAGE_SECONDS, STEPS_SELDOM = 1.0, 5
 #: Seconds that a user waits for etcd to take what he changed.
 WRITE_SECONDS = 5.0
-#: Jobs that may have a bootstrap store at once.
-MOST_STORES = 4096
+#: Jobs that this leader has not heard of, and that may have a bootstrap store, for each node.
+MOST_STORES = 64
 #: Kinds of messages, by node, of which the log tells that they are not heard.
 MOST_TOLD = 256
+#: Calls that need no bootstrap store where there is none: nothing is in it.
+EMPTY_WITHOUT = ("check", "delete")
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live).
 RANKS = "rdzv/"
 
@@ -114,6 +116,7 @@ class Leading:
         self._away_since = self._away_seconds = 0.0
         self.restarts: dict[str, restarts.RestartJob] = {}
         self._turned_away: set[tuple[str, str]] = set()
+        self._asked_first: dict[str, str] = {}
         self.changes = Changes(detect=state.settings.detect, policy=state.settings.policy)
 
     def apply(self, event: Event) -> None:
@@ -170,17 +173,26 @@ class Leading:
         while True:
             await asyncio.sleep(PAGE_SECONDS)
             rounds += 1
-            away = self.writer is None or self.writer.away
-            if not away and (self.journal.new_events or rounds >= STEPS_SELDOM):
+            if self.journal.new_events or rounds >= STEPS_SELDOM:
                 rounds = 0
                 self.page()
 
     def page(self) -> None:
-        """All that is new in the journal is to be written."""
-        while self._pages is not None and self.writer is not None and (lines := self.journal.new(MOST_LINES)):
+        """What is new in the journal is to be written, a page of it. It waits while something else is written:
+        no decision is to wait for it."""
+        if self._pages is None or self.writer is None or self.writer.busy:
+            return
+        lines = self.journal.new(MOST_EVENTS, MOST_STEPS)
+        if lines is not None:
             self.writer.put(self._pages.written(lines))
 
-    def _reported(self, job: str, report: Report) -> None:
+    def _reported(self, up: Up, report: Report) -> None:
+        """Only a worker of the job makes its steps."""
+        job = up.job
+        known = self.state.jobs.get(job)
+        worker = known.workers.get(up.device) if known is not None else None
+        if worker is None or worker.incarnation != up.incarnation:
+            return
         gain = self.journal.report(job, report, time.time())
         if gain is not None:
             number = report.measurement.plan
@@ -218,6 +230,8 @@ class Leading:
     def unwritten(self, asked: Asked, error: Exception) -> None:
         """The store does not take what was to be written: that is the failure of the job whose it was."""
         _log.error("not written: %s: %s", _named(asked), error)
+        if isinstance(asked, Paged) and self._pages is not None:
+            self._pages.refused()
         if isinstance(asked, Write):
             records = tuple(tag_of(record) for record in asked.records)
             self.apply(Unwritten(job=asked.job, records=records, reason=str(error)))
@@ -262,26 +276,41 @@ class Leading:
             return
         if isinstance(message, Up) and isinstance(message.body, StoreCall):
             call = message.body
-            if message.job not in self._stores and len(self._stores) >= MOST_STORES:
-                self._turn_away(connection, message, f"{MOST_STORES} jobs have a bootstrap store already")
+            if why := self._no_store(connection.node, message.job, call):
+                self._turn_away(connection, message, why)
                 return
             answer = await self._answered(message.job, call)
             connection.send(Down(client=message.client, body=answer))
             return
         if isinstance(message, Up | WorkerLost | Frozen | OfNode | Keeps):
             if isinstance(message, Up) and isinstance(message.body, Report):
-                self._reported(message.job, message.body)
+                self._reported(message, message.body)
             self.apply(Received(node=connection.node, message=message))
         elif isinstance(message, Lapped):
             self._lap(message)
         elif isinstance(message, AgentHello):  # its record has changed
             self.apply(_up(message))
 
+    def _no_store(self, node: str, job: str, call: StoreCall) -> str:
+        """Why a job can have no bootstrap store, or nothing. One of a job that this leader has not heard of yet
+        counts for the node that asked for it."""
+        if job in self._stores or job in self.state.jobs or call.op in EMPTY_WITHOUT:
+            return ""
+        mine = [each for each, asker in self._asked_first.items() if asker == node and each in self._stores]
+        if len(mine) >= MOST_STORES:
+            return f"node {node} began {MOST_STORES} bootstrap stores of jobs that there are not"
+        self._asked_first = {each: asker for each, asker in self._asked_first.items() if each in self._stores}
+        self._asked_first[job] = node
+        return ""
+
     async def _answered(self, job: str, call: StoreCall) -> StoreAnswer:
         """What torchruns tell of their ranks is written, too. What the store would not take is refused: nobody
         is to go on as if it were there."""
-        values = self._stores.setdefault(job, KeyValue())
-        if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None:
+        values = self._stores.get(job) or KeyValue()
+        if call.op not in EMPTY_WITHOUT:
+            self._stores[job] = values
+        over = job in self.state.jobs and self.state.jobs[job].phase in OVER
+        if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None and not over:
             rank = Rank(job=job, key=call.key, value=call.value)
             if why := values.refusal(call) or self.writer.refusal(rank):
                 return StoreAnswer(id=call.id, error=f"set of {shown(call.key)}: {why}")
@@ -305,9 +334,14 @@ class Leading:
         """Of a job in restart mode, whose rounds no leader makes."""
         job = self.restarts.get(heard.by.job) or restarts.RestartJob(job=heard.by.job)
         settings = self.state.settings
-        job, effects = restarts.lap(
-            job, heard, settings.detect, settings.policy, self.state.epoch, self._clock()
-        )
+        try:
+            job, effects = restarts.lap(
+                job, heard, settings.detect, settings.policy, self.state.epoch, self._clock()
+            )
+        except Exception:  # of this message alone
+            _log.exception("the machine failed on %r", heard)
+            self.metrics.refused("failed")
+            return
         self.restarts[job.job] = job
         for effect in effects:
             self._execute(effect)

@@ -25,8 +25,8 @@ from elasticd.store.protocol import KeyValue
 TOGETHER, TOGETHER_BYTES = 32, 256 << 10
 #: Compressed bytes of all pages.
 MOST_BYTES = 2 << 20
-#: Events, and steps of each job, in a page when it is written.
-MOST_LINES = 200
+#: Events, and steps of all jobs, in a page when it is written: so that it fits into one request of the store.
+MOST_EVENTS, MOST_STEPS = 64, 400
 #: Bytes of an event's JSON, above which its data stays behind.
 MOST_EVENT_BYTES = 16 << 10
 #: Bytes of JSON that a page can hold.
@@ -65,6 +65,7 @@ class Pages:
         self._sizes: dict[str, int] = {}  # in the order of the keys
         self._small: list[_Small] = []
         self._number = 0
+        self._before: tuple[dict[str, int], list[_Small]] = ({}, [])
         self._known: list[KeyValue] = []
         for item in sorted(known, key=lambda item: item.key):
             name = item.key.removeprefix(self._folder)
@@ -83,22 +84,30 @@ class Pages:
                 log_once(("journal",), f"a page of the journal is skipped: {error}")
 
     def written(self, lines: Lines) -> Paged:
-        """How these lines get into the store."""
+        """How these lines get into the store. What came before is to be written, or `refused`, first."""
+        self._before = dict(self._sizes), list(self._small)
         lines = msgspec.structs.replace(lines, events=tuple(map(_bounded, lines.events)))
         text = encode(lines)
         self._number += 1
         key = self._folder + _name(self._number)
-        self._small.append(_Small(key, lines, len(text)))
         gone: tuple[str, ...] = ()
+        if len(text) > TOGETHER_BYTES // 4:
+            self._small = []  # it stays by itself, and those before it do: pages are put together in order
+        else:
+            self._small.append(_Small(key, lines, len(text)))
         if len(self._small) >= TOGETHER or sum(page.size for page in self._small) > TOGETHER_BYTES:
             pages, self._small = self._small, []
             text = encode(_joined(page.lines for page in pages))
             key, gone = pages[0].key, tuple(page.key for page in pages[1:] if page.key in self._sizes)
-        value = encode(Page(lines=zlib.compress(text)))
+        value = encode(Page(lines=zlib.compress(text, 1)))
         for each in gone:
             del self._sizes[each]
         self._sizes[key] = len(value)
         return Paged(key=key, value=value, gone=(*gone, *self._too_old(key)))
+
+    def refused(self) -> None:
+        """The store did not take what was to be written last: it has what it had before."""
+        self._sizes, self._small = self._before
 
     def _too_old(self, newest: str) -> Iterator[str]:
         total = sum(self._sizes.values())

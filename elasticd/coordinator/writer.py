@@ -94,9 +94,16 @@ class Writer:
         self._queue: asyncio.Queue[Asked] = asyncio.Queue()
         self._held: Asked | None = None  # the first in the queue, if it was taken from there already
         self.away = False
+        self._put = self._settled = 0
 
     def put(self, asked: Asked) -> None:
         self._queue.put_nowait(asked)
+        self._put += 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether something that was put is neither written nor refused yet."""
+        return self._put > self._settled
 
     def refusal(self, asked: Rank | Setting) -> str:
         """Why the store would not take it, or nothing: known before it is put, so that its sender hears it."""
@@ -120,6 +127,7 @@ class Writer:
                 return
             for _ in taken:
                 self._queue.task_done()
+            self._settled += len(taken)
 
     async def _take(self) -> Sequence[Asked]:
         """The next that was put. Of ranks all that follow each other are taken: when a job starts there is one

@@ -95,7 +95,12 @@ def step(state: State, event: Event, now: float) -> Result:
 def _links(state: State, now: float) -> Result:
     """Which links became slow or recovered, by what was gathered: none is a device's slowness."""
     settings = state.settings
-    links, told = crossing.judge(state.links, settings.between, settings.detect, now)
+    try:
+        links, told = crossing.judge(state.links, settings.between, settings.detect, now)
+    except Exception as error:  # what was gathered must not end the leader, nor come again with each tick
+        what = f"elasticd failed on what was measured of links ({type(error).__name__}: {error})"
+        links = msgspec.structs.replace(state.links, gathered=(), since=None)
+        return msgspec.structs.replace(state, links=links), (Note(kind="defect", text=what),)
     if links is state.links:
         return state, ()
     notes = tuple(

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 
+from elasticd.decoding import tag_of
 from elasticd.health import Health
-from elasticd.messages import AgentHello, Report, ToLeader, Up, WorkerLost
+from elasticd.messages import AgentHello, Join, Leave, Report, StoreCall, ToLeader, Up, WorkerLost
 from elasticd.names import LONGEST, MOST_DEVICES, device_of, name_refusal
 from elasticd.pulses import Crossed, Frozen
 from elasticd.records import NodeRecord
 from elasticd.rounds import Lapped
 from elasticd.snapshots import Keeps
+
+#: What a torchrun says, which drives no device.
+OF_TORCHRUNS = (Join, Leave, StoreCall)
 
 
 def refusal(node: str, message: ToLeader, jobs: Container[str]) -> str:
@@ -27,6 +31,8 @@ def refusal(node: str, message: ToLeader, jobs: Container[str]) -> str:
     job = message.by.job if isinstance(message, Lapped) else message.job
     if job not in jobs and (why := name_refusal("the job's name (--rdzv-id)", job)):
         return why
+    if isinstance(message, Up) and not message.device and not isinstance(message.body, OF_TORCHRUNS):
+        return f"a process without a device has no say of {tag_of(message.body)!r}"
     for device in _spoken_for(message):
         if not device_of(node, device):
             return f"node {node} has no say about {device[:LONGEST]!r}"

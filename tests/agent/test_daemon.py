@@ -112,12 +112,13 @@ def test_workers_of_a_job_that_a_user_stops_get_one_sigterm(node: Node) -> None:
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
         until(lambda: leader.bodies(Hello))
-        leader.send(End(job="another"))
+        leader.send(End(job="another", devices=("n0/1",)))
+        leader.send(End(job="job", devices=("n0/0",)))
         leader.send(Drain(on=True))
         until(lambda: [said for said in leader.heard if isinstance(said, AgentHello) and said.record.draining])
         assert heard == []
-        leader.send(End(job="job"))
-        leader.send(End(job="job"))
+        leader.send(End(job="job", devices=("n0/1",)))
+        leader.send(End(job="job", devices=("n0/1",)))
         leader.send(Drain(on=False))
         until(lambda: [s for s in leader.heard if isinstance(s, AgentHello)][-1].record.draining is False)
         until(lambda: heard)

@@ -19,6 +19,7 @@ from rich.console import Console, RenderableType
 from elasticd.cli import history, jobs, logs, top, why
 from elasticd.cli.status import screen
 from elasticd.coordinator.gains import Gain, StepRecord
+from elasticd.coordinator.journal import EVENTS_OF_A_TERM as TERM
 from elasticd.coordinator.journal import EventRecord
 from elasticd.records import HistoryRecord
 from tests.cli.test_status import PLAN, STATUS
@@ -143,6 +144,10 @@ def test_a_log_line_has_kind_job_and_text() -> None:
     assert logs.line(EVENTS[2]).endswith("node_up         node b is there")
 
 
+class Over(Exception):
+    """No more answers."""
+
+
 class Leaders:
     """What `logs -f` finds, one answer to each look at the events; None: nobody answers."""
 
@@ -155,7 +160,7 @@ class Leaders:
 
     def events(self, after: int = 0) -> list[EventRecord]:
         if not self.answers:
-            raise KeyboardInterrupt
+            raise Over
         found = self.answers.pop(0)
         if found is None:
             raise logs.CannotReach("nobody leads")
@@ -168,9 +173,10 @@ class Leaders:
     [
         (((1, 2), (1, 2), (1, 2, 3)), [2, 3]),
         (((1, 2), (1, 2), None, None, (2, 9), (2, 9)), [2, 9]),
-        (((5,), (5,), None, (1, 2), (1, 2)), [5, 1, 2]),
+        (((TERM,), (TERM,), None, (1, 2), (1, 2)), [TERM, 1, 2]),
+        (((1, TERM + 5), (TERM, TERM + 5), None, (TERM,), (), (TERM, 2 * TERM)), [TERM, TERM + 5, 2 * TERM]),
     ],
-    ids=["one leader", "another", "one whose ids begin anew"],
+    ids=["one leader", "another", "one whose ids begin anew", "one that lacks the last event"],
 )
 def test_logs_follow_from_leader_to_leader(
     answers: tuple[Any, ...],
@@ -181,7 +187,7 @@ def test_logs_follow_from_leader_to_leader(
     monkeypatch.setattr(logs.time, "sleep", lambda seconds: None)
     events = logs.following(Leaders(*answers), 1)
     assert [next(events).id for _ in told] == told
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Over):
         next(events)
     said = "elasticd: nobody leads; waiting for a leader\n"
     assert capsys.readouterr().err == (said if None in answers else "")

@@ -17,7 +17,7 @@ from elasticd.coordinator import journal as journals
 from elasticd.coordinator import pages as module
 from elasticd.coordinator.gains import AFTER, BEFORE, Gain, gain_of
 from elasticd.coordinator.journal import Journal
-from elasticd.coordinator.pages import TOGETHER, Pages
+from elasticd.coordinator.pages import MOST_EVENTS, MOST_STEPS, TOGETHER, Pages
 from elasticd.machines.job.effects import Note
 from elasticd.messages import Report, Up
 from elasticd.records import Keys
@@ -56,8 +56,8 @@ class Shop:
         for lines in self.pages.restored():
             self.journal.restore(lines)
 
-    def write(self, most: int = 200) -> None:
-        while (lines := self.journal.new(most)) is not None:
+    def write(self) -> None:
+        while (lines := self.journal.new(MOST_EVENTS, MOST_STEPS)) is not None:
             paged = self.pages.written(lines)
             for key in paged.gone:
                 del self.stored[key]  # it was there
@@ -140,6 +140,36 @@ def test_an_event_that_is_too_large_leaves_its_data_behind() -> None:
     assert re.fullmatch(r"of 109\d\d\d bytes, not kept beyond the leader that told it", why)
 
 
+def test_a_page_fits_into_one_request_whatever_was_told() -> None:
+    """Many jobs after an outage; texts that cannot be compressed."""
+    shop, draw = Shop(), Random(1)
+    for step in range(1, 40):
+        for job in range(300):
+            shop.journal.report(f"job-{job}", report(step), time=1.0)
+    for _ in range(300):
+        shop.journal.tell(Note(kind="slow", text=draw.randbytes(7000).hex()), time=1.0)
+    shop.write()
+    assert max(shop.writes) < 1 << 20
+    shop.lead()
+    assert len(shop.journal.steps("job-299")) == 39
+
+
+def test_a_page_that_is_refused_changes_nothing() -> None:
+    shop = Shop()
+    for number in range(2 * TOGETHER):
+        shop.journal.tell(Note(kind="slow", text=f"{number}"), time=1.0)
+        if number % 7 == 3:
+            lines = shop.journal.new(MOST_EVENTS, MOST_STEPS)
+            assert lines is not None
+            shop.pages.written(lines)
+            shop.pages.refused()
+        else:
+            shop.write()
+    shop.lead()
+    told = [int(event.text) for event in shop.journal.events()]
+    assert told == [number for number in range(2 * TOGETHER) if number % 7 != 3]
+
+
 @pytest.mark.parametrize(
     "value", [b"", b"{}", b'{"type":"journal-page","version":1,"lines":"AAAA"}', b"[" * 9999]
 )
@@ -203,10 +233,10 @@ def test_no_more_is_kept_than_a_leader_shows(monkeypatch: pytest.MonkeyPatch) ->
     for number in range(1, 9):
         journal.tell(Note(kind="slow", text=str(number)), time=1.0)
         journal.report("demo", report(number), time=1.0)
-    lines = journal.new(100)
+    lines = journal.new(100, 100)
     assert lines is not None
     assert (len(lines.events), len(lines.steps["demo"])) == (5, 5)
-    assert journal.new(100) is None
+    assert journal.new(100, 100) is None
 
 
 def test_the_next_coordinator_answers_with_what_the_one_before_told() -> None:
@@ -214,8 +244,8 @@ def test_the_next_coordinator_answers_with_what_the_one_before_told() -> None:
         server = MemoryServer()
         async with coordinating(server) as first, agent(first, node_record("alpha")) as alpha:
             await until(lambda: any(event.kind == "node_up" for event in first.leading.journal.events()))
-            await alpha.tell(Up(client="c", job="demo", device="alpha/0", incarnation="i", body=of_alpha(1)))
-            await until(lambda: bool(first.leading.journal.steps("demo")))
+            await alpha.tell(Up(client="c", job="demo", device="alpha/0", incarnation="i", body=of_alpha(7)))
+            first.leading.journal.report("demo", report(1), time=1.0)
             _, told = await get(first, "/v1/events")
             await until(lambda: bool(MemoryStore(server).snapshot(KEYS.journal).items))  # also before its end
         async with coordinating(server) as second:
@@ -235,7 +265,7 @@ def of_alpha(step: int) -> Report:
 
 
 def test_ids_of_a_leader_that_told_more_than_a_term_has_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journals, "_EVENTS_OF_A_TERM", 3)
+    monkeypatch.setattr(journals, "EVENTS_OF_A_TERM", 3)
     shop = Shop()
     for number in range(20):
         shop.journal.tell(Note(kind="slow", text=str(number)), time=1.0)

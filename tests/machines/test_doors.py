@@ -25,6 +25,7 @@ from elasticd.records import DoneRecord
 from elasticd.rounds import Lap, Lapped, Watching
 from elasticd.snapshots import Held, Keeps
 from tests.machines.cast import node_record
+from tests.machines.test_coordinator_faults import running
 
 GOOD = ["demo", "a", "7", "llama-3.1_70b", "x" * LONGEST, "..a"]
 BAD = ["", "team-a/run1", "a b", "a\nb", "\x1b[2J", "ä", "x" * (LONGEST + 1), ".", "..", "-", "a\0", "٣"]
@@ -123,6 +124,18 @@ def test_a_name_outside_the_grammar_is_heard_of_a_job_that_there_is() -> None:
 )
 def test_a_record_that_is_none_is_refused(record: Any) -> None:
     assert doors.record_refusal(record)
+
+
+@pytest.mark.parametrize("device", ["alpha/0", "gamma/0", ""])
+def test_only_a_member_of_the_plan_ends_the_job(device: str) -> None:
+    world = running()
+    said = Up(client="c", job="demo", device=device, incarnation="stranger", body=Finished(step=7))
+    state, _ = coordinator.step(world.state, Received(node="alpha", message=said), world.now)
+    assert state.jobs["demo"].phase is Phase.RUNNING
+
+
+def test_a_process_without_a_device_says_what_a_torchrun_says() -> None:
+    assert "has no say of 'finished'" in doors.refusal("alpha", up("", Finished(step=9)), ())
 
 
 @dataclass

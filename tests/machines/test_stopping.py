@@ -30,7 +30,7 @@ def ended(world: World) -> str:
 
 def told(world: World) -> list[str]:
     """The nodes whose agents are to pass the order on."""
-    return [sent.node for sent in world.sent if sent.message == End(job=JOB)]
+    return [sent.node for sent in world.sent if isinstance(sent.message, End)]
 
 
 def test_all_agents_are_told_and_the_job_ends_once_all_workers_have_their_last_checkpoint() -> None:

@@ -199,7 +199,8 @@ def _report(turn: Turn, up: Up) -> None:
     elif isinstance(body, Saved):
         checkpoints.saved(turn, body)
     elif isinstance(body, Finished):
-        ending.finished(turn, body)
+        if losses.bound(turn, up.device, up.incarnation):
+            ending.finished(turn, body)
     elif isinstance(body, Leaving):
         leaving.told(turn, worker, body)
     elif isinstance(body, Probed):
