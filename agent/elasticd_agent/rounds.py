@@ -19,7 +19,7 @@ import msgspec
 
 from elasticd.decoding import log_once, shown
 from elasticd.messages import Message, ToLeader, ToWorker, protocol_refusal
-from elasticd.names import name_refusal
+from elasticd.names import harmless, name_refusal
 from elasticd.records import Keys, NodeRecord, OutRecord, decode
 from elasticd.rounds import (
     Attend,
@@ -196,7 +196,9 @@ class Rounds:
                 "(with containers, run the agent in the same one or share the host's)"
             )
         if why := name_refusal("the job's name (--rdzv-id)", body.job):
-            return why
+            if not harmless(body.job):
+                return why
+            log_once(("job", body.job), f"{why}; a later release refuses it")
         if self._live(body.job):
             return (
                 f"job {body.job!r} runs in live mode: leave --rdzv-conf mode=restart out, or choose another "

@@ -17,8 +17,9 @@ def refusal(state: State, event: Opened) -> str:
             f"process {event.pid} says that it is {body.pid}: agent and trainer must share one PID namespace "
             "(with containers, run the agent in the same one or share the host's)"
         )
-    comes_back = isinstance(body, Hello) and body.incarnation
-    if not comes_back and (why := name_refusal("the job's name (--rdzv-id)", body.job)):
+    # A job that runs already, let in by release 0.1, may be called otherwise.
+    runs = (isinstance(body, Hello) and body.incarnation) or body.job in state.plans
+    if not runs and (why := name_refusal("the job's name (--rdzv-id)", body.job)):
         return why
     if isinstance(body, Join):
         return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -13,17 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.health import Health
-from elasticd.machines import coordinator, doors
+from elasticd.machines import agent_admission, agent_state, coordinator, doors
+from elasticd.machines.agent_state import Opened
 from elasticd.machines.coordinator import State
 from elasticd.machines.job import machine
 from elasticd.machines.job.effects import Event, Note, Received, Tick, Write
 from elasticd.machines.job.state import Phase, fresh
 from elasticd.messages import AgentHello, Finished, Join, Report, ToLeader, Up, WorkerLost
-from elasticd.names import LONGEST, device_of, name_refusal
+from elasticd.names import LONGEST, device_of, harmless, name_refusal
 from elasticd.pulses import Crossed, Frozen
-from elasticd.records import DoneRecord
+from elasticd.records import DoneRecord, PlanRecord
 from elasticd.rounds import Lap, Lapped, Watching
 from elasticd.snapshots import Held, Keeps
+from tests.cli.test_status import PLAN
 from tests.machines.cast import node_record
 from tests.machines.test_coordinator_faults import running
 
@@ -34,6 +36,20 @@ BAD = ["", "team-a/run1", "a b", "a\nb", "\x1b[2J", "ä", "x" * (LONGEST + 1), "
 @pytest.mark.parametrize("name", GOOD)
 def test_names_that_are_taken(name: str) -> None:
     assert name_refusal("job", name) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "can_be"),
+    [("exp=1", True), ("a b", True), ("ä", True), ("run:7", True), ("a/b", False), ("", False)],
+)
+def test_what_release_0_1_took_is_known_where_a_job_runs_under_it(name: str, can_be: bool) -> None:
+    assert name_refusal("job", name)
+    assert harmless(name) == can_be
+    join = Opened(client="t", pid=1, incarnation="i", body=Join(job=name, min_nodes=1, max_nodes=1, pid=1))
+    agent = agent_state.State(record=node_record("alpha"))
+    assert agent_admission.refusal(agent, join)
+    plan = PlanRecord(plan=PLAN, epoch=1, step=0)
+    assert agent_admission.refusal(replace(agent, plans={name: plan}), join) == ""
 
 
 @pytest.mark.parametrize("name", BAD)
