@@ -111,10 +111,12 @@ class Doubt(Message, frozen=True, kw_only=True, tag="in-doubt"):
 
 
 class Bereft(Message, frozen=True, kw_only=True, tag="peers-lost"):
-    """A collective of the plan in force failed after `step` updates: this rank stands still."""
+    """A collective of the plan in force, of this number (0: of a release that did not say), failed after `step`
+    updates: this rank stands still."""
 
     step: int
     reason: str
+    plan: int = 0
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True):

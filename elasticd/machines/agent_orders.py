@@ -37,6 +37,7 @@ from elasticd.messages import (
     Closed,
     Fenced,
     Finished,
+    Hello,
     Leaving,
     Propose,
     Published,
@@ -46,7 +47,7 @@ from elasticd.messages import (
     Standing,
     ToWorker,
 )
-from elasticd.records import DoneRecord, Fence, PlanRecord, Proposal
+from elasticd.records import DoneRecord, Fence, Proposal
 
 
 def leader_read(state: State, event: LeaderRead, now: float) -> Result:
@@ -79,8 +80,12 @@ def plan_read(state: State, event: PlanRead, now: float) -> Result:
         return state, ()
     recorded = Recorded(number=record.plan.number)
     fence = state.fences.get(job)
-    if fence is not None and (before is None or before.plan.number < fence.number) and _settles(record, fence):
-        # All stood still, and the recovery may have gone on without some: they stand by.
+    settled = (
+        fence is not None and before is not None and before.plan.number < fence.number < record.plan.number
+    )
+    if before is None or settled:
+        # All stood still, and the recovery may have gone on without some: they stand by. Or this agent has just
+        # begun to read, and does not know what its workers missed.
         effects: tuple[Effect, ...] = tuple(
             Send(client=worker.id, body=recorded) for worker in _workers(state, job)
         )
@@ -159,18 +164,21 @@ def standing(state: State, worker: Client) -> tuple[Effect, ...]:
     if done is not None:
         return _end(done, [worker])
     fence, plan = state.fences.get(worker.job), state.plans.get(worker.job)
-    fenced: tuple[Effect, ...] = ()
-    if fence is not None:
-        holds = plan is None or plan.plan.number < fence.number
-        if holds or _evicts(fence, worker):
-            fenced = (_fenced(worker, fence),)
+    missed: tuple[Effect, ...] = ()
+    if fence is not None and (plan is None or plan.plan.number < fence.number or _evicts(fence, worker)):
+        missed = (_fenced(worker, fence),)
+    elif plan is not None and _returns(worker) and plan.plan.binding.get(worker.device) != worker.incarnation:
+        # It may stand still since it lost the others, or keep a copy for them: they went on without it.
+        over = (_fenced(worker, fence),) if fence is not None else ()
+        missed = (*over, Send(client=worker.id, body=Recorded(number=plan.plan.number)))
     if proposal is None or (fence is not None and fence.number > proposal.number):
-        return fenced
-    return fenced + _orders([worker], _bindings(proposal), _order(proposal))
+        return missed
+    return missed + _orders([worker], _bindings(proposal), _order(proposal))
 
 
-def _settles(record: PlanRecord, fence: Fence) -> bool:
-    return record.plan.number > fence.number
+def _returns(worker: Client) -> bool:
+    """Whether it comes again as what it was."""
+    return isinstance(worker.opening, Hello) and worker.opening.incarnation == worker.incarnation
 
 
 def _order(proposal: Proposal) -> Propose | Abort:

@@ -206,6 +206,7 @@ def _due(turn: Turn) -> None:
     _settle(turn)
     gather.answer_late(turn)
     losses.deserted(turn)
+    losses.absent(turn)
     leaving.all_told(turn)
     stopping.due(turn)
     recovery.suspect(turn)

@@ -42,10 +42,17 @@ class Turn:
         """`worker` with changes, put in its place."""
         changed = msgspec.structs.replace(worker, **changes)
         self.set(workers={**self.job.workers, worker.device: changed})
+        self._met(worker.device)
         return changed
 
     def drop(self, device: str) -> None:
         self.set(workers={name: worker for name, worker in self.job.workers.items() if name != device})
+        self._met(device)
+
+    def _met(self, device: str) -> None:
+        """A device has one process at a time: of one that is heard of, none before it is waited for."""
+        if device in self.job.unmet:
+            self.set(unmet={name: known for name, known in self.job.unmet.items() if name != device})
 
     def note(self, kind: EventKind, text: str, **data: Any) -> None:
         self.effects.append(self.told(kind, text, **data))
