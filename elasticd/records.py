@@ -121,7 +121,8 @@ class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):
     """A node whose agent lives; `address` is what its workers listen on for each other, `snapshots` where other
     agents send it snapshots to keep ("host:port", empty: nowhere) and `certificate` (PEM) what it is known by
     there. `draining`: its devices are to be left, and no plan takes them up again. `host`: which machine and
-    network it is on (`elasticd.routes.host`); nodes of one host reach each other by loopback."""
+    network it is on (`elasticd.routes.host`); nodes of one host reach each other by loopback. `reach`: where
+    other agents try whether they reach this node on the data network ("host:port", empty: an older release)."""
 
     node: str
     devices: tuple[Device, ...]
@@ -132,6 +133,7 @@ class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):
     certificate: str = ""
     draining: bool = False
     host: str = ""
+    reach: str = ""
     version: int = RECORD_VERSION
 
 

@@ -90,12 +90,10 @@ def plan_read(state: State, event: PlanRead, now: float) -> Result:
             Send(client=worker.id, body=recorded) for worker in _workers(state, job)
         )
     else:
-        plans = [record.plan, before.plan if before is not None else None]
-        if proposal is not None and proposal.number == record.plan.number:
+        plans = [record.plan, before.plan]
+        if proposal is not None and proposal.number == record.plan.number and proposal.old is not None:
             plans.append(proposal.old)
-        effects = _orders(
-            _workers(state, job), [_binding(plan) for plan in plans if plan is not None], recorded
-        )
+        effects = _orders(_workers(state, job), [_binding(plan) for plan in plans], recorded)
     state = replace(state, epoch=max(state.epoch, record.epoch), plans={**state.plans, job: record})
     return _forget_before(state, job, record.plan.number), effects
 

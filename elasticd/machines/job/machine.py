@@ -12,6 +12,7 @@ from elasticd.machines.job import (
     gather,
     leaving,
     losses,
+    parted,
     probing,
     recovery,
     replan,
@@ -51,7 +52,7 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.pulses import Frozen, Probed
+from elasticd.pulses import Frozen, Probed, Unreached
 from elasticd.snapshots import Keeps
 
 
@@ -136,7 +137,7 @@ def _alike(before: JobState, after: JobState) -> bool:
     return same and before.phase is after.phase and len(before.workers) == len(after.workers)
 
 
-def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Keeps) -> None:
+def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Unreached | Keeps) -> None:
     if isinstance(message, Keeps):
         snapshots.keeps(turn, node, message)
         return
@@ -145,6 +146,9 @@ def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Keeps) -
         return
     if isinstance(message, Frozen):
         recovery.froze(turn, message)
+        return
+    if isinstance(message, Unreached):
+        parted.heard(turn, node, message)
         return
     body = message.body
     if isinstance(body, Join):
@@ -210,6 +214,7 @@ def _due(turn: Turn) -> None:
     leaving.all_told(turn)
     stopping.due(turn)
     recovery.suspect(turn)
+    parted.due(turn)
     switch.overdue(turn)
     switch.unrecovered(turn)
     switch.abort(turn)

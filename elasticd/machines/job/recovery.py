@@ -12,10 +12,13 @@ Another loss at any of these begins anew at 1, under a higher number.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from elasticd.machines.job.ending import stop
 from elasticd.machines.job.fence import FALLIBLE, fault
 from elasticd.machines.job.holdings import lost_boxes
 from elasticd.machines.job.older import Wait, older, older_state, waits
+from elasticd.machines.job.parted import divided, regroup
 from elasticd.machines.job.source import Source
 from elasticd.machines.job.state import Phase, Worker
 from elasticd.machines.job.switch import propose
@@ -70,7 +73,7 @@ def suspect(turn: Turn) -> None:
         return
     if since is not None and turn.now - since >= turn.settings.bereft_seconds:
         who = ", ".join(device for device, w in job.workers.items() if w.bereft_at is not None)
-        fault(turn, {}, f"{who} lost the other members, of whom none is known to have died")
+        regroup(turn, f"{who} lost the other members, of whom none is known to have died", at_once=True)
 
 
 def _unreachable(turn: Turn) -> dict[str, str]:
@@ -100,6 +103,8 @@ def recover(turn: Turn) -> None:
         return
     if silent:
         _silent(turn, silent)
+        return
+    if divided(turn, owners, lambda nodes: isinstance(survey(turn, nodes), Source)):
         return
     source = survey(turn)
     if isinstance(source, str):
@@ -165,17 +170,17 @@ def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
     )
 
 
-def survey(turn: Turn) -> Source | str:
-    """The plan that survivors are farthest under and hold all of, or what is lacking of the best."""
+def survey(turn: Turn, nodes: Collection[str] | None = None) -> Source | str:
+    """The plan that survivors (on these nodes) are farthest under and hold all of, or what is lacking of the
+    best."""
     job = turn.job
     assert job.fence is not None
     assert job.spec is not None
     lacking = "no member that lives holds any copy"
     options = []
     for plan in job.candidates:
-        held = {
-            w.device: copy for w in job.bound(plan) for copy in _copies(turn, w) if copy.number == plan.number
-        }
+        bound = [worker for worker in job.bound(plan) if nodes is None or worker.node in nodes]
+        held = {w.device: copy for w in bound for copy in _copies(turn, w) if copy.number == plan.number}
         if held:
             options.append((max(copy.step for copy in held.values()), plan.number, plan, held))
     for step, _, plan, held in sorted(options, key=lambda option: option[:2], reverse=True):

@@ -49,6 +49,7 @@ from elasticd_planner.stability import Stability
 from elasticd_planner.value import Value, refuse
 
 from elasticd.health import Health
+from elasticd.machines.job.network import Network
 from elasticd.machines.job.vaults import Snapshots
 from elasticd.messages import Saved, Standing
 from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint
@@ -291,6 +292,7 @@ class JobState(Value, frozen=True, kw_only=True):
         leader takes nothing for lost that it has not heard of.
     takeover: `unmet` are the members, by device their incarnations, that a leader before this one bound and
         that this one has not heard of yet. They may live, and hold copies.
+    network: what is known of who reaches whom, and how often the members could not go on together.
     """
 
     job: str
@@ -341,6 +343,7 @@ class JobState(Value, frozen=True, kw_only=True):
     arrived: float = -math.inf
     patient_until: float = 0.0
     unmet: dict[str, str] = msgspec.field(default_factory=dict)
+    network: Network = Network()
 
     @property
     def number(self) -> int:

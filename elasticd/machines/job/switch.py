@@ -18,13 +18,14 @@ from elasticd.machines.job.fence import FALLIBLE, fault, resolved
 from elasticd.machines.job.fitting import fit
 from elasticd.machines.job.leaving import hurried
 from elasticd.machines.job.older import waits
+from elasticd.machines.job.parted import regroup
 from elasticd.machines.job.source import Source, called
 from elasticd.machines.job.state import Phase, Progress, Setback, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Doubt, Kept, Prepared, Refused, Swapped
 from elasticd.records import HistoryRecord, PlanRecord, Proposal
 
-#: Seconds from a recovery that was given up to the next, and from a switch that a worker waits for to leave.
+#: Seconds from a switch that was given up to the next, where a worker waits for it to leave.
 AGAIN_SECONDS = 1.0
 
 #: Switches whose measured cost the next one is expected to have.
@@ -247,8 +248,7 @@ def unrecovered(turn: Turn) -> None:
         why, older_state = job.give_up, called(job.proposal)
         if older_state:
             turn.set(snapshots=job.snapshots.failing(older_state))
-        fault(turn, {}, f"the recovery {job.proposal.number} failed: {why}")
-        turn.set(not_before=turn.now + AGAIN_SECONDS)
+        regroup(turn, f"the recovery {job.proposal.number} failed: {why}")
 
 
 def abort(turn: Turn) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from elasticd.machines.job.effects import Effect, EventKind, Note, Record, Send, Write
 from elasticd.machines.job.state import OVER, TRANSITIONS, JobState, NodeState, Phase, Settings, Worker
 from elasticd.messages import Closed, Down, Joined, Rejected
+from elasticd.orders import TryReach
 
 
 class IllegalTransition(RuntimeError):
@@ -60,6 +61,10 @@ class Turn:
     def told(self, kind: EventKind, text: str, **data: Any) -> Note:
         """A note to be told later, as when a write is done."""
         return Note(kind=kind, job=self.job.job, text=text, data=data)
+
+    def order(self, node: str, message: TryReach) -> None:
+        """To the agent itself."""
+        self.effects.append(Send(node=node, message=message))
 
     def send(self, node: str, client: str, body: Rejected | Joined | Closed) -> None:
         self.effects.append(Send(node=node, message=Down(client=client, body=body)))
