@@ -32,6 +32,8 @@ SCHEMA_VERSION = 1
 CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "nodes", "jobs")
 LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "history")
 OTHER_KEYS = ("members", "rendezvous", "ranks", "parts")
+#: Those of a job's keys that live as long as it does, and are changed by each step of its control.
+LASTING: tuple[Literal["plan", "fence"], ...] = ("plan", "fence")
 T = TypeVar("T", bound=msgspec.Struct)
 
 # fmt: off
@@ -95,6 +97,11 @@ class Keys(Value, frozen=True, kw_only=True):
 
     def history(self, job: str, number: int) -> str:
         return self.job(job, "history/") + f"{number:08d}"
+
+    def lasts(self, key: str) -> bool:
+        """Whether this is a job's plan or fence."""
+        job, _, part = key.removeprefix(self.jobs).rpartition("/")
+        return key.startswith(self.jobs) and bool(job) and part in LASTING
 
     def unknown_part(self, key: str) -> str:
         """The part of a key by which this release does not know it ("quotas", "jobs/JOB/quota"), or nothing for

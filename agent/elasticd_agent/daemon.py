@@ -188,7 +188,9 @@ class Agent:
         )
         self._harms = harms
         records = Records(
-            *(self._store, self._keys, self._emit, harms.follow, self._keeper.read), refuse=self._finish
+            *(self._store, self._keys, self._emit, harms.follow, self._keeper.read),
+            refuse=self._finish,
+            memory=self._memory,
         )
         rounds = Rounds(
             self._store,
