@@ -114,8 +114,8 @@ class StateFile:
             seen = self._value.marks.get(key)
             if seen is not None and not seen.precedes(mark):
                 raise StoreReplaced(
-                    f"the key {key} was seen at revision {seen.modified}, after {seen.changes} changes, and etcd "
-                    f"has it at {mark.modified}, after {mark.changes}: it was restored from an old copy"
+                    f"the key {key} was seen at revision {seen.modified}, after {seen.changes} changes; etcd "
+                    f"has it at {mark.modified}, after {mark.changes}, and so was restored from an old copy"
                 )
         if marks:
             self.note(marks=marks)

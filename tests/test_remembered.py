@@ -130,7 +130,7 @@ def test_an_old_copy_is_refused_although_its_revision_has_passed_the_one_remembe
         item("plan", created=5, modified=900, changes=5),  # the leader of the copy wrote since
         item("plan", created=30, modified=900, changes=1),  # or made it, where the backup has none
     ):
-        with pytest.raises(StoreReplaced, match="restored from an old copy"):
+        with pytest.raises(StoreReplaced, match="was restored from an old copy"):
             again.check([copy])
     again.check([item("plan", created=5, modified=41, changes=10)])
     again.check([item("plan", created=60, modified=60, changes=1)])  # another job of that name
