@@ -32,6 +32,8 @@ SCHEMA_VERSION = 1
 CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "journal", "nodes", "jobs")
 LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "history")
 OTHER_KEYS = ("members", "rendezvous", "ranks", "parts")
+#: Those of a job's keys that live as long as it does, and are changed by each step of its control.
+LASTING: tuple[Literal["plan", "fence"], ...] = ("plan", "fence")
 T = TypeVar("T", bound=msgspec.Struct)
 
 # fmt: off
@@ -101,6 +103,11 @@ class Keys(Value, frozen=True, kw_only=True):
     def history(self, job: str, number: int) -> str:
         return self.job(job, "history/") + f"{number:08d}"
 
+    def lasts(self, key: str) -> bool:
+        """Whether this is a job's plan or fence."""
+        job, _, part = key.removeprefix(self.jobs).rpartition("/")
+        return key.startswith(self.jobs) and bool(job) and part in LASTING
+
     def unknown_part(self, key: str) -> str:
         """The part of a key by which this release does not know it ("quotas", "jobs/JOB/quota"), or nothing for
         a key that it knows. Such keys are of a newer release, and are skipped."""
@@ -126,7 +133,8 @@ class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):
     """A node whose agent lives; `address` is what its workers listen on for each other, `snapshots` where other
     agents send it snapshots to keep ("host:port", empty: nowhere) and `certificate` (PEM) what it is known by
     there. `draining`: its devices are to be left, and no plan takes them up again. `host`: which machine and
-    network it is on (`elasticd.routes.host`); nodes of one host reach each other by loopback."""
+    network it is on (`elasticd.routes.host`); nodes of one host reach each other by loopback. `reach`: where
+    other agents try whether they reach this node on the data network ("host:port", empty: an older release)."""
 
     node: str
     devices: tuple[Device, ...]
@@ -137,6 +145,7 @@ class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):
     certificate: str = ""
     draining: bool = False
     host: str = ""
+    reach: str = ""
     version: int = RECORD_VERSION
 
 

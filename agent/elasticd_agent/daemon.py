@@ -50,6 +50,7 @@ from elasticd_agent.link import Link
 from elasticd_agent.nvml import opened as nvml_opened
 from elasticd_agent.orphans import Torchruns
 from elasticd_agent.pulses import BEAT, Pulses, look
+from elasticd_agent.reaching import Reaching
 from elasticd_agent.registrar import Registrar
 from elasticd_agent.rounds import Rounds
 from elasticd_agent.sensors import Sensors
@@ -142,6 +143,7 @@ class Agent:
         self._workers = Workers(self._path, self.record.node, self._config.agent.group)
         try:
             self._keeper = self._make_keeper()
+            self._reaching = self._make_reaching()
         except BaseException:
             self._workers.close()
             raise
@@ -177,6 +179,7 @@ class Agent:
             lambda harm: harms.take(harm),
             lambda: credentials(security),
             self._tell_to_go,
+            self._reaching.take,
         )
         allowed = self._config.chaos.enabled
         harms = Harms(
@@ -185,7 +188,9 @@ class Agent:
         )
         self._harms = harms
         records = Records(
-            *(self._store, self._keys, self._emit, harms.follow, self._keeper.read), refuse=self._finish
+            *(self._store, self._keys, self._emit, harms.follow, self._keeper.read),
+            refuse=self._finish,
+            memory=self._memory,
         )
         rounds = Rounds(
             self._store,
@@ -209,6 +214,7 @@ class Agent:
         )
         beside = [asyncio.create_task(part) for part in parts]
         try:
+            await self._reaching.start()
             await records.start()
             self._torchruns.start()
             self._workers.start(
@@ -229,6 +235,7 @@ class Agent:
             self._torchruns.close()
             await harms.close()
             records.close()
+            await self._reaching.close()
             await self._link.close()
         if reason is not None:
             raise AgentError(reason)
@@ -339,6 +346,13 @@ class Agent:
         record = structs.replace(self.record, snapshots=keeper.address, certificate=keeper.certificate)
         self._state = replace(self._state, record=record)
         return keeper
+
+    def _make_reaching(self) -> Reaching:
+        """And publish where other nodes may try whether they reach this one."""
+        reaching = Reaching(self._config.agent.listens, self._tell)
+        record = structs.replace(self.record, reach=reaching.address)
+        self._state = replace(self._state, record=record)
+        return reaching
 
     def _pidfd(self, device: str) -> int | None:
         worker = self._state.worker_of(device)

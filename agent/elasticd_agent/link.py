@@ -26,7 +26,7 @@ from elasticd.messages import (
     ToLeader,
     Up,
 )
-from elasticd.orders import Drain, End, Harm
+from elasticd.orders import Drain, End, Harm, TryReach
 from elasticd.snapshots import Whole
 
 #: Seconds between attempts: doubled from the first to the second.
@@ -44,8 +44,8 @@ _log = logging.getLogger(__name__)
 
 class Link:
     """Emits LinkUp, Heard and LinkDown on the running loop; `follow` says where the leader is. What the leader
-    says of snapshots goes to `whole`, chaos to `harm`, a job that a user stops to `end`. `known` gives what we
-    show it, anew for each connection.
+    says of snapshots goes to `whole`, chaos to `harm`, a job that a user stops to `end`, whom it wants tried
+    to `reach`. `known` gives what we show it, anew for each connection.
     """
 
     def __init__(
@@ -55,8 +55,9 @@ class Link:
         harm: Callable[[Harm], None],
         known: Callable[[], Credentials] = Credentials,
         end: Callable[[End], None] = lambda order: None,
+        reach: Callable[[TryReach], None] = lambda order: None,
     ) -> None:
-        self._emit, self._whole, self._harm, self._end = emit, whole, harm, end
+        self._emit, self._whole, self._harm, self._end, self._reach = emit, whole, harm, end, reach
         self._known = known
         self._said = ""
         self._url: str | None = None
@@ -175,6 +176,8 @@ class Link:
                 self._harm(message)
             elif isinstance(message, End):
                 self._end(message)
+            elif isinstance(message, TryReach):
+                self._reach(message)
             elif isinstance(message, Drain):
                 self._emit(Drained(on=message.on))
             else:

@@ -22,6 +22,7 @@ from elasticd.machines.agent_state import (
 )
 from elasticd.parts import Shelf
 from elasticd.records import (
+    LASTING,
     CheckpointsRecord,
     DoneRecord,
     Fence,
@@ -33,8 +34,9 @@ from elasticd.records import (
     read_schema,
     schema_apart,
 )
+from elasticd.remembered import StateFile
 from elasticd.store.leader import Leader
-from elasticd.store.protocol import KeyValue, Store, WatchEvent, WatchItem
+from elasticd.store.protocol import KeyValue, Store, StoreReplaced, WatchEvent, WatchItem
 from elasticd.store.watch import Watch
 
 _PARTS = ("proposal", "plan", "fence", "checkpoints", "done")
@@ -47,7 +49,8 @@ class Records:
     """Turns the store's keys into events, on the running loop, in the order of their revisions.
 
     `follow` is called with the leader's url, or None when there is no leader, `node_read` with each node's
-    record, or None when that is gone, `refuse` with why this agent cannot work with what the leader writes now.
+    record, or None when that is gone, `refuse` with why this agent cannot work with what the store holds now.
+    `memory` knows which plans and fences were seen.
     """
 
     def __init__(
@@ -58,13 +61,14 @@ class Records:
         follow: Callable[[str | None], None],
         node_read: Callable[[str, NodeRecord | None], None],
         refuse: Callable[[str], None],
+        memory: StateFile | None = None,
     ) -> None:
         self._store = store
         self._keys = keys
         self._emit = emit
         self._follow = follow
         self._node_read = node_read
-        self._refuse = refuse
+        self._refuse, self._memory = refuse, memory
         self._known: set[str] = set()
         self._shelf = Shelf(keys.jobs)
         self._watch: Watch | None = None
@@ -113,6 +117,8 @@ class Records:
         if key != self._keys.leader and not node and not of_job:
             return
         at = item.mod_revision if item is not None else 0
+        if part in LASTING and item is not None and self._went_back(item):
+            return
         (self._known.discard if item is None else self._known.add)(key)
         try:
             if key == self._keys.leader:
@@ -132,6 +138,18 @@ class Records:
                 self._emit(DoneRead(job=job, record=self._decoded(item, DoneRecord), revision=at))
         except ValueError as error:
             _log.error("the record %s in the store cannot be read: %s", key, error)
+
+    def _went_back(self, item: KeyValue) -> bool:
+        """Whether the store is an old copy, whose orders may have been withdrawn. First remembered, then
+        obeyed."""
+        if self._memory is None:
+            return False
+        try:
+            self._memory.check((item,))
+        except StoreReplaced as error:
+            self._refuse(self._memory.refusal(error))
+            return True
+        return False
 
     def _decoded(self, item: KeyValue | None, kind: type[R]) -> R | None:
         return decode(item.value, kind, self._shelf.of(item.key)) if item is not None else None

@@ -12,7 +12,7 @@ from elasticd.messages import (
     encode,
     protocol_refusal,
 )
-from elasticd.orders import Drain, End, Harm
+from elasticd.orders import Drain, End, Harm, TryReach
 from elasticd.records import NodeRecord
 from elasticd.routes import is_loopback
 from elasticd.snapshots import Whole
@@ -104,7 +104,7 @@ class Connections:
         del self._live[connection.node]
         return True
 
-    def send(self, node: str, message: Down | Harm | Drain | End | Whole) -> None:
+    def send(self, node: str, message: Down | Harm | Drain | End | TryReach | Whole) -> None:
         """To the node's agent; nothing where none is connected: what matters is said again."""
         connection = self._live.get(node)
         if connection is not None:

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -43,10 +43,10 @@ from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.state import Settings
 from elasticd.notify import Supervisor
 from elasticd.parts import Shelf
-from elasticd.records import HistoryRecord, Keys, decode_at
+from elasticd.records import LASTING, HistoryRecord, Keys, decode_at
 from elasticd.remembered import NOTE_SECONDS, StateError, StateFile
 from elasticd.store.leader import Leader, LeadershipLost
-from elasticd.store.protocol import KeyValue, Store, StoreError, StoreRefused
+from elasticd.store.protocol import KeyValue, Store, StoreError, StoreRefused, StoreReplaced
 from elasticd.store.session import split_endpoint
 from elasticd.version import __version__
 
@@ -181,6 +181,11 @@ class Coordinator:
         _log.info("standing by: %s leads %s at %s", leader.name, self.config.cluster.name, leader.value)
 
     def _lead(self, term: Term) -> None:
+        if self._memory is not None:
+            try:
+                self._memory.check(item for item in term.jobs.items if self.keys.lasts(item.key))
+            except StoreReplaced as error:
+                raise election.refused(error, self._memory) from error
         try:
             jobs, restarted = stored(self.keys, term.jobs.items), ranks(self.keys, term.jobs.items)
         except msgspec.DecodeError as error:
@@ -218,9 +223,20 @@ class Coordinator:
             raise CannotLead(f"the records under {self.keys.jobs} cannot be read: {error}") from error
 
     async def _remember(self, memory: StateFile) -> None:
+        noted: dict[str, int] = {}
         while True:
             await asyncio.to_thread(memory.note, identity=self._store.known())
+            numbers = {name: job.highest for name, job in self.leading.state.jobs.items()}
+            changed = [name for name, number in numbers.items() if noted.get(name) != number]
+            with contextlib.suppress(StoreError):  # it is away, or refuses us: the writer says so
+                await asyncio.to_thread(self._mark, memory, changed)
+                noted = numbers
             await asyncio.sleep(NOTE_SECONDS)
+
+    def _mark(self, memory: StateFile, jobs: Iterable[str]) -> None:
+        """Remembers the plans and fences of these jobs as the store has them."""
+        found = [self._store.get(self.keys.job(job, part)) for job in jobs for part in LASTING]
+        memory.check(item for item in found if item is not None)
 
     async def _serve(self, listener: socket.socket) -> None:
         security = self.config.security

@@ -55,7 +55,7 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.pulses import Frozen
+from elasticd.pulses import Frozen, Unreached
 from elasticd.records import DoneRecord, Proposal
 from elasticd.rounds import Lapped
 from elasticd.snapshots import Keeps
@@ -282,7 +282,7 @@ class Leading:
             answer = await self._answered(message.job, call)
             connection.send(Down(client=message.client, body=answer))
             return
-        if isinstance(message, Up | WorkerLost | Frozen | OfNode | Keeps):
+        if isinstance(message, Up | WorkerLost | Frozen | Unreached | OfNode | Keeps):
             if isinstance(message, Up) and isinstance(message.body, Report):
                 self._reported(message, message.body)
             self.apply(Received(node=connection.node, message=message))

@@ -12,7 +12,7 @@ from elasticd.decoding import tag_of
 from elasticd.health import Health
 from elasticd.messages import AgentHello, Join, Leave, Report, StoreCall, ToLeader, Up, WorkerLost
 from elasticd.names import LONGEST, MOST_DEVICES, device_of, name_refusal
-from elasticd.pulses import Crossed, Frozen
+from elasticd.pulses import Crossed, Frozen, Unreached
 from elasticd.records import NodeRecord
 from elasticd.rounds import Lapped
 from elasticd.snapshots import Keeps
@@ -53,7 +53,7 @@ def record_refusal(record: NodeRecord) -> str:
     return ""
 
 
-def _spoken_for(message: Up | WorkerLost | Frozen | Keeps | Lapped) -> Iterator[str]:
+def _spoken_for(message: Up | WorkerLost | Frozen | Unreached | Keeps | Lapped) -> Iterator[str]:
     """The devices about which a message is their own node's word. A torchrun has none."""
     if isinstance(message, Up):
         if message.device:
@@ -62,4 +62,4 @@ def _spoken_for(message: Up | WorkerLost | Frozen | Keeps | Lapped) -> Iterator[
             yield message.body.measurement.device
     elif isinstance(message, WorkerLost | Frozen | Lapped):
         yield message.device
-    # Keeps: an agent keeps snapshots of other nodes' devices.
+    # Keeps: an agent keeps snapshots of other nodes' devices. Unreached: of the connection's own node.

@@ -36,8 +36,8 @@ from elasticd.messages import (
     WorkerLost,
 )
 from elasticd.orders import Drain, End
-from elasticd.records import DoneRecord, Keys, MemberRecord, NodeRecord, Proposal, decode, encode
-from elasticd.remembered import StateFile
+from elasticd.records import DoneRecord, Keys, MemberRecord, NodeRecord, PlanRecord, Proposal, decode, encode
+from elasticd.remembered import Mark, StateFile
 from elasticd.store.memory import MemoryStore
 from tests.agent.support import CLUSTER, Leader, Node, closing_all, spec, until
 
@@ -250,6 +250,28 @@ def test_highest_epoch_outlasts_the_agent_and_orders_below_it_are_refused(node: 
     answer = trainer.hear()
     assert isinstance(answer, Propose)
     assert answer.proposal == record
+
+
+def test_an_agent_obeys_no_plan_of_an_old_copy_however_far_that_has_come(node: Node) -> None:
+    """The copy was written to since, far beyond the revision that the agent remembers."""
+
+    def memory() -> StateFile:
+        return StateFile(str(node.folder), CLUSTER, "agent", "n0")
+
+    leader = node.leader()
+    key = KEYS.job("job", "plan")
+    for number in (1, 2):
+        record = PlanRecord(plan=plan(number, {"n0/0": "i"}), epoch=leader.epoch, step=0)
+        node.store.put(key, encode(record))
+    found = node.store.get(key)
+    assert found is not None
+    seen = Mark(created=found.create_revision, modified=found.mod_revision - 1, changes=9)
+    memory().note(marks={key: seen})
+    running = node.agent(memory=memory())
+    running.join()
+    assert isinstance(running.error, AgentError)
+    assert "restored from an old copy" in str(running.error)
+    assert str(memory().path) in str(running.error)
 
 
 def test_end_of_a_job_reaches_the_worker_from_the_store(node: Node) -> None:

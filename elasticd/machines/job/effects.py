@@ -16,8 +16,8 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.orders import Drain, End, Harm
-from elasticd.pulses import Frozen
+from elasticd.orders import Drain, End, Harm, TryReach
+from elasticd.pulses import Frozen, Unreached
 from elasticd.records import (
     CheckpointsRecord,
     DoneRecord,
@@ -95,7 +95,7 @@ class Received(Value, frozen=True, kw_only=True):
     """A message from a connected agent."""
 
     node: str
-    message: Up | WorkerLost | Frozen | OfNode | Keeps
+    message: Up | WorkerLost | Frozen | Unreached | OfNode | Keeps
 
 
 class Planned(Value, frozen=True, kw_only=True):
@@ -210,7 +210,7 @@ class Send(Value, frozen=True, kw_only=True):
     """To the agent of `node`, if it is connected."""
 
     node: str
-    message: Down | Harm | Drain | End | Whole
+    message: Down | Harm | Drain | End | TryReach | Whole
 
 
 class Write(Value, frozen=True, kw_only=True):

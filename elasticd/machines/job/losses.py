@@ -73,6 +73,20 @@ def vanished(turn: Turn, devices: Sequence[str]) -> None:
         fault(turn, gone, f"worker {names} is gone: it ended while no coordinator led")
 
 
+def absent(turn: Turn) -> None:
+    """Members that this leader has never heard of, on nodes whose agents have been back for long enough to tell
+    of all that live there."""
+    job = turn.job
+    if not job.unmet or job.phase not in FALLIBLE or job.settle_until is not None:
+        return
+    patience = turn.settings.reconnect_seconds
+    returned = {
+        name for name, node in turn.nodes.items() if node.connected and turn.now - node.since >= patience
+    }
+    if gone := [device for device in job.unmet if device.rpartition("/")[0] in returned]:
+        vanished(turn, gone)
+
+
 def called(worker: Worker) -> str:
     """A worker, as messages call it."""
     return f"worker {worker.device}" + (f" (pid {worker.pid})" if worker.pid else "")

@@ -11,6 +11,7 @@ from elasticd.machines.job import (
     gather,
     leaving,
     losses,
+    parted,
     probing,
     recovery,
     replan,
@@ -50,7 +51,7 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.pulses import Frozen, Probed
+from elasticd.pulses import Frozen, Probed, Unreached
 from elasticd.snapshots import Keeps
 
 
@@ -144,7 +145,7 @@ def _alike(before: JobState, after: JobState) -> bool:
     return same and before.phase is after.phase and len(before.workers) == len(after.workers)
 
 
-def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Keeps) -> None:
+def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Unreached | Keeps) -> None:
     if isinstance(message, Keeps):
         snapshots.keeps(turn, node, message)
         return
@@ -153,6 +154,9 @@ def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Keeps) -
         return
     if isinstance(message, Frozen):
         recovery.froze(turn, message)
+        return
+    if isinstance(message, Unreached):
+        parted.heard(turn, node, message)
         return
     body = message.body
     if isinstance(body, Join):
@@ -215,9 +219,11 @@ def _due(turn: Turn) -> None:
     _settle(turn)
     gather.answer_late(turn)
     losses.deserted(turn)
+    losses.absent(turn)
     leaving.all_told(turn)
     stopping.due(turn)
     recovery.suspect(turn)
+    parted.due(turn)
     switch.overdue(turn)
     switch.unrecovered(turn)
     switch.abort(turn)

@@ -49,8 +49,9 @@ from elasticd_planner.stability import Stability
 from elasticd_planner.value import Value, refuse
 
 from elasticd.health import Health
+from elasticd.machines.job.network import Network
 from elasticd.machines.job.vaults import Snapshots
-from elasticd.messages import Standing
+from elasticd.messages import Saved, Standing
 from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint
 
 
@@ -286,8 +287,12 @@ class JobState(Value, frozen=True, kw_only=True):
         ordered, and no plan with it was proposed yet.
     end: `done_epoch` is that of the record in the store. `stopping` says who stops the job (empty: nobody),
         which ends by `stop_at`.
-    older state: `snapshots` in the agents' memory, checkpoints `published`, the newest last; when a worker last
-        `arrived`. Until `patient_until` a new leader takes nothing for lost that it has not heard of.
+    older state: `snapshots` in the agents' memory, checkpoints `published`, the newest last, and `unpublished`
+        ones of a plan that is not recorded yet; when a worker last `arrived`. Until `patient_until` a new
+        leader takes nothing for lost that it has not heard of.
+    takeover: `unmet` are the members, by device their incarnations, that a leader before this one bound and
+        that this one has not heard of yet. They may live, and hold copies.
+    network: what is known of who reaches whom, and how often the members could not go on together.
     """
 
     job: str
@@ -334,8 +339,11 @@ class JobState(Value, frozen=True, kw_only=True):
     stop_at: float = 0.0
     snapshots: Snapshots = msgspec.field(default_factory=Snapshots)
     published: tuple[PublishedCheckpoint, ...] = ()
+    unpublished: tuple[Saved, ...] = ()
     arrived: float = -math.inf
     patient_until: float = 0.0
+    unmet: dict[str, str] = msgspec.field(default_factory=dict)
+    network: Network = Network()
 
     @property
     def number(self) -> int:
