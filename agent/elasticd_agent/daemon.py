@@ -346,6 +346,7 @@ class Agent:
 
     def _tell_to_go(self, order: End) -> None:
         """Sends SIGTERM to the workers of a job that a user stops; once, as a second one ends them at once."""
+        self._told_to_go &= self._state.clients.keys()
         for client in self._state.clients.values():
             if client.device and client.job == order.job and client.id not in self._told_to_go:
                 self._told_to_go.add(client.id)
