@@ -298,6 +298,8 @@ def settings_of(config: Config) -> Settings:
     return Settings(
         detect=config.detect,
         policy=config.policy,
+        keep_seconds=config.coordinator.keep_days * 86_400,
+        keep_jobs=config.coordinator.keep_jobs,
         flops=config.planner.flops,
         inside=config.planner.inside.link,
         between=config.planner.between.link,

@@ -86,6 +86,11 @@ class Journal:
             )
         )
 
+    def forget(self, job: str) -> None:
+        """The steps of a job are not looked at any more; its events go with their age."""
+        self._steps.pop(job, None)
+        self._pacing.pop(job, None)
+
     def events(self, after: int = 0) -> list[EventRecord]:
         return _tail(self._events, lambda record: record.id > after)
 

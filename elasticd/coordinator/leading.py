@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from elasticd.config import ConfigError
 from elasticd.coordinator.changes import Changes, Scalar
 from elasticd.coordinator.connections import Connection, Connections
@@ -21,7 +23,7 @@ from elasticd.coordinator.recorders import Recorders
 from elasticd.coordinator.writer import Writer
 from elasticd.decoding import shown, tag_of
 from elasticd.health import OfNode
-from elasticd.machines import coordinator, doors, restarts
+from elasticd.machines import coordinator, doors, forgetting, restarts
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import (
     AgentDown,
@@ -30,6 +32,7 @@ from elasticd.machines.job.effects import (
     Drained,
     Effect,
     Event,
+    ForgetAsked,
     Note,
     Paced,
     Received,
@@ -68,6 +71,10 @@ TICK_SHARE = 10
 WRITE_SECONDS = 5.0
 #: Jobs that may have a bootstrap store at once.
 MOST_STORES = 4096
+#: Bytes of all bootstrap stores together.
+MOST_STORED = 1 << 30
+#: Jobs in restart mode whose laps are judged; beyond them the one that was silent longest is forgotten.
+MOST_RESTARTS = 1000
 #: Kinds of messages, by node, of which the log tells that they are not heard.
 MOST_TOLD = 256
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live).
@@ -174,8 +181,10 @@ class Leading:
             self.connections.send(effect.node, effect.message)
         elif isinstance(effect, Write):
             if self.writer is not None:
-                self.writer.put(effect)
+                self.writer.put(_dated(effect))
             self._drop_keys(effect)
+            if effect.forget:
+                self._forget(effect.job)
         elif isinstance(effect, RequestPlan):
             self.planning.request(effect.job, effect.token, effect.problem)
         elif isinstance(effect, CancelPlan):
@@ -197,6 +206,11 @@ class Leading:
                     self.writer.put(Rank(job=write.job))
             elif isinstance(record, Proposal) and record.old is not None and write.job in self._stores:
                 self._stores[write.job].drop_before(record.old.number)
+
+    def _forget(self, job: str) -> None:
+        """Nothing of it is needed any more."""
+        self._stores.pop(job, None)
+        self.journal.forget(job)
 
     def remember(self, ranks: Iterable[Rank]) -> None:
         """What torchruns told the leaders before."""
@@ -235,7 +249,8 @@ class Leading:
             connection.send(Down(client=message.client, body=answer))
             return
         if isinstance(message, Up | WorkerLost | Frozen | OfNode | Keeps):
-            if isinstance(message, Up) and isinstance(message.body, Report):
+            known = isinstance(message, Up) and message.job in self.state.jobs
+            if known and isinstance(message, Up) and isinstance(message.body, Report):
                 self.journal.report(message.job, message.body, time.time())
             self.apply(Received(node=connection.node, message=message))
         elif isinstance(message, Lapped):
@@ -247,6 +262,9 @@ class Leading:
         """What torchruns tell of their ranks is written, too. What the store would not take is refused: nobody
         is to go on as if it were there."""
         values = self._stores.setdefault(job, KeyValue())
+        if call.op in ("set", "add") and sum(each.size for each in self._stores.values()) > MOST_STORED:
+            error = f"the bootstrap stores of all jobs hold {MOST_STORED} bytes: there is no room for more"
+            return StoreAnswer(id=call.id, error=error)
         if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None:
             rank = Rank(job=job, key=call.key, value=call.value)
             if why := values.refusal(call) or self.writer.refusal(rank):
@@ -270,6 +288,8 @@ class Leading:
     def _lap(self, heard: Lapped) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
         job = self.restarts.get(heard.by.job) or restarts.RestartJob(job=heard.by.job)
+        if heard.by.job not in self.restarts and len(self.restarts) >= MOST_RESTARTS:
+            del self.restarts[min(self.restarts, key=lambda name: self.restarts[name].heard)]
         settings = self.state.settings
         job, effects = restarts.lap(
             job, heard, settings.detect, settings.policy, self.state.epoch, self._clock()
@@ -336,6 +356,16 @@ class Leading:
             raise Refused(409, f"job {name} is {job.phase.value} already" + (job.reason and f": {job.reason}"))
         self.apply(StopAsked(job=name, by=by, seconds=seconds))
 
+    def forget(self, name: str, by: str) -> None:
+        """Nothing of a job that is over is kept. Raises `Refused`."""
+        job = self.state.jobs.get(name)
+        if job is None:
+            names = ", ".join(sorted(self.state.jobs)) or "none"
+            raise Refused(404, f"there is no job {name!r}; there are: {names}")
+        if why := forgetting.refusal(job, self.state.nodes):
+            raise Refused(409, why)
+        self.apply(ForgetAsked(job=name, by=by))
+
     def know_device(self, device: str) -> None:
         """Raises `Refused` where no node has it."""
         known = [known.name for node in self.state.nodes.values() for known in node.record.devices]
@@ -366,6 +396,15 @@ class Leading:
             raise Refused(400, f"factor {factor} must be a finite number of at least 1 (1 is normal speed)")
         self.know_device(device)
         self.apply(Paced(device=device, factor=factor))
+
+
+def _dated(write: Write) -> Write:
+    """With the time in a record of a job's end, which the machine has no clock for."""
+    records = tuple(
+        msgspec.structs.replace(record, at=time.time()) if isinstance(record, DoneRecord) else record
+        for record in write.records
+    )
+    return msgspec.structs.replace(write, records=records)
 
 
 def _named(asked: Asked) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
@@ -255,6 +256,7 @@ def _stored(job: str, found: dict[str, KeyValue], shelf: Shelf) -> Stored:
         if part.startswith("history/") and (name := part.removeprefix("history/")).isdecimal()
     }
     plan, proposal = read("plan", PlanRecord), read("proposal", Proposal)
+    done = read("done", DoneRecord)
     number = proposal.number if proposal is not None else plan.plan.number if plan is not None else 0
     return Stored(
         job=job,
@@ -262,8 +264,9 @@ def _stored(job: str, found: dict[str, KeyValue], shelf: Shelf) -> Stored:
         plan=plan,
         proposal=proposal,
         fence=read("fence", Fence),
-        done=read("done", DoneRecord),
+        done=done,
         history=read(history.get(number, ""), HistoryRecord),
         checkpoints=read("checkpoints", CheckpointsRecord),
         highest=max(history, default=0),
+        over_seconds=max(0.0, time.time() - done.at) if done is not None and done.at else 0.0,
     )
