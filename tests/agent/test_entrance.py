@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import socket
 import ssl
 import threading
@@ -22,6 +21,7 @@ from elasticd import messages
 from tests.agent.snapshots import held, snapshot
 from tests.agent.support import closing_all, until
 from tests.agent.test_streams import Pair, known
+from tests.descriptors import few_descriptors
 
 
 @pytest.fixture
@@ -48,17 +48,6 @@ def arrives(pair: Pair, step: int = 1) -> None:
     pair.came.clear()
     pair.send(snapshot(step))
     assert pair.came.wait(60.0)
-
-
-@contextlib.contextmanager
-def few_descriptors(spare: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + spare, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_port_outlives_the_end_of_descriptors(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
