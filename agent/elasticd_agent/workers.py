@@ -34,7 +34,7 @@ from elasticd.messages import (
 from elasticd.pulses import Pong
 from elasticd.snapshots import Fetch, OfSnapshots, Snapped
 from elasticd.version import __version__
-from elasticd_agent.admission import Admission, peer, peer_pidfd
+from elasticd_agent.admission import Admission, peer_pidfd
 
 #: Seconds that a process has to end after it closed its connection, before it counts as gone without.
 _LINGER_SECONDS = 2.0
@@ -139,7 +139,7 @@ class Workers:
             if refusal := self._turn_away(sock):
                 self._strange.warn(refusal)
                 continue
-            pid, _, _ = peer(sock)
+            pid, _, _ = packets.peer(sock)
             name = f"{self._node}:{pid}:{secrets.token_hex(4)}"
             try:
                 pidfd = peer_pidfd(sock)
