@@ -36,7 +36,7 @@ from elasticd.coordinator.listening import (
 from elasticd.coordinator.planning import COMMAND
 from elasticd.coordinator.server import application
 from elasticd.coordinator.views import status
-from elasticd.coordinator.writer import WriteConflict, Writer, ranks, stored
+from elasticd.coordinator.writer import WriteConflict, Writer, in_restart_mode, ranks, stored
 from elasticd.credentials import load_pair, server_context
 from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.state import Settings
@@ -192,6 +192,7 @@ class Coordinator:
         leading = Leading(state, chaos=self.config.chaos.enabled, failed=self.fail, planner=self._planner)
         leading.writer = self._writer(term, leading)
         leading.remember(restarted)
+        leading.remember_rounds(in_restart_mode(self.keys, term.jobs.items))
         changes = msgspec.structs.replace(changes, detect=self._settings.detect, policy=self._settings.policy)
         leading.follow(changes, f"as changed while running: {', '.join(sorted(changes.values))}")
         self.leading = leading

@@ -16,7 +16,7 @@ from elasticd.coordinator.changes import Changes, Scalar
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.journal import Journal
 from elasticd.coordinator.keyvalue import KeyValue
-from elasticd.coordinator.ledger import Asked, Rank, Setting
+from elasticd.coordinator.ledger import Asked, Rank, Rounds, Setting
 from elasticd.coordinator.metrics import Metrics
 from elasticd.coordinator.planning import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
@@ -75,6 +75,11 @@ MOST_STORES = 4096
 MOST_STORED = 1 << 30
 #: Jobs in restart mode whose laps are judged; beyond them the one that was silent longest is forgotten.
 MOST_RESTARTS = 1000
+#: Jobs in restart mode whose rounds are cleared away once their time is up; seconds between looks at them, and
+#: since the last lap until a user may have one forgotten.
+MOST_ROUNDS = 10_000
+LOOK_SECONDS = 60.0
+LAP_SECONDS = 60.0
 #: Kinds of messages, by node, of which the log tells that they are not heard.
 MOST_TOLD = 256
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live).
@@ -116,6 +121,8 @@ class Leading:
         self._stores: dict[str, KeyValue] = {}
         self._away_since = self._away_seconds = 0.0
         self.restarts: dict[str, restarts.RestartJob] = {}
+        self._rounds: dict[str, float] = {}  # of jobs in restart mode: since when none of them was heard of
+        self._look_at = 0.0
         self._turned_away: set[tuple[str, str]] = set()
         self.changes = Changes(detect=state.settings.detect, policy=state.settings.policy)
 
@@ -159,6 +166,7 @@ class Leading:
             await asyncio.sleep(max(TICK, TICK_SHARE * spent))
             began = time.monotonic()
             self.apply(Tick())
+            self._clear_rounds()
             spent = time.monotonic() - began
 
     def tell(self, note: Note) -> None:
@@ -216,6 +224,30 @@ class Leading:
         """What torchruns told the leaders before."""
         for rank in ranks:
             self._stores.setdefault(rank.job, KeyValue()).put(rank.key, rank.value)
+
+    def remember_rounds(self, jobs: Iterable[str]) -> None:
+        """These jobs in restart mode were in the store when this leader took over."""
+        for job in jobs:
+            self._rounds.setdefault(job, self._clock())
+
+    def _clear_rounds(self) -> None:
+        """Has the rounds deleted of jobs in restart mode whose torchruns are gone, and that were not heard of
+        for as long as a job that is over is kept."""
+        now = self._clock()
+        if self.writer is None or now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
+        for job, since in list(self._rounds.items()):
+            if now - since >= self.state.settings.keep_seconds:
+                self._rounds[job] = now  # torchruns that are there, and report no laps, may keep it
+                self._forget_rounds(job)
+        while len(self._rounds) > MOST_ROUNDS:
+            del self._rounds[min(self._rounds, key=self._rounds.__getitem__)]
+
+    def _forget_rounds(self, job: str) -> None:
+        self.restarts.pop(job, None)
+        if self.writer is not None:
+            self.writer.put(Rounds(job=job))
 
     # -- agents --------------------------------------------------------------------------------------------
 
@@ -290,6 +322,7 @@ class Leading:
         job = self.restarts.get(heard.by.job) or restarts.RestartJob(job=heard.by.job)
         if heard.by.job not in self.restarts and len(self.restarts) >= MOST_RESTARTS:
             del self.restarts[min(self.restarts, key=lambda name: self.restarts[name].heard)]
+        self._rounds[job.job] = self._clock()
         settings = self.state.settings
         job, effects = restarts.lap(
             job, heard, settings.detect, settings.policy, self.state.epoch, self._clock()
@@ -359,6 +392,12 @@ class Leading:
     def forget(self, name: str, by: str) -> None:
         """Nothing of a job that is over is kept. Raises `Refused`."""
         job = self.state.jobs.get(name)
+        if job is None and name in self._rounds:
+            last = self.restarts.get(name)
+            if last is not None and self._clock() - last.heard < LAP_SECONDS:
+                raise Refused(409, f"job {name} is in restart mode, and makes steps: stop its torchruns first")
+            self._forget_rounds(name)
+            return
         if job is None:
             names = ", ".join(sorted(self.state.jobs)) or "none"
             raise Refused(404, f"there is no job {name!r}; there are: {names}")

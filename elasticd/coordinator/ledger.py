@@ -80,7 +80,13 @@ class Sweep(Value, frozen=True, kw_only=True):
     job: str
 
 
-Asked = Write | Rank | Setting | Sweep
+class Rounds(Value, frozen=True, kw_only=True):
+    """What torchruns in restart mode keep of a job is to be deleted, if none of them is there any more."""
+
+    job: str
+
+
+Asked = Write | Rank | Setting | Sweep | Rounds
 
 
 class Ledger:
@@ -106,6 +112,8 @@ class Ledger:
             return self._of_ranks([each for each in (asked, *others) if isinstance(each, Rank)])
         if isinstance(asked, Setting):
             return [operations(self._keys, asked)]
+        if isinstance(asked, Rounds):
+            return [(DeletePrefix(self._keys.rendezvous(asked.job)),)]
         if isinstance(asked, Sweep):
             return list(_together([Delete(key) for key in self._unneeded(asked.job)]))
         ops = operations(self._keys, asked)

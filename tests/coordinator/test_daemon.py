@@ -31,6 +31,7 @@ from elasticd.messages import (
     WorkerLost,
 )
 from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
+from elasticd.rounds import Lap, Lapped, Watching
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Limits, WatchEvent
@@ -192,6 +193,34 @@ def test_job_that_is_over_can_be_forgotten_and_one_that_runs_cannot() -> None:
             leading = coordinator.leading
             assert (leading.state.jobs, leading.journal.steps(JOB), leading._stores) == ({}, [], {})
             await until(lambda: leading.journal.events(0)[-1].kind == "forgotten")
+
+    asyncio.run(body())
+
+
+def test_rounds_of_a_job_in_restart_mode_are_cleared_in_time_or_by_a_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        store = MemoryStore(server)
+        for job in ("old", "older"):
+            store.put(KEYS.rendezvous(job) + "state", b"{}")
+        async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            by = Watching(job="laps", torchrun="t", local_rank=0, pid=1, round=1, world=2, nodes=2, least=1)
+            store.put(KEYS.rendezvous("laps") + "state", b"{}")
+            await alpha.tell(Lapped(device="alpha/0", by=by, lap=Lap(step=1, seconds=1.0, wall=1.0)))
+            await until(lambda: "laps" in coordinator.leading.restarts)
+            status, answer = await post(coordinator, "/v1/jobs/laps/forget", {"by": "alice"})
+            assert (status, "stop its torchruns" in answer["error"]) == (409, True)
+            assert (await post(coordinator, "/v1/jobs/old/forget", {"by": "alice"}))[0] == 200
+            await until(lambda: store.get(KEYS.rendezvous("old") + "state") is None)
+            leading, now = coordinator.leading, time.monotonic()
+            monkeypatch.setattr(leading, "_clock", lambda: now + leading.state.settings.keep_seconds - 100)
+            leading._clear_rounds()
+            monkeypatch.setattr(leading, "_clock", lambda: now + leading.state.settings.keep_seconds + 100)
+            leading._clear_rounds()
+            await until(lambda: not store.snapshot(KEYS.jobs).items)
+            assert leading.restarts == {}
 
     asyncio.run(body())
 

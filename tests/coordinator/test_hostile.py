@@ -46,8 +46,7 @@ from tests.agent.support import RunningAgent, Trainer, spec
 from tests.coordinator.agents import Agent, agent, config, get, lead, until
 from tests.coordinator.test_daemon import started
 from tests.machines.cast import JOB, FakeWorker, node_record
-from tests.machines.hostile import Hostile, _plain
-from tests.releases.samples import sample
+from tests.machines.hostile import Hostile, plain
 
 #: In all; of nodes' agents, of workers, and of peers at an agent's port for snapshots.
 MESSAGES = sizes.number(full=100_000, quick=3_000)
@@ -190,7 +189,7 @@ class Worker:
 
     def _say(self, sock: socket.socket) -> None:
         draw = self._draw
-        body = _plain(sample(draw.choice(self._kinds)))
+        body = plain(draw.choice(self._kinds))
         if body and draw.randrange(2):
             key = draw.choice([*body])
             body[key] = draw.choice((None, -1, 2**62, 1e308, "", "x" * 3000, [], {}, body[key]))
@@ -215,11 +214,11 @@ def as_peer(draw: Random, identity: Identity, record_of: NodeRecord) -> int:
     sent = 0
     with (
         contextlib.suppress(OSError),
-        socket.create_connection((host, int(port)), 60.0) as plain,
-        context.wrap_socket(plain) as stream,
+        socket.create_connection((host, int(port)), 60.0) as connection,
+        context.wrap_socket(connection) as stream,
     ):
         for _ in range(draw.randrange(1, 10)):
-            body = _plain(sample(streams.Request))
+            body = plain(streams.Request)
             held = body["held"]
             held["node"], held["device"] = draw.choice((("evil", "evil/0"), ("delta", "delta/0")))
             held["size"] = draw.choice((-(2**62), -1, 0, 5, 2**20, 2**62))
@@ -234,6 +233,7 @@ def as_peer(draw: Random, identity: Identity, record_of: NodeRecord) -> int:
     return max(1, sent)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("defects_are_told")
 def test_leader_leads_on_and_another_jobs_steps_count_whatever_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
