@@ -94,15 +94,22 @@ class EtcdSection(Value, frozen=True, kw_only=True):
 class CoordinatorSection(Value, frozen=True, kw_only=True):
     """The coordinator's name among those that stand by, and where it serves; port 0 takes a free one. `state`
     is the folder in which it remembers its etcd (default: elasticd in `$XDG_STATE_HOME` or ~/.local/state).
+    A job that is over is forgotten after `keep_days`, and before that where more than `keep_jobs` are over.
     """
 
     name: str = msgspec.field(default_factory=_host_name)
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     state: str | None = None
+    keep_days: float = 7.0
+    keep_jobs: int = 1000
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
+        if not 0 <= self.keep_days < math.inf:
+            refuse(f"keep_days = {self.keep_days} must be days, as 7, or a part of one, as 0.5")
+        if not 0 <= self.keep_jobs <= 10_000:
+            refuse(f"keep_jobs = {self.keep_jobs} must be a number of jobs up to 10000, as 1000")
         if not self.host:
             refuse("host must be an address that the agents can reach, for example 127.0.0.1")
         if not 0 <= self.port < 65536:

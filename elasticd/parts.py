@@ -126,6 +126,8 @@ class Shelf:
             self._parts.setdefault(job, {})[name] = value
         else:
             self._parts.get(job, {}).pop(name, None)
+            if not self._parts.get(job):
+                self._parts.pop(job, None)
         return True
 
     def of(self, key: str) -> Mapping[str, bytes]:

@@ -25,6 +25,7 @@ from elasticd.machines.job.effects import (
     Drained,
     Effect,
     Event,
+    ForgetAsked,
     Harmed,
     Note,
     Paced,
@@ -51,6 +52,7 @@ EVENTS: dict[str, type] = {
     "configured": Configured,
     "drain": Drained,
     "stop-job": StopAsked,
+    "forget-job": ForgetAsked,
     "tick": Tick,
 }
 _KINDS = {event: kind for kind, event in EVENTS.items()}

@@ -307,11 +307,13 @@ class OutRecord(StoredValue, frozen=True, kw_only=True, tag="torchrun-excluded")
 
 
 class DoneRecord(StoredValue, frozen=True, kw_only=True, tag="job-done"):
-    """The job is over: its last vote was reported, or it stopped for a reason."""
+    """The job is over: its last vote was reported, or it stopped for a reason. `at`: when, in unix seconds (0:
+    release 0.1 did not say)."""
 
     step: int
     epoch: int
     reason: str = ""
+    at: float = 0.0
     version: int = RECORD_VERSION
 
 

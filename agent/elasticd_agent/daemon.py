@@ -360,6 +360,7 @@ class Agent:
 
     def _tell_to_go(self, order: End) -> None:
         """Sends SIGTERM to the workers of a job that a user stops; once, as a second one ends them at once."""
+        self._told_to_go &= self._state.clients.keys()
         for client in self._state.clients.values():
             its = client.job == order.job and client.device in order.devices
             if its and client.id not in self._told_to_go:

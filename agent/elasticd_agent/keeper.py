@@ -32,9 +32,10 @@ from elasticd.machines.agent_state import DoneRead, Event, LinkUp, PlanRead, Sta
 from elasticd.messages import ToWorker
 from elasticd.records import NodeRecord
 from elasticd.snapshots import Fetch, Fetched, Freed, Held, Keeps, OfSnapshots, Snapped, Whole
+from elasticd_agent.entrance import StreamFailed, yielding
 from elasticd_agent.identity import Identity
 from elasticd_agent.peers import Peers
-from elasticd_agent.streams import Sender, Server, StreamFailed, yielding
+from elasticd_agent.streams import Sender, Server
 from elasticd_agent.vault import Snapshot, Vault
 
 #: Seconds for which changes are gathered before the leader is told.
@@ -106,7 +107,8 @@ class Keeper:
             self._mark(self._vault.jobs())
         elif isinstance(event, PlanRead):
             self._send_all()
-        elif isinstance(event, DoneRead) and event.record is not None and not event.record.reason:
+        elif isinstance(event, DoneRead) and (event.record is None or not event.record.reason):
+            # It finished; or it stopped, and now it is forgotten.
             self._release(self._vault.forget(event.job))
 
     def read(self, node: str, record: NodeRecord | None) -> None:

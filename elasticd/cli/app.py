@@ -17,7 +17,7 @@ from elasticd.cli.demo import demo
 from elasticd.cli.doctor import doctor
 from elasticd.cli.drain import drain
 from elasticd.cli.history import history
-from elasticd.cli.jobs import jobs, stop
+from elasticd.cli.jobs import forget, jobs, stop
 from elasticd.cli.logs import logs
 from elasticd.cli.plan import plan
 from elasticd.cli.profile import profile
@@ -61,7 +61,7 @@ def elasticd() -> None:
 
 
 for _command in (
-    *(up, run, coordinator, status, jobs, top, why, history, logs, record, stop, drain, pause, resume, config),
-    *(doctor, chaos, demo, simulate, plan, profile, check, checkpoint, completion),
+    *(up, run, coordinator, status, jobs, top, why, history, logs, record, stop, forget, drain, pause, resume),
+    *(config, doctor, chaos, demo, simulate, plan, profile, check, checkpoint, completion),
 ):
     elasticd.add_command(_command)

@@ -39,7 +39,7 @@ def get(config: str | None, coordinator: str | None, as_json: bool, key: str | N
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in sorted(found.values.items()):
         table.add_row(name, _text(value), "changed while running" if name in found.changed else "")
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)
 
 
 @config.command("set")

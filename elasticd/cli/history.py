@@ -26,7 +26,7 @@ def history(config: str | None, coordinator: str | None, as_json: bool, last: in
     if as_json:
         write_json(found)
         return
-    Console(highlight=False).print(listed(found))
+    Console(highlight=False, markup=False).print(listed(found))
 
 
 def listed(records: Sequence[HistoryRecord]) -> Table:

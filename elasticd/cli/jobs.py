@@ -1,4 +1,4 @@
-"""`elasticd jobs` and `elasticd stop`: the jobs in a line each, and the end of one."""
+"""`elasticd jobs`, `stop` and `forget`: the jobs in a line each, the end of one, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.table import Table
 
 from elasticd.cli.options import asker, config_option, coordinator_option, json_option, write_json
 from elasticd.cli.reach import Api, CannotReach, ClusterStatus, JobStatus, reach
+from elasticd.plain import in_one_line
 
 #: Phases after which nothing follows.
 OVER = ("done", "stopped")
@@ -33,7 +34,7 @@ def jobs(config: str | None, coordinator: str | None, as_json: bool) -> None:
     if not found.jobs and not found.restarts:
         click.echo("no job: start one with elasticd run --job NAME SCRIPT")
         return
-    Console(highlight=False).print(listed(found))
+    Console(highlight=False, markup=False).print(listed(found))
 
 
 def listed(found: ClusterStatus) -> Table:
@@ -54,7 +55,7 @@ def _rows(found: ClusterStatus) -> Iterator[tuple[str, ...]]:
         loss = "-" if job.loss is None else f"{job.loss:.4f}"
         speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
         plan = ("-", "-") if job.plan is None else (str(job.plan.number), str(len(job.plan.members)))
-        yield (job.job, job.phase, str(job.step), loss, speed, *plan, job.reason)
+        yield (job.job, job.phase, str(job.step), loss, speed, *plan, in_one_line(job.reason))
     for restarting in found.restarts:
         count = str(len(restarting.devices))
         yield (restarting.job, "restart mode", str(restarting.step), "-", "-", "-", count, "")
@@ -83,6 +84,22 @@ def stop(config: str | None, coordinator: str | None, now: bool, wait: float, jo
         api.stop(job, 0.0 if now else wait, by=asker())
         found = _ended(api, job, _MARGIN + (0.0 if now else wait))
     click.echo(f"job {job} is {found.phase}: {found.reason or f'at step {found.step}'}")
+
+
+@click.command()
+@config_option
+@coordinator_option
+@click.argument("job")
+def forget(config: str | None, coordinator: str | None, job: str) -> None:
+    """Delete all that the cluster keeps of JOB, which is over.
+
+    That is its plans and their history, and its snapshots in the agents' memory. Checkpoints on disk stay. The
+    name can be used again. Without this command a job is forgotten a week after its end (keep_days in section
+    [coordinator]).
+    """
+    with reach(config, coordinator) as api:
+        api.forget(job, by=asker())
+    click.echo(f"job {job} is forgotten")
 
 
 def _ended(api: Api, job: str, seconds: float) -> JobStatus:

@@ -14,6 +14,7 @@ from elasticd.backoff import Backoff
 from elasticd.cli.options import config_option, coordinator_option, json_option
 from elasticd.cli.reach import Api, CannotReach, reach
 from elasticd.coordinator.journal import EVENTS_OF_A_TERM, EventRecord
+from elasticd.plain import in_one_line
 
 _POLL = 0.5
 #: Seconds between attempts to find a leader: doubled from the first to the second.
@@ -90,4 +91,4 @@ def line(event: EventRecord) -> str:
     """An event for people: local time, kind, job, text."""
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
     about = f"{event.job}: " if event.job else ""
-    return f"{clock}  {event.kind:<15} {about}{event.text}"
+    return in_one_line(f"{clock}  {event.kind:<15} {about}{event.text}")

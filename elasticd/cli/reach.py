@@ -29,6 +29,7 @@ from elasticd.coordinator.answers import Steps as Steps
 from elasticd.coordinator.journal import EventRecord
 from elasticd.credentials import Credentials, credentials
 from elasticd.decoding import decoded_as
+from elasticd.plain import for_terminal, json_for_terminal
 from elasticd.records import HistoryRecord, Keys
 from elasticd.security import SecuritySection
 from elasticd.store.configured import etcd_options
@@ -122,6 +123,10 @@ class Api:
         """Ends a job, whose workers have so many seconds for a last checkpoint."""
         self._ask("POST", f"/v1/jobs/{_quoted(job)}/stop", msgspec.json.encode({"seconds": seconds, "by": by}))
 
+    def forget(self, job: str, by: str) -> None:
+        """Deletes all that is kept of a job that is over."""
+        self._ask("POST", f"/v1/jobs/{_quoted(job)}/forget", msgspec.json.encode({"by": by}))
+
     def chaos(self, action: str, place: str, factor: float = 1.0, seconds: float = 0.0) -> None:
         """Does what `elasticd chaos` does, by its verbs; `place` is a device, or a node's name."""
         where = "device" if "/" in place else "node"
@@ -134,7 +139,7 @@ class Api:
 
     def _read(self, path: str, kind: type[T]) -> T:
         try:
-            return decoded_as(kind, self._ask("GET", path))
+            return decoded_as(kind, json_for_terminal(self._ask("GET", path)))
         except msgspec.DecodeError as error:
             raise CannotReach(
                 f"the answer of {self.url} is not that of a coordinator of this release ({error}): "
@@ -171,7 +176,7 @@ def _said(answer: httpx2.Response) -> str:
     except ValueError:
         said = None
     if isinstance(said, dict) and isinstance(said.get("error"), str):
-        return str(said["error"])
+        return for_terminal(str(said["error"]))
     return f"{answer.url} answered {answer.status_code}: is that an elasticd coordinator?"
 
 

@@ -45,7 +45,7 @@ def again(recorded: str, config: str | None, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
     else:
-        show(found, Console(highlight=False))
+        show(found, Console(highlight=False, markup=False))
     if config is None and found.differs is not None:
         raise click.ClickException(
             "by the same settings something else was decided: the recording is of another release, or has a gap"

@@ -28,7 +28,7 @@ def status(config: str | None, coordinator: str | None, as_json: bool) -> None:
             return
         found = api.status()
         reasons = {job.job: why(api, job) for job in found.jobs}
-    Console(highlight=False).print(screen(found, reasons))
+    Console(highlight=False, markup=False).print(screen(found, reasons))
 
 
 def why(api: Api, job: JobStatus) -> str:

@@ -39,7 +39,7 @@ def top(config: str | None, coordinator: str | None, every: float, once: bool, a
             status, steps, events = _asked(api)
         write_json({"status": status, "steps": steps, "events": events})
         return
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if once or not sys.stdout.isatty():
         with reach(config, coordinator) as api:
             console.print(drawn(*_asked(api)))

@@ -38,13 +38,13 @@ def why(config: str | None, coordinator: str | None, as_json: bool, job: str | N
         if as_json:
             write_json({"job": name, **device_told(what, name, status, told, records)})
         else:
-            Console(highlight=False).print(Group(*device(what, name, status, told, records)))
+            Console(highlight=False, markup=False).print(Group(*device(what, name, status, told, records)))
         return
     record = _meant(status, records, name, what)
     if as_json:
         write_json({"job": name, **plan_told(record, told, steps)})
     else:
-        Console(highlight=False).print(Group(*plan(record, told, steps)))
+        Console(highlight=False, markup=False).print(Group(*plan(record, told, steps)))
 
 
 def _meant(

@@ -37,7 +37,7 @@ from elasticd.coordinator.pages import Pages
 from elasticd.coordinator.planning import COMMAND
 from elasticd.coordinator.server import application
 from elasticd.coordinator.views import status
-from elasticd.coordinator.writer import WriteConflict, Writer, ranks, stored
+from elasticd.coordinator.writer import WriteConflict, Writer, in_restart_mode, ranks, stored
 from elasticd.credentials import load_pair, server_context
 from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.state import Settings
@@ -199,6 +199,7 @@ class Coordinator:
         leading.writer = self._writer(term, leading)
         leading.keep(Pages(self.keys, term.journal.items))
         leading.remember(restarted)
+        leading.remember_rounds(in_restart_mode(self.keys, term.jobs.items))
         changes = msgspec.structs.replace(changes, detect=self._settings.detect, policy=self._settings.policy)
         leading.follow(changes, f"as changed while running: {', '.join(sorted(changes.values))}")
         self.leading = leading
@@ -321,6 +322,8 @@ def settings_of(config: Config) -> Settings:
     return Settings(
         detect=config.detect,
         policy=config.policy,
+        keep_seconds=config.coordinator.keep_days * 86_400,
+        keep_jobs=config.coordinator.keep_jobs,
         flops=config.planner.flops,
         inside=config.planner.inside.link,
         between=config.planner.between.link,

@@ -144,6 +144,18 @@ class Journal:
         """How many events `new` has to return."""
         return len(self._new_events)
 
+    def forget(self, *jobs: str) -> None:
+        """Drops the steps of jobs that nobody asks for any more; what was told of them stays."""
+        for job in jobs:
+            for kept in (self._steps, self._pacing, self._new_steps):
+                kept.pop(job, None)
+        self._gained = {(job, number) for job, number in self._gained if job not in jobs}
+
+    @property
+    def jobs(self) -> set[str]:
+        """Those that steps are kept of."""
+        return set(self._steps)
+
     def events(self, after: int = 0) -> list[EventRecord]:
         return _tail(self._events, lambda record: record.id > after)
 

@@ -39,6 +39,11 @@ class KeyValue:
     def __len__(self) -> int:
         return len(self._values)
 
+    @property
+    def size(self) -> int:
+        """Bytes of all keys and values."""
+        return self._bytes
+
     def put(self, key: str, value: bytes) -> None:
         """Sets a key, as if a call had."""
         self._set(key, value)

@@ -9,12 +9,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from elasticd.config import ConfigError
 from elasticd.coordinator.changes import Changes, Scalar
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.journal import Journal
 from elasticd.coordinator.keyvalue import KeyValue
-from elasticd.coordinator.ledger import Asked, Rank, Setting
+from elasticd.coordinator.ledger import Asked, Rank, Rounds, Setting
 from elasticd.coordinator.metrics import Metrics
 from elasticd.coordinator.pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
 from elasticd.coordinator.planning import COMMAND, Planning
@@ -22,7 +24,7 @@ from elasticd.coordinator.recorders import Recorders
 from elasticd.coordinator.writer import Writer
 from elasticd.decoding import shown, tag_of
 from elasticd.health import OfNode
-from elasticd.machines import coordinator, doors, restarts
+from elasticd.machines import coordinator, doors, forgetting, restarts
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import (
     AgentDown,
@@ -31,6 +33,7 @@ from elasticd.machines.job.effects import (
     Drained,
     Effect,
     Event,
+    ForgetAsked,
     Note,
     Paced,
     Received,
@@ -71,6 +74,15 @@ PAGE_SECONDS, STEPS_SELDOM = 1.0, 5
 WRITE_SECONDS = 5.0
 #: Jobs that this leader has not heard of, and that may have a bootstrap store, for each node.
 MOST_STORES = 64
+#: Bytes of all bootstrap stores together.
+MOST_STORED = 1 << 30
+#: Jobs in restart mode whose laps are judged; beyond them the one that was silent longest is forgotten.
+MOST_RESTARTS = 1000
+#: Jobs in restart mode whose rounds are cleared away once their time is up; seconds between looks at them, and
+#: since the last lap until a user may have one forgotten.
+MOST_ROUNDS = 10_000
+LOOK_SECONDS = 60.0
+LAP_SECONDS = 60.0
 #: Kinds of messages, by node, of which the log tells that they are not heard.
 MOST_TOLD = 256
 #: Calls that need no bootstrap store where there is none: nothing is in it.
@@ -115,6 +127,8 @@ class Leading:
         self._stores: dict[str, KeyValue] = {}
         self._away_since = self._away_seconds = 0.0
         self.restarts: dict[str, restarts.RestartJob] = {}
+        self._rounds: dict[str, float] = {}  # of jobs in restart mode: since when none of them was heard of
+        self._look_at = 0.0
         self._turned_away: set[tuple[str, str]] = set()
         self._asked_first: dict[str, str] = {}
         self.changes = Changes(detect=state.settings.detect, policy=state.settings.policy)
@@ -159,12 +173,14 @@ class Leading:
             await asyncio.sleep(max(TICK, TICK_SHARE * spent))
             began = time.monotonic()
             self.apply(Tick())
+            self._clear_rounds()
             spent = time.monotonic() - began
 
     def keep(self, pages: Pages) -> None:
         """The journal goes on from what an earlier leader kept, and is kept in its turn."""
         for lines in pages.restored():
             self.journal.restore(lines)
+        self.journal.forget(*self.journal.jobs - self.state.jobs.keys())
         self._pages = pages
 
     async def keeping(self) -> None:
@@ -220,8 +236,10 @@ class Leading:
             self.connections.send(effect.node, effect.message)
         elif isinstance(effect, Write):
             if self.writer is not None:
-                self.writer.put(effect)
+                self.writer.put(_dated(effect))
             self._drop_keys(effect)
+            if effect.forget:
+                self._forget(effect.job)
         elif isinstance(effect, RequestPlan):
             self.planning.request(effect.job, effect.token, effect.problem)
         elif isinstance(effect, CancelPlan):
@@ -246,10 +264,39 @@ class Leading:
             elif isinstance(record, Proposal) and record.old is not None and write.job in self._stores:
                 self._stores[write.job].drop_before(record.old.number)
 
+    def _forget(self, job: str) -> None:
+        """Nothing of it is needed any more."""
+        self._stores.pop(job, None)
+        self.journal.forget(job)
+
     def remember(self, ranks: Iterable[Rank]) -> None:
         """What torchruns told the leaders before."""
         for rank in ranks:
             self._stores.setdefault(rank.job, KeyValue()).put(rank.key, rank.value)
+
+    def remember_rounds(self, jobs: Iterable[str]) -> None:
+        """These jobs in restart mode were in the store when this leader took over."""
+        for job in jobs:
+            self._rounds.setdefault(job, self._clock())
+
+    def _clear_rounds(self) -> None:
+        """Has the rounds deleted of jobs in restart mode whose torchruns are gone, and that were not heard of
+        for as long as a job that is over is kept."""
+        now = self._clock()
+        if self.writer is None or now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
+        for job, since in list(self._rounds.items()):
+            if now - since >= self.state.settings.keep_seconds:
+                self._rounds[job] = now  # torchruns that are there, and report no laps, may keep it
+                self._forget_rounds(job)
+        while len(self._rounds) > MOST_ROUNDS:
+            del self._rounds[min(self._rounds, key=self._rounds.__getitem__)]
+
+    def _forget_rounds(self, job: str) -> None:
+        self.restarts.pop(job, None)
+        if self.writer is not None:
+            self.writer.put(Rounds(job=job))
 
     # -- agents --------------------------------------------------------------------------------------------
 
@@ -307,6 +354,9 @@ class Leading:
         """What torchruns tell of their ranks is written, too. What the store would not take is refused: nobody
         is to go on as if it were there."""
         values = self._stores.get(job) or KeyValue()
+        if call.op in ("set", "add") and sum(each.size for each in self._stores.values()) > MOST_STORED:
+            error = f"the bootstrap stores of all jobs hold {MOST_STORED} bytes: there is no room for more"
+            return StoreAnswer(id=call.id, error=error)
         if call.op not in EMPTY_WITHOUT:
             self._stores[job] = values
         over = job in self.state.jobs and self.state.jobs[job].phase in OVER
@@ -333,6 +383,9 @@ class Leading:
     def _lap(self, heard: Lapped) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
         job = self.restarts.get(heard.by.job) or restarts.RestartJob(job=heard.by.job)
+        if heard.by.job not in self.restarts and len(self.restarts) >= MOST_RESTARTS:
+            del self.restarts[min(self.restarts, key=lambda name: self.restarts[name].heard)]
+        self._rounds[job.job] = self._clock()
         settings = self.state.settings
         try:
             job, effects = restarts.lap(
@@ -404,6 +457,22 @@ class Leading:
             raise Refused(409, f"job {name} is {job.phase.value} already" + (job.reason and f": {job.reason}"))
         self.apply(StopAsked(job=name, by=by, seconds=seconds))
 
+    def forget(self, name: str, by: str) -> None:
+        """Nothing of a job that is over is kept. Raises `Refused`."""
+        job = self.state.jobs.get(name)
+        if job is None and name in self._rounds:
+            last = self.restarts.get(name)
+            if last is not None and self._clock() - last.heard < LAP_SECONDS:
+                raise Refused(409, f"job {name} is in restart mode, and makes steps: stop its torchruns first")
+            self._forget_rounds(name)
+            return
+        if job is None:
+            names = ", ".join(sorted(self.state.jobs)) or "none"
+            raise Refused(404, f"there is no job {name!r}; there are: {names}")
+        if why := forgetting.refusal(job, self.state.nodes):
+            raise Refused(409, why)
+        self.apply(ForgetAsked(job=name, by=by))
+
     def know_device(self, device: str) -> None:
         """Raises `Refused` where no node has it."""
         known = [known.name for node in self.state.nodes.values() for known in node.record.devices]
@@ -434,6 +503,15 @@ class Leading:
             raise Refused(400, f"factor {factor} must be a finite number of at least 1 (1 is normal speed)")
         self.know_device(device)
         self.apply(Paced(device=device, factor=factor))
+
+
+def _dated(write: Write) -> Write:
+    """With the time in a record of a job's end, which the machine has no clock for."""
+    records = tuple(
+        msgspec.structs.replace(record, at=time.time()) if isinstance(record, DoneRecord) else record
+        for record in write.records
+    )
+    return msgspec.structs.replace(write, records=records)
 
 
 def _named(asked: Asked) -> str:

@@ -23,6 +23,7 @@ from elasticd.records import (
     ConfigRecord,
     Fence,
     HistoryRecord,
+    JobPart,
     JobSpec,
     Keys,
     OutRecord,
@@ -51,6 +52,11 @@ SMALL_BYTES = 64 << 10
 #: deletes: so many that the conditions of a write stay within the store's limits.
 MOST_TOGETHER = 64
 
+#: Where the records of a job lie that have many keys, and those of one key each, in the order in which they are
+#: deleted.
+_FOLDERS: tuple[JobPart, ...] = ("history/", "ranks/", "parts/")
+_SINGLE: tuple[JobPart, ...] = ("proposal", "plan", "fence", "spec", "checkpoints", "done")
+
 Ops = tuple[Op, ...]
 
 
@@ -75,7 +81,13 @@ class Sweep(Value, frozen=True, kw_only=True):
     job: str
 
 
-Asked = Write | Rank | Setting | Sweep | Paged
+class Rounds(Value, frozen=True, kw_only=True):
+    """What torchruns in restart mode keep of a job is to be deleted, if none of them is there any more."""
+
+    job: str
+
+
+Asked = Write | Rank | Setting | Sweep | Rounds | Paged
 
 
 class Ledger:
@@ -101,6 +113,8 @@ class Ledger:
             return self._of_ranks([each for each in (asked, *others) if isinstance(each, Rank)])
         if isinstance(asked, Setting):
             return [operations(self._keys, asked)]
+        if isinstance(asked, Rounds):
+            return [(DeletePrefix(self._keys.rendezvous(asked.job)),)]
         if isinstance(asked, Sweep):
             return list(_together([Delete(key) for key in self._unneeded(asked.job)]))
         if isinstance(asked, Paged):
@@ -154,6 +168,10 @@ class Ledger:
         job, part = self._split(key)
         self._needs.get(job, {}).pop(key, None)
         self._parts.get(job, {}).pop(part.removeprefix("parts/"), None)
+        if not self._needs.get(job):
+            self._needs.pop(job, None)
+        if not self._parts.get(job):
+            self._parts.pop(job, None)
 
     def _split(self, key: str) -> tuple[str, str]:
         """The job of a key and what follows it; nothing for a key of no job."""
@@ -237,6 +255,10 @@ def operations(keys: Keys, write: Write | Setting) -> Ops:
         if number > MOST_HISTORY:
             ops.append(Delete(keys.config_history(number - MOST_HISTORY)))
         return tuple(ops)
+    if write.forget:
+        # The end goes last: agents read in this order, and a worker that comes in between learns of it still.
+        folders = [DeletePrefix(keys.job(write.job, part)) for part in _FOLDERS]
+        return (*folders, *(Delete(keys.job(write.job, part)) for part in _SINGLE))
     ops = [Put(record_key(keys, write.job, record), encode(record)) for record in write.records]
     if write.close:
         ops.append(Delete(keys.job(write.job, "proposal")))

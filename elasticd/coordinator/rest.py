@@ -32,6 +32,12 @@ class StopRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_STOP_SECONDS)] = 600.0
 
 
+class ForgetRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who asks for it."""
+
+    by: str
+
+
 class ConfigRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Values by dotted key, null for the file's own, and who asks for it."""
 
@@ -83,7 +89,7 @@ class Rest:
         journal = self._served.leading.journal
         return Steps(steps=tuple(journal.steps(job, after)), pacing=journal.pacing(job))
 
-    @get("/v1/jobs/{job}/history")
+    @get("/v1/jobs/{job}/history", large=True)
     async def history(self, job: str) -> History:
         """Every plan of a job with the problem that it answers, oldest first."""
         self._know(job)
@@ -99,6 +105,12 @@ class Rest:
     async def stop(self, job: str, body: StopRequest, caller: Caller | None) -> StopRequest:
         """Ends a job: its workers make a last checkpoint, where they have a folder for it, and leave."""
         self._served.leading.stop(job, body.seconds, _by(body.by, caller))
+        return body
+
+    @post("/v1/jobs/{job}/forget", refuses=(409,), example=ForgetRequest(by="alice"))
+    async def forget(self, job: str, body: ForgetRequest, caller: Caller | None) -> ForgetRequest:
+        """Deletes all that is kept of a job that is over; its name can be used again."""
+        self._served.leading.forget(job, _by(body.by, caller))
         return body
 
     @get("/v1/config")

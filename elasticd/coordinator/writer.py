@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
@@ -23,6 +24,7 @@ from elasticd.coordinator.ledger import (
     Ledger,
     Ops,
     Rank,
+    Rounds,
     Setting,
     Sweep,
     operations,
@@ -44,6 +46,7 @@ from elasticd.records import (
 )
 from elasticd.store.leader import Leadership, LeadershipLost
 from elasticd.store.protocol import (
+    Compare,
     Delete,
     DeletePrefix,
     KeyValue,
@@ -175,8 +178,10 @@ class Writer:
         """One try, on the store's thread, where encoding holds nobody up; False while the store is away. Of
         several transactions the next try makes those that this one did not."""
         try:
-            for ops in self._ledger.transactions(*taken):
-                if ops:
+            if isinstance(taken[0], Rounds):
+                self._clear(taken[0])
+            else:
+                for ops in filter(None, self._ledger.transactions(*taken)):
                     self._make(ops)
         except StoreUnavailable as error:
             if not self.away:
@@ -187,6 +192,18 @@ class Writer:
             _log.warning("the store is back")
         self.away = False
         return True
+
+    def _clear(self, asked: Rounds) -> None:
+        """Deletes what agents write, too: not while a torchrun's key is there, nor where anything has changed
+        since this looked."""
+        prefix = self._keys.rendezvous(asked.job)
+        found = self._store.snapshot(prefix)
+        if not found.items or any(item.key.startswith(f"{prefix}torchruns/") for item in found.items):
+            return
+        (ops,) = self._ledger.transactions(asked)
+        compares = [Compare.untouched(prefix, found.revision)]
+        if self._leadership.transact(self._store, compares, ops).succeeded:
+            self._ledger.done(ops, {})
 
     def _make(self, ops: Ops) -> None:
         result = self._leadership.transact(self._store, self._ledger.compares(ops), ops)
@@ -235,6 +252,12 @@ def ranks(keys: Keys, items: Iterable[KeyValue]) -> list[Rank]:
     return [decode_at(item.key, item.value, Rank) for item in items if item.key.startswith(folders)]
 
 
+def in_restart_mode(keys: Keys, items: Iterable[KeyValue]) -> list[str]:
+    """The jobs in a snapshot of the jobs' prefix that torchruns keep rounds of."""
+    parts = (item.key.removeprefix(keys.jobs).split("/", 2) for item in items)
+    return sorted({part[0] for part in parts if len(part) == 3 and part[1] == "rendezvous"})
+
+
 def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:
     """Every job in a snapshot of the jobs' prefix. Raises `msgspec.DecodeError` with the key of a record
     that this program cannot read."""
@@ -263,6 +286,7 @@ def _stored(job: str, found: dict[str, KeyValue], shelf: Shelf) -> Stored:
         if part.startswith("history/") and (name := part.removeprefix("history/")).isdecimal()
     }
     plan, proposal = read("plan", PlanRecord), read("proposal", Proposal)
+    done = read("done", DoneRecord)
     number = proposal.number if proposal is not None else plan.plan.number if plan is not None else 0
     return Stored(
         job=job,
@@ -270,8 +294,9 @@ def _stored(job: str, found: dict[str, KeyValue], shelf: Shelf) -> Stored:
         plan=plan,
         proposal=proposal,
         fence=read("fence", Fence),
-        done=read("done", DoneRecord),
+        done=done,
         history=read(history.get(number, ""), HistoryRecord),
         checkpoints=read("checkpoints", CheckpointsRecord),
         highest=max(history, default=0),
+        over_seconds=max(0.0, time.time() - done.at) if done is not None and done.at else 0.0,
     )

@@ -13,7 +13,7 @@ import msgspec
 from elasticd_planner.value import Value
 
 from elasticd.health import Health
-from elasticd.machines import crossing
+from elasticd.machines import crossing, forgetting
 from elasticd.machines.job import machine
 from elasticd.machines.job.effects import (
     AgentDown,
@@ -22,6 +22,7 @@ from elasticd.machines.job.effects import (
     Drained,
     Effect,
     Event,
+    ForgetAsked,
     Harmed,
     Note,
     Paced,
@@ -31,10 +32,11 @@ from elasticd.machines.job.effects import (
     Send,
     StopAsked,
     Stored,
+    Tick,
     Unwritten,
 )
 from elasticd.machines.job.restored import restored
-from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, fresh
+from elasticd.machines.job.state import LIVE, OVER, JobState, NodeState, Phase, Settings, fresh
 from elasticd.messages import (
     DEVICE_PREFIX,
     Down,
@@ -48,6 +50,9 @@ from elasticd.messages import (
 from elasticd.orders import Drain
 from elasticd.pulses import Crossed
 from elasticd.records import NodeRecord
+
+#: Jobs that a leader knows at once, those that are over among them.
+MOST_JOBS = 12_000
 
 
 class State(Value, frozen=True, kw_only=True):
@@ -87,9 +92,19 @@ def step(state: State, event: Event, now: float) -> Result:
         return _configured(state, event, now)
     if isinstance(event, Planned | Reread | StopAsked | Unwritten):
         return _jobs(state, event, now, (event.job,))
+    if isinstance(event, ForgetAsked):
+        return _without(state, forgetting.asked(state.jobs, state.nodes, event))
     state, told = _links(state, now)
-    state, effects = _jobs(state, event, now, tuple(state.jobs))
-    return state, (*told, *effects)
+    live = tuple(name for name, job in state.jobs.items() if job.phase not in OVER)
+    state, effects = _jobs(state, event, now, live if isinstance(event, Tick) else tuple(state.jobs))
+    state, gone = _without(state, forgetting.due(state.jobs, state.nodes, state.settings, now))
+    return state, (*told, *effects, *gone)
+
+
+def _without(state: State, forgotten: forgetting.Forgotten | None) -> Result:
+    if forgotten is None:
+        return state, ()
+    return msgspec.structs.replace(state, jobs=forgotten.jobs), forgotten.effects
 
 
 def _links(state: State, now: float) -> Result:
@@ -121,7 +136,10 @@ def _agent_up(state: State, event: AgentUp, now: float) -> Result:
     event = AgentUp(record=record, anew=known is not None and known.record.agent != record.agent)
     if known is not None:
         node = msgspec.structs.replace(node, paces=known.paces, health=known.health)
-    state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node})
+    jobs = state.jobs
+    if known is None or not known.connected:  # else its record has changed, and it says nothing again
+        jobs = {name: forgetting.arrived(job, record.node) for name, job in jobs.items()}
+    state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node}, jobs=jobs)
     note = _arrived(known, record)
     state, effects = _jobs(state, event, now, tuple(state.jobs))
     return state, (note, *effects)
@@ -163,6 +181,8 @@ def _received(state: State, event: Received, now: float) -> Result:
         links = crossing.moved(state.links, message, state.nodes, now)
         state = state if links is state.links else msgspec.structs.replace(state, links=links)
     taken = _taken(state, event.node, message) if isinstance(message, Up) else ""
+    if message.job not in state.jobs and len(state.jobs) >= MOST_JOBS:
+        taken = f"the cluster has {MOST_JOBS} jobs already: end some, and forget them"
     if message.job not in state.jobs:
         body = message.body if isinstance(message, Up) else None
         if not isinstance(body, Join | Hello):

@@ -49,6 +49,10 @@ def test_status_for_programs_is_the_coordinators_own_answer(configured: str) -> 
     assert [device["name"] for device in status["nodes"][0]["devices"]] == ["n0/0", "n0/1"]
 
 
+def test_job_that_is_not_there_cannot_be_forgotten(configured: str) -> None:
+    assert "there is no job 'demo'; there are: none" in refused("forget", "demo", "--config", configured)
+
+
 def test_coordinator_is_found_by_its_url_too(configured: str) -> None:
     url = json.loads(call("status", "--json", "--config", configured).output)["leader"]["url"]
     assert "cluster commands-" in call("status", "--coordinator", url).output

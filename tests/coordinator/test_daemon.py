@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,12 +29,14 @@ from elasticd.messages import (
     StoreCall,
     Swapped,
     Up,
+    WorkerLost,
 )
 from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
+from elasticd.rounds import Lap, Lapped, Watching
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Limits, WatchEvent
-from tests.coordinator.agents import Agent, agent, config, coordinating, get, until
+from tests.coordinator.agents import Agent, agent, config, coordinating, get, post, until
 from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.world import World
 
@@ -148,6 +151,77 @@ def test_job_lives_from_its_join_to_its_end() -> None:
             _, events = await get(coordinator, "/v1/events")
             kinds = [event["kind"] for event in events["events"]]
             assert {"job_gathered", "planning", "proposed", "swapped", "recorded", "finished"} <= {*kinds}
+
+    asyncio.run(body())
+
+
+def test_job_that_is_over_can_be_forgotten_and_one_that_runs_cannot() -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        store = MemoryStore(server)
+        async with (
+            coordinating(server) as coordinator,
+            agent(coordinator, node_record("alpha")) as alpha,
+            agent(coordinator, node_record("beta")) as beta,
+        ):
+            path, by = f"/v1/jobs/{JOB}/forget", {"by": "alice"}
+            assert (await post(coordinator, path, by))[0] == 404
+            workers = await started(server, [alpha, beta])
+            await until(lambda: store.get(KEYS.job(JOB, "plan")) is not None)
+            status, answer = await post(coordinator, path, by)
+            assert (status, "elasticd stop" in answer["error"]) == (409, True)
+            first = workers[0]
+            this = {"alpha": alpha, "beta": beta}
+            measured = Measurement(
+                device=first.device, plan=1, step=4, tokens=5, block_seconds=1, block_work=1, step_seconds=0.5
+            )
+            await this[first.node].tell(first.up(Report(measurement=measured, loss=2.5, tokens=5)))
+            await this[first.node].tell(first.up(Finished(step=5)))
+            await until(lambda: store.get(KEYS.job(JOB, "done")) is not None)
+            record = store.get(KEYS.job(JOB, "done"))
+            assert record is not None
+            assert abs(decode(record.value, DoneRecord).at - time.time()) < 60
+            status, answer = await post(coordinator, path, by)
+            assert (status, "has not ended yet" in answer["error"]) == (409, True)
+            for worker in workers:
+                gone = WorkerLost(
+                    job=JOB, device=worker.device, incarnation=worker.incarnation, clean=True, how="over"
+                )
+                await this[worker.node].tell(gone)
+            await until(lambda: not coordinator.leading.state.jobs[JOB].workers)
+            assert (await post(coordinator, path, by))[0] == 200
+            await until(lambda: not store.snapshot(KEYS.jobs).items)
+            leading = coordinator.leading
+            assert (leading.state.jobs, leading.journal.steps(JOB), leading._stores) == ({}, [], {})
+            await until(lambda: leading.journal.events(0)[-1].kind == "forgotten")
+
+    asyncio.run(body())
+
+
+def test_rounds_of_a_job_in_restart_mode_are_cleared_in_time_or_by_a_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        store = MemoryStore(server)
+        for job in ("old", "older"):
+            store.put(KEYS.rendezvous(job) + "state", b"{}")
+        async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            by = Watching(job="laps", torchrun="t", local_rank=0, pid=1, round=1, world=2, nodes=2, least=1)
+            store.put(KEYS.rendezvous("laps") + "state", b"{}")
+            await alpha.tell(Lapped(device="alpha/0", by=by, lap=Lap(step=1, seconds=1.0, wall=1.0)))
+            await until(lambda: "laps" in coordinator.leading.restarts)
+            status, answer = await post(coordinator, "/v1/jobs/laps/forget", {"by": "alice"})
+            assert (status, "stop its torchruns" in answer["error"]) == (409, True)
+            assert (await post(coordinator, "/v1/jobs/old/forget", {"by": "alice"}))[0] == 200
+            await until(lambda: store.get(KEYS.rendezvous("old") + "state") is None)
+            leading, now = coordinator.leading, time.monotonic()
+            monkeypatch.setattr(leading, "_clock", lambda: now + leading.state.settings.keep_seconds - 100)
+            leading._clear_rounds()
+            monkeypatch.setattr(leading, "_clock", lambda: now + leading.state.settings.keep_seconds + 100)
+            leading._clear_rounds()
+            await until(lambda: not store.snapshot(KEYS.jobs).items)
+            assert leading.restarts == {}
 
     asyncio.run(body())
 

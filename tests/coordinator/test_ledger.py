@@ -311,3 +311,24 @@ def test_a_job_that_is_over_keeps_what_people_look_back_at(small: Limits) -> Non
     (found,) = stored(KEYS, office.jobs().items)
     assert found.done == DoneRecord(step=9, epoch=1)
     assert office.read(KEYS.history(JOB, 1), HistoryRecord) == proposed(1, None).records[1]
+
+
+def test_a_job_that_is_forgotten_leaves_nothing_of_the_leaders_and_all_that_is_anothers(small: Limits) -> None:
+    office = Office(small)
+    office.write(proposed(1, None))
+    office.write(recorded(1))
+    office.write(Write(job=JOB, records=(DoneRecord(step=9, epoch=1),)))
+    others = {
+        KEYS.member(JOB, "alpha/0"): b"m",
+        KEYS.rendezvous(JOB) + "state": b"s",
+        KEYS.job(f"{JOB}-2", "done"): b"d",
+    }
+    for key, value in others.items():
+        office.store.put(key, value)
+    assert office.names("parts/")
+    office.write(Write(job=JOB, records=(), forget=True))
+    assert {item.key: item.value for item in office.jobs().items} == others
+    assert office.ledger._revisions == office.ledger._parts == office.ledger._needs == {}
+    office.write(proposed(1, None))
+    office.write(recorded(1))
+    assert office.read(KEYS.job(JOB, "plan"), PlanRecord) == recorded(1).records[0]

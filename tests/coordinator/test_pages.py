@@ -251,7 +251,7 @@ def test_the_next_coordinator_answers_with_what_the_one_before_told() -> None:
         async with coordinating(server) as second:
             _, after = await get(second, "/v1/events")
             assert after["events"][: len(told["events"])] == told["events"]
-            assert second.leading.journal.steps("demo") == first.leading.journal.steps("demo")
+            assert second.leading.journal.steps("demo") == [], "of a job that there is not nobody asks"
             cursor: Any = told["events"][-1]["id"]
             _, rest = await get(second, f"/v1/events?after={cursor}")
             assert [e["id"] for e in rest["events"]] == [e["id"] for e in after["events"] if e["id"] > cursor]

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from elasticd.coordinator.ledger import Asked, Rank, operations
-from elasticd.coordinator.writer import WriteConflict, Writer, ranks, stored
+from elasticd.coordinator.ledger import Asked, Rank, Rounds, operations
+from elasticd.coordinator.writer import WriteConflict, Writer, in_restart_mode, ranks, stored
 from elasticd.machines.job.effects import Note, Write
-from elasticd.records import CheckpointsRecord, DoneRecord, Keys, PublishedCheckpoint, decode
+from elasticd.records import CheckpointsRecord, DoneRecord, Keys, OutRecord, PublishedCheckpoint, decode
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.leader import LeadershipLost, campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import DeletePrefix, Limits, Store, StoreRefused, StoreTooLarge
+from elasticd.store.protocol import DeletePrefix, Limits, Snapshot, Store, StoreRefused, StoreTooLarge
 from elasticd.store.session import EtcdOptions
 from tests.etcds import SharedEtcd
 
@@ -401,3 +401,54 @@ def test_a_store_that_refuses_us_ends_the_leader_with_its_reason() -> None:
     desk.run(body)
     assert isinstance(desk.failures[0], StoreRefused)
     assert not desk.refused
+
+
+ROUNDS = KEYS.rendezvous("demo")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_rounds_of_a_job_in_restart_mode_are_deleted_once_no_torchrun_is_there(there: bool) -> None:
+    desk = Desk()
+    out = OutRecord(torchrun="t1", epoch=1, reason="it is slow")
+    others = (KEYS.job("demo", "done"), KEYS.rendezvous("demo-2") + "state")
+    for key in (ROUNDS + "state", *others, *([ROUNDS + "torchruns/t2"] if there else [])):
+        desk.store.put(key, b"{}")
+    desk.store.delete(others[0])
+    before = {item.key for item in desk.store.snapshot(KEYS.jobs).items}
+    assert in_restart_mode(KEYS, desk.store.snapshot(KEYS.jobs).items) == ["demo", "demo-2"]
+
+    async def body(writer: Writer) -> None:
+        writer.put(Write(job="demo", records=(out,)))
+        await writer.drained()
+        desk.store.put(ROUNDS + "state", b"changed by an agent")
+        writer.put(Rounds(job="demo"))
+        writer.put(Rounds(job="none"))
+        writer.put(Write(job="demo", records=(out,)))  # as the leader may write it again
+        await writer.drained()
+
+    desk.run(body)
+    left = {item.key for item in desk.store.snapshot(KEYS.jobs).items}
+    assert left == {ROUNDS + "out/t1", *before} - (set() if there else {ROUNDS + "state"})
+    assert desk.failures == []
+
+
+def test_torchrun_that_comes_at_the_last_moment_keeps_its_rounds() -> None:
+    desk = Desk()
+    desk.store.put(ROUNDS + "state", b"{}")
+    real = desk.store.snapshot
+
+    def snapshot(prefix: str) -> Snapshot:
+        found = real(prefix)
+        if prefix == ROUNDS:
+            desk.store.put(ROUNDS + "torchruns/t1", b"{}")
+        return found
+
+    async def body(writer: Writer) -> None:
+        desk.store.snapshot = snapshot  # type: ignore[method-assign]
+        writer.put(Rounds(job="demo"))
+        writer.put(write(3))
+        await writer.drained()
+
+    desk.run(body)
+    assert {item.key for item in real(ROUNDS).items} == {ROUNDS + "state", ROUNDS + "torchruns/t1"}
+    assert (desk.failures, desk.step()) == ([], 3)

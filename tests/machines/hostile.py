@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any, get_args
@@ -38,10 +38,10 @@ class Hostile:
         """One of them, as JSON."""
         draw = self._draw
         if draw.random() < 0.8:  # of a worker
-            body = _plain(sample(draw.choice(self._bodies)))
-            made = _plain(sample(Up)) | {"body": body}
+            body = plain(draw.choice(self._bodies))
+            made = plain(Up) | {"body": body}
         else:
-            made = _plain(sample(draw.choice(self._kinds)))
+            made = plain(draw.choice(self._kinds))
         for _ in range(draw.choice((0, 1, 1, 2, 5))):
             self._change(made)
         self._name(made)
@@ -79,9 +79,15 @@ class Hostile:
             part.pop(key, None)
 
 
-def _plain(value: msgspec.Struct) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(value))
-    return copy.deepcopy(found)
+def plain(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """A sample of a message, as JSON that the caller may change."""
+    found: dict[str, Any] = msgspec.json.decode(_encoded(kind))
+    return found
+
+
+@functools.cache
+def _encoded(kind: type[msgspec.Struct]) -> bytes:
+    return msgspec.json.encode(sample(kind))
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:

@@ -66,6 +66,7 @@ EventKind = Literal[
     "snapshot",
     "finished",
     "stopped",
+    "forgotten",
 ]
 
 #: What a leader writes of a job.
@@ -160,6 +161,13 @@ class StopAsked(Value, frozen=True, kw_only=True):
     seconds: float
 
 
+class ForgetAsked(Value, frozen=True, kw_only=True):
+    """A user wants nothing of this job kept, which is over. `by` names the user."""
+
+    job: str
+    by: str
+
+
 class Tick(Value, frozen=True, kw_only=True):
     """Time has passed."""
 
@@ -176,6 +184,7 @@ Event = (
     | Configured
     | Drained
     | StopAsked
+    | ForgetAsked
     | Tick
 )
 
@@ -184,7 +193,8 @@ Event = (
 
 class Stored(Value, frozen=True, kw_only=True):
     """A job's records as the store holds them: all that a new leader starts from. `highest` is the highest
-    number in its history; `history` tells why the proposal, else the plan, was made."""
+    number in its history; `history` tells why the proposal, else the plan, was made. over_seconds: since its
+    end, as far as its record says when that was."""
 
     job: str
     spec: JobSpec | None = None
@@ -195,6 +205,7 @@ class Stored(Value, frozen=True, kw_only=True):
     history: HistoryRecord | None = None
     checkpoints: CheckpointsRecord | None = None
     highest: int = 0
+    over_seconds: float = 0.0
 
 
 class Note(Value, frozen=True, kw_only=True):
@@ -215,11 +226,13 @@ class Send(Value, frozen=True, kw_only=True):
 
 class Write(Value, frozen=True, kw_only=True):
     """One transaction under the leader's key, in the order in which such effects were made; `notes` are told
-    when it is done. `close` deletes the proposal: the plan recorded with it took its place."""
+    when it is done. `close` deletes the proposal: the plan recorded with it took its place. `forget` deletes
+    all that leaders wrote of the job, which is over; there are no records then."""
 
     job: str
     records: tuple[Record, ...]
     close: bool = False
+    forget: bool = False
     notes: tuple[Note, ...] = ()
 
 

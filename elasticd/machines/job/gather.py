@@ -253,22 +253,22 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
         if job.phase is Phase.ASSEMBLING:  # one of those that all others wait for: they would wait for ever
             stop(turn, refusal)
         return
+    worker = Worker(
+        device=up.device,
+        incarnation=up.incarnation,
+        node=node,
+        client=up.client,
+        pid=body.pid,
+        checkpoints=body.checkpoints,
+        probe_by=turn.now + turn.settings.probe_seconds if body.probes else None,
+    )
     if job.phase in OVER:
+        turn.worker(worker)  # it lives still: see `forgetting`
         return
     if job.spec is None:
         turn.write(body.spec)
     turn.set(spec=body.spec, world_size=job.world_size or body.world_size, arrived=turn.now)
-    turn.worker(
-        Worker(
-            device=up.device,
-            incarnation=up.incarnation,
-            node=node,
-            client=up.client,
-            pid=body.pid,
-            checkpoints=body.checkpoints,
-            probe_by=turn.now + turn.settings.probe_seconds if body.probes else None,
-        )
-    )
+    turn.worker(worker)
     turn.set(probes=job.probes.forgotten(up.device))
     if job.phase not in (Phase.GATHERING, Phase.ASSEMBLING):
         turn.set(decided=None)

@@ -17,6 +17,8 @@ def lost(turn: Turn, gone: WorkerLost) -> None:
     """A worker's process is gone: cleanly, after the end or by its script's choice, or it died."""
     worker = turn.job.workers.get(gone.device)
     known = worker is not None and worker.incarnation == gone.incarnation
+    if turn.over and known:
+        turn.drop(gone.device)  # nobody of the job is left in the end: see `forgetting`
     if turn.over or not (known or bound(turn, gone.device, gone.incarnation)):
         return
     if known and worker is not None and worker.left:

@@ -28,7 +28,7 @@ def restored(stored: Stored, now: float, settings: Settings) -> JobState:
     return JobState(
         job=stored.job,
         phase=phase,
-        since=now,
+        since=now - stored.over_seconds,
         reason=reason,
         spec=stored.spec,
         plan=plan,

@@ -100,9 +100,9 @@ class Settings(Value, frozen=True, kw_only=True):
     others to the fence, if nobody is known to have died; node: for a node that cannot be reached to be back,
     if the job's steps have stopped too; hang: beyond twice the slowest step of late without one, until a
     worker that does not answer counts as lost; probe: for a worker that said so to tell how fast its device is,
-    before it is given work; fit: measured steps that a profile is fitted from. flops (of a
-    normal device, per second) and the links inside a node and between nodes are what plans count with until
-    something was measured."""
+    before it is given work; fit: measured steps that a profile is fitted from; keep: until a job that is over
+    is forgotten, or sooner where more than keep_jobs are over. flops (of a normal device, per second) and the
+    links inside a node and between nodes are what plans count with until something was measured."""
 
     gather_seconds: float = 1.0
     prepare_seconds: float = 30.0
@@ -116,6 +116,8 @@ class Settings(Value, frozen=True, kw_only=True):
     hang_seconds: float = 0.4
     probe_seconds: float = 3.0
     fit_steps: int = STEPS
+    keep_seconds: float = 7 * 86_400.0
+    keep_jobs: int = 1000
     detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
     policy: PolicySettings = msgspec.field(default_factory=PolicySettings)
     flops: float = GUESSED_FLOPS
@@ -127,7 +129,7 @@ class Settings(Value, frozen=True, kw_only=True):
             *(self.gather_seconds, self.prepare_seconds, self.reconnect_seconds),
             *(self.retry_seconds, self.most_retry_seconds, self.leave_seconds),
             *(self.stand_seconds, self.bereft_seconds, self.node_seconds, self.hang_seconds),
-            self.probe_seconds,
+            *(self.probe_seconds, self.keep_seconds, self.keep_jobs),
         )
         if min(times) < 0 or self.fit_steps < STEPS:
             refuse(f"coordinator: times must not be negative and fit_steps at least {STEPS}, not {self}")
