@@ -218,10 +218,14 @@ class Coordinator:
                 *(self._store, self._executor, term.leadership, self.keys, known),
                 told=leading.tell,
                 refused=leading.unwritten,
-                failed=self.fail,
+                failed=self._unwritable,
             )
         except msgspec.DecodeError as error:
             raise CannotLead(f"the records under {self.keys.jobs} cannot be read: {error}") from error
+
+    def _unwritable(self, error: Exception) -> None:
+        """The store takes nothing of this leader any more."""
+        self.fail(election.refused(error, self._memory) if isinstance(error, StoreRefused) else error)
 
     async def _remember(self, memory: StateFile) -> None:
         noted: dict[str, int] = {}

@@ -2,7 +2,8 @@
 
 Which micro-batches a copy sees depends on the layout, so no layout could give what one process gives. A buffer
 may be replaced by an equal one. One that is not in the state dict, such as a table of positions, may also be
-replaced by a larger one that begins with what it held.
+replaced by a larger or smaller one that agrees with it where both have values. Of those in the state dict values
+are compared, too, in the first steps and now and then later: a write through `.data` leaves no other trace.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from torch import Tensor, nn
 
 from elasticd.runtime.accepted import ModelError
 
+#: Steps of which each compares the values of buffers in the state dict, and how often later ones do.
+_FIRST, _SELDOM = 3, 100
+#: Elements up to which a buffer's values are compared.
+_MOST_COMPARED = 1 << 20
+
 
 class _Seen(NamedTuple):
-    """A buffer as it was when it was last looked at."""
+    """A buffer as it was when last looked at; `values` of one that is in the state dict and not large."""
 
     tensor: Tensor
     version: int
+    values: Tensor | None
 
 
 class Constants:
@@ -29,25 +36,27 @@ class Constants:
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self._seen: dict[str, _Seen] = {}
+        self._checks = 0
 
     def note(self) -> None:
         """They are what they should be."""
-        self._seen = {name: _Seen(buffer, buffer._version) for name, buffer, _ in self._buffers()}
+        self._seen = {name: _seen(buffer, persistent) for name, buffer, persistent in self._buffers()}
 
-    def check(self) -> None:
-        """Raises ModelError for a buffer that is not what it was at the last look."""
+    def check(self, *, training: bool = True) -> None:
+        """Raises ModelError for a buffer that is not what it was at the last look. After an evaluation, which
+        is no `training`, one that is not in the state dict may hold anything."""
+        self._checks += 1
+        values = self._checks <= _FIRST or self._checks % _SELDOM == 0
         for name, buffer, persistent in self._buffers():
-            now, seen = _Seen(buffer, buffer._version), self._seen.get(name)
-            if seen is None or (now.tensor is seen.tensor and now.version == seen.version):
-                self._seen[name] = now  # forward may make one
-                continue
-            replaced = now.tensor is not seen.tensor and seen.tensor._version == seen.version
-            if not replaced or not _continues(buffer, seen.tensor, grows=not persistent):
+            seen = self._seen.get(name)
+            looked = persistent or training
+            if seen is not None and looked and _changed(buffer, seen, persistent, values):
                 raise ModelError(
                     f"{name}: forward changes this buffer, so that replicas' copies would differ: keep it "
                     "constant, or compute what changes from the batch"
                 )
-            self._seen[name] = now
+            if seen is None or buffer is not seen.tensor or buffer._version != seen.version:
+                self._seen[name] = _seen(buffer, persistent)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Of each its name, itself, and whether it is in the state dict."""
@@ -57,9 +66,28 @@ class Constants:
                     yield f"{path}.{name}", buffer, name not in owner._non_persistent_buffers_set
 
 
-def _continues(new: Tensor, old: Tensor, *, grows: bool) -> bool:
-    """Whether a buffer begins with what another holds, and is no larger unless it `grows`."""
-    if new.shape == old.shape:
-        return torch.equal(new, old)
-    fits = grows and new.dim() == old.dim() and all(n >= o for n, o in zip(new.shape, old.shape, strict=True))
-    return fits and torch.equal(new[tuple(slice(size) for size in old.shape)], old)
+def _seen(buffer: Tensor, persistent: bool) -> _Seen:
+    kept = buffer.detach().clone() if persistent and buffer.numel() <= _MOST_COMPARED else None
+    return _Seen(buffer, buffer._version, kept)
+
+
+def _changed(buffer: Tensor, seen: _Seen, persistent: bool, values: bool) -> bool:
+    """values: whether they are compared where nothing else tells of a change."""
+    replaced, written = buffer is not seen.tensor, seen.tensor._version != seen.version
+    if not persistent:
+        return written or (replaced and not _agree(buffer, seen.tensor))
+    if seen.values is None:
+        return written or (replaced and not _same(buffer, seen.tensor))
+    return (replaced or written or values) and not _same(buffer, seen.values)
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    """Whether they hold the same where both have values."""
+    if one.dim() != other.dim():
+        return False
+    common = tuple(slice(min(sizes)) for sizes in zip(one.shape, other.shape, strict=True))
+    return torch.equal(one[common], other[common])
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)

@@ -6,6 +6,7 @@ stage to stage, so that the vote's hash proves which samples a forward pass real
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
@@ -73,6 +74,8 @@ def _batch(parts: Sequence[Any], keys: tuple[str, ...]) -> Any:
             raise Unlike(0, f"{_where(keys)}: {error}: {_REMEDY}") from error
         if all(tensor.dim() == 1 for tensor in tensors):
             value = PADDING.get(keys[-1], 0) if keys else 0
+            common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+            tensors = [tensor.to(common) for tensor in tensors]
             return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
         shape = tensors[0].shape
         _alike(

@@ -228,6 +228,11 @@ class Engine:
             masters=self._recipe.master is not None,
         )
 
+    def evaluated(self) -> None:
+        """An evaluation is over. What it wrote into buffers that are not in the state dict (a cache of keys, a
+        counter) is its own affair. Raises ModelError for any other buffer that it changed."""
+        self._constants.check(training=False)
+
     @property
     def owned(self) -> list[Owned]:
         """What the optimizer steps on."""

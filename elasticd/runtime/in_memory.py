@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from elasticd.runtime.groups import PeerLost
+from elasticd.runtime.groups import Cancelled, PeerLost
 from elasticd.runtime.stopwatch import Stopwatch
 
 T = TypeVar("T")
@@ -171,7 +171,7 @@ def run_threads(names: Sequence[str], worker: Callable[[MemoryFabric], T]) -> di
     for thread in threads:
         thread.join()
     if failures:
-        raise failures[0]
+        raise next((error for error in failures if not isinstance(error, PeerLost | Cancelled)), failures[0])
     return results
 
 

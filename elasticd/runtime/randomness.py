@@ -36,8 +36,9 @@ class Drawing:
         self.seed, self.step = seed, step
 
     def forget(self, section: str = "") -> None:
-        """The sites of a section are drawn at for the first time again."""
-        for site in [site for site in self._calls if site.startswith(section)]:
+        """The sites of a section are drawn at for the first time again; a section may be a site itself."""
+        inside = f"{section}."
+        for site in [site for site in self._calls if not section or site == section or site.startswith(inside)]:
             del self._calls[site]
 
     def keys(self, site: str, samples: int) -> list[int]:
@@ -56,7 +57,7 @@ class Drawing:
         entered = ExitStack()
 
         def before(*_: object) -> None:
-            self.forget(f"{section}.")
+            self.forget(section)
             entered.close()  # of a pass that another hook ended
             entered.enter_context(self.keyed(section))
 

@@ -268,6 +268,7 @@ class StageRunner:
         if passage.loss is not None:
             section, entered, _ = rest.pop()
             telemetry.mark()
+            self._drawing.forget(section)  # torch.utils.checkpoint inside may pass forward again
             torch.autograd.backward(passage.loss, torch.full_like(passage.loss, self._scale))
             telemetry.passed("head")
             grad = entered.grad
@@ -287,6 +288,7 @@ class StageRunner:
                 start = self._end_pace("forward", passage.tokens, start, communicated)
                 telemetry.passed("again")
             communicated = self._stopwatch.read("tensor")
+            self._drawing.forget(section)
             torch.autograd.backward(out, grad)
             start = self._end_pace("backward", passage.tokens, start, communicated)
             grad = entered.grad
@@ -301,6 +303,7 @@ class StageRunner:
             chunk.before.send_gradient(index, grad)
             return
         if first[2].requires_grad:  # it may be frozen
+            self._drawing.forget(first[0])
             torch.autograd.backward(first[2], grad)
             telemetry.passed("embed")
         if last:

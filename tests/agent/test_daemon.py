@@ -352,7 +352,7 @@ def test_outage_of_the_store_leaves_the_workers_alone_and_the_keys_catch_up(node
 
 
 def test_lost_lease_is_replaced_and_all_keys_written_again(node: Node) -> None:
-    node.agent()
+    node.agent(ttl=3)
     node.trainer().welcomed(0)
     item = until(lambda: node.store.get(KEYS.member("job", "n0/0")))
     node.store.revoke(item.lease)

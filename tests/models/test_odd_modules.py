@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from elasticd_planner.plan import Plan, StatePolicy
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import elasticd
 from elasticd.models import next_token_loss
@@ -179,17 +180,79 @@ def test_a_table_that_grows_is_none() -> None:
     assert furthest(found, expected, {full: full for full, _ in whole.named_parameters()}) < (1e-12, "")
 
 
-def test_a_table_that_grows_must_keep_what_it_held() -> None:
+def test_a_table_that_grows_or_shrinks_must_keep_what_it_held() -> None:
     module = nn.Module()
     module.register_buffer("table", torch.ones(2, 3), persistent=False)
     constants = Constants({"embed": module})
     constants.note()
-    module.table = torch.ones(4, 3)
-    constants.check()
-    for other in (torch.zeros(5, 3), torch.ones(2, 3), torch.ones(4, 3, 1)):
+    for size in (4, 2, 3):
+        module.table = torch.ones(size, 3)
+        constants.check()
+    for other in (torch.zeros(5, 3), torch.zeros(2, 3), torch.ones(4, 3, 1)):
         module.table = other
         with pytest.raises(ModelError, match=r"embed\.table"):
             constants.check()
+
+
+def test_a_buffer_that_is_written_through_its_data_is_seen() -> None:
+    module = nn.Module()
+    module.register_buffer("average", torch.ones(3))
+    constants = Constants({"embed": module})
+    constants.note()
+    constants.check()
+    module.average.data.mul_(0.9)  # which leaves the version as it is
+    with pytest.raises(ModelError, match=r"embed\.average"):
+        constants.check()
+
+
+def test_what_an_evaluation_keeps_is_its_own_affair() -> None:
+    module = nn.Module()
+    module.register_buffer("cache", torch.ones(3), persistent=False)
+    module.register_buffer("count", torch.ones(3))
+    constants = Constants({"embed": module})
+    constants.note()
+    module.cache = torch.zeros(7)
+    module.cache += 1
+    constants.check(training=False)
+    constants.check()
+    module.count += 1
+    with pytest.raises(ModelError, match=r"embed\.count"):
+        constants.check(training=False)
+
+
+class Again(Block):
+    """A block of which torch.utils.checkpoint runs the inside again."""
+
+    def __init__(self, *, checkpointed: bool) -> None:
+        super().__init__()
+        self.drop, self.checkpointed = nn.Dropout(0.4), checkpointed
+
+    def inside(self, x: Tensor) -> Tensor:
+        out: Tensor = self.drop(super().forward(x))
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(self.inside, x, use_reentrant=False) if self.checkpointed else self.inside(x)
+        return x + made
+
+
+ALONE = plan_of((8, [stage(0, LAYERS, ("a/0", 1))]))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_dropout_inside_a_checkpoint_of_the_models_own_draws_what_it_drew(name: str) -> None:
+    plain, again = (Whole(Again, checkpointed=each).double() for each in (False, True))
+    expected, found = under(training(plain), ALONE), under(training(again), PLANS[name])
+    assert furthest(found, expected, {full: full for full, _ in plain.named_parameters()}) < (1e-12, "")
+
+
+def test_a_block_that_is_a_dropout_draws_alike_under_every_layout() -> None:
+    whole = Whole().double()
+    for at in (1, 2):
+        whole.blocks[at] = nn.Dropout(0.4)
+    given = training(whole)
+    expected, found = under(given, ALONE), under(given, PLANS["replicas"])
+    assert furthest(found, expected, {full: full for full, _ in whole.named_parameters()}) < (1e-12, "")
 
 
 def noisy(output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
