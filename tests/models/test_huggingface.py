@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from elasticd_planner.boxes import Box
-from torch import nn
+from torch import Tensor
 
 import elasticd
 from elasticd.models import next_token_loss
+from elasticd.runtime.checking.__main__ import compared
+from elasticd.runtime.checking.trial import Subject
+from elasticd.runtime.data import pad
 from elasticd.runtime.model import ModelError
+from elasticd.runtime.randomness import Dropout
 from elasticd.runtime.rules import Add, Column, Row
+from tests.models.families import Whole
 from tests.models.layouts import Training, alone, furthest, layouts_of, under
 from tests.models.texts import Text
 
 transformers = pytest.importorskip("transformers")
+BaseModelOutputWithPast = pytest.importorskip("transformers.modeling_outputs").BaseModelOutputWithPast
 
 LAYERS = 4
 PLANS = layouts_of(LAYERS)
@@ -35,18 +42,6 @@ SIZES: dict[str, Any] = {
 def made(name: str, tied: bool = False, **more: Any) -> Any:
     config = getattr(transformers, f"{name}Config")(**SIZES, tie_word_embeddings=tied, head_dim=8, **more)
     return getattr(transformers, f"{name}ForCausalLM")(config)
-
-
-class Whole(nn.Module):
-    """The model as it is, called as transformers wants it."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits: torch.Tensor = self.model(input_ids=batch["inputs"]).logits
-        return logits
 
 
 def theirs(name: str) -> str:
@@ -89,6 +84,171 @@ def test_a_model_without_storage_starts_by_its_own_init() -> None:
     assert model.first_value("head.norm.weight", Box.whole((32,)), seed=3).tolist() == [1.0] * 32
 
 
-def test_attention_dropout_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match=r"attention_dropout = 0.1 .* set it to 0"):
-        elasticd.Model.from_hf(made("Llama", attention_dropout=0.1))
+def test_an_embedding_scale_that_no_checkpoint_has_is_there_without_storage() -> None:
+    with torch.device("meta"):
+        model = elasticd.Model.from_hf(made("Gemma2", tied=True))
+    (scale,) = (b for n, b in model.sections["embed"].named_buffers() if n.endswith("embed_scale"))
+    assert float(scale) == pytest.approx(32**0.5)
+
+
+def test_gpt2_scales_what_goes_to_the_residual_without_storage_too() -> None:
+    with torch.device("meta"):
+        model = elasticd.Model.from_hf(gpt2(initializer_range=0.5))
+    for name, spread in {"attn.c_proj": 0.5 / (2 * LAYERS) ** 0.5, "attn.c_attn": 0.5}.items():
+        full = f"blocks.1.layer.{name}.weight"
+        value = model.first_value(full, Box.whole(model.spec.section("blocks.1")[0].shape), seed=3)
+        assert float(value.std()) == pytest.approx(spread, rel=0.15)
+
+
+def gpt2(**more: Any) -> Any:
+    sizes = {"vocab_size": 41, "n_positions": 64, "n_embd": 32, "n_layer": LAYERS, "n_head": 4}
+    none = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | none | more))
+
+
+def test_fused_queries_keys_and_values_of_gpt2_are_cut_in_heads() -> None:
+    model = elasticd.Model.from_hf(gpt2())
+    assert model.rules["blocks.*.layer.attn.c_attn.*"] == Column("heads", parts=3)
+    assert model.rules["blocks.*.layer.attn.c_proj.*"] == Row("heads")
+    assert model.rules["embed.wte.weight"] == Row("vocabulary")
+
+
+def test_dropouts_of_modules_are_keyed_and_the_same_under_every_layout() -> None:
+    torch.manual_seed(0)
+    model = gpt2(embd_pdrop=0.2, resid_pdrop=0.2).double()
+    whole = Whole(copy.deepcopy(model))
+    described = elasticd.Model.from_hf(model)
+    for section, sites in SITES.items():
+        for ours, their in sites.items():
+            owner, _, leaf = their.rpartition(".")
+            setattr(whole.get_submodule(owner), leaf, Dropout(0.2, f"{section}.{ours}"))
+    training = Training(model=described, loss=next_token_loss, dataset=Text(41))
+    expected = alone(training, whole)
+    for name, plan in PLANS.items():
+        found = under(training, plan)
+        assert found[0] == pytest.approx(expected[0], abs=1e-6), name
+
+
+SITES = {
+    "embed": {"drop": "model.transformer.drop"},
+    **{
+        f"blocks.{i}": {
+            f"layer.{at}": f"model.transformer.h.{i}.{at}" for at in ("attn.resid_dropout", "mlp.dropout")
+        }
+        for i in range(LAYERS)
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda: made("Llama", attention_dropout=0.1), r"attention_dropout = 0.1 .* set it to 0"),
+        (lambda: gpt2(attn_pdrop=0.1, resid_pdrop=0.1), r"^attn_pdrop = 0.1 of GPT2LMHeadModel is drawn"),
+        (
+            lambda: made("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            r"rope_type = 'dynamic' of LlamaForCausalLM keeps the longest sequence",
+        ),
+        (lambda: _checkpointing(made("Llama")), r"gradient_checkpointing_disable\(\)"),
+        (lambda: _hooked(made("Llama")), r"model has hooks, which no stage could run"),
+        (lambda: torch.nn.Linear(2, 2), r"Linear is no model of transformers"),
+    ],
+)
+def test_what_no_stage_can_do_alike_is_refused_by_name(model: Any, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        elasticd.Model.from_hf(model())
+
+
+def _checkpointing(model: Any) -> Any:
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def _hooked(model: Any) -> Any:
+    model.model.register_forward_hook(lambda *_: None)
+    return model
+
+
+class _Base(transformers.LlamaModel):
+    """A Llama that does something of its own before each layer."""
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        x = tokens = self.embed_tokens(input_ids)
+        tables = self.rotary_emb(x, torch.arange(x.shape[1])[None])
+        for layer in self.layers:
+            x, more = self.between(x, tokens)
+            x = layer(x, **{"attention_mask": None, "position_embeddings": tables} | more)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return x, {}
+
+
+class _Scaled(_Base):
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return x * self.config.layer_scaling, {}
+
+
+class _Mixed(_Base):
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return x + tokens, {}
+
+
+class _Told(_Base):
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return x, {"position_embeddings": (tokens[..., :8], tokens[..., 8:16])}
+
+
+def _with_base(kind: type[_Base], **more: Any) -> Any:
+    class Own(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = kind(config)
+            self.post_init()
+
+    return Own(transformers.LlamaConfig(**SIZES, head_dim=8, **more))
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            lambda: _with_base(_Scaled, layer_scaling=1.0),
+            r"layer_scaling of the configuration of Own would be",
+        ),
+        (
+            lambda: _with_base(_Scaled, layer_scaling=0.5),
+            r"Own changes the activation between layers 0 and 1",
+        ),
+        (lambda: _with_base(_Mixed), r"Own changes the activation between layers 0 and 1"),
+        (lambda: _with_base(_Told), r"position_embeddings of layer 0 of Own depend on the tokens"),
+    ],
+)
+def test_what_is_lost_between_stages_is_refused_by_name(model: Any, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        elasticd.Model.from_hf(model())
+
+
+def test_a_model_that_sees_the_padding_is_refused_by_name() -> None:
+    config = transformers.BertConfig(vocab_size=41, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    with pytest.raises(ModelError, match=r"BertLMHeadModel attends to later tokens"):
+        elasticd.Model.from_hf(transformers.BertLMHeadModel(config))
+
+
+def test_check_says_that_it_is_the_models_own_forward() -> None:
+    lines: list[str] = []
+    model = elasticd.Model.from_hf(made("Granite", logits_scaling=4.0).double())
+    subject = Subject(model=model, loss=next_token_loss, dataset=Text(41), collate=pad, seed=0)
+    assert compared(subject, lines.append), lines
+    assert "ok    the model's own forward: GraniteForCausalLM" in lines[1]
+    assert all(name in lines[1] for name in ("logits_scaling", "residual_multiplier", "equal to the bit"))
+
+
+def test_making_it_draws_nothing_and_warns_of_nothing() -> None:
+    model = made("Granite")
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        elasticd.Model.from_hf(model)
+    assert torch.equal(before, torch.get_rng_state())

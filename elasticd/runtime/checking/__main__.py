@@ -33,6 +33,8 @@ def compared(subject: Subject, say: Callable[[str], None]) -> bool:
             f"one process fails{' in ' + where if where else ''}: {type(error).__name__}: {error}"
         )
     say(f"{model.name}: {model.layers} blocks; one process has a loss of {one.loss:.6g}")
+    if model.proved:
+        say(f"ok    {model.proved}")
     good = True
     for said, plan in layouts.layouts(model.spec, samples).items():
         wrong = list(dict.fromkeys(findings(model, one, tried(subject, plan))))

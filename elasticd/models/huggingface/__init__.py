@@ -1,0 +1,88 @@
+"""Causal language models of Hugging Face's transformers, as they are: cut by the plans that they carry.
+
+Every section runs the model's own forward (`sections`), which is proved on a small copy (`proof`); the rules
+come from the model's tensor-parallel plan (`plans`). Padding belongs at the end of a sample: causal attention
+then never sees it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from elasticd.models.huggingface.anatomy import text_of
+from elasticd.models.huggingface.plans import cuts_of
+from elasticd.models.huggingface.proof import prove
+from elasticd.models.huggingface.sections import sections_of
+from elasticd.models.huggingface.values import on_meta, own_init, with_buffers
+from elasticd.runtime.accepted import ModelError
+from elasticd.runtime.model import Init, Model
+
+__all__ = ["from_hf", "their_name"]
+
+
+def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> Model:
+    """A `...ForCausalLM` as elasticd trains it: its own forward, cut by the `base_model_tp_plan` of its
+    configuration and the class's own `_tp_plan`. It is not changed.
+
+    A model with values, from_pretrained's say, starts from them (every rank must load the same); one that was
+    made on the meta device from its own `_init_weights`, keyed by (seed, module). Raises ModelError for a model
+    whose layers and what is around them cannot run on different stages, or not with the same result.
+    """
+    _refuse(model)
+    proof, width = prove(model), text_of(model.config).hidden_size
+    blank = on_meta(model)
+    made = with_buffers(model) if blank else model
+    sections = sections_of(made, proof.anatomy)
+    cuts = cuts_of(made, sections, proof.anatomy)
+    name = f"{model.config.model_type}-{len(sections.blocks)}x{width}"
+    if proof.anatomy.unused:
+        idle = ", ".join(proof.anatomy.unused)
+        warnings.warn(f"elasticd: {name} does not train {idle}, which its forward does not call", stacklevel=3)
+    return Model(
+        name=name,
+        embed=sections.embed,
+        blocks=sections.blocks,
+        head=sections.head,
+        width=width,
+        rules=cuts.rules,
+        units=cuts.units,
+        init=own_init(made, sections.theirs) if init is None and blank else init,
+        proved=str(proof)
+        + "".join(f"; whole in a TP group: {name} ({why})" for name, why in cuts.whole.items()),
+    )
+
+
+def their_name(model: Model, name: str) -> str:
+    """The name that a parameter of `from_hf`'s model has in the model itself."""
+    for section, module in model.sections.items():
+        for child, path in getattr(module, "paths", {}).items():
+            if name.startswith(f"{section}.{child}."):
+                return f"{path}{name.removeprefix(f'{section}.{child}')}"
+    raise KeyError(name)
+
+
+def _refuse(model: Any) -> None:
+    """What no small copy would show."""
+    kind, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_input_embeddings"):
+        raise ModelError(f"{kind} is no model of transformers, a ...ForCausalLM say")
+    for name, value in _flat(getattr(config, "rope_parameters", None)):
+        if name == "rope_type" and value == "dynamic":
+            raise ModelError(
+                f"rope_type = 'dynamic' of {kind} keeps the longest sequence that it has seen, so that what a "
+                "sample gives depends on those before it: take another, 'yarn' say"
+            )
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ModelError(
+            f"{kind} checkpoints its gradients: call gradient_checkpointing_disable() and give "
+            "Job(recompute=True), which repeats dropouts"
+        )
+
+
+def _flat(rope: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in rope.items() if isinstance(rope, Mapping) else ():
+        yield from _flat(value) if isinstance(value, Mapping) else [(name, value)]

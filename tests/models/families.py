@@ -1,0 +1,201 @@
+"""Every `...ForCausalLM` of the installed transformers: trained like one process, or refused by name.
+
+`python -m tests.models.families` tries them all and writes the table of docs/huggingface.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import elasticd
+from elasticd.models import next_token_loss
+from elasticd.models.huggingface import shrunken, their_name
+from elasticd.models.huggingface.proof import MOST, changed_alone, copy_of, fill
+from elasticd.runtime.accepted import ModelError
+from elasticd.runtime.rules import Column
+from tests.models.layouts import Training, alone, furthest, plan_of, stage, under
+from tests.models.texts import Text
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "huggingface.md"
+START, END = "<!-- families: written by tests/models/families.py -->\n", "<!-- end of families -->\n"
+NEAR = 1e-6
+
+#: The families that `make test` tries.
+USUAL = (
+    *("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Granite", "Cohere", "Cohere2", "Phi"),
+    *("Phi3", "Olmo", "Olmo2", "StableLm", "Starcoder2", "GPTNeoX", "OPT", "Bloom", "Falcon", "Glm", "Glm4"),
+    *("Nemotron", "SmolLM3"),
+)
+#: What some default configurations leave open.
+LACKING = {"num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2, "n_routed_experts": 4}
+#: Causal language models that are not called so.
+OTHERS = ("GPT2LMHeadModel",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What becomes of a class: `trains`, `refused` or `not made`, and why; what a TP group cuts."""
+
+    name: str
+    outcome: str
+    why: str = ""
+    cut: str = ""
+
+    def row(self) -> str:
+        return f"| {self.name} | {self.outcome} | {self.cut} | {self.why} |\n"
+
+
+class Whole(nn.Module):
+    """The model as it is, called as transformers wants it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits: torch.Tensor = self.model(input_ids=batch["inputs"]).logits
+        return logits
+
+
+def classes() -> Iterator[tuple[str, str]]:
+    """The names of the classes and of the modules that have them."""
+    import transformers
+
+    folder = Path(transformers.__file__).parent / "models"
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        for name in re.findall(r"^class (\w+)\(", path.read_text(), re.MULTILINE):
+            if (name.endswith("ForCausalLM") and name != "AutoModelForCausalLM") or name in OTHERS:
+                yield name, f"transformers.models.{path.parent.name}.{path.stem}"
+
+
+def found(name: str) -> Any:
+    """The class of that name."""
+    module = next(module for known, module in classes() if known == name)
+    return getattr(importlib.import_module(module), name)
+
+
+def small_config(kind: Any) -> Any:
+    """Its default configuration made small; a decoder, where it can be an encoder."""
+    config = shrunken.small(kind.config_class())
+    values, more = shrunken.values_of(config), {}
+    if "is_decoder" in values:
+        more["is_decoder"] = True
+    more |= {name: size for name, size in LACKING.items() if values.get(name, size) is None}
+    return shrunken.remade(config, more)
+
+
+def made(kind: Any, config: Any) -> Any:
+    """A small model with random weights, in double precision."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in kind(config).parameters())
+    assert size <= MOST, f"{size / 1e6:.0f} million parameters"
+    model = kind(config).double().train()
+    fill(model, 1.0)
+    return model
+
+
+def tried(kind: Any) -> Family:
+    """Trains a small model of the class under a plan with a TP group and two stages, and in one piece."""
+    name = kind.__name__
+    try:
+        model = made(kind, small_config(kind))
+    except Exception as error:
+        return Family(name=name, outcome="not made", why=_said(error))
+    try:
+        described = elasticd.Model.from_hf(model)
+    except ModelError as error:
+        return Family(name=name, outcome="refused", why=_said(error))
+    loss, weight = apart(model, described)
+    assert loss < NEAR, f"{name}: the loss is {loss:.1e} off"
+    assert weight < (NEAR, ""), f"{name}: {weight[1]} is {weight[0]:.1e} off"
+    exact = "equal to the bit" in described.proved
+    return Family(name=name, outcome="trains", why="" if exact else "to rounding", cut=cut(described))
+
+
+def apart(model: Any, described: elasticd.Model) -> tuple[float, tuple[float, str]]:
+    """How far a loss and a weight are from one process's after a step."""
+    layers, wide = described.layers, bool(described.rules)
+    first = [("a/0", 2), ("a/1", 1)] if wide else [("a/0", 1)]
+    stages = [stage(0, 1, *first), stage(1, layers, ("b/0", 1))] if layers > 1 else [stage(0, 1, *first)]
+    rows = model.get_input_embeddings().weight.shape[0]
+    training = Training(model=described, loss=next_token_loss, dataset=Text(rows), steps=1)
+    expected = alone(training, Whole(copy.deepcopy(model)))
+    here = under(training, plan_of((2, stages), micro_batch=4), threads=len(stages) > 1 or wide)
+    names = {full: f"model.{their_name(described, full)}" for full in here[1]}
+    return abs(here[0][0] - expected[0][0]), furthest(here, expected, names)
+
+
+#: Numbers that change what a model gives wherever it has them.
+ACT = re.compile(r".*(softcap|multiplier|logits?_scal|query_pre_attn|rope_theta|eps$|sliding_window).*")
+
+
+def every_number(kind: Any) -> None:
+    """Changes each number of the configuration by itself: the sections follow, and caps and scales act."""
+    base = small_config(kind)
+    first = copy_of(kind, base)
+    for name, value in shrunken.numbers(base).items():
+        exact = changed_alone(kind, base, name, value)
+        if exact is None:
+            continue
+        changed = copy_of(kind, shrunken.with_numbers(base, {name: value}))
+        acts = not torch.equal(changed.logits, first.logits)
+        assert acts or not ACT.fullmatch(name), f"{name} of {kind.__name__} does not act on the small copy"
+
+
+def cut(described: elasticd.Model) -> str:
+    """What of a layer a TP group cuts."""
+    columns = [pattern for pattern, rule in described.rules.items() if isinstance(rule, Column)]
+    inner = [pattern for pattern in columns if pattern.startswith("blocks.")]
+    words = {"attention" if re.search("attn|attention", pattern) else "feed-forward" for pattern in inner}
+    return ", ".join(sorted(words)) + (", vocabulary" if len(columns) > len(inner) else "")
+
+
+def _said(error: Exception) -> str:
+    text = " ".join(str(error).split()).replace("|", "/").removesuffix(f": {_REMEDY}")
+    return f"{text[:160]}" if isinstance(error, ModelError) else f"{type(error).__name__}: {text[:120]}"
+
+
+_REMEDY = "describe it with elasticd.Model(embed=..., blocks=..., head=...)"
+
+
+def rows() -> dict[str, str]:
+    """The table's rows by class."""
+    page = PAGE.read_text()
+    table = page[page.index(START) + len(START) : page.index(END)].splitlines(keepends=True)[2:]
+    return {row.split("|")[1].strip(): row for row in table}
+
+
+def main() -> None:
+    """Tries all classes, or those that are named, and writes their rows."""
+    known = rows()
+    for name, _ in sorted(classes()):
+        if not sys.argv[1:] or name in sys.argv[1:]:
+            try:
+                family = tried(found(name))
+            except Exception as error:
+                print(f"{name}: WRONG: {type(error).__name__}: {error}", flush=True)
+                continue
+            known[name] = family.row()
+            print(family.row(), end="", flush=True)
+    page = PAGE.read_text()
+    head = "| class | outcome | a TP group cuts | why |\n|---|---|---|---|\n"
+    table = head + "".join(known[name] for name in sorted(known))
+    start, end = page.index(START) + len(START), page.index(END)
+    PAGE.write_text(page[:start] + table + page[end:])
+
+
+if __name__ == "__main__":
+    pytest.importorskip("transformers")
+    main()
