@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 import elasticd
 from elasticd.models import next_token_loss
+from elasticd.models.huggingface import their_name
+from elasticd.models.huggingface.proof import fill
 from elasticd.runtime.checking.__main__ import compared
 from elasticd.runtime.checking.trial import Subject
 from elasticd.runtime.data import pad
@@ -44,6 +46,27 @@ def made(name: str, tied: bool = False, **more: Any) -> Any:
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
+#: Small models beside Llama and Qwen3, whose plans have words of their own, or that have no plan.
+OTHERS: dict[str, Any] = {
+    "Phi3": lambda: made("Phi3", pad_token_id=0),
+    "Gemma2": lambda: made("Gemma2", True, query_pre_attn_scalar=8, sliding_window=4, pad_token_id=0),
+    "Granite": lambda: made(
+        "Granite",
+        attention_multiplier=0.4,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.7,
+        logits_scaling=2.0,
+        pad_token_id=0,
+    ),
+    "Cohere": lambda: made("Cohere", True, logit_scale=0.25, num_key_value_heads=8, use_qk_norm=True),
+    "GPT2": lambda: gpt2(n_head=8),
+    "GPTNeoX": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZES)),
+    "OPT": lambda: transformers.OPTForCausalLM(
+        transformers.OPTConfig(**SIZES, ffn_dim=44, word_embed_proj_dim=24, dropout=0.0)
+    ),
+}
+
+
 def theirs(name: str) -> str:
     """The name in `Whole` of a parameter."""
     section, _, rest = name.partition(".")
@@ -63,6 +86,33 @@ def test_trains_like_one_process(kind: str, tied: bool, name: str) -> None:
     assert found[0] == pytest.approx(expected[0], abs=1e-6)
     # Its norms and rotary tables are computed in float32, whatever the model's type.
     assert furthest(found, expected, {full: theirs(full) for full in found[1]}) < (1e-6, "")
+
+
+@pytest.mark.full  # `make test` has a layout with two TP groups of each in test_families
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_families_train_like_one_process_under_every_layout(kind: str, name: str) -> None:
+    torch.manual_seed(0)
+    model = OTHERS[kind]().double()
+    fill(model, 1.0)
+    described = elasticd.Model.from_hf(model)
+    training = Training(model=described, loss=next_token_loss, dataset=Text(41))
+    expected, found = alone(training, Whole(copy.deepcopy(model))), under(training, PLANS[name])
+    assert found[0] == pytest.approx(expected[0], abs=1e-6)
+    names = {full: f"model.{their_name(described, full)}" for full in found[1]}
+    assert furthest(found, expected, names) < (1e-6, "")
+
+
+def test_the_sections_of_a_model_are_its_own_where_the_small_copy_has_other_sizes() -> None:
+    """OPT has projections between the embedding and the layers where their widths differ."""
+    sizes = {"vocab_size": 500, "hidden_size": 160, "ffn_dim": 200, "num_attention_heads": 5, "dropout": 0.0}
+    config = transformers.OPTConfig(**sizes, word_embed_proj_dim=96, num_hidden_layers=3)
+    model = transformers.OPTForCausalLM(config).double()
+    ids = torch.arange(5, 25).view(2, 10)
+    x: Any = {"inputs": ids}
+    for section in elasticd.Model.from_hf(model).sections.values():
+        x = section(x)
+    assert torch.equal(x, model(input_ids=ids).logits)
 
 
 def test_the_rules_are_those_of_the_models_own_plan() -> None:
@@ -113,6 +163,14 @@ def test_fused_queries_keys_and_values_of_gpt2_are_cut_in_heads() -> None:
     assert model.rules["embed.wte.weight"] == Row("vocabulary")
 
 
+def test_fused_queries_keys_and_values_of_phi3_are_gathered_and_fused_gates_are_cut() -> None:
+    rules = elasticd.Model.from_hf(OTHERS["Phi3"]()).rules
+    assert rules["blocks.*.layer.self_attn.qkv_proj.*"] == Column("columns_96", gather=True)
+    assert rules["blocks.*.layer.self_attn.o_proj.*"] == Row("columns_64", split=True)
+    assert rules["blocks.*.layer.mlp.gate_up_proj.*"] == Column("columns_44", parts=2)
+    assert rules["blocks.*.layer.mlp.down_proj.*"] == Row("columns_44")
+
+
 def test_dropouts_of_modules_are_keyed_and_the_same_under_every_layout() -> None:
     torch.manual_seed(0)
     model = gpt2(embd_pdrop=0.2, resid_pdrop=0.2).double()
@@ -152,11 +210,39 @@ SITES = {
         (lambda: _checkpointing(made("Llama")), r"gradient_checkpointing_disable\(\)"),
         (lambda: _hooked(made("Llama")), r"model has hooks, which no stage could run"),
         (lambda: torch.nn.Linear(2, 2), r"Linear is no model of transformers"),
+        (
+            lambda: made("Mixtral", num_local_experts=2),
+            r"^model.layers.0.mlp of MixtralForCausalLM has experts \(MixtralSparseMoeBlock\)",
+        ),
+        (lambda: _of_streams(made("Llama")), r"has no embedding that takes one stream of tokens"),
+        (
+            lambda: transformers.RobertaForCausalLM(_bert(transformers.RobertaConfig, is_decoder=True)),
+            r"^lm_head.bias and lm_head.decoder.bias of RobertaForCausalLM are one parameter of one section",
+        ),
     ],
 )
 def test_what_no_stage_can_do_alike_is_refused_by_name(model: Any, said: str) -> None:
     with pytest.raises(ModelError, match=said):
         elasticd.Model.from_hf(model())
+
+
+def test_frequencies_that_depend_on_the_padding_are_warned_of() -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    with pytest.warns(UserWarning, match="a micro-batch is padded to more than 32 tokens"):
+        elasticd.Model.from_hf(made("Llama", rope_parameters=rope | factors))
+
+
+def _bert(kind: Any, **more: Any) -> Any:
+    return kind(vocab_size=41, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **NO_DROPOUT, **more)
+
+
+NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+
+
+def _of_streams(model: Any) -> Any:
+    model.get_input_embeddings = lambda: torch.nn.ModuleList([model.model.embed_tokens])
+    return model
 
 
 def _checkpointing(model: Any) -> Any:
@@ -199,6 +285,42 @@ class _Told(_Base):
         return x, {"position_embeddings": (tokens[..., :8], tokens[..., 8:16])}
 
 
+class _Padded(_Base):
+    """Hides padding, which it knows by its token."""
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
+        self.hidden = (input_ids == self.config.pad_token_id)[:, None, None, :]
+        return super().forward(input_ids)
+
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        mask = torch.zeros(later.shape, dtype=x.dtype).masked_fill(later, -1e9)
+        return x, {"attention_mask": mask - 1e9 * self.hidden.to(x.dtype)}
+
+
+class _Centred(_Base):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.norm = _Centring()
+
+
+class _Centring(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(dim=0, keepdim=True)
+
+
+class _Buffered(_Base):
+    seen: ClassVar[list[torch.dtype]] = []
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.register_buffer("shift", torch.ones(()))
+
+    def between(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        self.seen.append(self.shift.dtype)
+        return x, {}
+
+
 def _with_base(kind: type[_Base], **more: Any) -> Any:
     class Own(transformers.LlamaForCausalLM):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
@@ -222,6 +344,11 @@ def _with_base(kind: type[_Base], **more: Any) -> Any:
         ),
         (lambda: _with_base(_Mixed), r"Own changes the activation between layers 0 and 1"),
         (lambda: _with_base(_Told), r"position_embeddings of layer 0 of Own depend on the tokens"),
+        (
+            lambda: _with_base(_Padded, pad_token_id=40),
+            r"attention_mask of layer 0 of Own depend on the tokens",
+        ),
+        (lambda: _with_base(_Centred), r"what Own gives for a sample depends on the others of the micro-batch"),
     ],
 )
 def test_what_is_lost_between_stages_is_refused_by_name(model: Any, said: str) -> None:
@@ -229,10 +356,15 @@ def test_what_is_lost_between_stages_is_refused_by_name(model: Any, said: str) -
         elasticd.Model.from_hf(model())
 
 
-def test_a_model_that_sees_the_padding_is_refused_by_name() -> None:
-    config = transformers.BertConfig(vocab_size=41, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    with pytest.raises(ModelError, match=r"BertLMHeadModel attends to later tokens"):
-        elasticd.Model.from_hf(transformers.BertLMHeadModel(config))
+def test_buffers_of_the_outer_modules_go_where_a_section_goes() -> None:
+    block = elasticd.Model.from_hf(_with_base(_Buffered)).sections["blocks.1"]
+    block.double()(torch.zeros(1, 3, 32, dtype=torch.float64))
+    assert _Buffered.seen[-1] == torch.float64
+
+
+def test_an_encoder_which_sees_the_padding_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match=r"BertLMHeadModel attends to later tokens, as an encoder does"):
+        elasticd.Model.from_hf(transformers.BertLMHeadModel(_bert(transformers.BertConfig)))
 
 
 def test_check_says_that_it_is_the_models_own_forward() -> None:
@@ -242,6 +374,13 @@ def test_check_says_that_it_is_the_models_own_forward() -> None:
     assert compared(subject, lines.append), lines
     assert "ok    the model's own forward: GraniteForCausalLM" in lines[1]
     assert all(name in lines[1] for name in ("logits_scaling", "residual_multiplier", "equal to the bit"))
+
+
+def test_the_numbers_that_it_names_act_on_the_small_copy() -> None:
+    olmo = {"clip_qkv": 200.0, "unused_scaling": 2.0, "pad_token_id": 0, "eos_token_id": 1}
+    proved = elasticd.Model.from_hf(made("Olmo", **olmo)).proved
+    assert "clip_qkv" in proved
+    assert "unused_scaling" not in proved
 
 
 def test_making_it_draws_nothing_and_warns_of_nothing() -> None:

@@ -7,13 +7,14 @@ then never sees it.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from elasticd.models.huggingface.anatomy import text_of
+from elasticd.models.huggingface.anatomy import REMEDY, text_of
 from elasticd.models.huggingface.plans import cuts_of
 from elasticd.models.huggingface.proof import prove
 from elasticd.models.huggingface.sections import sections_of
@@ -22,6 +23,9 @@ from elasticd.runtime.accepted import ModelError
 from elasticd.runtime.model import Init, Model
 
 __all__ = ["from_hf", "their_name"]
+
+#: Classes of modules that send a token to some of several experts, by the last words of their names.
+_EXPERTS = re.compile(r"Expert|Mo[eE]$|MoA$")
 
 
 def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> Model:
@@ -33,6 +37,7 @@ def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> M
     whose layers and what is around them cannot run on different stages, or not with the same result.
     """
     _refuse(model)
+    _warn_of_lengths(model)
     proof, width = prove(model), text_of(model.config).hidden_size
     blank = on_meta(model)
     made = with_buffers(model) if blank else model
@@ -70,17 +75,48 @@ def _refuse(model: Any) -> None:
     kind, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "get_input_embeddings"):
         raise ModelError(f"{kind} is no model of transformers, a ...ForCausalLM say")
-    for name, value in _flat(getattr(config, "rope_parameters", None)):
-        if name == "rope_type" and value == "dynamic":
+    if not isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor):
+        raise ModelError(f"{kind} has no embedding that takes one stream of tokens: {REMEDY}")
+    for path, module in model.named_modules():
+        if _EXPERTS.search(type(module).__name__):
             raise ModelError(
-                f"rope_type = 'dynamic' of {kind} keeps the longest sequence that it has seen, so that what a "
-                "sample gives depends on those before it: take another, 'yarn' say"
+                f"{path} of {kind} has experts ({type(module).__name__}). elasticd trains dense models of "
+                "transformers only: it cuts no experts, and the losses that balance them are no part of a stage"
             )
+    if "dynamic" in _rope_types(model):
+        raise ModelError(
+            f"rope_type = 'dynamic' of {kind} keeps the longest sequence that it has seen, so that what a "
+            "sample gives depends on those before it: take another, 'yarn' say"
+        )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ModelError(
             f"{kind} checkpoints its gradients: call gradient_checkpointing_disable() and give "
             "Job(recompute=True), which repeats dropouts"
         )
+
+
+def _warn_of_lengths(model: Any) -> None:
+    """Of frequencies that are others from some length on: that of the micro-batch, padding included."""
+    if "longrope" in _rope_types(model):
+        config = text_of(model.config)
+        rope = dict(_flat(getattr(config, "rope_parameters", None)))
+        length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        warnings.warn(
+            f"elasticd: {type(model).__name__} has other rotary frequencies where a micro-batch is padded to "
+            f"more than {length} tokens, and a layout decides which samples are in a micro-batch: let all "
+            "samples be shorter, or pad all of them to one length",
+            stacklevel=4,
+        )
+
+
+def _rope_types(model: Any) -> set[Any]:
+    """Of the configuration, and of the rotary tables that the model has."""
+    rope = _flat(getattr(text_of(model.config), "rope_parameters", None))
+    types = {value for name, value in rope if name == "rope_type"}
+    for module in model.modules():
+        found = getattr(module, "rope_type", None)
+        types |= set(found.values()) if isinstance(found, dict) else {found}
+    return types
 
 
 def _flat(rope: Any) -> Iterator[tuple[str, Any]]:

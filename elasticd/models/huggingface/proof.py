@@ -9,7 +9,7 @@ where it is lost. What differs is looked for number by number and refused by nam
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from elasticd.models.huggingface.anatomy import (
     arguments,
     layers_path,
     logits_of,
+    parts,
     same,
     text_of,
     watch,
@@ -39,6 +40,8 @@ SAMPLES, TOKENS = 2, 7
 MOST = 10_000_000
 #: How far results may be apart where they are not equal to the bit, in units of the largest value.
 NEAR = {torch.float64: 1e-6, torch.float32: 1e-4}
+#: Modules that a probability of 0, which a copy has, may turn into each other.
+_NOTHING = (nn.Dropout, nn.Identity)
 #: Standard deviations of outputs of a matrix whose inputs have one of 1.
 GAINS = (3.0, 1.0, 0.2)
 
@@ -50,7 +53,7 @@ class Proof:
     model: str
     anatomy: Anatomy
     exact: bool
-    numbers: tuple[str, ...]  # of the configuration, that were changed
+    numbers: tuple[str, ...]  # of the configuration: those that were changed, and that change the logits
 
     def __str__(self) -> str:
         said = f"the model's own forward: {self.model}, on a small copy "
@@ -92,7 +95,8 @@ def prove(model: Any) -> Proof:
         copy = _small(model)
         first = compared(copy)
         exact, numbers = _with_changed_numbers(kind, copy.model.config)
-        _refuse_later_tokens(copy)
+        numbers = [name for name in numbers if acts(copy, name)]
+        _refuse_other_tokens(copy)
         _refuse_draws(kind, copy.model.config, shrunken.dropouts(config))
     return Proof(
         model=kind.__name__, anatomy=first.anatomy, exact=first.exact and exact, numbers=tuple(numbers)
@@ -130,6 +134,16 @@ def changed_alone(kind: Any, base: Any, name: str, value: Any) -> bool | None:
         ) from error
 
 
+def acts(copy: Copy, name: str) -> bool:
+    """Whether the copy's logits are others with this number of its configuration changed."""
+    config = copy.model.config
+    try:
+        other = copy_of(type(copy.model), shrunken.with_numbers(config, {name: shrunken.numbers(config)[name]}))
+    except Exception:  # it cannot be changed alone
+        return True
+    return not torch.equal(other.logits, copy.logits)
+
+
 def copy_of(kind: Any, config: Any) -> Copy:
     """A model of the configuration. Raises what its forward raises."""
     failure: Exception | None = None
@@ -137,6 +151,8 @@ def copy_of(kind: Any, config: Any) -> Copy:
         model = kind(config).to(dtype).train()
         rows = model.get_input_embeddings().weight.shape[0]
         ids = torch.randint(0, rows, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
+        for place, mark in enumerate(_marks(config, rows), start=2):
+            ids[0, place] = mark
         for gain in GAINS:
             fill(model, gain)
             try:
@@ -148,6 +164,12 @@ def copy_of(kind: Any, config: Any) -> Copy:
             if bool(logits.isfinite().all()):
                 return Copy(model=model, ids=ids, logits=logits)
     raise failure or ModelError(f"the logits of a small copy of {kind.__name__} are not finite: {REMEDY}")
+
+
+def _marks(config: Any, rows: int) -> Iterable[int]:
+    """Tokens that a model may treat in a way of their own. It shall be seen, also where it is padding."""
+    given = [getattr(text_of(config), f"{mark}_token_id", None) for mark in ("pad", "bos", "eos")]
+    return [mark for mark in given if isinstance(mark, int) and 0 <= mark < rows]
 
 
 def compared(copy: Copy) -> Compared:
@@ -227,16 +249,20 @@ def _why(name: str, section: str, given: Sequence[Mapping[str, Any]], watched: W
     return f"{name} changes the activation between layers {index} and {index + 1}"
 
 
-def _refuse_later_tokens(copy: Copy) -> None:
-    """Padding is at the end of a sample, and how much there is of it depends on the layout."""
+def _refuse_other_tokens(copy: Copy) -> None:
+    """A layout decides how much padding is at the end of a sample, and which samples a micro-batch has."""
     model, other = copy.model, copy.ids.clone()
-    other[:, -1] = (other[:, -1] + 1) % model.get_input_embeddings().weight.shape[0]
+    other[-1, -1] = (other[-1, -1] + 1) % model.get_input_embeddings().weight.shape[0]
     with torch.no_grad():
         found = logits_of(model(input_ids=other, **arguments(model)))
+    if _apart(found[:-1], copy.logits[:-1]) > copy.near:
+        raise ModelError(
+            f"what {copy.name} gives for a sample depends on the others of the micro-batch: {REMEDY}"
+        )
     if _apart(found[:, :-1], copy.logits[:, :-1]) > copy.near:
         raise ModelError(
-            f"{copy.name} attends to later tokens, so that padding at the end of a sample would change its "
-            "output: make it causal (is_decoder=True, where its configuration has that)"
+            f"{copy.name} attends to later tokens, as an encoder does, so that padding at the end of a sample "
+            "would change its output: make it causal (is_decoder=True, where its configuration has that)"
         )
 
 
@@ -271,7 +297,7 @@ def _draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> bool:
 
 
 def _small(model: Any) -> Copy:
-    """A small copy that has layers of every kind that the model has."""
+    """A small copy that has layers of every kind that the model has, and the same modules around them."""
     kind, wanted = type(model), _kinds(model)
     try:
         base = shrunken.small(model.config)
@@ -280,10 +306,8 @@ def _small(model: Any) -> Copy:
             if wanted - _kinds(blank):
                 base = shrunken.small(model.config, shrunken.MOST_LAYERS)
                 blank = kind(base)
-        size, lacking = sum(parameter.numel() for parameter in blank.parameters()), wanted - _kinds(blank)
-        if size > MOST or lacking:
-            said = f"has {size / 1e6:.0f} million parameters" if size > MOST else "lacks a kind of its layers"
-            raise ModelError(f"a small copy of {kind.__name__} {said}, and cannot be compared: {REMEDY}")
+        if why := _another_model(model, blank):
+            raise ModelError(f"a small copy of {kind.__name__} {why}, and cannot be compared: {REMEDY}")
         return copy_of(kind, base)
     except ModelError:
         raise
@@ -294,11 +318,36 @@ def _small(model: Any) -> Copy:
         ) from error
 
 
+def _another_model(model: nn.Module, copy: nn.Module) -> str:
+    """Why what is found of a copy says nothing of the model; empty where it does."""
+    size = sum(parameter.numel() for parameter in copy.parameters())
+    if size > MOST:
+        return f"has {size / 1e6:.0f} million parameters"
+    if _kinds(model) - _kinds(copy):
+        return "lacks a kind of its layers"
+    others = sorted({path for path, _ in _around(model) ^ _around(copy)})
+    return f"has not the same {', '.join(others)}" if others else ""
+
+
 def _kinds(model: nn.Module) -> set[frozenset[tuple[str, type]]]:
     """The kinds of layers of a model, by the modules that they have."""
     return {
-        frozenset((re.sub(r"\d+", "*", path), type(module)) for path, module in layer.named_modules())
+        frozenset(
+            (re.sub(r"\d+", "*", path), type(module))
+            for path, module in layer.named_modules()
+            if not isinstance(module, _NOTHING)
+        )
         for layer in model.get_submodule(layers_path(model)).children()
+    }
+
+
+def _around(model: nn.Module) -> set[tuple[str, type]]:
+    """The modules beside the layers: a module that only the model has would be in no section of it."""
+    return {
+        (re.sub(r"\d+", "*", f"{path}.{inner}".strip(".")), type(module))
+        for path, part in parts(model, layers_path(model)).items()
+        for inner, module in part.named_modules()
+        if not isinstance(module, _NOTHING)
     }
 
 

@@ -4,7 +4,8 @@ A section holds some of the model's modules: the embedding, one layer, or what m
 a shell, a copy of the model's outer modules without parameters, in which
 
     the section's own modules               are where the model has them,
-    modules of other sections               give zeros, shaped as the activation,
+    modules that run before the layers      give zeros, shaped as the activation, in blocks and head,
+    other modules of other sections         are not called,
     layers of other sections                give what they are given.
 
 So positions, rotary tables, masks, multipliers, logit scales and soft caps are the model's own code. The
@@ -24,7 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elasticd.models.huggingface.anatomy import Anatomy, arguments, hidden_of, is_outer, logits_of
+from elasticd.models.huggingface.anatomy import (
+    REMEDY,
+    Anatomy,
+    arguments,
+    hidden_of,
+    is_outer,
+    logits_of,
+    parts,
+    text_of,
+)
 from elasticd.runtime.accepted import ModelError
 
 #: Where nn.Module keeps its hooks.
@@ -93,15 +103,15 @@ class _Call:
 
 
 class _Zeros(nn.Module):
-    """Stands for a module of another section."""
+    """Stands for a module of another section. like: what it gives as zeros; None where none may be called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.like: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.like is None:  # the embedding's shell has all that comes before its end
-            raise ModelError("a module of another section was called")
+        if self.like is None:
+            raise ModelError("the model's forward called a module of another section")
         return self.like
 
 
@@ -119,16 +129,18 @@ class Section(nn.Module):
         for path, module in held.items():
             self.add_module(names[path], module)
         self.paths = {name: path for path, name in names.items()}
-        zeros = _Zeros()
-        self._arguments, pad = arguments(model), getattr(model.config, "pad_token_id", None)
+        zeros, absent = _Zeros(), _Zeros()
+        self._arguments, pad = arguments(model), getattr(text_of(model.config), "pad_token_id", None)
         self._id = 1 if pad == 0 else 0  # some warn of padding
         self._outer: list[nn.Module] = []
         self._bound: list[tuple[dict[str, Any], str, str]] = []
+        self._bound_buffers: list[tuple[dict[str, Any], str, str]] = []
         inner = bare(model.get_submodule(anatomy.layers))
         inner._modules.update({str(i): layer for i, layer in enumerate(layers)})
         made = {id(model.get_submodule(anatomy.layers)): inner}  # a module may have two names
         mine = {id(model.get_submodule(path)): name for path, name in names.items()}
-        shell = self._shell_of(model, "", anatomy.layers, mine, made, zeros)
+        standing = dict.fromkeys(parts(model, anatomy.layers), absent) | dict.fromkeys(anatomy.before, zeros)
+        shell = self._shell_of(model, "", anatomy.layers, mine, made, standing)
         self._hidden = (shell, zeros)  # no submodules: the parameters are named once
 
     def _shell_of(
@@ -138,11 +150,16 @@ class Section(nn.Module):
         layers: str,
         mine: Mapping[int, str],
         done: dict[int, nn.Module],
-        zeros: nn.Module,
+        standing: Mapping[str, nn.Module],
     ) -> nn.Module:
         made = done[id(module)] = bare(module)
         made.__dict__.pop("generation_config", None)
         self._outer.append(made)
+        made._buffers = dict(module._buffers)
+        for name, buffer in module._buffers.items():
+            mine_name = "_".join(["outer", *path.split("."), name])
+            self.register_buffer(mine_name, buffer, persistent=False)  # goes where the section goes
+            self._bound_buffers.append((made._buffers, name, mine_name))
         for name, child in module._modules.items():
             full = f"{path}.{name}" if path else name
             if child is None or id(child) in done:
@@ -151,9 +168,9 @@ class Section(nn.Module):
                 made._modules[name] = getattr(self, mine[id(child)])
                 self._bound.append((made._modules, name, mine[id(child)]))
             elif is_outer(full, child, layers):
-                made._modules[name] = self._shell_of(child, full, layers, mine, done, zeros)
+                made._modules[name] = self._shell_of(child, full, layers, mine, done, standing)
             else:
-                made._modules[name] = zeros
+                made._modules[name] = standing[full]
         return made
 
     def run(self, ids: Tensor | None, x: Tensor | None) -> Any:
@@ -161,6 +178,8 @@ class Section(nn.Module):
         shell, zeros = self._hidden
         for modules, name, mine in self._bound:  # a child may have been replaced
             modules[name] = self._modules[mine]
+        for buffers, name, mine in self._bound_buffers:
+            buffers[name] = self._buffers[mine]
         for outer in self._outer:
             outer.training = self.training
         if x is not None:
@@ -269,11 +288,13 @@ def sections_of(model: Any, anatomy: Anatomy) -> Sections:
     _refuse_outer(model, anatomy)
     layers = list(model.get_submodule(anatomy.layers).children())
     husks = [_husk(layer, anatomy.returns.get(type(layer), 0)) for layer in layers]
-    return Sections(
+    sections = Sections(
         embed=Embed(model, anatomy, husks),
         blocks=[Block(model, anatomy, husks, index) for index in range(len(layers))],
         head=Head(model, anatomy, husks),
     )
+    _refuse_two_names(model, sections)
+    return sections
 
 
 def bare(module: Any) -> Any:
@@ -316,6 +337,19 @@ def _names(paths: Sequence[str]) -> dict[str, str]:
         path: name if short.count(name) == 1 and name != "layer" else path.replace(".", "_")
         for path, name in zip(paths, short, strict=True)
     }
+
+
+def _refuse_two_names(model: Any, sections: Sections) -> None:
+    """Raises ModelError for a parameter that one section has under two names."""
+    for section, module in sections:
+        first: dict[int, str] = {}
+        for name, parameter in module.named_parameters(prefix=section, remove_duplicate=False):
+            other = first.setdefault(id(parameter), name)
+            if other != name:
+                raise ModelError(
+                    f"{sections.theirs(other)} and {sections.theirs(name)} of {type(model).__name__} are one "
+                    f"parameter of one section: {REMEDY}"
+                )
 
 
 def _refuse_outer(model: Any, anatomy: Anatomy) -> None:

@@ -20,7 +20,8 @@ HEAD, HEADS, FEED_FORWARD, VOCABULARY, WINDOW, POSITIONS = 16, 4, 48, 96, 3, 512
 _LAYERS = re.compile(r"(num_hidden_layers|n_layers?|num_layers|(de|en)coder_layers|num_hidden_groups)")
 _HEADS = re.compile(r"(num_attention_heads|n_heads?|num_heads|attention_heads|(de|en)coder_attention_heads)")
 _KV = re.compile(r"(num_key_value_heads|num_kv_heads|n_head_kv|n_kv_heads)")
-_WIDTH = re.compile(r"(hidden_size|n_embd|d_model|word_embed_proj_dim|embedding_size|dim)")
+_WIDTH = re.compile(r"(hidden_size|n_embd|d_model|dim)")
+_OTHER_WIDTH = re.compile(r"(word_embed_proj_dim|(input_|output_)?embedding_size)")
 _HEAD = re.compile(r"(global_)?(head_dim|attention_head_dim|kv_channels|head_size|v_head_dim|qk_nope_head_dim)")
 _FEED_FORWARD = re.compile(
     r"(\w*intermediate_size|(de|en)coder_ffn_dim|ffn_dim|n_inner|ffn_hidden_size|expert_ffn_hidden_size|mlp_dim"
@@ -41,6 +42,8 @@ _PERIODS = re.compile(r".*(period|interval|first_k_dense|sparse_step|pattern|_fr
 _IDLE = re.compile(r".*(drop|jitter|initializer|init_|_std|token|aux|router_z|partial|time_step|_id\b|noise).*")
 #: Whole numbers that are no sizes.
 _SCALARS = re.compile(r".*(window|scal|multiplier|cap|clip|limit|theta|beta|alpha).*")
+#: Bounds of values: changed to so little that they act.
+_CAPS = re.compile(r".*(cap|clip|limit).*")
 #: Fields that a copy is not made with.
 _LEFT = {
     "transformers_version",
@@ -50,6 +53,8 @@ _LEFT = {
     "problem_type",
     "dtype",
     "torch_dtype",
+    "ignore_keys_at_rope_validation",
+    "distributed_config",
 }
 
 
@@ -128,10 +133,16 @@ def _numbers(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield from _numbers(value, f"{full}/")
         elif _IDLE.fullmatch(str(name)) or isinstance(value, bool) or not value:
             continue
-        elif isinstance(value, float):
-            yield full, value * 1.25
-        elif isinstance(value, int) and _SCALARS.fullmatch(str(name)) and not _POSITIONS.fullmatch(str(name)):
-            yield full, value + 1
+        elif isinstance(value, float) or (
+            isinstance(value, int) and _SCALARS.fullmatch(str(name)) and not _POSITIONS.fullmatch(str(name))
+        ):
+            yield full, _another(str(name), value)
+
+
+def _another(name: str, value: float) -> float:
+    if _CAPS.fullmatch(name):
+        return type(value)(max(1, value // 8) if isinstance(value, int) else min(value / 8, 2.0))
+    return value + 1 if isinstance(value, int) else value * 1.25
 
 
 def _layers(values: Mapping[str, Any]) -> int:
@@ -139,8 +150,8 @@ def _layers(values: Mapping[str, Any]) -> int:
 
 
 def _kept_layers(values: Mapping[str, Any], least: int) -> list[int]:
-    """Which layers a small copy has: the first ones, as far as their kinds depend on their index, and the first of
-    each kind that a list with an entry for each layer knows; the last of each where layers share their keys."""
+    """Which layers a small copy has: the first ones, as far as their kinds depend on their index, and the first
+    of each kind that a list with an entry for each layer knows; the last of each where layers share keys."""
     layers = _layers(values)
     periods = [v for n, v in values.items() if _PERIODS.fullmatch(n) and type(v) is int]
     least = min(layers, max([least, *(period + 1 for period in periods)]), MOST_LAYERS)
@@ -172,6 +183,9 @@ def _small_number(name: str, value: int, values: Mapping[str, Any], layers: int)
     ):
         if pattern.fullmatch(name):
             return min(value, most)
+    if _OTHER_WIDTH.fullmatch(name):  # a projection is between it and the width, where it is another
+        width = next((v for n, v in values.items() if _WIDTH.fullmatch(n) and isinstance(v, int)), 0)
+        return min(value, HEADS * HEAD // (1 if value == width else 2))
     if _KV.fullmatch(name):
         return min(heads, HEADS) if value == heads else 1 if value == 1 else min(value, HEADS // 2)
     if _POSITIONS.fullmatch(name) and not _scaled(values):
