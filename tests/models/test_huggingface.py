@@ -203,6 +203,7 @@ SITES = {
     [
         (lambda: made("Llama", attention_dropout=0.1), r"attention_dropout = 0.1 .* set it to 0"),
         (lambda: gpt2(attn_pdrop=0.1, resid_pdrop=0.1), r"^attn_pdrop = 0.1 of GPT2LMHeadModel is drawn"),
+        (lambda: _mpt(attn_pdrop=0.1), r"^attn_config/attn_pdrop = 0.1 of MptForCausalLM is drawn"),
         (
             lambda: made("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
             r"rope_type = 'dynamic' of LlamaForCausalLM keeps the longest sequence",
@@ -238,6 +239,11 @@ def _bert(kind: Any, **more: Any) -> Any:
 
 
 NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+
+
+def _mpt(**attention: Any) -> Any:
+    sizes = {"vocab_size": 41, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}
+    return transformers.MptForCausalLM(transformers.MptConfig(**sizes, attn_config=attention))
 
 
 def _of_streams(model: Any) -> Any:

@@ -25,7 +25,7 @@ from elasticd.runtime.model import Init, Model
 __all__ = ["from_hf", "their_name"]
 
 #: Classes of modules that send a token to some of several experts, by the last words of their names.
-_EXPERTS = re.compile(r"Expert|Mo[eE]$|MoA$")
+_EXPERTS = re.compile(r"Expert|Mo[eE](Block)?$|MoA$")
 
 
 def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> Model:

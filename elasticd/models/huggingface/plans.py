@@ -142,6 +142,9 @@ class _Group:
             raise _Whole(f"it is cut in {', '.join(sorted(columns))} and joined in {', '.join(sorted(rows))}")
         if columns & {"heads", "kv_heads"}:
             self._numbers_of_heads()
+        if not columns:  # what is between gathered outputs is the same on all members
+            rules = self._cut.rules.items()
+            self._cut.rules = {pattern: rule for pattern, rule in rules if not isinstance(rule, Add)}
         return self._cut
 
     def _one(self, path: str, said: str) -> None:

@@ -93,10 +93,10 @@ def prove(model: Any) -> Proof:
     kind, config = type(model), model.config
     with _on_the_side():
         copy = _small(model)
+        _refuse_other_tokens(copy)
         first = compared(copy)
         exact, numbers = _with_changed_numbers(kind, copy.model.config)
         numbers = [name for name in numbers if acts(copy, name)]
-        _refuse_other_tokens(copy)
         _refuse_draws(kind, copy.model.config, shrunken.dropouts(config))
     return Proof(
         model=kind.__name__, anatomy=first.anatomy, exact=first.exact and exact, numbers=tuple(numbers)
@@ -281,7 +281,7 @@ def _refuse_draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> None:
 
 def _draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> bool:
     """Whether the sections draw random numbers once every nn.Dropout is a keyed one."""
-    copy = copy_of(kind, shrunken.remade(base, dropouts))
+    copy = copy_of(kind, shrunken.with_numbers(base, dropouts))
     for layer in copy.model.modules():  # layers that are dropped whole are not called
         layer.training = False
     anatomy = watch(copy.model, copy.ids).anatomy

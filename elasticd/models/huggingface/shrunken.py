@@ -87,7 +87,7 @@ def small(config: Any, layers: int = 2) -> Any:
             changes[name] = _small_number(name, value, values, len(kept))
         elif isinstance(value, float) and is_dropout(name):
             changes[name] = 0.0
-        elif dataclasses.is_dataclass(value) and hasattr(value, "model_type"):
+        elif _is_config(value):
             changes[name] = small(value, layers)
         elif isinstance(value, list | tuple) and kept and len(value) == _layers(values):
             changes[name] = type(value)(value[i] for i in kept)
@@ -95,35 +95,52 @@ def small(config: Any, layers: int = 2) -> Any:
     return remade(config, {name: value for name, value in changes.items() if value is not values[name]})
 
 
+def _is_config(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and hasattr(value, "model_type")
+
+
 def is_dropout(name: str) -> bool:
     """Whether a field is the probability of a random draw in training."""
     return re.fullmatch(r".*(drop|jitter).*", name) is not None and not name.startswith(("use_", "no_"))
 
 
-def dropouts(config: Any) -> dict[str, float]:
-    """The dropouts that a configuration has."""
-    return {
-        name: value
-        for name, value in values_of(config).items()
-        if is_dropout(name) and isinstance(value, int | float) and not isinstance(value, bool) and value
-    }
+def dropouts(config: Any, path: str = "") -> dict[str, float]:
+    """The dropouts that a configuration has, by name: "attn_pdrop", "attn_config/attn_pdrop"."""
+    found: dict[str, float] = {}
+    for name, value in values_of(config).items():
+        if _is_config(value):
+            found |= dropouts(value, f"{path}{name}/")
+        elif is_dropout(name) and isinstance(value, int | float) and not isinstance(value, bool) and value:
+            found[f"{path}{name}"] = value
+    return found
 
 
 def numbers(config: Any) -> dict[str, Any]:
-    """The numbers that are part of the function, by dotted name, each with another value."""
+    """The numbers that are part of the function, by name ("rope_parameters/rope_theta"), each with another
+    value."""
     return dict(_numbers(values_of(config), ""))
 
 
 def with_numbers(config: Any, changed: Mapping[str, Any]) -> Any:
-    """The configuration with these numbers, by dotted name."""
-    values = copy.deepcopy(values_of(config))
+    """The configuration with these numbers, by name ("rope_parameters/rope_theta")."""
+    nested: dict[str, Any] = {}
     for name, value in changed.items():
         *outer, last = name.split("/")
-        into = values
+        into = nested
         for key in outer:
-            into = into[key]
+            into = into.setdefault(key, {})
         into[last] = value
-    return remade(config, {name.split("/")[0]: values[name.split("/")[0]] for name in changed})
+    return _with(config, nested)
+
+
+def _with(value: Any, changes: Any) -> Any:
+    """A number, a dictionary with some others, or a configuration with some others."""
+    if not isinstance(changes, dict):
+        return changes
+    if isinstance(value, dict):
+        return value | {key: _with(value[key], change) for key, change in changes.items()}
+    values = values_of(value)
+    return remade(value, {key: _with(values[key], change) for key, change in changes.items()})
 
 
 def _numbers(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
@@ -131,6 +148,8 @@ def _numbers(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
         full = f"{path}{name}"
         if isinstance(value, dict) and "rope" in full:
             yield from _numbers(value, f"{full}/")
+        elif _is_config(value):
+            yield from _numbers(values_of(value), f"{full}/")
         elif _IDLE.fullmatch(str(name)) or isinstance(value, bool) or not value:
             continue
         elif isinstance(value, float) or (
