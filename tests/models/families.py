@@ -111,6 +111,7 @@ def made(kind: Any, config: Any) -> Any:
         size = sum(parameter.numel() for parameter in kind(config).parameters())
     assert size <= MOST, f"{size / 1e6:.0f} million parameters"
     model = kind(config).double().train()
+    model.config.use_cache = False  # in training there is none; some cannot make an empty one
     fill(model, 1.0)
     return model
 
@@ -228,21 +229,17 @@ def _tell(name: str, to: Any) -> None:
 
 
 def main() -> int:
-    """Tries all classes, or those that are named, and writes their rows."""
+    """Tries all classes, or those that are named, and writes the row of each. A class that trains otherwise than
+    one process has none."""
     torch.set_num_threads(1)
     every = sorted(name for name, _ in classes())
-    known = {name: row for name, row in rows().items() if name in every}
     wrong = 0
     for name in sys.argv[1:] or every:
         family = apart_from_others(name)
-        if isinstance(family, str):
-            wrong += 1
-            known.pop(name, None)
-            print(f"{name}: WRONG: {family}", flush=True)
-        else:
-            known[name] = family.row()
-            print(family.row(), end="", flush=True)
-    _write(known)
+        row = {} if isinstance(family, str) else {name: family.row()}
+        wrong += not row
+        print(row.get(name, f"{name}: WRONG: {family}\n"), end="", flush=True)
+        _write({known: row for known, row in rows().items() if known in every and known != name} | row)
     return min(1, wrong)
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 import elasticd
 from elasticd.models import next_token_loss
-from elasticd.models.huggingface import their_name
-from elasticd.models.huggingface.proof import fill
+from elasticd.models.huggingface import shrunken, their_name
+from elasticd.models.huggingface.proof import fill, prove
+from elasticd.models.huggingface.sections import sections_of
 from elasticd.runtime.checking.__main__ import compared
 from elasticd.runtime.checking.trial import Subject
 from elasticd.runtime.data import pad
@@ -42,7 +43,8 @@ SIZES: dict[str, Any] = {
 
 
 def made(name: str, tied: bool = False, **more: Any) -> Any:
-    config = getattr(transformers, f"{name}Config")(**SIZES, tie_word_embeddings=tied, head_dim=8, **more)
+    given = SIZES | {"tie_word_embeddings": tied, "head_dim": 8} | more
+    config = getattr(transformers, f"{name}Config")(**given)
     return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
@@ -110,7 +112,7 @@ def test_the_sections_of_a_model_are_its_own_where_the_small_copy_has_other_size
     model = transformers.OPTForCausalLM(config).double()
     ids = torch.arange(5, 25).view(2, 10)
     x: Any = {"inputs": ids}
-    for section in elasticd.Model.from_hf(model).sections.values():
+    for _, section in sections_of(model, prove(model).anatomy):
         x = section(x)
     assert torch.equal(x, model(input_ids=ids).logits)
 
@@ -146,7 +148,8 @@ def test_gpt2_scales_what_goes_to_the_residual_without_storage_too() -> None:
         model = elasticd.Model.from_hf(gpt2(initializer_range=0.5))
     for name, spread in {"attn.c_proj": 0.5 / (2 * LAYERS) ** 0.5, "attn.c_attn": 0.5}.items():
         full = f"blocks.1.layer.{name}.weight"
-        value = model.first_value(full, Box.whole(model.spec.section("blocks.1")[0].shape), seed=3)
+        (shape,) = (p.shape for p in model.spec.section("blocks.1") if p.name == f"layer.{name}.weight")
+        value = model.first_value(full, Box.whole(shape), seed=3)
         assert float(value.std()) == pytest.approx(spread, rel=0.15)
 
 
@@ -203,7 +206,6 @@ SITES = {
     [
         (lambda: made("Llama", attention_dropout=0.1), r"attention_dropout = 0.1 .* set it to 0"),
         (lambda: gpt2(attn_pdrop=0.1, resid_pdrop=0.1), r"^attn_pdrop = 0.1 of GPT2LMHeadModel is drawn"),
-        (lambda: _mpt(attn_pdrop=0.1), r"^attn_config/attn_pdrop = 0.1 of MptForCausalLM is drawn"),
         (
             lambda: made("Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
             r"rope_type = 'dynamic' of LlamaForCausalLM keeps the longest sequence",
@@ -227,6 +229,14 @@ def test_what_no_stage_can_do_alike_is_refused_by_name(model: Any, said: str) ->
         elasticd.Model.from_hf(model())
 
 
+def test_numbers_and_dropouts_of_a_nested_configuration_are_found_and_changed() -> None:
+    config = transformers.MptConfig(attn_config={"attn_pdrop": 1, "clip_qkv": 8.0})
+    assert shrunken.dropouts(config) == {"attn_config/attn_pdrop": 1}
+    assert shrunken.numbers(config)["attn_config/clip_qkv"] == 1.0
+    changed = shrunken.with_numbers(config, {"attn_config/clip_qkv": 1.0, "d_model": 64})
+    assert (changed.attn_config.clip_qkv, changed.attn_config.attn_pdrop, changed.d_model) == (1.0, 1, 64)
+
+
 def test_frequencies_that_depend_on_the_padding_are_warned_of() -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
@@ -239,11 +249,6 @@ def _bert(kind: Any, **more: Any) -> Any:
 
 
 NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-
-
-def _mpt(**attention: Any) -> Any:
-    sizes = {"vocab_size": 41, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64}
-    return transformers.MptForCausalLM(transformers.MptConfig(**sizes, attn_config=attention))
 
 
 def _of_streams(model: Any) -> Any:
@@ -363,7 +368,8 @@ def test_what_is_lost_between_stages_is_refused_by_name(model: Any, said: str) -
 
 
 def test_buffers_of_the_outer_modules_go_where_a_section_goes() -> None:
-    block = elasticd.Model.from_hf(_with_base(_Buffered)).sections["blocks.1"]
+    model = _with_base(_Buffered)
+    block = sections_of(model, prove(model).anatomy).blocks[1]
     block.double()(torch.zeros(1, 3, 32, dtype=torch.float64))
     assert _Buffered.seen[-1] == torch.float64
 

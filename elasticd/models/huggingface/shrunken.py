@@ -239,17 +239,27 @@ def _agree(changes: dict[str, Any], values: Mapping[str, Any], kept: list[int]) 
         if name.endswith("_token_id") and isinstance(value, list):
             changes[name] = [v % VOCABULARY for v in value]
         if name == "rope_parameters" and isinstance(value, dict):
-            changes[name] = _small_rope(value)
+            changes[name] = _small_rope(value, _head(values | changes))
     if "qk_head_dim" in values and "qk_nope_head_dim" in changes:
         changes["qk_head_dim"] = changes["qk_nope_head_dim"] + changes.get("qk_rope_head_dim", 0)
 
 
-def _small_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _head(values: Mapping[str, Any]) -> int:
+    """How wide a head is."""
+    given = values.get("head_dim")
+    width, heads = (
+        next((value for name, value in values.items() if known.fullmatch(name) and isinstance(value, int)), 0)
+        for known in (_WIDTH, _HEADS)
+    )
+    return given if isinstance(given, int) else width // heads if heads else HEAD
+
+
+def _small_rope(rope: Mapping[str, Any], head: int) -> dict[str, Any]:
     made: dict[str, Any] = {}
-    half = int(HEAD * float(rope.get("partial_rotary_factor") or 1.0)) // 2
+    half = int(head * float(rope.get("partial_rotary_factor") or 1.0)) // 2
     for name, value in rope.items():
         if isinstance(value, dict):
-            made[name] = _small_rope(value)
+            made[name] = _small_rope(value, head)
         elif isinstance(value, list) and name.endswith("_factor"):
             made[name] = value[:half] + value[-1:] * (half - len(value))
         elif isinstance(value, list) and name.endswith("section") and value:
