@@ -111,15 +111,15 @@ def _row(
         look_up_own(owner, group, box.start[0], box.stop[0])
         return
     if rule.split:
-        kind, cut = model.spec.units_of(rule.units), _cut_of(model, section, path)
-        widths = _widths(model, rule.units, shares, cut // kind.count)
+        kind = model.spec.units_of(rule.units)
+        widths = _widths(model, rule.units, shares, _cut_of(model, section, path) // kind.count)
         owner.register_forward_pre_hook(lambda _, args: (split_in(args[0], group, widths), *args[1:]))
     if getattr(owner, "bias", None) is None:
         owner.register_forward_hook(lambda _, args, output: sum_out(output, group))
     elif type(owner) is nn.Linear:
         owner.forward = partial(_row_with_bias, owner, group)  # type: ignore[method-assign]
     elif sides_of(owner) == (1, 0):
-        owner.forward = partial(_transposed_row_with_bias, owner, group)  # type: ignore[method-assign]
+        owner.forward = partial(_transposed_row_with_bias, owner, group)
     else:
         raise ModelError(
             f"{where}: a bias of a {type(owner).__name__} cut in rows would be added by every member: use an "

@@ -22,7 +22,7 @@ from elasticd.models.huggingface.values import on_meta, own_init, with_buffers
 from elasticd.runtime.accepted import ModelError
 from elasticd.runtime.model import Init, Model
 
-__all__ = ["from_hf", "their_name"]
+__all__ = ["from_hf", "refuse_at_sight", "their_name"]
 
 #: Classes of modules that send a token to some of several experts, by the last words of their names.
 _EXPERTS = re.compile(r"Expert|Mo[eE](Block)?$|MoA$")
@@ -36,7 +36,7 @@ def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> M
     made on the meta device from its own `_init_weights`, keyed by (seed, module). Raises ModelError for a model
     whose layers and what is around them cannot run on different stages, or not with the same result.
     """
-    _refuse(model)
+    refuse_at_sight(model)
     _warn_of_lengths(model)
     proof, width = prove(model), text_of(model.config).hidden_size
     blank = on_meta(model)
@@ -70,8 +70,8 @@ def their_name(model: Model, name: str) -> str:
     raise KeyError(name)
 
 
-def _refuse(model: Any) -> None:
-    """What no small copy would show."""
+def refuse_at_sight(model: Any) -> None:
+    """Raises ModelError for what no small copy would show."""
     kind, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "get_input_embeddings"):
         raise ModelError(f"{kind} is no model of transformers, a ...ForCausalLM say")
@@ -90,8 +90,8 @@ def _refuse(model: Any) -> None:
         )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ModelError(
-            f"{kind} checkpoints its gradients: call gradient_checkpointing_disable() and give "
-            "Job(recompute=True), which repeats dropouts"
+            f"{kind} checkpoints its gradients: turn that off and give Job(recompute=True), which repeats its "
+            "dropouts"
         )
 
 

@@ -53,7 +53,9 @@ def arguments(model: nn.Module) -> dict[str, Any]:
     known = inspect.signature(type(model).forward).parameters
     if "input_ids" not in known:
         raise ModelError(f"the forward of {type(model).__name__} takes no input_ids: {REMEDY}")
-    return {name: value for name, value in {"use_cache": False, "return_dict": True}.items() if name in known}
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    found: dict[str, Any] = {"use_cache": False} if anything or "use_cache" in known else {}
+    return found | ({"return_dict": True} if "return_dict" in known else {})
 
 
 def logits_of(output: Any) -> Tensor:
@@ -71,18 +73,20 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else kwargs.get("hidden_states")
 
 
-def layers_path(model: nn.Module) -> str:
-    """Of the lists of modules in a model, which are in no other list, the one with the most parameters."""
-    best, most = "", 0
+def layers_path(model: Any) -> str:
+    """Of the lists of modules in a model that are in no other list: the one with the most parameters, of those
+    that are as long as the language model has layers where there are such."""
+    count = getattr(text_of(model.config), "num_hidden_layers", None)
+    found: list[tuple[bool, int, str]] = []
     for path, module in model.named_modules():
-        inside = any(isinstance(model.get_submodule(outer), nn.ModuleList) for outer in _outer(path))
-        if isinstance(module, nn.ModuleList) and not inside:
+        if isinstance(module, nn.ModuleList) and not any(
+            isinstance(model.get_submodule(outer), nn.ModuleList) for outer in _outer(path)
+        ):
             size = sum(parameter.numel() for parameter in module.parameters())
-            if size > most:
-                best, most = path, size
-    if not best:
+            found.append((len(module) == count, size, path))
+    if not found or not max(found)[1]:
         raise ModelError(f"{type(model).__name__} keeps its layers in no nn.ModuleList: {REMEDY}")
-    return best
+    return max(found)[2]
 
 
 def parts(model: nn.Module, layers: str) -> dict[str, nn.Module]:

@@ -124,11 +124,11 @@ class _Group:
         self._name, self._kind = group, config.model_type
         self._said = {p: word for p, word in said.items() if p in self._modules or p in self._parameters}
         self._attention = "attn" in group or "attention" in group
-        self._heads = getattr(config, "num_attention_heads", None) or 1
-        self._kv_heads = getattr(config, "num_key_value_heads", None) or self._heads
-        sizes = (getattr(self._modules[group], name, None) for name in ("head_dim", "head_size"))
-        given = getattr(config, "head_dim", None) or config.hidden_size // self._heads
-        self._size = next((size for size in sizes if isinstance(size, int)), given)
+        self._heads = _number(config, "num_attention_heads") or 1
+        self._kv_heads = _number(config, "num_key_value_heads") or self._heads
+        sizes = [getattr(self._modules[group], name, None) for name in ("head_dim", "head_size")]
+        self._size = next((size for size in sizes if isinstance(size, int)), 0)
+        self._size = self._size or _number(config, "head_dim") or config.hidden_size // self._heads
         self._cut = Cuts()
 
     def cuts(self) -> Cuts:
@@ -211,9 +211,10 @@ class _Group:
         for name, parameter in self._parameters.items():
             if not self._name or not name.startswith(f"{self._name}.") or name.startswith(known):
                 continue
-            if self._attention and tuple(parameter.shape) == (self._size,):
+            norm = self._attention and "norm" in name
+            if norm and tuple(parameter.shape) == (self._size,):
                 self._cut.rules[f"blocks.*.layer.{name}"] = Add()
-            elif self._attention and parameter.shape[0] == self._heads == self._kv_heads:
+            elif norm and parameter.shape[0] == self._heads == self._kv_heads:
                 self._cut.rules[f"blocks.*.layer.{name}"] = Slice("heads")
             else:
                 raise _Whole(f"the plan says nothing of {name}")
@@ -238,6 +239,14 @@ class _Group:
         if not alike:
             ratio = patterns(("num_key_value_groups",), self._heads // self._kv_heads)
             self._cut.units["kv_heads"] = UnitsOf(self._kv_heads, follows="heads", attribute=kv, ratio=ratio)
+
+
+def _number(config: Any, name: str) -> int:
+    """A number of a configuration, 0 where it has none. Raises _Whole for one that it has for each layer."""
+    try:
+        return getattr(config, name, None) or 0
+    except Exception as error:
+        raise _Whole(f"layers differ in {name}") from error
 
 
 def _vocabulary(model: Any, sections: Sections, cuts: Cuts) -> None:

@@ -37,7 +37,7 @@ from elasticd.runtime.accepted import ModelError, replace_dropouts
 #: Of the micro-batch that is tried.
 SAMPLES, TOKENS = 2, 7
 #: Parameters of a small copy: more would take seconds and gigabytes.
-MOST = 10_000_000
+MOST = 20_000_000
 #: How far results may be apart where they are not equal to the bit, in units of the largest value.
 NEAR = {torch.float64: 1e-6, torch.float32: 1e-4}
 #: Modules that a probability of 0, which a copy has, may turn into each other.
@@ -93,7 +93,7 @@ def prove(model: Any) -> Proof:
     kind, config = type(model), model.config
     with _on_the_side():
         copy = _small(model)
-        _refuse_other_tokens(copy)
+        refuse_other_tokens(copy)
         first = compared(copy)
         exact, numbers = _with_changed_numbers(kind, copy.model.config)
         numbers = [name for name in numbers if acts(copy, name)]
@@ -249,7 +249,7 @@ def _why(name: str, section: str, given: Sequence[Mapping[str, Any]], watched: W
     return f"{name} changes the activation between layers {index} and {index + 1}"
 
 
-def _refuse_other_tokens(copy: Copy) -> None:
+def refuse_other_tokens(copy: Copy) -> None:
     """A layout decides how much padding is at the end of a sample, and which samples a micro-batch has."""
     model, other = copy.model, copy.ids.clone()
     other[-1, -1] = (other[-1, -1] + 1) % model.get_input_embeddings().weight.shape[0]

@@ -114,6 +114,11 @@ class _Zeros(nn.Module):
             raise ModelError("the model's forward called a module of another section")
         return self.like
 
+    @property
+    def weight(self) -> Tensor | None:
+        """Of the device and the type that the module's is of, which some forwards ask for."""
+        return self.like
+
 
 class Section(nn.Module):
     """Modules of a model, as children, in a shell of it. paths: the children's, in the model. ends: the forward
@@ -238,7 +243,8 @@ class Head(Section):
     ends = False
 
     def __init__(self, model: Any, anatomy: Anatomy, husks: Sequence[nn.Module]) -> None:
-        begin = _Begin(husks[0].forward)
+        passing: Any = husks[0].forward
+        begin = _Begin(passing)
         held = {path: model.get_submodule(path) for path in anatomy.after}
         first = _with_forward(husks[0], begin)
         super().__init__(model, anatomy, _anywhere(model, anatomy) | held, [first, *husks[1:]])

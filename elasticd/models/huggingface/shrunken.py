@@ -17,11 +17,11 @@ MOST_LAYERS = 12
 #: Sizes of a small copy.
 HEAD, HEADS, FEED_FORWARD, VOCABULARY, WINDOW, POSITIONS = 16, 4, 48, 96, 3, 512
 
-_LAYERS = re.compile(r"(num_hidden_layers|n_layers?|num_layers|(de|en)coder_layers|num_hidden_groups)")
+_LAYERS = re.compile(r"(num_hidden_layers|n_layers?|num_layers|layers|(de|en)coder_layers|num_hidden_groups)")
 _HEADS = re.compile(r"(num_attention_heads|n_heads?|num_heads|attention_heads|(de|en)coder_attention_heads)")
 _KV = re.compile(r"(num_key_value_heads|num_kv_heads|n_head_kv|n_kv_heads)")
 _WIDTH = re.compile(r"(hidden_size|n_embd|d_model|dim)")
-_OTHER_WIDTH = re.compile(r"(word_embed_proj_dim|(input_|output_)?embedding_size)")
+_OTHER_WIDTH = re.compile(r"(word_embed_proj_dim|(input_|output_)?embedding_size|embedding_dim|embed_dim)")
 _HEAD = re.compile(r"(global_)?(head_dim|attention_head_dim|kv_channels|head_size|v_head_dim|qk_nope_head_dim)")
 _FEED_FORWARD = re.compile(
     r"(\w*intermediate_size|(de|en)coder_ffn_dim|ffn_dim|n_inner|ffn_hidden_size|expert_ffn_hidden_size|mlp_dim"
@@ -34,7 +34,7 @@ _EXPERTS = re.compile(r"(num_experts|num_local_experts|n_routed_experts|moe_num_
 _CHOSEN = re.compile(r"(num_experts_per_tok(en)?|top_k_experts|moe_topk|moe_k|moe_top_k|num_experts_per_token)")
 _RANK = re.compile(r"\w*(lora_rank|low_rank_dim|d_state|state_size)")
 #: Of a state-space layer: its heads, and all their numbers.
-_STATE_HEADS, _STATE_WIDTH = re.compile(r"mamba_(n|num)_heads"), re.compile(r"mamba_d_ssm")
+_STATE_HEADS, _STATE_WIDTH = re.compile(r"(mamba_(n|num)|n_mamba)_heads"), re.compile(r"mamba_d_ssm")
 #: Which layers are of which kind, by their index.
 _PERIODS = re.compile(r".*(period|interval|first_k_dense|sparse_step|pattern|_freq|_every).*")
 
@@ -46,15 +46,8 @@ _SCALARS = re.compile(r".*(window|scal|multiplier|cap|clip|limit|theta|beta|alph
 _CAPS = re.compile(r".*(cap|clip|limit).*")
 #: Fields that a copy is not made with.
 _LEFT = {
-    "transformers_version",
-    "architectures",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "dtype",
-    "torch_dtype",
-    "ignore_keys_at_rope_validation",
-    "distributed_config",
+    *("transformers_version", "architectures", "id2label", "label2id", "problem_type", "dtype", "torch_dtype"),
+    *("ignore_keys_at_rope_validation", "distributed_config"),
 }
 
 
@@ -69,6 +62,9 @@ def remade(config: Any, changes: Mapping[str, Any]) -> Any:
     """The configuration with some values changed; what it works out of them is worked out anew."""
     made = type(config)(**copy.deepcopy(values_of(config)) | dict(changes))
     attention = getattr(config, "_attn_implementation", None)
+    for name in vars(config).keys() - vars(made).keys() - _LEFT:  # what another configuration has given it
+        if not name.startswith("_"):
+            setattr(made, name, copy.deepcopy(getattr(config, name)))
     made._attn_implementation = attention if attention in ("eager", "sdpa") else None
     if hasattr(made, "_experts_implementation"):
         made._experts_implementation = "eager"  # the others' kernels have no double precision
@@ -90,7 +86,8 @@ def small(config: Any, layers: int = 2) -> Any:
         elif _is_config(value):
             changes[name] = small(value, layers)
         elif isinstance(value, list | tuple) and kept and len(value) == _layers(values):
-            changes[name] = type(value)(value[i] for i in kept)
+            sizes = (_small_number(name, v, values, len(kept)) if type(v) is int else v for v in value)
+            changes[name] = type(value)(size for i, size in enumerate(sizes) if i in kept)
     _agree(changes, values, kept)
     return remade(config, {name: value for name, value in changes.items() if value is not values[name]})
 
@@ -185,6 +182,9 @@ def _kept_layers(values: Mapping[str, Any], least: int) -> list[int]:
 
 
 def _small_number(name: str, value: int, values: Mapping[str, Any], layers: int) -> int:
+    turned = name == "head_dim" and value == values.get("qk_rope_head_dim")
+    if turned or name in ("qk_rope_head_dim", "rotary_dim"):
+        return min(value, HEAD // 2)
     heads = next((v for n, v in values.items() if _HEADS.fullmatch(n) and isinstance(v, int)), 0)
     for pattern, most in (
         (_LAYERS, layers),
@@ -204,16 +204,12 @@ def _small_number(name: str, value: int, values: Mapping[str, Any], layers: int)
             return min(value, most)
     if _OTHER_WIDTH.fullmatch(name):  # a projection is between it and the width, where it is another
         width = next((v for n, v in values.items() if _WIDTH.fullmatch(n) and isinstance(v, int)), 0)
-        return min(value, HEADS * HEAD // (1 if value == width else 2))
+        return min(value, HEADS * HEAD // (1 if value == (width or value) else 2))
     if _KV.fullmatch(name):
         return min(heads, HEADS) if value == heads else 1 if value == 1 else min(value, HEADS // 2)
     if _POSITIONS.fullmatch(name) and not _scaled(values):
         return min(value, POSITIONS)
-    if name in ("qk_rope_head_dim", "rotary_dim") or (
-        name == "head_dim" and value == values.get("qk_rope_head_dim")
-    ):
-        return min(value, HEAD // 2)
-    if name in ("n_group", "topk_group"):
+    if name in ("n_group", "topk_group", "n_groups", "mamba_n_groups"):
         return 1
     if name.endswith(("_token_id", "_token_index", "_token_idx")):
         return value if value < VOCABULARY else value % VOCABULARY
@@ -232,7 +228,9 @@ def _agree(changes: dict[str, Any], values: Mapping[str, Any], kept: list[int]) 
     shared = values.get("num_kv_shared_layers")
     if shared:
         changes["num_kv_shared_layers"] = sum(i >= _layers(values) - shared for i in kept)
-    for name in ("mamba_d_head", "mamba_head_dim"):
+    if "state_size" in values and isinstance(values.get("expand"), int) and "num_heads" in values:
+        changes["num_heads"] = values["expand"] * HEADS
+    for name in ("mamba_d_head", "mamba_head_dim", "mamba_headdim"):
         if isinstance(values.get(name), int):
             changes[name] = int(values.get("mamba_expand") or 2) * HEAD
     for name, value in values.items():
