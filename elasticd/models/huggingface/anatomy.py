@@ -181,9 +181,10 @@ class _Watching:
 
     def anatomy(self) -> Anatomy:
         if self._order != list(range(len(self._list))):
+            said = f"in the order {', '.join(map(str, self._order))}" if self._order else "not at all"
             raise ModelError(
-                f"{self._name} calls its {len(self._list)} layers in the order {self._order or 'of none'}, not "
-                f"each once: {REMEDY}"
+                f"{self._name} calls the {len(self._list)} layers of {self._layers} {said}. Each is to be "
+                f"called once, in order: {REMEDY}"
             )
         found: dict[str, list[str]] = {"before": [], "after": [], "anywhere": [], "unused": []}
         for path in [*self._phases, *(path for path in self._parts if path not in self._phases)]:

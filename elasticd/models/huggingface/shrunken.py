@@ -237,7 +237,7 @@ def _agree(changes: dict[str, Any], values: Mapping[str, Any], kept: list[int]) 
         if name.endswith("_token_id") and isinstance(value, list):
             changes[name] = [v % VOCABULARY for v in value]
         if name == "rope_parameters" and isinstance(value, dict):
-            changes[name] = _small_rope(value, _head(values | changes))
+            changes[name] = _small_rope(value, _head({**values, **changes}))
     if "qk_head_dim" in values and "qk_nope_head_dim" in changes:
         changes["qk_head_dim"] = changes["qk_nope_head_dim"] + changes.get("qk_rope_head_dim", 0)
 
