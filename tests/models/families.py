@@ -137,7 +137,8 @@ def made(kind: Any, config: Any) -> Any:
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in kind(config).parameters())
     assert size <= MOST, f"{size / 1e6:.0f} million parameters"
-    model = copy_of(kind, config).model
+    small = copy_of(kind, config)
+    model = small.model.to(small.logits.dtype)
     fill(model, 1.0)
     return model
 
