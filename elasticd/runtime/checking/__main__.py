@@ -30,6 +30,8 @@ def compared(subject: Subject, say: Callable[[str], None]) -> bool:
     model, samples = subject.model, min(_SAMPLES, len(subject.dataset))
     one = _one_process(subject, layouts.alone(model.spec, samples))
     say(f"{model.name}: {model.layers} blocks; one process has a loss of {one.loss:.6g}")
+    if model.proved:
+        say(f"ok    {model.proved}")
 
     def right(said: str, variation: Variation, alone: Trial, outputs: bool) -> bool:
         found = findings(model, alone, tried(subject, variation), outputs=outputs)
@@ -60,6 +62,11 @@ def _one_process(subject: Subject, variation: Variation) -> Trial:
             raise error
         raise CannotCheck(
             f"one process fails{' in ' + where if where else ''}: {type(error).__name__}: {error}"
+        )
+    if not one.applied:
+        raise CannotCheck(
+            "one process's step has no finite gradients, so that nothing can be compared: look at its samples "
+            "and loss, and at precision's scale where there is one"
         )
     return one
 

@@ -78,9 +78,11 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A step under a plan. failed: in which module, and how, where it did."""
+    """A step under a plan. applied: whether its gradients were finite. failed: in which module, and how, where it
+    did."""
 
     loss: float = float("nan")
+    applied: bool = True
     members: dict[str, Member]
     failed: tuple[str, BaseException] | None = None
 
@@ -92,7 +94,7 @@ def tried(subject: Subject, variation: Variation) -> Trial:
     members = {name: Member() for name in plan.members}
     store = TorchStore(torch.distributed.HashStore())  # type: ignore[attr-defined]
 
-    def worker(memory: MemoryFabric) -> float:
+    def worker(memory: MemoryFabric) -> tuple[float, bool]:
         recipe, seen = subject.recipe(variation), members[memory.me]
         fabric = Fabric("check", memory.me, "127.0.0.1", store) if variation.gloo else cast(Fabric, memory)
         try:
@@ -109,11 +111,14 @@ def tried(subject: Subject, variation: Variation) -> Trial:
     except Exception as error:
         inside = next((m.inside[-1] for m in members.values() if m.inside), "")
         return Trial(members=members, failed=(inside, error))
-    return Trial(loss=losses[plan.members[0]], members=members)
+    loss, applied = losses[plan.members[0]]
+    return Trial(loss=loss, applied=applied, members=members)
 
 
-def _step(subject: Subject, layouts: Layouts, fabric: Fabric, recipe: Recipe, seen: Member) -> float:
-    """One member's step; its loss."""
+def _step(
+    subject: Subject, layouts: Layouts, fabric: Fabric, recipe: Recipe, seen: Member
+) -> tuple[float, bool]:
+    """One member's step: its loss, and whether its updates were applied."""
     engine = make_engine(recipe, layouts, fabric, unpaced)
     engine.adopt(first_state(recipe.model, layouts, fabric.me, subject.seed, recipe.master))
     first = {name: p.detach().clone() for name, (_, p) in engine.local.parameters.items()}
@@ -139,7 +144,7 @@ def _step(subject: Subject, layouts: Layouts, fabric: Fabric, recipe: Recipe, se
     for name, (box, parameter) in engine.local.parameters.items():
         if parameter.requires_grad:
             seen.updates[name] = box, parameter.detach() - first[name]
-    return outcome.loss
+    return outcome.loss, outcome.applied
 
 
 def _cut(engine: Engine, terms: dict[str, Tensor], name: str, box: Box) -> Tensor:
