@@ -78,8 +78,8 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A step under a plan. applied: whether its gradients were finite. failed: in which module, and how, where it
-    did."""
+    """A step under a plan. applied: whether its gradients were finite. failed: in which module and how, where
+    it did."""
 
     loss: float = float("nan")
     applied: bool = True
@@ -144,7 +144,7 @@ def _step(
     for name, (box, parameter) in engine.local.parameters.items():
         if parameter.requires_grad:
             seen.updates[name] = box, parameter.detach() - first[name]
-    return outcome.loss, outcome.applied
+    return outcome.loss, outcome.vote.apply
 
 
 def _cut(engine: Engine, terms: dict[str, Tensor], name: str, box: Box) -> Tensor:
