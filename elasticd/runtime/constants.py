@@ -2,8 +2,8 @@
 
 Which micro-batches a copy sees depends on the layout, so no layout could give what one process gives. A buffer
 may be replaced by an equal one. One that is not in the state dict, such as a table of positions, may also be
-replaced by a larger or smaller one that agrees with it where both have values. The values of those in the state
-dict are compared, too, in the first steps and now and then later: a write through `.data` leaves no other trace.
+replaced by a larger or smaller one that agrees with it where both have values. Of those in the state dict the
+values are compared, too, in the first steps and now and then: a write through `.data` leaves no other trace.
 """
 
 from __future__ import annotations
