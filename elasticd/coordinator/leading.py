@@ -58,6 +58,7 @@ from elasticd.pulses import Frozen
 from elasticd.records import DoneRecord, Proposal
 from elasticd.rounds import Lapped
 from elasticd.snapshots import Keeps
+from elasticd.whereabouts import Halted
 
 #: Seconds between the looks at what has become due.
 TICK = 0.1
@@ -234,7 +235,7 @@ class Leading:
             answer = await self._answered(message.job, call)
             connection.send(Down(client=message.client, body=answer))
             return
-        if isinstance(message, Up | WorkerLost | Frozen | OfNode | Keeps):
+        if isinstance(message, Up | WorkerLost | Frozen | Halted | OfNode | Keeps):
             if isinstance(message, Up) and isinstance(message.body, Report):
                 self.journal.report(message.job, message.body, time.time())
             self.apply(Received(node=connection.node, message=message))

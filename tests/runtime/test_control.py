@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ from elasticd.messages import (
 )
 from elasticd.records import JobSpec
 from elasticd.runtime.control import AgentKeyValue, Control, RejectedByAgent
+from elasticd.whereabouts import Whereabouts
 from tests.runtime.test_model import decoder
 
 
@@ -59,8 +61,16 @@ class Agent:
             self.socket.close()
 
     def receive(self) -> messages.FromWorker | None:
-        data = packets.receive(self.socket)
-        return messages.from_worker(data) if data is not None else None
+        """The next message for a leader; None at the end."""
+        while True:
+            data, fd = packets.accept(self.socket)
+            if fd is not None:
+                os.close(fd)
+            if data is None:
+                return None
+            message = messages.from_worker(data)
+            if not isinstance(message, Whereabouts):
+                return message
 
     def send(self, message: messages.Message) -> None:
         packets.send(self.socket, messages.encode(message))

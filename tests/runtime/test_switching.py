@@ -24,6 +24,7 @@ from elasticd.messages import (
     Message,
     Propose,
     Published,
+    Raised,
     Recorded,
     Saved,
     Shutdown,
@@ -107,7 +108,7 @@ def job(**changes: Any) -> elasticd.Job:
     return elasticd.Job(
         model=model,
         loss=next_token_loss,
-        optimizer=lambda named: torch.optim.AdamW(named),
+        optimizer=changes.pop("optimizer", torch.optim.AdamW),
         dataset=[{"inputs": row, "targets": row}] * 12,
         global_batch=6,
         **changes,
@@ -211,3 +212,120 @@ def test_a_recovery_from_the_last_step_makes_the_last_checkpoint_and_ends(
     assert agent.of(Finished) == [Finished(step=STEPS)]
     assert [item.step for item in scan(folder)] == [STEPS]
     assert messages.encode(agent.said[-1]) == messages.encode(Goodbye())
+
+
+def bad_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    raise ValueError("bad sample")
+
+
+def fails_from_here(trained: elasticd.Job) -> None:
+    engine = trained._switcher.engine
+    assert engine is not None
+    assert engine.runner is not None
+    engine.runner._loss = bad_loss
+
+
+class Bad(torch.optim.SGD):
+    """Fails in the midst of an update."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise ValueError("bad update")
+
+
+def leader(said: Message) -> list[Message]:
+    """Has the members save the state, and ends the job."""
+    match said:
+        case Raised(saved=True):
+            return [Shutdown(reason="the script's code raised ValueError: bad sample")]
+        case Bereft():
+            return [Fenced(number=2, reason="the script's code raised")]
+        case Standing(copies=copies):
+            return [Propose(proposal=recovery(copies[0].step))]
+        case Swapped(number=number):
+            return [Recorded(number=number)]
+        case Saved(name=name):
+            return [Published(name=name)]
+        case _:
+            return []
+
+
+@pytest.mark.parametrize("where", ["loss", "loop", "callback"])
+def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_the_leader_asks_for_it(
+    where: str, tmp_path: Path
+) -> None:
+    class Told(elasticd.Callback):
+        def on_step(self, job: Any, step: Any) -> None:
+            if where == "callback" and step.index == 1:
+                raise ValueError("bad sample")
+
+    agent = Played(str(tmp_path / "s"), leader)
+    folder = tmp_path / "checkpoints"
+    trained = job(checkpoint=folder, checkpoint_every=100, callbacks=[Told()])
+    agent.start(Propose(proposal=first()))
+
+    def script() -> None:
+        for step in trained.steps(10):
+            if step.index == 1 and where == "loss":
+                fails_from_here(trained)
+            elif step.index == 1 and where == "loop":
+                try:
+                    raise ValueError("bad sample")
+                except ValueError as error:
+                    trained._uncaught._hook(ValueError, error, None)
+                    raise
+
+    with pytest.raises(ValueError, match="bad sample"):
+        script()
+    trained._control.close(Goodbye(reason="the test ends"))
+    agent.end()
+    words = agent.of(Raised)
+    assert [(word.plan, word.step, word.kind, word.holds, word.saved) for word in words] == [
+        (1, 2, "ValueError", True, False),
+        (3, 2, "ValueError", True, True),
+    ]
+    assert "bad sample" in words[0].traceback
+    (stood,) = agent.of(Standing)
+    assert [(copy.number, copy.step) for copy in stood.copies] == [(1, 2)]
+    assert [item.step for item in scan(folder)] == [2]
+
+
+def test_an_exception_in_the_midst_of_an_update_ends_the_process_at_once(tmp_path: Path) -> None:
+    agent = Played(str(tmp_path / "s"), lambda said: [])
+    trained = job(optimizer=lambda named: Bad([parameter for _, parameter in named], lr=0.1))
+    agent.start(Propose(proposal=first()))
+    with pytest.raises(ValueError, match="bad update"):
+        indices(trained.steps(STEPS))
+    trained._control.close(Goodbye(reason="the test ends"))
+    agent.end()
+    (word,) = agent.of(Raised)
+    assert (word.step, word.holds) == (0, False)
+    assert agent.of(Bereft, Standing) == []
+
+
+def test_one_that_is_of_no_more_use_ends_with_its_own_exception(tmp_path: Path) -> None:
+    def answers(said: Message) -> list[Message]:
+        match said:
+            case Bereft():
+                return [Fenced(number=2, reason="the script's code raised")]
+            case Standing():
+                return [Recorded(number=3)]  # of a plan without it
+            case _:
+                return []
+
+    agent = Played(str(tmp_path / "s"), answers)
+    trained = job()
+    agent.start(Propose(proposal=first()))
+
+    def script() -> None:
+        for _ in trained.steps(10):
+            fails_from_here(trained)
+
+    with pytest.raises(ValueError, match="bad sample"):
+        script()
+    trained._control.close(Goodbye(reason="the test ends"))
+    agent.end()
+    assert [type(word).__name__ for word in agent.said if isinstance(word, Raised | messages.Leaving)] == [
+        "Raised",
+        "Leaving",
+    ]

@@ -30,6 +30,7 @@ from elasticd.records import (
     Proposal,
 )
 from elasticd.snapshots import Keeps, Whole
+from elasticd.whereabouts import Halted
 
 EventKind = Literal[
     "configured",
@@ -61,6 +62,8 @@ EventKind = Literal[
     "stopping",
     "excluded",
     "defect",
+    "raised",
+    "halted",
     "checkpoint",
     "snapshot",
     "finished",
@@ -94,7 +97,7 @@ class Received(Value, frozen=True, kw_only=True):
     """A message from a connected agent."""
 
     node: str
-    message: Up | WorkerLost | Frozen | OfNode | Keeps
+    message: Up | WorkerLost | Frozen | Halted | OfNode | Keeps
 
 
 class Planned(Value, frozen=True, kw_only=True):

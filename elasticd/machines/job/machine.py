@@ -10,9 +10,11 @@ from elasticd.machines.job import (
     checkpoints,
     ending,
     gather,
+    halted,
     leaving,
     losses,
     probing,
+    raised,
     recovery,
     replan,
     reread,
@@ -43,6 +45,7 @@ from elasticd.messages import (
     Leave,
     Leaving,
     Prepared,
+    Raised,
     Refused,
     Report,
     Saved,
@@ -53,6 +56,7 @@ from elasticd.messages import (
 )
 from elasticd.pulses import Frozen, Probed
 from elasticd.snapshots import Keeps
+from elasticd.whereabouts import Halted
 
 
 def step(
@@ -136,7 +140,7 @@ def _alike(before: JobState, after: JobState) -> bool:
     return same and before.phase is after.phase and len(before.workers) == len(after.workers)
 
 
-def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Keeps) -> None:
+def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Halted | Keeps) -> None:
     if isinstance(message, Keeps):
         snapshots.keeps(turn, node, message)
         return
@@ -145,6 +149,9 @@ def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Keeps) -
         return
     if isinstance(message, Frozen):
         recovery.froze(turn, message)
+        return
+    if isinstance(message, Halted):
+        halted.stood(turn, message)
         return
     body = message.body
     if isinstance(body, Join):
@@ -192,6 +199,8 @@ def _report(turn: Turn, up: Up) -> None:
         checkpoints.saved(turn, body)
     elif isinstance(body, Finished):
         ending.finished(turn, body)
+    elif isinstance(body, Raised):
+        raised.raised(turn, worker, body)
     elif isinstance(body, Leaving):
         leaving.told(turn, worker, body)
     elif isinstance(body, Probed):
@@ -208,13 +217,14 @@ def _due(turn: Turn) -> None:
     losses.deserted(turn)
     leaving.all_told(turn)
     stopping.due(turn)
+    raised.judge(turn)
     recovery.suspect(turn)
     switch.overdue(turn)
     switch.unrecovered(turn)
     switch.abort(turn)
     switch.all_kept(turn)
     reread.due(turn)
-    if not turn.job.stopping:
+    if not turn.job.stopping and not turn.job.failing:
         replan.request(turn)
     recovery.recover(turn)
 

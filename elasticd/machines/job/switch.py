@@ -244,7 +244,9 @@ def unrecovered(turn: Turn) -> None:
         why, older_state = job.give_up, called(job.proposal)
         if older_state:
             turn.set(snapshots=job.snapshots.failing(older_state))
-        fault(turn, {}, f"the recovery {job.proposal.number} failed: {why}")
+        # Whose code raised may not be able to give its state away: the next goes on without.
+        gone = {worker.device: worker.incarnation for worker in job.workers.values() if worker.raised}
+        fault(turn, gone, f"the recovery {job.proposal.number} failed: {why}")
         turn.set(not_before=turn.now + AGAIN_SECONDS)
 
 
