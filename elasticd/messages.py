@@ -156,7 +156,8 @@ class Finished(Message, frozen=True, kw_only=True, tag="finished"):
 class Raised(Message, frozen=True, kw_only=True, tag="user-exception"):
     """The script's own code (model, loss, optimizer, loop) raised this on a rank of the plan, after `step`
     updates. `holds`: the rank's copy of the state is whole, and it stays until nobody needs it. `saves`: it
-    keeps checkpoints. `saved`: all members have made a last one, because of what was raised."""
+    keeps checkpoints. `ends`: the job ends by it, on all members alike; if they keep checkpoints, they have
+    made a last one."""
 
     plan: int
     step: int
@@ -165,7 +166,7 @@ class Raised(Message, frozen=True, kw_only=True, tag="user-exception"):
     traceback: str
     holds: bool = False
     saves: bool = False
-    saved: bool = False
+    ends: bool = False
 
 
 class Leaving(Message, frozen=True, kw_only=True, tag="preemption-notice"):

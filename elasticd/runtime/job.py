@@ -386,7 +386,7 @@ class Job(Seat):
         except SampleError as error:
             raise self._loop.unreadable(engine, step, error) from error
         except LedgerError as error:
-            raise JobStopped(f"elasticd: {error}") from error
+            raise self._loop.stopped(engine, error) from error
 
     def _whole(self, contents: str, engine: Engine, step: int) -> dict[str, Tensor]:
         return whole.gathered(engine, contents)

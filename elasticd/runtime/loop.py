@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from elasticd.messages import Finished, Leaving, Report
+from elasticd.messages import Finished, Leaving, Raised, Report
 from elasticd.records import Vote
 from elasticd.runtime.control import Control
 from elasticd.runtime.emulation import Pacer
@@ -80,7 +80,7 @@ class Loop:
                 switcher.bereaved(error)
                 continue
             except (LedgerError, BatchesDiffer) as error:  # the same on every rank
-                raise JobStopped(f"elasticd: {error}") from error
+                raise self.stopped(engine, error) from error
             except Exception as error:
                 lost = lost_within(error)
                 if lost is None:
@@ -108,14 +108,7 @@ class Loop:
         engine = switcher.engine
         if engine is None:
             return
-        word = raised(
-            error,
-            plan=engine.plan.number,
-            step=switcher.step,
-            holds=not (engine.torn or engine.spent),
-            saves=self.saver is not None,
-        )
-        self.control.send(word)
+        word = self._say(engine, error)
         if not word.holds:
             return
         why = f"its code raised {word.kind}"
@@ -128,10 +121,22 @@ class Loop:
             try:
                 self.interludes.close(engine)
             except _Closed as closed:
-                self.control.send(replace(word, plan=engine.plan.number, saved=True))
+                self.control.send(replace(word, plan=engine.plan.number, ends=True))
                 lost = closed
             except (PeerLost, Cancelled) as again:
                 lost = again
+
+    def _say(self, engine: Engine, error: Exception, *, ends: bool = False, saves: bool = True) -> Raised:
+        word = raised(
+            error,
+            plan=engine.plan.number,
+            step=self.switcher.step,
+            holds=not (engine.torn or engine.spent),
+            saves=saves and self.saver is not None,
+            ends=ends,
+        )
+        self.control.send(word)
+        return word
 
     def close(self, engine: Engine, step: int) -> None:
         """By all members of a plan: a last checkpoint. Then they wait for the job's end."""
@@ -174,8 +179,15 @@ class Loop:
         return done
 
     def unreadable(self, engine: Engine, step: int, error: SampleError) -> JobStopped:
-        """On every rank alike, with nothing of the step in the state: saves it."""
+        """On every rank alike, with nothing of the step in the state: saves it. Who met the error says so."""
         self.finish(engine, step)
+        if error.__cause__ is not None:
+            self._say(engine, error, ends=True)
+        return JobStopped(f"elasticd: {error}")
+
+    def stopped(self, engine: Engine, error: Exception) -> JobStopped:
+        """What ends every rank alike."""
+        self._say(engine, error, ends=True, saves=False)
         return JobStopped(f"elasticd: {error}")
 
     def _going(self) -> Going:

@@ -23,7 +23,7 @@ MOST_TEXT, MOST_TRACEBACK = 1000, 8000
 _DEEPEST = 16
 
 
-def raised(error: Exception, *, plan: int, step: int, holds: bool, saves: bool) -> Raised:
+def raised(error: Exception, *, plan: int, step: int, holds: bool, saves: bool, ends: bool = False) -> Raised:
     """An exception in the words for the leader; the arguments are its fields."""
     text = "(its text cannot be made)"
     with contextlib.suppress(Exception):  # `str` calls the user's code, too
@@ -39,6 +39,7 @@ def raised(error: Exception, *, plan: int, step: int, holds: bool, saves: bool) 
         traceback=_sound(trace)[-MOST_TRACEBACK:],
         holds=holds,
         saves=saves,
+        ends=ends,
     )
 
 

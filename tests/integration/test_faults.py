@@ -116,7 +116,7 @@ def test_an_exception_that_comes_again_on_another_device_ends_the_job_with_its_s
         job = cluster.job()
         assert job["phase"] == "stopped"
         assert f"ValueError: sample {sample_of(5)} is bad" in job["reason"]
-        assert "(in step 5, on a/0), as on b/0 before; the state after it is saved" in job["reason"]
+        assert "(in step 5, on a/0), as on b/0 before; the state before the step is saved" in job["reason"]
         assert job["exception"]["device"] == "a/0"
         assert "in loss" in job["exception"]["traceback"]
         assert [found.step for found in scan(tmp_path / "kept")] == [5]

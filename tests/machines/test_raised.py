@@ -39,7 +39,7 @@ def saved(world: World, device: str) -> None:
     """All members of the plan have made a last checkpoint, and the one whose code raised says so."""
     worker = world.workers[device]
     body = next(body for body in worker.said if isinstance(body, Raised))
-    world.outcome(worker, msgspec.structs.replace(body, plan=worker.plan, saved=True))
+    world.outcome(worker, msgspec.structs.replace(body, plan=worker.plan, ends=True))
     world.settle()
 
 
@@ -94,7 +94,7 @@ def test_the_same_on_another_device_ends_the_job_with_its_state_saved() -> None:
     saved(world, "alpha/0")
     reason = ended(world)
     assert "the script's code raised ValueError: bad sample 18" in reason
-    assert "on alpha/0), as on beta/1 before; the state after it is saved" in reason
+    assert "on alpha/0), as on beta/1 before; the state before the step is saved" in reason
 
 
 def test_ranks_that_raise_at_once_end_the_job() -> None:
@@ -164,7 +164,7 @@ def test_the_only_device_ends_the_job_with_its_state_saved() -> None:
     world.settle()
     assert members(world) == {"alpha/0"}
     saved(world, "alpha/0")
-    assert "no other device to try the step on; the state after it is saved" in ended(world)
+    assert "no other device to try the step on; the state before the step is saved" in ended(world)
 
 
 @pytest.mark.parametrize("turns", range(16))
@@ -236,3 +236,27 @@ def test_what_a_worker_says_of_it_is_bounded_and_one_line() -> None:
     notes = [note for note in world.notes if note.kind == "raised"]
     assert all("\n" not in note.text and "\x1b" not in note.text and len(note.text) < 1200 for note in notes)
     assert all(len(note.data["traceback"]) <= MOST_TRACEBACK for note in notes)
+
+
+@pytest.mark.parametrize("deaths", [0, 2])
+def test_what_ends_all_members_alike_ends_the_job_with_it(deaths: int) -> None:
+    """A sample that cannot be read; some of them may have ended before its word is heard."""
+    world = running()
+    for device in ("alpha/0", "alpha/1")[:deaths]:
+        world.kill(device)
+    world.settle()
+    body = Raised(
+        plan=world.workers["beta/1"].plan,
+        step=world.steps,
+        kind="elasticd.SampleError",
+        text="sample 7",
+        traceback="in __getitem__",
+        holds=True,
+        saves=True,
+        ends=True,
+    )
+    world.outcome(world.workers["beta/1"], body)
+    world.settle()
+    assert "SampleError: sample 7" in ended(world)
+    assert ended(world).count("the state before the step is saved") == 1
+    assert world.job.thrown[-1].traceback == "in __getitem__"

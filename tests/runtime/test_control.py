@@ -120,6 +120,29 @@ def test_a_worker_says_hello_and_hears_what_is_sent(pair: tuple[Agent, Control])
     assert agent.receive() is None
 
 
+def test_a_message_that_elasticd_fails_on_leaves_the_worker_hearing_the_next(
+    pair: tuple[Agent, Control], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent, control = pair
+    heard: list[object] = []
+    came = threading.Event()
+
+    def handler(message: object) -> None:
+        if message == Recorded(number=3):
+            raise KeyError("a defect")
+        heard.append(message)
+        came.set()
+
+    control.start(handler)
+    agent.send(Recorded(number=3))
+    agent.send(Recorded(number=4))
+    assert came.wait(10)
+    assert heard == [Recorded(number=4)]
+    assert not control.lost
+    assert "failed on Recorded" in caplog.text
+    control.close(Goodbye(reason="done"))
+
+
 def test_store_calls_are_answered_by_number(pair: tuple[Agent, Control]) -> None:
     agent, control = pair
     control.start(lambda message: None)

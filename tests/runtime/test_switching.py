@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from elasticd_planner.batch import Sampler
 from elasticd_planner.plan import Plan
 
 import elasticd
@@ -109,7 +110,7 @@ def job(**changes: Any) -> elasticd.Job:
         model=model,
         loss=next_token_loss,
         optimizer=changes.pop("optimizer", torch.optim.AdamW),
-        dataset=[{"inputs": row, "targets": row}] * 12,
+        dataset=changes.pop("dataset", [{"inputs": row, "targets": row}] * 12),
         global_batch=6,
         **changes,
     )
@@ -236,7 +237,7 @@ class Bad(torch.optim.SGD):
 def leader(said: Message) -> list[Message]:
     """Has the members save the state, and ends the job."""
     match said:
-        case Raised(saved=True):
+        case Raised(ends=True):
             return [Shutdown(reason="the script's code raised ValueError: bad sample")]
         case Bereft():
             return [Fenced(number=2, reason="the script's code raised")]
@@ -280,7 +281,7 @@ def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_
     trained._control.close(Goodbye(reason="the test ends"))
     agent.end()
     words = agent.of(Raised)
-    assert [(word.plan, word.step, word.kind, word.holds, word.saved) for word in words] == [
+    assert [(word.plan, word.step, word.kind, word.holds, word.ends) for word in words] == [
         (1, 2, "ValueError", True, False),
         (3, 2, "ValueError", True, True),
     ]
@@ -329,3 +330,40 @@ def test_one_that_is_of_no_more_use_ends_with_its_own_exception(tmp_path: Path) 
         "Raised",
         "Leaving",
     ]
+
+
+#: A sample of the second step, beyond those whose lengths are looked at as the job starts.
+BAD = next(index for index in Sampler(size=200, global_batch=6, seed=0).samples(1) if index >= 64)
+
+
+class Unread:
+    """A sample of it cannot be read."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == BAD:
+            raise OSError("stale file handle")
+        row = torch.arange(8) % 16
+        return {"inputs": row, "targets": row}
+
+
+def test_a_sample_that_cannot_be_read_is_told_like_any_exception(tmp_path: Path) -> None:
+    """The ranks have agreed on it, and saved the state: nothing is left to be tried."""
+
+    def answers(said: Message) -> list[Message]:
+        return [Published(name=said.name)] if isinstance(said, Saved) else []
+
+    agent = Played(str(tmp_path / "s"), answers)
+    trained = job(dataset=Unread(), checkpoint=tmp_path / "checkpoints")
+    agent.start(Propose(proposal=first()))
+    with pytest.raises(SystemExit, match=f"sample {BAD} of the dataset could not be read"):
+        indices(trained.steps(STEPS))
+    trained._control.close(Goodbye(reason="the test ends"))
+    agent.end()
+    (word,) = agent.of(Raised)
+    assert (word.ends, word.saves) == (True, True)
+    assert (word.step, f"sample {BAD}" in word.text) == (1, True)
+    assert "stale file handle" in word.traceback
+    assert "in __getitem__" in word.traceback

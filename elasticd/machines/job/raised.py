@@ -35,18 +35,18 @@ MOST_THROWN = 8
 
 #: What differs between two devices though the exception is the same: addresses, ids, sizes.
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+#: What the job's reason ends with where its members made a last checkpoint.
+_SAVED = "the state before the step is saved"
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 
 
 def raised(turn: Turn, worker: Worker, body: Raised) -> None:
     """A rank says that its script's own code raised. Said again it changes nothing."""
-    job = turn.job
-    if body.saved:
-        if body.plan >= job.number:
-            stop(turn, f"{job.failing or described(worker.device, body)}; the state after it is saved")
-        return
-    body = _bounded(body)
+    job, body = turn.job, _bounded(body)
     if worker.raised == body:
+        return
+    if job.failing and body.ends:
+        stop(turn, f"{job.failing}; {_SAVED}")
         return
     over = body.plan < job.number  # a plan without it was recorded: a new leader hears what was
     worker = turn.worker(worker, raised=body, judged=over)
@@ -54,8 +54,12 @@ def raised(turn: Turn, worker: Worker, body: Raised) -> None:
         device=worker.device, step=body.step, kind=body.kind, text=body.text, traceback=body.traceback
     )
     turn.set(thrown=(*(each for each in job.thrown if each != thrown), thrown)[-MOST_THROWN:])
-    if not over:
-        turn.effects.append(_note(turn, worker, body))
+    if over:
+        return
+    turn.effects.append(_note(turn, worker, body))
+    if body.ends:
+        saved = f"; {_SAVED}" if body.saves and body.step > 0 else ""
+        stop(turn, f"{described(worker.device, body)}{saved}")
 
 
 def judge(turn: Turn) -> None:
