@@ -27,6 +27,7 @@ from elasticd.rounds import (
     WriteRound,
 )
 from elasticd.snapshots import Fetched, Freed, Keeps, OfSnapshots, Whole
+from elasticd.whereabouts import Halted, Whereabouts
 from elasticd.wire import WIRE_VERSION as WIRE_VERSION
 from elasticd.wire import Message as Message
 
@@ -40,8 +41,9 @@ DEVICE_PREFIX = "device:"
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """A worker's first message. `world_size` is what torchrun started for the job in all, `checkpoints` the
     names of those that this worker sees and that look sound, the newest first. `incarnation`: the one that it
-    has already, if it comes back to an agent that was started again. `probes`: it answers a `Probe`. release:
-    of its elasticd, as in the other hellos."""
+    has already, if it comes back to an agent that was started again. `probes`: it answers a `Probe`. `closes`:
+    it takes part in a last checkpoint that another member of a recovered plan asks for. release: of its
+    elasticd, as in the other hellos."""
 
     job: str
     local_rank: int
@@ -51,6 +53,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     checkpoints: tuple[str, ...] = ()
     incarnation: str = ""
     probes: bool = False
+    closes: bool = False
     release: str = ""
 
 
@@ -150,6 +153,22 @@ class Finished(Message, frozen=True, kw_only=True, tag="finished"):
     """The last step's vote is complete: `step` updates were applied in all."""
 
     step: int
+
+
+class Raised(Message, frozen=True, kw_only=True, tag="user-exception"):
+    """The script's own code (model, loss, optimizer, loop) raised this on a rank of the plan, after `step`
+    updates. `holds`: the rank's copy of the state is whole, and it stays until nobody needs it. `saves`: it
+    keeps checkpoints. `ends`: the job ends by it, on all members alike; if they keep checkpoints, they have
+    made a last one."""
+
+    plan: int
+    step: int
+    kind: str
+    text: str
+    traceback: str
+    holds: bool = False
+    saves: bool = False
+    ends: bool = False
 
 
 class Leaving(Message, frozen=True, kw_only=True, tag="preemption-notice"):
@@ -296,6 +315,7 @@ FromWorker = (
     | Standing
     | Saved
     | Finished
+    | Raised
     | Leaving
     | Goodbye
     | Probed
@@ -306,7 +326,7 @@ FromWorker = (
 #: What a torchrun in restart mode says to its agent's rounds, and no leader hears.
 OfRounds = Attend | Present | ReadRound | WriteRound | Watching | Lap
 #: All that an agent's machine does not hear.
-ToAgentAlone = Pong | OfSnapshots | OfRounds
+ToAgentAlone = Pong | OfSnapshots | OfRounds | Whereabouts
 ToWorker = (
     Welcome
     | Ping
@@ -372,7 +392,7 @@ class AgentRejected(Message, frozen=True, kw_only=True, tag="agent-rejected"):
     reason: str
 
 
-ToLeader = AgentHello | Up | WorkerLost | Frozen | Unreached | OfNode | Keeps | Lapped
+ToLeader = AgentHello | Up | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps | Lapped
 ToAgent = Down | Whole | AgentRejected | Harm | Drain | End | TryReach
 
 

@@ -233,14 +233,26 @@ class Recovery(Value, frozen=True, kw_only=True):
     snapshots: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class Thrown(Value, frozen=True, kw_only=True):
+    """An exception that the script's own code raised on a device, after `step` updates; kind: its class."""
+
+    device: str
+    step: int
+    kind: str
+    text: str
+    traceback: str
+
+
 class Fence(StoredValue, frozen=True, kw_only=True, tag="fence"):
     """Every number up to this one is closed, and `gone` (device to incarnation) are fenced off: what they do
-    from now on is no part of the job."""
+    from now on is no part of the job. `thrown`: the last exceptions of the script's own code, for a new leader,
+    which is to know that a step was tried before."""
 
     number: int
     epoch: int
     gone: dict[str, str]
     reason: str
+    thrown: tuple[Thrown, ...] = ()
     version: int = RECORD_VERSION
 
 

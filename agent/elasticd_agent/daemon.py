@@ -30,6 +30,7 @@ from elasticd.machines.agent_state import (
     SetMember,
     SetNode,
     State,
+    Stood,
     Tell,
     Tick,
 )
@@ -42,7 +43,8 @@ from elasticd.records import Keys, NodeRecord, schema_refusal
 from elasticd.remembered import NOTE_SECONDS, StateFile
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
 from elasticd.version import __version__
-from elasticd_agent import probe
+from elasticd.whereabouts import Halted, Whereabouts
+from elasticd_agent import probe, stacks
 from elasticd_agent.crossing import Crossings
 from elasticd_agent.harm import Harms
 from elasticd_agent.keeper import Keeper
@@ -55,6 +57,7 @@ from elasticd_agent.registrar import Registrar
 from elasticd_agent.rounds import Rounds
 from elasticd_agent.sensors import Sensors
 from elasticd_agent.severed import Severable
+from elasticd_agent.standing import Halt, Standing
 from elasticd_agent.watch import Records
 from elasticd_agent.workers import Ears, Workers
 
@@ -93,6 +96,7 @@ class Agent:
         self._path = config.agent.socket or default_path()
         self._events: deque[Event] = deque()
         self._pulses = Pulses(look)
+        self._standing = Standing()
         epoch = memory.epoch if memory is not None else 0
         self._state = State(
             record=self._node_record(),
@@ -155,6 +159,7 @@ class Agent:
             self._workers.close()
             await asyncio.to_thread(self._registrar.close)
             await asyncio.to_thread(self._keeper.close)
+            self._standing.close()
 
     def _schema_refusal(self) -> str:
         """Why this agent cannot work with what the store holds, or nothing. Raises StoreError."""
@@ -223,6 +228,7 @@ class Agent:
                     snapshots=self._keeper.hear,
                     pongs=self._answered,
                     rounds=rounds.take,
+                    whereabouts=self._hear_whereabouts,
                 )
             )
             self._told_serving()
@@ -294,14 +300,52 @@ class Agent:
 
     async def _beat(self) -> None:
         """Asks the workers, again and again, whether they still run."""
+        looking: set[asyncio.Task[None]] = set()
         while True:
             await asyncio.sleep(BEAT)
-            ask, frozen = self._pulses.beat(self._workers.workers(), time.monotonic())
+            there, now = self._workers.workers(), time.monotonic()
+            halted, moving = self._standing.beat(there, now)
+            ask, frozen = self._pulses.beat(there, now, self._standing.outside())
             for client in ask:
                 self._workers.send(client, Ping())
             for client, how in frozen.items():
                 _log.warning("%s is frozen: %s", client, how)
                 self._emit(Pulse(client=client, how=how))
+            for client in moving:
+                self._emit(Stood(client=client))
+            for halt in halted:
+                task = asyncio.create_task(self._halted(halt, there[halt.client]))
+                looking.add(task)
+                task.add_done_callback(looking.discard)
+
+    async def _halted(self, halt: Halt, pid: int) -> None:
+        """Tells of a worker that stands still, with its stack where nobody else makes it wait."""
+        place, text, computes = halt.name, "", halt.place.computes
+        if computes:
+            pidfd = self._workers.pidfd(halt.client)
+            text = await stacks.stack(pid, pidfd, self._standing.stacks_of(halt.client))
+            if stacks.compiles(text):
+                place, computes = "a compilation of its model", False
+            _log.warning("%s stands still in %s for %.1f s", halt.client, place, halt.seconds)
+        if not self._standing.still(halt):
+            return  # it moved meanwhile, and that is not to be told before
+        found = Halted(
+            job="",
+            device="",
+            incarnation="",
+            place=place,
+            step=halt.place.step if halt.place.step is not None else -1,
+            rank=halt.place.rank if halt.place.rank is not None else -1,
+            waits=halt.place.waits,
+            computes=computes,
+            seconds=halt.seconds,
+            stack=text,
+        )
+        self._emit(Stood(client=halt.client, halted=found))
+
+    def _hear_whereabouts(self, client: str, body: Whereabouts, fd: int | None) -> None:
+        if why := self._standing.hear(client, body, fd):
+            _log.warning("where %s is cannot be known: %s", client, why)
 
     def _answered(self, client: str) -> None:
         if self._pulses.answered(client):

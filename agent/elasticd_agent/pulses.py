@@ -7,7 +7,7 @@ What the agent itself was late for it does not hold against a worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 
 #: Seconds between two looks.
@@ -43,9 +43,12 @@ class Pulses:
         self._asked: dict[str, _Asked] = {}
         self._before: float | None = None
 
-    def beat(self, clients: Mapping[str, int], now: float) -> tuple[tuple[str, ...], dict[str, str]]:
+    def beat(
+        self, clients: Mapping[str, int], now: float, outside: Container[str] = ()
+    ) -> tuple[tuple[str, ...], dict[str, str]]:
         """Of the workers that are there (name to process id) those to ask now, and those that are found frozen,
-        with how."""
+        with how. outside: those that were last in their script's own code, which may well keep the interpreter
+        to itself; such a one is frozen if the kernel says that it is stopped, and not by its silence."""
         late = 0.0 if self._before is None else max(0.0, now - self._before - 2 * BEAT)
         self._before = now
         clients = {name: pid for name, pid in clients.items() if pid > 0}  # 0: of another process namespace
@@ -53,7 +56,7 @@ class Pulses:
         ask = tuple(name for name in clients if name not in self._asked)
         frozen = {}
         for name, asked in self._asked.items():
-            how, self._asked[name] = self._judged(asked, clients[name], now)
+            how, self._asked[name] = self._judged(asked, clients[name], now, spared=name in outside)
             if how and not asked.frozen:
                 frozen[name] = how
         self._asked |= {name: _Asked(since=now, idle_since=now) for name in ask}
@@ -68,7 +71,7 @@ class Pulses:
     def _later(asked: _Asked, seconds: float) -> _Asked:
         return replace(asked, since=asked.since + seconds, idle_since=asked.idle_since + seconds)
 
-    def _judged(self, asked: _Asked, pid: int, now: float) -> tuple[str, _Asked]:
+    def _judged(self, asked: _Asked, pid: int, now: float, *, spared: bool) -> tuple[str, _Asked]:
         silent = now - asked.since
         if asked.frozen or silent < STOPPED:
             return "", asked
@@ -80,6 +83,8 @@ class Pulses:
         how = ""
         if look.stopped:
             how = f"it is stopped (by SIGSTOP or a debugger), and has not answered for {silent:.1f} s"
+        elif spared:
+            pass
         elif now - asked.idle_since >= IDLE:
             idle = now - asked.idle_since
             how = f"it has not answered for {silent:.1f} s, and used no processor for {idle:.1f} s"

@@ -34,6 +34,7 @@ from elasticd.messages import (
 from elasticd.pulses import Pong
 from elasticd.snapshots import Fetch, OfSnapshots, Snapped
 from elasticd.version import __version__
+from elasticd.whereabouts import Whereabouts
 from elasticd_agent.admission import Admission, peer_pidfd
 
 #: Seconds that a process has to end after it closed its connection, before it counts as gone without.
@@ -54,13 +55,15 @@ class Ears:
 
     events: what the agent's machine is to know. snapshots: a worker's word of them, with the client's name and
     the descriptor that came with it. pongs: the name of a worker that answered a `Ping`. rounds: of each client
-    (its name and process) a message, or None at its end; what it takes the machine does not hear.
+    (its name and process) a message, or None at its end; what it takes the machine does not hear. whereabouts:
+    the memory of a worker, by its client's name, that says where it is.
     """
 
     events: Callable[[Event], None]
     snapshots: Callable[[str, OfSnapshots, int | None], None]
     pongs: Callable[[str], None]
     rounds: Callable[[str, int, Message | None], bool]
+    whereabouts: Callable[[str, Whereabouts, int | None], None]
 
 
 class Workers:
@@ -277,8 +280,11 @@ class _Connection:
         if isinstance(body, Snapped | Fetch) and self._opening is not None:
             self._ears.snapshots(self._name, body, fd)
             return
+        if isinstance(body, Whereabouts) and isinstance(self._opening, Hello):
+            self._ears.whereabouts(self._name, body, fd)
+            return
         _close(fd)
-        if isinstance(body, Snapped | Fetch):
+        if isinstance(body, Snapped | Fetch | Whereabouts):
             self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
         elif isinstance(body, Pong):
             self._ears.pongs(self._name)

@@ -17,6 +17,7 @@ from elasticd.config import Config, load
 from elasticd.coordinator.answers import ClusterStatus as ClusterStatus
 from elasticd.coordinator.answers import DeviceStatus as DeviceStatus
 from elasticd.coordinator.answers import Events, History
+from elasticd.coordinator.answers import ExceptionStatus as ExceptionStatus
 from elasticd.coordinator.answers import JobStatus as JobStatus
 from elasticd.coordinator.answers import LeaderStatus as LeaderStatus
 from elasticd.coordinator.answers import LinkStatus as LinkStatus

@@ -13,7 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from elasticd.cli.options import config_option, coordinator_option, json_option
-from elasticd.cli.reach import Api, ClusterStatus, DeviceStatus, JobStatus, NodeStatus, RestartStatus, reach
+from elasticd.cli.reach import (
+    Api,
+    ClusterStatus,
+    DeviceStatus,
+    ExceptionStatus,
+    JobStatus,
+    NodeStatus,
+    RestartStatus,
+    reach,
+)
 
 
 @click.command()
@@ -103,6 +112,7 @@ def _job(job: JobStatus, reason: str) -> Iterator[RenderableType]:
     yield Text.assemble(
         ("job ", "dim"), (job.job, "bold"), f"  {job.phase}", f"  {job.reason}" if job.reason else ""
     )
+    yield from exception(job.exception)
     loss = "-" if job.loss is None else f"{job.loss:.4f}"
     speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
     kept = "" if job.snapshot is None else str(job.snapshot)
@@ -121,6 +131,16 @@ def _job(job: JobStatus, reason: str) -> Iterator[RenderableType]:
     if job.members:
         pids = ", ".join(f"{member.device} pid {member.pid}" for member in job.members)
         yield Text.assemble(("  workers ", "dim"), pids)
+
+
+def exception(raised: ExceptionStatus | None) -> Iterator[Text]:
+    """What the script's own code raised, with its traceback."""
+    if raised is None:
+        return
+    what = f"the script's code raised {raised.kind} in step {raised.step} on {raised.device}"
+    yield Text(f"  {what}: {raised.message}", style="red")
+    for each in raised.traceback.splitlines():
+        yield Text(f"    {each}", style="dim")
 
 
 def _restarting(job: RestartStatus) -> Iterator[RenderableType]:

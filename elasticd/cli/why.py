@@ -16,6 +16,7 @@ from elasticd.cli.logs import line
 from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
 from elasticd.cli.picture import picture
 from elasticd.cli.reach import CannotReach, ClusterStatus, DeviceStatus, NodeStatus, reach
+from elasticd.cli.status import exception
 from elasticd.coordinator.gains import Gain, StepRecord, gain_of
 from elasticd.coordinator.journal import EventRecord
 from elasticd.records import HistoryRecord
@@ -40,11 +41,13 @@ def why(config: str | None, coordinator: str | None, as_json: bool, job: str | N
         else:
             Console(highlight=False, markup=False).print(Group(*device(what, name, status, told, records)))
         return
-    record = _meant(status, records, name, what)
+    record, current = _meant(status, records, name, what), status.job(name)
+    raised = current.exception if current is not None and what is None else None
     if as_json:
-        write_json({"job": name, **plan_told(record, told, steps)})
+        write_json({"job": name, "exception": raised, **plan_told(record, told, steps)})
     else:
-        Console(highlight=False, markup=False).print(Group(*plan(record, told, steps)))
+        shown = Group(*exception(raised), *plan(record, told, steps))
+        Console(highlight=False, markup=False).print(shown)
 
 
 def _meant(
@@ -93,11 +96,20 @@ def plan(
     if (gain := _gained(record.number, told, steps)) is not None:
         yield Text.assemble(("gained    ", "dim"), gain.words)
     about = [event for event in _events_of(record.number, told) if event.kind != "gained"]
-    yield from (Text(line(event), style="dim") for event in about)
+    yield from _shown(about)
 
 
 def _events_of(number: int, told: Sequence[EventRecord]) -> list[EventRecord]:
-    return [event for event in told if event.data.get("number") == number]
+    """What was told of a plan, and what the script's code raised under it."""
+    return [event for event in told if event.data.get("plan" if event.kind == "raised" else "number") == number]
+
+
+def _shown(events: Sequence[EventRecord]) -> Iterator[RenderableType]:
+    """A line for each, and the traceback of an exception below its own."""
+    for event in events:
+        yield Text(line(event), style="dim")
+        for each in str(event.data.get("traceback", "")).splitlines():
+            yield Text(f"    {each}", style="dim")
 
 
 def _seconds(made: Plan, steps: Sequence[StepRecord]) -> list[float]:
@@ -179,7 +191,7 @@ def device(
         if rate != before:
             yield Text(f"  plan {record.number} counted with {rate:.2f}x: {_use(record.plan, name)}")
         before = rate
-    yield from (Text(line(event), style="dim") for event in _events_about(name, told))
+    yield from _shown(_events_about(name, told))
 
 
 def _use(made: Plan, name: str) -> str:

@@ -49,9 +49,20 @@ class MemberStatus(Value, frozen=True, kw_only=True):
     pid: int
 
 
+class ExceptionStatus(Value, frozen=True, kw_only=True):
+    """What the script's own code raised in the step of this index; kind: the name of its class."""
+
+    device: str
+    step: int
+    kind: str
+    message: str
+    traceback: str
+
+
 class JobStatus(Value, frozen=True, kw_only=True):
     """One job: `step` is the newest that was reported; loss and speed are of that step. `snapshot`: the newest
-    step whose state is kept in the agents' memory, on two nodes where there are two."""
+    step whose state is kept in the agents' memory, on two nodes where there are two. `exception`: the last
+    that the script's own code raised, until the job has trained on beyond its step."""
 
     job: str
     phase: str
@@ -62,6 +73,7 @@ class JobStatus(Value, frozen=True, kw_only=True):
     loss: float | None
     tokens_per_second: float | None
     snapshot: int | None = None
+    exception: ExceptionStatus | None = None
     members: tuple[MemberStatus, ...]
 
 

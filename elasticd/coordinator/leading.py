@@ -62,6 +62,7 @@ from elasticd.pulses import Frozen, Unreached
 from elasticd.records import DoneRecord, Proposal
 from elasticd.rounds import Lapped
 from elasticd.snapshots import Keeps
+from elasticd.whereabouts import Halted
 
 #: Seconds between the looks at what has become due.
 TICK = 0.1
@@ -329,7 +330,7 @@ class Leading:
             answer = await self._answered(message.job, call)
             connection.send(Down(client=message.client, body=answer))
             return
-        if isinstance(message, Up | WorkerLost | Frozen | Unreached | OfNode | Keeps):
+        if isinstance(message, Up | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps):
             if isinstance(message, Up) and isinstance(message.body, Report):
                 self._reported(message, message.body)
             self.apply(Received(node=connection.node, message=message))

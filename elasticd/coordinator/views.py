@@ -10,6 +10,7 @@ from elasticd_planner.slowness import Slowness
 from elasticd.coordinator.answers import (
     ClusterStatus,
     DeviceStatus,
+    ExceptionStatus,
     JobStatus,
     LeaderStatus,
     LinkStatus,
@@ -113,8 +114,18 @@ def _job(job: JobState) -> JobStatus:
         snapshot=job.snapshots.whole.step if job.snapshots.whole is not None else None,
         loss=job.progress.loss,
         tokens_per_second=job.progress.tokens_per_second,
+        exception=_exception(job),
         members=tuple(
             MemberStatus(device=worker.device, incarnation=worker.incarnation, pid=worker.pid)
             for _, worker in sorted(job.workers.items())
         ),
+    )
+
+
+def _exception(job: JobState) -> ExceptionStatus | None:
+    if not job.thrown or job.thrown[-1].step < job.progress.step:
+        return None
+    last = job.thrown[-1]
+    return ExceptionStatus(
+        device=last.device, step=last.step, kind=last.kind, message=last.text, traceback=last.traceback
     )

@@ -64,6 +64,7 @@ from elasticd.machines.agent_state import (
     SetMember,
     SetNode,
     State,
+    Stood,
     Stop,
     Tell,
     Tick,
@@ -98,6 +99,7 @@ from elasticd.messages import (
 from elasticd.pulses import Frozen, Probed
 from elasticd.records import MemberRecord
 from elasticd.version import __version__
+from elasticd.whereabouts import Halted
 
 #: Reports kept while the link is away; the oldest go first.
 MOST_REPORTS = 256
@@ -187,6 +189,15 @@ def _pulse(state: State, event: Pulse, now: float) -> Result:
     return _with_client(state, client), told
 
 
+def _stood(state: State, event: Stood, now: float) -> Result:
+    client = state.clients.get(event.client)
+    if client is None or not client.device or (event.halted is None and client.halted is None):
+        return state, ()
+    client = replace(client, halted=event.halted, halted_at=now)
+    told = (Tell(message=_halted(client, now)),) if state.phase is Phase.LINKED else ()
+    return _with_client(state, client), told
+
+
 def _ended(state: State, event: Ended, now: float) -> Result:
     client = state.clients.get(event.client)
     if client is None:
@@ -227,6 +238,8 @@ def _link_up(state: State, event: LinkUp, now: float) -> Result:
             words.append(_wrap(client, client.probed))
         if client.frozen:
             words.append(_frozen(client))
+        if client.halted is not None:
+            words.append(_halted(client, now))
         if client.goodbye:
             words.append(_wrap(client, Goodbye(reason=client.farewell)))
     words += [_wrap(state.clients[name], call.call) for (name, _), call in state.calls.items()]
@@ -313,6 +326,17 @@ def _frozen(client: Client) -> Frozen:
     return Frozen(job=client.job, device=client.device, incarnation=client.incarnation, how=client.frozen)
 
 
+def _halted(client: Client, now: float) -> Halted:
+    known = client.halted or Halted(job="", device="", incarnation="")
+    return msgspec.structs.replace(
+        known,
+        job=client.job,
+        device=client.device,
+        incarnation=client.incarnation,
+        seconds=known.seconds + now - client.halted_at,
+    )
+
+
 def _lost(client: Client) -> WorkerLost:
     return WorkerLost(
         job=client.job,
@@ -345,6 +369,7 @@ _ALWAYS: dict[type, Handler] = {
     Ended: _ended,
     Drained: _drained,
     Pulse: _pulse,
+    Stood: _stood,
     LeaderRead: leader_read,
     ProposalRead: proposal_read,
     PlanRead: plan_read,

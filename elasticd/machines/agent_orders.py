@@ -41,6 +41,7 @@ from elasticd.messages import (
     Leaving,
     Propose,
     Published,
+    Raised,
     Recorded,
     Saved,
     Shutdown,
@@ -237,7 +238,7 @@ def _forget_before(state: State, job: str, number: int) -> State:
     """Drop what was said of numbers below, in this job: the store has shown that they are settled."""
 
     def current(body: Outcome) -> bool:
-        if isinstance(body, Finished | Saved | Leaving):
+        if isinstance(body, Finished | Saved | Raised | Leaving):
             return True
         if isinstance(body, Bereft):
             return False

@@ -19,6 +19,7 @@ from elasticd.messages import (
     Leaving,
     Pace,
     Prepared,
+    Raised,
     Refused,
     Saved,
     Standing,
@@ -38,11 +39,12 @@ from elasticd.records import (
     PlanRecord,
     Proposal,
 )
+from elasticd.whereabouts import Halted
 
 #: Seconds between the probes of a device that stands by.
 PROBE_SECONDS = 30.0
 
-Outcome = Prepared | Refused | Swapped | Kept | Doubt | Bereft | Standing | Saved | Finished | Leaving
+Outcome = Prepared | Refused | Swapped | Kept | Doubt | Bereft | Standing | Saved | Finished | Raised | Leaving
 
 
 class Phase(Enum):
@@ -56,8 +58,9 @@ class Phase(Enum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Client:
     """A worker (with device and incarnation) or a torchrun; `said` is what a new leader must hear again,
-    `farewell` why it said goodbye, `frozen` how it was found not to answer. `asked`: when its device was last
-    to be probed, and `probed` what that gave."""
+    `farewell` why it said goodbye, `frozen` how it was found not to answer, `halted` where its main thread
+    stands still, as was found at `halted_at`. `asked`: when its device was last to be probed, and `probed` what
+    that gave."""
 
     id: str
     opening: Hello | Join
@@ -68,6 +71,8 @@ class Client:
     farewell: str = ""
     ended: str = ""
     frozen: str = ""
+    halted: Halted | None = None
+    halted_at: float = 0.0
     asked: float | None = None
     probed: Probed | None = None
 
@@ -158,6 +163,14 @@ class Pulse:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Stood:
+    """A worker's main thread stands still; `halted` names no worker yet. Or it moves again (None)."""
+
+    client: str
+    halted: Halted | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Drained:
     """Whether this node's devices are to be left from now on."""
 
@@ -238,6 +251,7 @@ Event = (
     | Said
     | Ended
     | Pulse
+    | Stood
     | LinkUp
     | LinkDown
     | Heard

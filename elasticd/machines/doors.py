@@ -16,6 +16,7 @@ from elasticd.pulses import Crossed, Frozen, Unreached
 from elasticd.records import NodeRecord
 from elasticd.rounds import Lapped
 from elasticd.snapshots import Keeps
+from elasticd.whereabouts import Halted
 
 #: What a torchrun says, which drives no device.
 OF_TORCHRUNS = (Join, Leave, StoreCall)
@@ -53,13 +54,13 @@ def record_refusal(record: NodeRecord) -> str:
     return ""
 
 
-def _spoken_for(message: Up | WorkerLost | Frozen | Unreached | Keeps | Lapped) -> Iterator[str]:
+def _spoken_for(message: Up | WorkerLost | Frozen | Unreached | Halted | Keeps | Lapped) -> Iterator[str]:
     """The devices about which a message is their own node's word. A torchrun has none."""
     if isinstance(message, Up):
         if message.device:
             yield message.device
         if isinstance(message.body, Report):
             yield message.body.measurement.device
-    elif isinstance(message, WorkerLost | Frozen | Lapped):
+    elif isinstance(message, WorkerLost | Frozen | Halted | Lapped):
         yield message.device
     # Keeps: an agent keeps snapshots of other nodes' devices. Unreached: of the connection's own node.

@@ -111,7 +111,7 @@ class Before:
         self.post(index, samples)
         posted = self._posted.pop(index)
         for work in posted.works:
-            self._group.take(work)
+            self._group.take(work, source=self._source)
         if self._proves:
             for earlier in [i for i in self._sent if i < self._passed[index]]:
                 self._group.arrived(self._sent.pop(earlier))
@@ -180,7 +180,7 @@ class After:
         """Waits until it is here."""
         self.post(index, like)
         grad, work = self._posted.pop(index)
-        self._group.take(work)
+        self._group.take(work, source=self._source)
         if self._proves:
             self._group.arrived(self._sent.pop(index, ()))
         return grad

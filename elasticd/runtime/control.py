@@ -212,9 +212,9 @@ class Control:
             if self._take(opened, welcome, renewing):
                 break
             opened.close()
-        self._handler(welcome)
+        self._handle(welcome)
         if welcome.pace is not None:  # what was said while nobody was here to hear it
-            self._handler(welcome.pace)
+            self._handle(welcome.pace)
         if renewing is not None:
             renewing.set()
         return True
@@ -277,8 +277,15 @@ class Control:
             if future is not None and not future.done():
                 future.set_result(message)
         else:
-            self._handler(message)
+            self._handle(message)
         return True
+
+    def _handle(self, message: ToWorker) -> None:
+        """A defect costs the message. It must not end this thread, without which the worker is deaf."""
+        try:
+            self._handler(message)
+        except Exception:
+            log.exception("elasticd failed on %s of the agent, which is skipped", type(message).__name__)
 
     def _fetched(self, message: Fetched, fd: int | None) -> None:
         with self._lock:

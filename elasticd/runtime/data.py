@@ -206,7 +206,9 @@ class Loader:
         except Exception as error:
             place = error.place if isinstance(error, Unlike) else 0
             why = str(error) if isinstance(error, Unlike) else f"collate: {type(error).__name__}: {error}"
-            self.failure = self.failure or SampleError(ids[place], why)
+            if self.failure is None:
+                self.failure = SampleError(ids[place], why)
+                self.failure.__cause__ = error
             return self._stand_in(len(found), error)
 
     def _stand_in(self, count: int, error: Exception) -> Batch:

@@ -7,6 +7,7 @@ optimizer. Losses and gradients are sums until the vote gives the global count; 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -47,6 +48,7 @@ from elasticd.runtime.spans import spans_of
 from elasticd.runtime.stage import Pace, Passed, StageRunner
 from elasticd.runtime.telemetry import Telemetry
 from elasticd.runtime.vote import NO_SAMPLES, Booth, Going, Outcome, Record
+from elasticd.whereabouts import UPDATE
 
 #: What of a state says where its data is to be read on: see `feed`.
 DATA = "data"
@@ -122,7 +124,8 @@ class Engine:
     no runner. stale: under ZeRO, the parameters are new only where their state is kept. reduced: the step whose
     gradients are reduced here and wait for their update; last: the vote that the last update followed. spent:
     its memory went to the state of another plan, in a move in place: there is nothing here to go back to.
-    meets: its plan came by a recovery, so that its members may have been at different things (`interludes`)."""
+    meets: its plan came by a recovery, so that its members may have been at different things (`interludes`).
+    torn: an update was begun and did not end, so that the state here is of no step."""
 
     def __init__(
         self,
@@ -157,7 +160,7 @@ class Engine:
         self._constants = Constants(local.modules)
         self._carried: dict[str, str] = {}
         self._after: str | None = None
-        self.meets = False
+        self.meets = self.torn = False
         self._batches: dict[int, BatchPlan] = {}
         self.reduced: int | None = None
         self.last: Vote | None = None
@@ -286,6 +289,25 @@ class Engine:
         """Trains step `step` (counted from 0). `prepared`, `saving`, `snapshot` and `going` are read once, as
         the vote's record is made. Raises SampleError on every rank where one could not read a sample: the state
         is then what it was before the step."""
+        where, began = self.fabric.stopwatch.where, time.perf_counter()
+        where.begin(step, self.plan.number)
+        seconds = None
+        try:
+            done = self._step(step, prepared, saving, snapshot, going)
+            seconds = time.perf_counter() - began
+        finally:
+            where.end(seconds)
+        return done
+
+    def _step(
+        self,
+        step: int,
+        prepared: Callable[[], int],
+        saving: Callable[[], int],
+        snapshot: Callable[[], bool],
+        going: Callable[[], Going],
+    ) -> StepDone:
+        where = self.fabric.stopwatch.where
         self._telemetry.begin()
         self.local.drawing.begin(self._recipe.sampler.seed, step)
         self._after = self._recipe.feed.begin(step, self.plan, self.everyone, self._carried.get(DATA))
@@ -322,6 +344,7 @@ class Engine:
         if outcome.failed is not None:
             self._drop(*outcome.failed, passed.failure)
         self._telemetry.mark()
+        where.at(UPDATE)
         self.apply(outcome.vote)
         self._telemetry.passed("optimizer")
         if outcome.apply:
@@ -353,7 +376,7 @@ class Engine:
         global count, clips by the global norm, and steps. Under ZeRO only what is owned is new then."""
         if self.reduced != vote.step:
             raise RuntimeError(f"the gradients here are of step {self.reduced}, the vote is of {vote.step}")
-        self.reduced, self.last = None, vote
+        self.reduced, self.last, self.torn = None, vote, True
         if self._after is not None:
             self._carried[DATA], self._after = self._after, None
         self.stale = vote.apply and self.plan.state.zero > 0
@@ -370,6 +393,7 @@ class Engine:
             self.scaler.after(applied=vote.apply)
         if self.scheduler is not None:
             self.scheduler.step()
+        self.torn = False
         self._owns.clear()
 
 

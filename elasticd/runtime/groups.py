@@ -222,12 +222,13 @@ class Group:
         with self._told():
             return self.backend.recv([tensor], source, tag)
 
-    def take(self, work: Any, label: str = "boundary") -> None:
-        with self.fabric.stopwatch.measure(label), self._told():
+    def take(self, work: Any, label: str = "boundary", source: int | None = None) -> None:
+        """Waits until it is here; `source`: the rank that it comes from."""
+        with self.fabric.stopwatch.measure(label, source), self._told():
             work.wait()
 
     def receive(self, tensor: Tensor, source: int, tag: int, label: str = "boundary") -> Tensor:
-        self.take(self.post(tensor, source, tag), label)
+        self.take(self.post(tensor, source, tag), label, source)
         return tensor
 
     def arrived(self, numbers: Iterable[int]) -> None:

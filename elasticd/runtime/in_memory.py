@@ -112,8 +112,8 @@ class MemoryGroup:
     def post(self, tensor: Tensor, source: int, tag: int) -> tuple[Tensor, int, int]:
         return tensor, source, tag
 
-    def take(self, work: tuple[Tensor, int, int], label: str = "boundary") -> None:
-        with self.fabric.stopwatch.measure(label):
+    def take(self, work: tuple[Tensor, int, int], label: str = "boundary", source: int | None = None) -> None:
+        with self.fabric.stopwatch.measure(label, source):
             tensor, source, tag = work
             came = self.fabric.world.fetch(self.members, source, self.rank, tag)
             raw, room = _bytes(came), _bytes(tensor)

@@ -33,10 +33,10 @@ Run = Callable[[Engine, int], Any]
 
 class Interludes:
     """known: all that can be asked for, in an order that is the same in every process. Each is called with the
-    engine and the number of updates made."""
+    engine and the number of updates made. closing: what `close` asks for, before all else."""
 
-    def __init__(self, switcher: Switcher, known: Sequence[Run]) -> None:
-        self._switcher, self._known = switcher, tuple(known)
+    def __init__(self, switcher: Switcher, known: Sequence[Run], closing: Run | None = None) -> None:
+        self._switcher, self._known = switcher, (*known, *((closing,) if closing is not None else ()))
         if len(self._known) > _KINDS:
             raise ValueError(f"more than {_KINDS} things to do between steps")
         self._asked = 0
@@ -69,6 +69,14 @@ class Interludes:
                     log.warning("the others ended before what was asked for after the last step was done")
                     return None
         return None
+
+    def close(self, engine: Engine) -> None:
+        """Has all members of a recovered plan do `closing`: for one of them whose script's code raised, and who
+        makes no step any more."""
+        last = len(self._known) - 1  # with no place among those since the last step, it is the least
+        while (first := self._meet(engine, last)) != last:
+            self._known[first % _KINDS](engine, self._switcher.step)
+        self._known[last](engine, self._switcher.step)
 
     @staticmethod
     def _meet(engine: Engine, mine: int) -> int:

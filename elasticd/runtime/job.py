@@ -43,9 +43,12 @@ from elasticd.runtime.standing_in import Snapshots
 from elasticd.runtime.step import Step as Step
 from elasticd.runtime.stream import Stream
 from elasticd.runtime.switching import Switcher
+from elasticd.runtime.thrown import Uncaught
 from elasticd.runtime.vote import LedgerError
 from elasticd.runtime.warming import warm
+from elasticd.runtime.where import shared
 from elasticd.snapshots import Freed
+from elasticd.whereabouts import Whereabouts
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +146,9 @@ class Job(Seat):
         self._now: Next | None = None
         self._recipe = recipe
         pacer = Pacer(self._control.welcome.pace)
-        self._switcher = Switcher(recipe, self._control, AgentKeyValue(self._control), pacer, seed)
-        self._interludes = Interludes(self._switcher, list(self._known().values()))
+        self._where = shared()
+        self._switcher = Switcher(recipe, self._control, AgentKeyValue(self._control), pacer, seed, self._where)
+        self._interludes = Interludes(self._switcher, list(self._known().values()), self._close)
         self._loop = Loop(
             switcher=self._switcher,
             control=self._control,
@@ -157,8 +161,15 @@ class Job(Seat):
         self._prober = Prober(lambda: self._switcher.engine is None, pacer.product, self._control.send)
         logs.for_worker(self._about)
         self._control.start(self._hear)
+        self._show()
+        self._failed = False
+        self._uncaught = Uncaught(self._fail)
         self._notice = Notice(grace, self._told_to_go)
         self._notice.install()
+
+    def _show(self) -> None:
+        """Gives the agent the memory that says where the main thread is."""
+        self._control.send(Whereabouts(signal=self._where.signal), fd=self._where.fd)
 
     def _about(self) -> dict[str, Any]:
         """What a line of the log is about now."""
@@ -196,6 +207,7 @@ class Job(Seat):
             case Probe():
                 self._prober.ask()
             case Welcome():
+                self._show()
                 if self._snapper is not None:
                     self._snapper.welcomed()
             case _:
@@ -251,6 +263,7 @@ class Job(Seat):
         if self._taken:
             raise RuntimeError("a Job's steps are taken once: ask for all of them in one call of steps()")
         self._taken = True
+        self._uncaught.install()
         warm(self._recipe.model)
         try:
             try:
@@ -261,12 +274,30 @@ class Job(Seat):
             self._leave("it was told to go, and the job goes on without it")
             raise
         except BaseException as error:
+            if isinstance(error, Exception):
+                self._fail(error)
             self._end_copies()
             self._notice.restore()
-            if isinstance(error, GeneratorExit):
+            if isinstance(error, GeneratorExit) and not self._failed:
                 self._leave("the script left the loop before the last step")
             raise
         self._leave("")
+
+    def _fail(self, error: Exception) -> None:
+        """The script's code raised. The leader is told, and this process stays while its state is of use."""
+        if self._failed or self._ended:
+            return
+        self._failed = True
+        try:
+            self._loop.fail(error)
+        except JobStopped as end:
+            log.warning("%s", end)
+        except (JobOver, Departed):
+            pass
+        self._end_copies()
+
+    def _close(self, engine: Engine, step: int) -> None:
+        self._loop.close(engine, step)
 
     def _told(self, running: Iterator[Next | Step]) -> Iterator[Next | Step]:
         """Callbacks hear of it first."""
@@ -287,6 +318,7 @@ class Job(Seat):
         self._end_copies()
         self._switcher.end()
         self._notice.restore()
+        self._uncaught.restore()
         self._control.close(Goodbye(reason=reason))
         self._callbacks.on_end(self)
 
@@ -354,7 +386,7 @@ class Job(Seat):
         except SampleError as error:
             raise self._loop.unreadable(engine, step, error) from error
         except LedgerError as error:
-            raise JobStopped(f"elasticd: {error}") from error
+            raise self._loop.stopped(engine, error) from error
 
     def _whole(self, contents: str, engine: Engine, step: int) -> dict[str, Tensor]:
         return whole.gathered(engine, contents)

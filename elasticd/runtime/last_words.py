@@ -15,6 +15,7 @@ from elasticd.messages import (
     Leaving,
     Message,
     Prepared,
+    Raised,
     Refused,
     Saved,
     Standing,
@@ -22,7 +23,9 @@ from elasticd.messages import (
 )
 
 #: The kinds of words that are kept, of each the newest.
-LASTING = frozenset({Prepared, Refused, Swapped, Kept, Doubt, Bereft, Standing, Saved, Finished, Leaving})
+LASTING = frozenset(
+    {Prepared, Refused, Swapped, Kept, Doubt, Bereft, Standing, Saved, Finished, Raised, Leaving}
+)
 
 
 class LastWords:

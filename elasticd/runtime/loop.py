@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from elasticd.messages import Finished, Leaving, Report
+from msgspec.structs import replace
+
+from elasticd.messages import Finished, Leaving, Raised, Report
 from elasticd.records import Vote
 from elasticd.runtime.control import Control
 from elasticd.runtime.emulation import Pacer
@@ -21,6 +23,7 @@ from elasticd.runtime.saver import Saver
 from elasticd.runtime.snapper import Snapper
 from elasticd.runtime.step import Step
 from elasticd.runtime.switching import Switcher
+from elasticd.runtime.thrown import lost_within, raised
 from elasticd.runtime.vote import Going, LedgerError
 
 
@@ -29,6 +32,10 @@ class Next:
     """This device is used, and the step of this index is trained next."""
 
     index: int
+
+
+class _Closed(Cancelled):
+    """The last checkpoint of a job was made that ends because of an exception."""
 
 
 @dataclass(kw_only=True)
@@ -73,7 +80,13 @@ class Loop:
                 switcher.bereaved(error)
                 continue
             except (LedgerError, BatchesDiffer) as error:  # the same on every rank
-                raise JobStopped(f"elasticd: {error}") from error
+                raise self.stopped(engine, error) from error
+            except Exception as error:
+                lost = lost_within(error)
+                if lost is None:
+                    raise
+                switcher.bereaved(lost)
+                continue
             if done is not None:
                 self._report(done, first=engine.rank == 0)
             if made >= total:
@@ -86,6 +99,49 @@ class Loop:
                 return
             if switcher.engine is engine:  # else a recovery came after this vote
                 switcher.voted(done.outcome.prepared)
+
+    def fail(self, error: Exception) -> None:
+        """The script's own code raised: says so, and stays until the others have what this rank holds, or have
+        saved the state with it where the leader ends the job for it. Raises what `endings` has; returns where
+        nothing is held here that is of use."""
+        switcher = self.switcher
+        engine = switcher.engine
+        if engine is None:
+            return
+        word = self._say(engine, error)
+        if not word.holds:
+            return
+        why = f"its code raised {word.kind}"
+        self.control.send(Leaving(reason=why))
+        switcher.told_to_go()
+        lost: Exception = Cancelled(why)
+        while True:
+            switcher.bereaved(lost)
+            engine = switcher.wait()
+            try:
+                self.interludes.close(engine)
+            except _Closed as closed:
+                self.control.send(replace(word, plan=engine.plan.number, ends=True))
+                lost = closed
+            except (PeerLost, Cancelled) as again:
+                lost = again
+
+    def _say(self, engine: Engine, error: Exception, *, ends: bool = False, saves: bool = True) -> Raised:
+        word = raised(
+            error,
+            plan=engine.plan.number,
+            step=self.switcher.step,
+            holds=not (engine.torn or engine.spent),
+            saves=saves and self.saver is not None,
+            ends=ends,
+        )
+        self.control.send(word)
+        return word
+
+    def close(self, engine: Engine, step: int) -> None:
+        """By all members of a plan: a last checkpoint. Then they wait for the job's end."""
+        self.finish(engine, step)
+        raise _Closed("the state is saved, and the job ends")
 
     def missed(self) -> Iterator[Step]:
         """Steps that were made, and whose end this rank did not hear."""
@@ -123,8 +179,15 @@ class Loop:
         return done
 
     def unreadable(self, engine: Engine, step: int, error: SampleError) -> JobStopped:
-        """On every rank alike, with nothing of the step in the state: saves it."""
+        """On every rank alike, with nothing of the step in the state: saves it. Who met the error says so."""
         self.finish(engine, step)
+        if error.__cause__ is not None:
+            self._say(engine, error, ends=True)
+        return JobStopped(f"elasticd: {error}")
+
+    def stopped(self, engine: Engine, error: Exception) -> JobStopped:
+        """What ends every rank alike."""
+        self._say(engine, error, ends=True, saves=False)
         return JobStopped(f"elasticd: {error}")
 
     def _going(self) -> Going:

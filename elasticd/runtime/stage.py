@@ -29,6 +29,7 @@ from elasticd.runtime.schedule import Schedule, all_forward, one_forward_one_bac
 from elasticd.runtime.stopwatch import Stopwatch
 from elasticd.runtime.telemetry import Telemetry
 from elasticd.runtime.vote import hash_samples
+from elasticd.whereabouts import BACKWARD, FORWARD, LOSS
 
 Loss = Callable[[Tensor, Any], tuple[Tensor, int]]
 #: (kind of pass, tokens, share, when it began, seconds of communication in it): sleeps on emulated devices, and
@@ -230,6 +231,7 @@ class StageRunner:
             telemetry.mark()
         else:
             telemetry.mark()
+            self._stopwatch.where.at(FORWARD)
             x = chunk.modules["embed"](self._precision.entering(batch) if self._precision else batch)
             telemetry.passed("embed")
         passage = _Passage(tokens=x.shape[0] * x.shape[1], ids=ids)
@@ -246,6 +248,7 @@ class StageRunner:
         if chunk.after is None:
             logits = self._segment(passage, "head", chunk.modules["head"], x)
             logits = self._precision.leaving(logits) if self._precision else logits
+            self._stopwatch.where.at(LOSS)
             with self._drawing.keyed("loss"):  # every member of the last stage computes it
                 passage.loss, counted = self._loss(logits, batch)
             telemetry.passed("head")
@@ -254,6 +257,7 @@ class StageRunner:
         return passage, counted
 
     def _segment(self, passage: _Passage, section: str, module: nn.Module, x: Tensor) -> Tensor:
+        self._stopwatch.where.at(FORWARD)
         entered = x.detach().requires_grad_()
         out: Tensor = self._again[section].forward(entered) if section in self._again else module(entered)
         passage.segments.append((section, entered, out))
@@ -261,7 +265,8 @@ class StageRunner:
 
     def _backward(self, index: int, passage: _Passage, chunk: _Chunk, *, last: bool) -> None:
         """`last`: all gradients that this device adds to a section are there when the pass leaves it."""
-        telemetry = self._telemetry
+        telemetry, where = self._telemetry, self._stopwatch.where
+        where.at(BACKWARD)
         self._drawing.samples = passage.ids
         first, *rest = passage.segments
         grad: Tensor | None = None
@@ -282,6 +287,7 @@ class StageRunner:
         start = time.perf_counter()
         while rest:
             section, entered, out = rest.pop()
+            where.at(BACKWARD)
             if section in self._again:
                 communicated = self._stopwatch.read("tensor")
                 out = self._again[section].again(entered)

@@ -30,6 +30,7 @@ from elasticd.runtime.fabrics import Fabrics
 from elasticd.runtime.groups import Cancelled, Fabric, KeyValue
 from elasticd.runtime.move import SOUND, Prepared, Side, move, prepare
 from elasticd.runtime.recipe import Recipe
+from elasticd.runtime.where import Nowhere, Where
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +45,18 @@ class Switcher:
     #: Phases in which the engine in force may train, unless a fence holds it.
     _AT_WORK = (sw.Phase.TRAINING, sw.Phase.PREPARING, sw.Phase.READY, sw.Phase.WITHDRAWN)
 
-    def __init__(self, recipe: Recipe, control: Control, store: KeyValue, pacer: Pacer, seed: int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        control: Control,
+        store: KeyValue,
+        pacer: Pacer,
+        seed: int,
+        where: Where | None = None,
+    ) -> None:
         self.engine: Engine | None = None
         self.step = 0
-        self._recipe, self._seed = recipe, seed
+        self._recipe, self._seed, self._where = recipe, seed, where or Nowhere()
         self._control, self._store, self._pacer = control, store, pacer
         self._device, self._address = control.welcome.device, control.welcome.address
         self._state = sw.State()
@@ -161,6 +170,7 @@ class Switcher:
     def _fabric(self, number: int, part: str) -> Fabric:
         """A fabric that a cancellation of `number` shuts, also one that came while this was under way."""
         fabric = Fabric(f"plan/{number}/{part}", self._device, self._address, self._store)
+        fabric.stopwatch.where = self._where
         with self._lock:
             if self._state.proposal != number or self._state.phase is sw.Phase.STOPPED:
                 self._fabrics.release(fabric)

@@ -43,6 +43,7 @@ from elasticd.snapshots import Keeps
 from elasticd.store.leader import campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Put
+from elasticd.whereabouts import Halted
 
 #: Seconds between looks at what has become due, while anything may.
 TICK = 0.5
@@ -102,7 +103,7 @@ class Leader:
     def heard(self, node: str, message: ToLeader) -> None:
         if isinstance(message, AgentHello):
             self.apply(AgentUp(record=message.record))
-        elif isinstance(message, Up | WorkerLost | Frozen | Keeps):
+        elif isinstance(message, Up | WorkerLost | Frozen | Halted | Keeps):
             self.apply(Received(node=node, message=message))
 
     def waits(self, name: str) -> str:

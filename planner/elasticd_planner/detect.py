@@ -21,6 +21,9 @@ class DetectSettings(Value, frozen=True, kw_only=True):
 
     shift: the relative change of the batches' lengths that counts as a shift of the data; link: how many times
     slower a link must be to count as slow. chronic: steps that slowness must last to be called chronic.
+
+    outside_seconds: how long the others may wait for a rank that is in its script's own code (an evaluation, a
+    save), in its loader or in a compilation, before its device is given up (0: for ever).
     """
 
     slow: float = 1.1
@@ -38,6 +41,7 @@ class DetectSettings(Value, frozen=True, kw_only=True):
     shift: float = 0.2
     link: float = 1.5
     chronic: int = 200
+    outside_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.recovered < self.slow < math.inf:
@@ -63,6 +67,8 @@ class DetectSettings(Value, frozen=True, kw_only=True):
                 refuse(f"detect: {name} ({getattr(self, name)}) must be above 0, as 0.1")
         if not 1 < self.link < math.inf:
             refuse(f"detect: link ({self.link}) must be above 1, as 1.5")
+        if not 0 <= self.outside_seconds < math.inf:
+            refuse(f"detect: outside_seconds ({self.outside_seconds}) must be at least 0, which is no limit")
         if not 0 <= self.refine < 1 or not 0 < self.rounding <= 1:
             refuse("detect: refine must be at least 0 and below 1, rounding above 0 and at most 1")
 

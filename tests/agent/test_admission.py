@@ -33,7 +33,13 @@ def mode(path: Path) -> int:
 
 
 def _ears(heard: list[Event]) -> Ears:
-    return Ears(events=heard.append, snapshots=lambda *_: None, pongs=lambda _: None, rounds=lambda *_: False)
+    return Ears(
+        events=heard.append,
+        snapshots=lambda *_: None,
+        pongs=lambda _: None,
+        rounds=lambda *_: False,
+        whereabouts=lambda *_: None,
+    )
 
 
 def test_socket_is_for_its_owner_and_with_a_group_for_its_members(tmp_path: Path) -> None:

@@ -101,3 +101,17 @@ def test_the_kernel_tells_a_stopped_process_from_a_busy_one() -> None:
         process.kill()
         process.wait()
     assert look(process.pid) is None
+
+
+def test_the_scripts_own_code_may_keep_the_interpreter_to_itself() -> None:
+    """A save in C for minutes, with or without the processor; a stopped process is frozen all the same."""
+    for grows in (0.0, 0.1):
+        kernel = Kernel()
+        kernel.grows = grows
+        pulses, now = Pulses(kernel.look), 0.0
+        for _ in range(1000):
+            _, frozen = pulses.beat({"w": 7}, now, frozenset({"w"}))
+            assert not frozen
+            now += BEAT
+        kernel.stopped = True
+        assert pulses.beat({"w": 7}, now, frozenset({"w"}))[1]

@@ -18,6 +18,7 @@ from rich.console import Console, RenderableType
 
 from elasticd.cli import history, jobs, logs, top, why
 from elasticd.cli.status import screen
+from elasticd.coordinator.answers import ExceptionStatus
 from elasticd.coordinator.gains import Gain, StepRecord
 from elasticd.coordinator.journal import EVENTS_OF_A_TERM as TERM
 from elasticd.coordinator.journal import EventRecord
@@ -130,6 +131,26 @@ def test_jobs_have_a_line_each() -> None:
 def test_why_an_unknown_device_names_those_there_are() -> None:
     with pytest.raises(why.CannotReach, match=r"no device 'z/9'; there are: a/1"):
         list(why.device("z/9", "j", STATUS, (), ()))
+
+
+def test_an_exception_of_the_script_is_told_with_its_traceback() -> None:
+    trace = 'Traceback (most recent call last):\n  File "train.py", line 7, in loss\nValueError: bad\n'
+    raised = ExceptionStatus(device="a/1", step=41, kind="ValueError", message="bad", traceback=trace)
+    (job,) = STATUS.jobs
+    status = msgspec.structs.replace(STATUS, jobs=(msgspec.structs.replace(job, exception=raised),))
+    data = {"plan": 7, "device": "a/1", "traceback": trace}
+    event = EventRecord(id=9, time=0.0, kind="raised", job="j", text="the script's code raised", data=data)
+    line = 'File "train.py", line 7, in loss'
+    for text in (
+        shown(screen(status, {})),
+        shown(*why.exception(raised)),
+        shown(*why.plan(record(7, {}), (event,), STEPS)),
+        shown(*why.device("a/1", "j", STATUS, (event,), ())),
+    ):
+        assert line in text
+    assert "raised ValueError in step 41 on a/1: bad" in shown(screen(status, {}))
+    assert line not in shown(*why.plan(record(6, {}), (event,), STEPS))
+    assert "raised" not in shown(screen(STATUS, {}))
 
 
 def test_history_has_a_line_for_each_plan() -> None:

@@ -6,7 +6,9 @@ import signal
 from pathlib import Path
 
 import pytest
+from elasticd_planner.batch import Sampler
 
+from elasticd.checkpoints.folder import scan
 from elasticd.cli.reach import Api
 from elasticd.machines.job.state import Settings
 from tests import sizes
@@ -78,6 +80,63 @@ def test_a_worker_killed_at_any_moment_of_a_switch_costs_one_device(moment: str)
             60,
             lambda: str([event["text"] for event in cluster.events()]),
         )
+        gone_on(cluster)
+
+
+def sample_of(step: int) -> int:
+    """The last sample of a step, which the pipeline of b/0 has under `PAIR`."""
+    return Sampler(size=len(train.Text()), global_batch=train.BATCH, seed=train.SEED).samples(step)[-1]
+
+
+@pytest.mark.full  # the one below begins likewise
+@pytest.mark.slow
+def test_an_exception_on_one_device_costs_it_and_nothing_else() -> None:
+    with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, fail=("raise", sample_of(5), "b.sock"))
+        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        steps = cluster.finish()
+        codes = cluster.wait(120)
+        assert codes == {"a/0": 0, "b/0": 1}, {device: cluster.log(device)[-3000:] for device in codes}
+        check_exactness(cluster, steps, plans=2)
+        (told,) = cluster.events("raised")
+        assert f"ValueError: sample {sample_of(5)} is bad" in told["text"]
+        assert "in loss" in told["data"]["traceback"]
+        assert "ValueError" in cluster.log("b/0")
+
+
+@pytest.mark.slow
+def test_an_exception_that_comes_again_on_another_device_ends_the_job_with_its_state_saved(
+    tmp_path: Path,
+) -> None:
+    """The sample goes with the step: b/0 meets it, then a/0, which holds all that is left."""
+    with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, fail=("raise", sample_of(5), ""), job={"checkpoint": str(tmp_path / "kept")})
+        codes = cluster.wait(120)
+        assert codes == {"a/0": 1, "b/0": 1}, {device: cluster.log(device)[-3000:] for device in codes}
+        job = cluster.job()
+        assert job["phase"] == "stopped"
+        assert f"ValueError: sample {sample_of(5)} is bad" in job["reason"]
+        assert "(in step 5, on a/0), as on b/0 before; the state before the step is saved" in job["reason"]
+        assert job["exception"]["device"] == "a/0"
+        assert "in loss" in job["exception"]["traceback"]
+        assert [found.step for found in scan(tmp_path / "kept")] == [5]
+        assert "ValueError" in cluster.log("a/0"), "and the script ends with its own exception"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", sizes.beside(["lock"], ["lock", "sleep"]))
+def test_a_main_thread_that_hangs_in_the_loss_costs_one_device(how: str) -> None:
+    """With "lock" no other thread of the worker runs either, so that it answers nobody."""
+    with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, fail=(how, sample_of(12), "b.sock"))
+        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        (told,) = cluster.events("halted")
+        assert "worker b/0 stands still in the loss of step 12 for " in told["text"]
+        assert ", while a/0 (in " in told["text"]
+        assert "in fail" in told["data"]["stack"]
+        fenced = cluster.events("fenced")[0]
+        assert fenced["data"]["gone"] == ["b/0"]
+        cluster.workers["b/0"].kill()
         gone_on(cluster)
 
 

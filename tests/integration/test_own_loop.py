@@ -100,9 +100,11 @@ def test_a_sample_that_cannot_be_read_is_named_by_all_and_the_state_before_it_is
         codes = cluster.wait(240)
         assert codes == {"a/0": 1, "a/1": 1}
         last = [cluster.log(device).strip().splitlines()[-1] for device in codes]
-        assert all(
-            line.startswith(f"elasticd: sample {torn} of the dataset could not be read") for line in last
-        )
+        said = f"sample {torn} of the dataset could not be read"
+        assert all(line.startswith("elasticd: ") and said in line for line in last), last
+        assert said in cluster.job()["reason"]
+        assert "the state before the step is saved" in cluster.job()["reason"]
+        assert "in __getitem__" in cluster.job()["exception"]["traceback"]
         assert any(line.endswith("OSError: the disk is gone") for line in last)
         assert [line["step"] for line in ledger(cluster)] == list(range(7))
         until(lambda: scan(folder))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -99,6 +101,28 @@ def die_in_place() -> None:
     Exchange._place = dies  # type: ignore[method-assign]
 
 
+def failing(how: str, sample: int, where: str) -> Callable[..., Any]:
+    """The loss, which fails for a sample, everywhere or on the nodes whose socket has this name: it raises,
+    sleeps, or stays in C with the interpreter's lock."""
+    first = Text()[sample]["inputs"]
+
+    def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+        held = any(torch.equal(row[: len(first)], first) for row in batch["inputs"])
+        if held and where in os.environ["ELASTICD_SOCKET"]:
+            fail(how, f"sample {sample} is bad, at {hex(id(batch))}")
+        return next_token_loss(output, batch)
+
+    return loss
+
+
+def fail(how: str, why: str) -> None:
+    if how == "raise":
+        raise ValueError(why)
+    if how == "sleep":
+        time.sleep(3600)
+    re.match("(a+)+$", "a" * 64 + "b")
+
+
 def refuse(how: str) -> None:
     """Lets this process not take part in its second plan's switch: it cannot prepare it, or says not ok."""
     method = {"preparing": "_make", "moving": "_moved"}[how]
@@ -158,7 +182,7 @@ def main() -> None:
         model = Decoder(CONFIG).describe()
     job = elasticd.Job(
         model=model,
-        loss=next_token_loss,
+        loss=failing(*options["fail"]) if "fail" in options else next_token_loss,
         optimizer=optimizer,
         dataset=Text(),
         global_batch=options.get("global_batch", BATCH),

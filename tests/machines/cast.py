@@ -25,6 +25,7 @@ from elasticd.messages import (
     Kept,
     Leaving,
     Prepared,
+    Raised,
     Refused,
     Standing,
     Swapped,
@@ -34,7 +35,7 @@ from elasticd.records import JobSpec, NodeRecord
 
 JOB = "demo"
 MEMORY = 3_000_000
-Outcome = Prepared | Refused | Swapped | Kept | Doubt | Bereft | Standing | Finished | Leaving
+Outcome = Prepared | Refused | Swapped | Kept | Doubt | Bereft | Standing | Finished | Raised | Leaving
 
 
 def model(layers: int = 8) -> ModelSpec:

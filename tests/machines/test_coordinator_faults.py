@@ -299,7 +299,7 @@ def test_who_was_fenced_off_and_lives_comes_again_as_another() -> None:
     incarnation = world.workers["beta/1"].incarnation
     world.deaf = {"beta/1"}  # frozen: it answers nothing
     world.outcome(world.workers["alpha/0"], Bereft(step=world.steps, reason="timeout"))
-    for _ in range(14):
+    for _ in range(20):
         world.tick(1.0)
         world.settle()
     assert recovered(world)

@@ -42,6 +42,7 @@ from elasticd.messages import (
     Leave,
     Leaving,
     Prepared,
+    Raised,
     Refused,
     Report,
     Shutdown,
@@ -86,6 +87,7 @@ class World(Checked):
         self.recorded: dict[int, Plan] = {}
         self.rates: dict[str, float] = {}
         self.length = 64  # tokens of each sequence
+        self.closes = True  # workers can make a last checkpoint that another one asks for
         self.refuse: set[str] = set()
         self.deaf: set[str] = set()
         self.forgotten: set[str] = set()
@@ -240,7 +242,8 @@ class World(Checked):
 
     def hello(self, worker: FakeWorker, **changes: object) -> Hello:
         world_size = sum(len(record.devices) for record in self.records.values())
-        return Hello(job=JOB, local_rank=0, world_size=world_size, pid=100, spec=spec(**changes))
+        made = spec(**changes)
+        return Hello(job=JOB, local_rank=0, world_size=world_size, pid=100, spec=made, closes=self.closes)
 
     def _read(self, proposal: Proposal) -> None:
         """What the members of both plans do about a proposal as their agents read it."""
@@ -305,7 +308,7 @@ class World(Checked):
             self.outcome(worker, Standing(fence=fence.number, copies=worker.copies))
 
     def outcome(self, worker: FakeWorker, body: Outcome) -> None:
-        worker.said = [*(old for old in worker.said if isinstance(old, Finished | Leaving)), body]
+        worker.said = [*(old for old in worker.said if isinstance(old, Finished | Raised | Leaving)), body]
         self.up(worker.device, body)
 
     def train(self, steps: int = 1) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -26,6 +27,7 @@ from elasticd.messages import (
 )
 from elasticd.records import JobSpec
 from elasticd.runtime.control import AgentKeyValue, Control, RejectedByAgent
+from elasticd.whereabouts import Whereabouts
 from tests.runtime.test_model import decoder
 
 
@@ -59,8 +61,16 @@ class Agent:
             self.socket.close()
 
     def receive(self) -> messages.FromWorker | None:
-        data = packets.receive(self.socket)
-        return messages.from_worker(data) if data is not None else None
+        """The next message for a leader; None at the end."""
+        while True:
+            data, fd = packets.accept(self.socket)
+            if fd is not None:
+                os.close(fd)
+            if data is None:
+                return None
+            message = messages.from_worker(data)
+            if not isinstance(message, Whereabouts):
+                return message
 
     def send(self, message: messages.Message) -> None:
         packets.send(self.socket, messages.encode(message))
@@ -108,6 +118,29 @@ def test_a_worker_says_hello_and_hears_what_is_sent(pair: tuple[Agent, Control])
     control.close(Goodbye(reason="done"))
     assert agent.receive() == Goodbye(reason="done")
     assert agent.receive() is None
+
+
+def test_a_message_that_elasticd_fails_on_leaves_the_worker_hearing_the_next(
+    pair: tuple[Agent, Control], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent, control = pair
+    heard: list[object] = []
+    came = threading.Event()
+
+    def handler(message: object) -> None:
+        if message == Recorded(number=3):
+            raise KeyError("a defect")
+        heard.append(message)
+        came.set()
+
+    control.start(handler)
+    agent.send(Recorded(number=3))
+    agent.send(Recorded(number=4))
+    assert came.wait(10)
+    assert heard == [Recorded(number=4)]
+    assert not control.lost
+    assert "failed on Recorded" in caplog.text
+    control.close(Goodbye(reason="done"))
 
 
 def test_store_calls_are_answered_by_number(pair: tuple[Agent, Control]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from elasticd_planner.batch import Sampler
 from elasticd_planner.plan import Plan
 
 import elasticd
@@ -24,6 +25,7 @@ from elasticd.messages import (
     Message,
     Propose,
     Published,
+    Raised,
     Recorded,
     Saved,
     Shutdown,
@@ -107,8 +109,8 @@ def job(**changes: Any) -> elasticd.Job:
     return elasticd.Job(
         model=model,
         loss=next_token_loss,
-        optimizer=lambda named: torch.optim.AdamW(named),
-        dataset=[{"inputs": row, "targets": row}] * 12,
+        optimizer=changes.pop("optimizer", torch.optim.AdamW),
+        dataset=changes.pop("dataset", [{"inputs": row, "targets": row}] * 12),
         global_batch=6,
         **changes,
     )
@@ -211,3 +213,157 @@ def test_a_recovery_from_the_last_step_makes_the_last_checkpoint_and_ends(
     assert agent.of(Finished) == [Finished(step=STEPS)]
     assert [item.step for item in scan(folder)] == [STEPS]
     assert messages.encode(agent.said[-1]) == messages.encode(Goodbye())
+
+
+def bad_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    raise ValueError("bad sample")
+
+
+def fails_from_here(trained: elasticd.Job) -> None:
+    engine = trained._switcher.engine
+    assert engine is not None
+    assert engine.runner is not None
+    engine.runner._loss = bad_loss
+
+
+class Bad(torch.optim.SGD):
+    """Fails in the midst of an update."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise ValueError("bad update")
+
+
+def leader(said: Message) -> list[Message]:
+    """Has the members save the state, and ends the job."""
+    match said:
+        case Raised(ends=True):
+            return [Shutdown(reason="the script's code raised ValueError: bad sample")]
+        case Bereft():
+            return [Fenced(number=2, reason="the script's code raised")]
+        case Standing(copies=copies):
+            return [Propose(proposal=recovery(copies[0].step))]
+        case Swapped(number=number):
+            return [Recorded(number=number)]
+        case Saved(name=name):
+            return [Published(name=name)]
+        case _:
+            return []
+
+
+@pytest.mark.parametrize("where", ["loss", "loop", "callback"])
+def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_the_leader_asks_for_it(
+    where: str, tmp_path: Path
+) -> None:
+    class Told(elasticd.Callback):
+        def on_step(self, job: Any, step: Any) -> None:
+            if where == "callback" and step.index == 1:
+                raise ValueError("bad sample")
+
+    agent = Played(str(tmp_path / "s"), leader)
+    folder = tmp_path / "checkpoints"
+    trained = job(checkpoint=folder, checkpoint_every=100, callbacks=[Told()])
+    agent.start(Propose(proposal=first()))
+
+    def script() -> None:
+        for step in trained.steps(10):
+            if step.index == 1 and where == "loss":
+                fails_from_here(trained)
+            elif step.index == 1 and where == "loop":
+                try:
+                    raise ValueError("bad sample")
+                except ValueError as error:
+                    trained._uncaught._hook(ValueError, error, None)
+                    raise
+
+    with pytest.raises(ValueError, match="bad sample"):
+        script()
+    trained._control.close(Goodbye(reason="the test ends"))
+    agent.end()
+    words = agent.of(Raised)
+    assert [(word.plan, word.step, word.kind, word.holds, word.ends) for word in words] == [
+        (1, 2, "ValueError", True, False),
+        (3, 2, "ValueError", True, True),
+    ]
+    assert "bad sample" in words[0].traceback
+    (stood,) = agent.of(Standing)
+    assert [(copy.number, copy.step) for copy in stood.copies] == [(1, 2)]
+    assert [item.step for item in scan(folder)] == [2]
+
+
+def test_an_exception_in_the_midst_of_an_update_ends_the_process_at_once(tmp_path: Path) -> None:
+    agent = Played(str(tmp_path / "s"), lambda said: [])
+    trained = job(optimizer=lambda named: Bad([parameter for _, parameter in named], lr=0.1))
+    agent.start(Propose(proposal=first()))
+    with pytest.raises(ValueError, match="bad update"):
+        indices(trained.steps(STEPS))
+    trained._control.close(Goodbye(reason="the test ends"))
+    agent.end()
+    (word,) = agent.of(Raised)
+    assert (word.step, word.holds) == (0, False)
+    assert agent.of(Bereft, Standing) == []
+
+
+def test_one_that_is_of_no_more_use_ends_with_its_own_exception(tmp_path: Path) -> None:
+    def answers(said: Message) -> list[Message]:
+        match said:
+            case Bereft():
+                return [Fenced(number=2, reason="the script's code raised")]
+            case Standing():
+                return [Recorded(number=3)]  # of a plan without it
+            case _:
+                return []
+
+    agent = Played(str(tmp_path / "s"), answers)
+    trained = job()
+    agent.start(Propose(proposal=first()))
+
+    def script() -> None:
+        for _ in trained.steps(10):
+            fails_from_here(trained)
+
+    with pytest.raises(ValueError, match="bad sample"):
+        script()
+    trained._control.close(Goodbye(reason="the test ends"))
+    agent.end()
+    assert [type(word).__name__ for word in agent.said if isinstance(word, Raised | messages.Leaving)] == [
+        "Raised",
+        "Leaving",
+    ]
+
+
+#: A sample of the second step, beyond those whose lengths are looked at as the job starts.
+BAD = next(index for index in Sampler(size=200, global_batch=6, seed=0).samples(1) if index >= 64)
+
+
+class Unread:
+    """A sample of it cannot be read."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == BAD:
+            raise OSError("stale file handle")
+        row = torch.arange(8) % 16
+        return {"inputs": row, "targets": row}
+
+
+def test_a_sample_that_cannot_be_read_is_told_like_any_exception(tmp_path: Path) -> None:
+    """The ranks have agreed on it, and saved the state: nothing is left to be tried."""
+
+    def answers(said: Message) -> list[Message]:
+        return [Published(name=said.name)] if isinstance(said, Saved) else []
+
+    agent = Played(str(tmp_path / "s"), answers)
+    trained = job(dataset=Unread(), checkpoint=tmp_path / "checkpoints")
+    agent.start(Propose(proposal=first()))
+    with pytest.raises(SystemExit, match=f"sample {BAD} of the dataset could not be read"):
+        indices(trained.steps(STEPS))
+    trained._control.close(Goodbye(reason="the test ends"))
+    agent.end()
+    (word,) = agent.of(Raised)
+    assert (word.ends, word.saves) == (True, True)
+    assert (word.step, f"sample {BAD}" in word.text) == (1, True)
+    assert "stale file handle" in word.traceback
+    assert "in __getitem__" in word.traceback

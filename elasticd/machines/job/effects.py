@@ -30,6 +30,7 @@ from elasticd.records import (
     Proposal,
 )
 from elasticd.snapshots import Keeps, Whole
+from elasticd.whereabouts import Halted
 
 EventKind = Literal[
     "configured",
@@ -62,6 +63,8 @@ EventKind = Literal[
     "excluded",
     "defect",
     "gained",
+    "raised",
+    "halted",
     "checkpoint",
     "snapshot",
     "finished",
@@ -96,7 +99,7 @@ class Received(Value, frozen=True, kw_only=True):
     """A message from a connected agent."""
 
     node: str
-    message: Up | WorkerLost | Frozen | Unreached | OfNode | Keeps
+    message: Up | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps
 
 
 class Planned(Value, frozen=True, kw_only=True):

@@ -7,20 +7,28 @@ from collections.abc import Mapping
 import msgspec
 
 from elasticd.machines.job.effects import CancelPlan
-from elasticd.machines.job.ending import aborted
+from elasticd.machines.job.ending import aborted, stop
 from elasticd.machines.job.state import Phase
 from elasticd.machines.job.turn import Turn
 from elasticd.records import Fence, Proposal
 
 #: Phases in which a plan is in force, or may be.
 FALLIBLE = frozenset({Phase.PROPOSED, Phase.ABORTING, Phase.RUNNING, Phase.RECOVERING})
+#: Exceptions that are stored.
+MOST_STORED = 2
 
 
 def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
-    """Fences `gone` (device to incarnation) off, and every number that is under way."""
+    """Fences `gone` (device to incarnation) off, and every number that is under way. A job that was to end
+    with a last checkpoint ends without it."""
     job = turn.job
+    if job.failing:
+        stop(turn, f"{job.failing}; no last checkpoint could be made: {why}")
+        return
     number = job.highest + 1
-    fence = Fence(number=number, epoch=turn.epoch, gone={**job.gone, **gone}, reason=why)
+    fence = Fence(
+        number=number, epoch=turn.epoch, gone={**job.gone, **gone}, reason=why, thrown=job.thrown[-MOST_STORED:]
+    )
     proposal = job.proposal
     records: list[Fence | Proposal] = [fence]
     if proposal is not None and proposal.status == "open":

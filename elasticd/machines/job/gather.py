@@ -70,7 +70,7 @@ def answer_late(turn: Turn) -> None:
     """Lets those start their workers who came late, and have none. These stand by, and the next plan may use
     them."""
     job = turn.job
-    if job.phase not in FALLIBLE or job.settle_until is not None or job.stopping:
+    if job.phase not in FALLIBLE or job.settle_until is not None or job.stopping or job.failing:
         return
     for place, joiner in job.joiners.items():
         # One that has workers may only have been heard of again; if it has not, its workers are about to end.
@@ -238,7 +238,7 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
         return  # fenced off: it comes again as another once it hears of that
     known = job.workers.get(up.device)
     if known is not None and known.incarnation == up.incarnation:
-        turn.worker(known, node=node, client=up.client, pid=body.pid, orphan=False, frozen="")
+        turn.worker(known, node=node, client=up.client, pid=body.pid, orphan=False, frozen="", halted=None)
         return
     if known is not None and not turn.over:  # one process a device: its agent lets in no second
         before = known.incarnation
@@ -261,6 +261,7 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
         pid=body.pid,
         checkpoints=body.checkpoints,
         probe_by=turn.now + turn.settings.probe_seconds if body.probes else None,
+        closes=body.closes,
     )
     if job.phase in OVER:
         turn.worker(worker)  # it lives still: see `forgetting`

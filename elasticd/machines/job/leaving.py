@@ -18,7 +18,7 @@ from elasticd.messages import Leaving
 
 def told(turn: Turn, worker: Worker, body: Leaving) -> None:
     """A worker was told to go. A plan that only was to take it up is given up."""
-    if worker.left:
+    if worker.left or worker.raised is not None:
         return
     before = worker.leaving
     turn.worker(worker, leaving=body.reason, saves=body.saves)

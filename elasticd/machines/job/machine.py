@@ -9,10 +9,12 @@ from elasticd.machines.job import (
     checkpoints,
     ending,
     gather,
+    halted,
     leaving,
     losses,
     parted,
     probing,
+    raised,
     recovery,
     replan,
     reread,
@@ -43,6 +45,7 @@ from elasticd.messages import (
     Leave,
     Leaving,
     Prepared,
+    Raised,
     Refused,
     Report,
     Saved,
@@ -53,6 +56,7 @@ from elasticd.messages import (
 )
 from elasticd.pulses import Frozen, Probed, Unreached
 from elasticd.snapshots import Keeps
+from elasticd.whereabouts import Halted
 
 
 def step(
@@ -145,7 +149,7 @@ def _alike(before: JobState, after: JobState) -> bool:
     return same and before.phase is after.phase and len(before.workers) == len(after.workers)
 
 
-def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Unreached | Keeps) -> None:
+def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Unreached | Halted | Keeps) -> None:
     if isinstance(message, Keeps):
         snapshots.keeps(turn, node, message)
         return
@@ -157,6 +161,9 @@ def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Unreache
         return
     if isinstance(message, Unreached):
         parted.heard(turn, node, message)
+        return
+    if isinstance(message, Halted):
+        halted.stood(turn, message)
         return
     body = message.body
     if isinstance(body, Join):
@@ -205,6 +212,8 @@ def _report(turn: Turn, up: Up) -> None:
     elif isinstance(body, Finished):
         if losses.bound(turn, up.device, up.incarnation):
             ending.finished(turn, body)
+    elif isinstance(body, Raised):
+        raised.raised(turn, worker, body)
     elif isinstance(body, Leaving):
         leaving.told(turn, worker, body)
     elif isinstance(body, Probed):
@@ -222,6 +231,7 @@ def _due(turn: Turn) -> None:
     losses.absent(turn)
     leaving.all_told(turn)
     stopping.due(turn)
+    raised.judge(turn)
     recovery.suspect(turn)
     parted.due(turn)
     switch.overdue(turn)
@@ -229,7 +239,7 @@ def _due(turn: Turn) -> None:
     switch.abort(turn)
     switch.all_kept(turn)
     reread.due(turn)
-    if not turn.job.stopping:
+    if not turn.job.stopping and not turn.job.failing:
         replan.request(turn)
     recovery.recover(turn)
 

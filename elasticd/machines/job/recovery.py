@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from elasticd.machines.job import replan
 from elasticd.machines.job.ending import stop
 from elasticd.machines.job.fence import FALLIBLE, fault
+from elasticd.machines.job.halted import busy, culprits, described, note
 from elasticd.machines.job.holdings import lost_boxes
 from elasticd.machines.job.older import Wait, older, older_state, waits
 from elasticd.machines.job.parted import divided, regroup
@@ -71,6 +73,10 @@ def suspect(turn: Turn) -> None:
         gone = {worker.device: worker.incarnation for worker in frozen}
         fault(turn, gone, f"worker {', '.join(gone)} is frozen: {frozen[0].frozen}")
         return
+    if since is None and halted and (found := culprits(turn)):
+        note(turn, found)
+        fault(turn, {worker.device: worker.incarnation for worker in found}, described(turn, found))
+        return
     if since is not None and turn.now - since >= turn.settings.bereft_seconds:
         who = ", ".join(device for device, w in job.workers.items() if w.bereft_at is not None)
         regroup(turn, f"{who} lost the other members, of whom none is known to have died", at_once=True)
@@ -107,7 +113,9 @@ def recover(turn: Turn) -> None:
     if divided(turn, owners, lambda nodes: isinstance(survey(turn, nodes), Source)):
         return
     source = survey(turn)
-    if isinstance(source, str):
+    if job.failing:
+        _once_more(turn, source)
+    elif isinstance(source, str):
         _go_back(turn, source, survivors=bool(owners))
     else:
         _go_on(turn, source)
@@ -120,15 +128,28 @@ def _go_on(turn: Turn, source: Source) -> None:
         propose(turn, job.remedy.plan, job.remedy.problem, job.fence.reason, source)
 
 
+def _once_more(turn: Turn, source: Source | str) -> None:
+    """The plan in force, under which its members make a last checkpoint (`raised`)."""
+    problem = replan.problem_now(turn)
+    if isinstance(source, Source) and problem is not None and turn.job.plan is not None:
+        propose(turn, turn.job.plan, problem, turn.job.failing, source)
+    if turn.job.phase is Phase.RECOVERING:
+        stop(turn, f"{turn.job.failing}; no last checkpoint could be made")
+
+
 def _silent(turn: Turn, silent: list[Worker]) -> None:
     """Who does not answer a fence is gone, too: frozen, or with a node that is away. An agent that is being
     started again has the time for that; and who may hold what nobody else does is waited for."""
     late = [worker for worker in silent if _late(turn, worker)]
+    late, outside = [w for w in late if not busy(turn, w)], [w.device for w in late if busy(turn, w)]
+    if outside and not late:
+        waits(turn, f"{', '.join(outside)} answers the fence once its script's own code lets it")
     if not late:
         return
     names = ", ".join(sorted(worker.device for worker in late))
     lacking = survey(turn)
-    if isinstance(lacking, str) and turn.job.plan is not None and not older_state(turn):
+    waited = turn.job.plan is not None and not turn.job.failing
+    if isinstance(lacking, str) and waited and not older_state(turn):
         waits(turn, f"{names} may live, and hold what nobody else does ({lacking}): no answer since the fence")
         return
     gone = {worker.device: worker.incarnation for worker in late}
@@ -138,12 +159,25 @@ def _silent(turn: Turn, silent: list[Worker]) -> None:
 def _late(turn: Turn, worker: Worker) -> bool:
     """Whether it has had its time to answer. One that this leader never met had it while agents came back."""
     job, settings, node = turn.job, turn.settings, turn.nodes.get(worker.node)
-    here = node is not None and node.connected
     if worker.device in job.unmet:
         since = max(node.since if node is not None else 0.0, job.patient_until - settings.reconnect_seconds)
         return turn.now - since >= settings.reconnect_seconds
-    since = job.since if node is None or here else max(job.since, node.since)
-    return turn.now - since >= (settings.stand_seconds if here else settings.reconnect_seconds)
+    return turn.now - _silent_since(turn, worker) >= _patience(turn, worker)
+
+
+def _silent_since(turn: Turn, worker: Worker) -> float:
+    node = turn.nodes.get(worker.node)
+    here = node is None or node.connected
+    moved = worker.halted_at if worker.halted is None else turn.job.since
+    return max(turn.job.since, moved, turn.job.since if here or node is None else node.since)
+
+
+def _patience(turn: Turn, worker: Worker) -> float:
+    node = turn.nodes.get(worker.node)
+    here = node is not None and node.connected
+    # In a step it comes to rest at its next collective, which may be almost a step away.
+    stand = turn.settings.stand_seconds + 2 * turn.job.progress.slowest
+    return stand if here else turn.settings.reconnect_seconds
 
 
 def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:

@@ -42,6 +42,7 @@ def restored(stored: Stored, now: float, settings: Settings) -> JobState:
         fence=None if phase in OVER else fence,
         gone=gone,
         unmet={} if phase in OVER else _unmet(plan, proposal, gone),
+        thrown=stored.fence.thrown if stored.fence is not None else (),
         settle_until=None if phase in OVER else now + settings.reconnect_seconds,
         patient_until=now + settings.reconnect_seconds,
         sequence=newest.sequence if newest is not None else 0,

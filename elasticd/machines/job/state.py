@@ -51,8 +51,9 @@ from elasticd_planner.value import Value, refuse
 from elasticd.health import Health
 from elasticd.machines.job.network import Network
 from elasticd.machines.job.vaults import Snapshots
-from elasticd.messages import Saved, Standing
-from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint
+from elasticd.messages import Raised, Saved, Standing
+from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint, Thrown
+from elasticd.whereabouts import Halted
 
 
 class Phase(enum.Enum):
@@ -166,7 +167,9 @@ class Worker(Value, frozen=True, kw_only=True):
     to that one yet. `bereft_at`: since when it stands still, having lost the others; `standing` what it said
     after a fence. `checkpoints` are the names of those that it sees, the newest first. `leaving`:
     it was told to go, and by what; `saves` while it has a last checkpoint to make should all go. `probe_by`:
-    until when its device's first probe is waited for (None: no more).
+    until when its device's first probe is waited for (None: no more). `closes`: see `Hello`. `raised`: what the
+    script's own code raised in it, and `judged` once it is clear what follows. `halted`: where its main thread
+    stands still, since `halted_at` at least; without, since when it moves again.
     """
 
     device: str
@@ -187,6 +190,11 @@ class Worker(Value, frozen=True, kw_only=True):
     leaving: str = ""
     saves: bool = False
     probe_by: float | None = None
+    closes: bool = False
+    raised: Raised | None = None
+    judged: bool = False
+    halted: Halted | None = None
+    halted_at: float = 0.0
 
     @property
     def left(self) -> bool:
@@ -288,7 +296,8 @@ class JobState(Value, frozen=True, kw_only=True):
     chaos: the data is to be read in sequences of `sequence` tokens (0: as they are); `reread`: that was
         ordered, and no plan with it was proposed yet.
     end: `done_epoch` is that of the record in the store. `stopping` says who stops the job (empty: nobody),
-        which ends by `stop_at`.
+        which ends by `stop_at`. `thrown` are exceptions of the script's own code, the newest last; `failing`
+        says that one of them ends the job (empty: none does), once its state is saved.
     older state: `snapshots` in the agents' memory, checkpoints `published`, the newest last, and `unpublished`
         ones of a plan that is not recorded yet; when a worker last `arrived`. Until `patient_until` a new
         leader takes nothing for lost that it has not heard of.
@@ -339,6 +348,8 @@ class JobState(Value, frozen=True, kw_only=True):
     done_epoch: int = 0
     stopping: str = ""
     stop_at: float = 0.0
+    thrown: tuple[Thrown, ...] = ()
+    failing: str = ""
     snapshots: Snapshots = msgspec.field(default_factory=Snapshots)
     published: tuple[PublishedCheckpoint, ...] = ()
     unpublished: tuple[Saved, ...] = ()

@@ -248,7 +248,12 @@ def unrecovered(turn: Turn) -> None:
         why, older_state = job.give_up, called(job.proposal)
         if older_state:
             turn.set(snapshots=job.snapshots.failing(older_state))
-        regroup(turn, f"the recovery {job.proposal.number} failed: {why}")
+        # Whose code raised may not be able to give its state away: the next goes on without.
+        gone = {worker.device: worker.incarnation for worker in job.workers.values() if worker.raised}
+        if gone:
+            fault(turn, gone, f"the recovery {job.proposal.number} failed: {why}")
+        else:
+            regroup(turn, f"the recovery {job.proposal.number} failed: {why}")
 
 
 def abort(turn: Turn) -> None:

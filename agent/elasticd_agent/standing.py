@@ -1,0 +1,135 @@
+"""Which workers' main threads stand still, and where: read from the memory that each shares with its agent.
+
+A place counts as a standstill only after longer than it can take: in a step's computation twice the longest
+step of late and a second more; in a wait for other ranks once that and half a second. How long the script's own
+code and the loader may take nobody knows: the leader is told after two seconds, and what to make of it is its
+matter. What the agent itself was late for it does not hold against a worker.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container
+from contextlib import suppress
+from dataclasses import dataclass
+
+from elasticd.whereabouts import NAMES, SCRIPT, WORDS, Place, Whereabouts, read
+from elasticd_agent.pulses import BEAT
+
+#: Seconds beyond the longest steps of late: twice that, of computation; once, of a wait. And seconds alone.
+COMPUTES, WAITS, OUTSIDE = 1.0, 0.5, 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Halt:
+    """A worker that stands still, by its client's name; seconds: for how long it has been there."""
+
+    client: str
+    place: Place
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """The place, as people are told; whatever a script does between two steps is its own."""
+        return NAMES[self.place.place if self.place.waits or self.place.step is not None else SCRIPT]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Known:
+    """A worker's memory file, the place that was read last, since when it is there, and whether that was
+    told."""
+
+    fd: int
+    signal: int
+    place: Place | None = None
+    since: float = 0.0
+    told: bool = False
+
+
+class Standing:
+    """Of the workers of one agent, by their clients' names."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+        self._before: float | None = None
+
+    def hear(self, client: str, body: Whereabouts, fd: int | None) -> str:
+        """A worker's memory file, which is ours from now on. Why it is not taken, or nothing."""
+        if fd is None:
+            return "its memory file is missing"
+        with suppress(OSError):  # nothing else: a read of another kind of file might block
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:"):
+                self._forget(client)
+                self._known[client] = _Known(fd=fd, signal=body.signal)
+                return ""
+        os.close(fd)
+        return "what it sends is no memory file"
+
+    def beat(self, there: Container[str], now: float) -> tuple[list[Halt], list[str]]:
+        """Of the workers that are there: those that are found to stand still, and those that were and move
+        again."""
+        late = 0.0 if self._before is None else max(0.0, now - self._before - 2 * BEAT)
+        self._before = now
+        halted: list[Halt] = []
+        moving: list[str] = []
+        for client in [name for name in self._known if name not in there]:
+            self._forget(client)
+        for client, known in self._known.items():
+            place = _read(known.fd)
+            if place is None or known.place is None or not _same(place, known.place):
+                if known.told:
+                    moving.append(client)
+                known.place, known.since, known.told = place, now, False
+                continue
+            known.since += late
+            if not known.told and now - known.since >= _patience(place):
+                known.told = True
+                halted.append(Halt(client=client, place=place, seconds=now - known.since))
+        return halted, moving
+
+    def outside(self) -> frozenset[str]:
+        """The workers that were last in their script's own code, or in their loader."""
+        return frozenset(
+            client
+            for client, known in self._known.items()
+            if known.place is not None and not (known.place.computes or known.place.waits)
+        )
+
+    def still(self, halt: Halt) -> bool:
+        """Whether the worker has not moved since."""
+        known = self._known.get(halt.client)
+        return known is not None and known.told and known.place is not None and _same(known.place, halt.place)
+
+    def stacks_of(self, client: str) -> tuple[int, int] | None:
+        """The worker's memory file, and the signal at which it writes its stacks there."""
+        known = self._known.get(client)
+        return (known.fd, known.signal) if known is not None and known.signal else None
+
+    def close(self) -> None:
+        for client in list(self._known):
+            self._forget(client)
+
+    def _forget(self, client: str) -> None:
+        known = self._known.pop(client, None)
+        if known is not None:
+            os.close(known.fd)
+
+
+def _same(one: Place, other: Place) -> bool:
+    return (one.step, one.place, one.changes) == (other.step, other.place, other.changes)
+
+
+def _patience(place: Place) -> float:
+    """Seconds at one place after which that is told."""
+    if place.computes:
+        return 2 * place.usual + COMPUTES if place.usual else float("inf")
+    if place.waits and place.step is not None:
+        return place.usual + WAITS if place.usual else float("inf")
+    return OUTSIDE
+
+
+def _read(fd: int) -> Place | None:
+    try:
+        return read(os.pread(fd, WORDS.size, 0))
+    except OSError:
+        return None

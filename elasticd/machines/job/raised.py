@@ -1,0 +1,154 @@
+"""Exceptions of the script's own code: a step is tried on other devices once, then the job ends with the text.
+
+Such an exception may be its device's fault, or that of the code and its data. So a rank whose code raises says
+so, and stays while it holds state:
+
+    first      a fence, and a plan without its device. The rank is a source of the recovery like any that was
+               told to go (`leaving`), and ends when nobody needs it. The others make the step again.
+    again      the same exception in the same step on another device: no device is to blame. A fence, and the
+               plan in force once more, under which its members write a last checkpoint. Then the job ends, with
+               the exception as its reason. It ends at once where no state can be saved: nothing was trained, no
+               checkpoints are kept, a member is gone or is of a release that cannot.
+    no other   a job without another device to try the step on ends likewise.
+
+A rank whose code raised in the midst of an update (the optimizer's) holds no state that is whole, and is lost.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from elasticd.machines.job.effects import Note
+from elasticd.machines.job.ending import stop
+from elasticd.machines.job.fence import FALLIBLE, fault
+from elasticd.machines.job.state import JobState, Worker
+from elasticd.machines.job.turn import Turn
+from elasticd.messages import Raised
+from elasticd.records import Thrown
+
+#: Characters that are kept of an exception's type, its text and its traceback, whatever a worker says.
+MOST_KIND, MOST_TEXT, MOST_TRACEBACK = 120, 1000, 8000
+#: Exceptions of a job that are remembered.
+MOST_THROWN = 8
+
+#: What differs between two devices though the exception is the same: addresses, ids, sizes.
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+#: What the job's reason ends with where its members made a last checkpoint.
+_SAVED = "the state before the step is saved"
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
+
+
+def raised(turn: Turn, worker: Worker, body: Raised) -> None:
+    """A rank says that its script's own code raised. Said again it changes nothing."""
+    job, body = turn.job, _bounded(body)
+    if worker.raised == body:
+        return
+    if job.failing and body.ends:
+        stop(turn, f"{job.failing}; {_SAVED}")
+        return
+    over = body.plan < job.number  # a plan without it was recorded: a new leader hears what was
+    worker = turn.worker(worker, raised=body, judged=over)
+    thrown = Thrown(
+        device=worker.device, step=body.step, kind=body.kind, text=body.text, traceback=body.traceback
+    )
+    turn.set(thrown=(*(each for each in job.thrown if each != thrown), thrown)[-MOST_THROWN:])
+    if over:
+        return
+    turn.effects.append(_note(turn, worker, body))
+    if body.ends:
+        saved = f"; {_SAVED}" if body.saves and body.step > 0 else ""
+        stop(turn, f"{described(worker.device, body)}{saved}")
+
+
+def judge(turn: Turn) -> None:
+    """What follows of what was raised, once a new leader knows which workers there are."""
+    job = turn.job
+    if not job.thrown or job.failing or job.phase not in FALLIBLE or job.settle_until is not None:
+        return
+    for worker in job.workers.values():
+        if worker.raised is not None and not worker.judged and not turn.job.failing and not turn.over:
+            _judge(turn, turn.worker(turn.job.workers[worker.device], judged=True), worker.raised)
+
+
+def _judge(turn: Turn, worker: Worker, body: Raised) -> None:
+    others = [thrown for thrown in turn.job.thrown if thrown.device != worker.device]
+    again = next((thrown for thrown in others if alike(thrown, body)), None)
+    what = described(worker.device, body)
+    if again is not None:
+        _end(turn, f"{what}, as on {again.device} before", body)
+    elif not _others(turn.job):
+        _end(turn, f"{what}, and there is no other device to try the step on", body)
+    elif body.holds:
+        turn.worker(worker, leaving=f"its code raised {body.kind}")
+        fault(turn, {}, what)
+    else:
+        fault(turn, {worker.device: worker.incarnation}, what)
+
+
+def alike(one: Thrown, other: Raised) -> bool:
+    """Whether the same step failed with the same exception; numbers in its text may differ."""
+    return (one.step, one.kind, _NUMBER.sub("", one.text)) == (
+        other.step,
+        other.kind,
+        _NUMBER.sub("", other.text),
+    )
+
+
+def described(device: str, body: Raised) -> str:
+    """What was raised, in one line."""
+    text = _UNPRINTABLE.sub(" ", body.text).strip()
+    what = f"{_UNPRINTABLE.sub(' ', body.kind)}: {text}" if text else body.kind
+    return f"the script's code raised {what} (in step {body.step}, on {device})"
+
+
+def _note(turn: Turn, worker: Worker, body: Raised) -> Note:
+    return turn.told(
+        "raised",
+        described(worker.device, body),
+        device=worker.device,
+        plan=body.plan,
+        step=body.step,
+        exception=body.kind,
+        message=body.text,
+        traceback=body.traceback,
+    )
+
+
+def _bounded(body: Raised) -> Raised:
+    return msgspec.structs.replace(
+        body,
+        kind=body.kind[:MOST_KIND],
+        text=body.text[:MOST_TEXT],
+        traceback=body.traceback[-MOST_TRACEBACK:],
+    )
+
+
+def _others(job: JobState) -> bool:
+    """Whether a worker is there on which the step was not tried."""
+    return any(
+        not (worker.left or worker.leaving or worker.frozen or worker.raised) for worker in job.workers.values()
+    )
+
+
+def _end(turn: Turn, why: str, body: Raised) -> None:
+    """No device is to blame. The members save the state, if they can, and the job ends."""
+    if not (body.step > 0 and body.saves and _all_can_save(turn.job)):
+        stop(turn, why)
+        return
+    for worker in turn.job.workers.values():
+        if worker.raised is not None and worker.leaving:
+            turn.worker(worker, leaving="")
+    fault(turn, {}, why)
+    turn.set(failing=why)
+
+
+def _all_can_save(job: JobState) -> bool:
+    members = job.bound(job.plan)
+    return job.plan is not None and len(members) == len(job.plan.binding) and all(map(_can_save, members))
+
+
+def _can_save(worker: Worker) -> bool:
+    whole = worker.raised is None or worker.raised.holds
+    return worker.closes and whole and not (worker.left or worker.frozen or worker.orphan)

@@ -1,0 +1,88 @@
+"""What the script's own code raised, as the leader is told of it, and as it is caught where nobody else does.
+
+An exception in a step, or in a callback, passes through the job's own generator. One that the body of the
+script's loop raises does not: it is heard of when it is about to end the process (`sys.excepthook`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+from elasticd.messages import Raised
+from elasticd.runtime.groups import Cancelled, PeerLost
+
+#: Characters of an exception's text and of its traceback that are told; of the latter the end.
+MOST_TEXT, MOST_TRACEBACK = 1000, 8000
+
+#: Exceptions that were raised while another one was handled, and that are looked through.
+_DEEPEST = 16
+
+
+def raised(error: Exception, *, plan: int, step: int, holds: bool, saves: bool, ends: bool = False) -> Raised:
+    """An exception in the words for the leader; the arguments are its fields."""
+    text = "(its text cannot be made)"
+    with contextlib.suppress(Exception):  # `str` calls the user's code, too
+        text = str(error)
+    trace = ""
+    with contextlib.suppress(Exception):
+        trace = "".join(traceback.format_exception(error))
+    return Raised(
+        plan=plan,
+        step=step,
+        kind=kind_of(error),
+        text=_sound(text)[:MOST_TEXT],
+        traceback=_sound(trace)[-MOST_TRACEBACK:],
+        holds=holds,
+        saves=saves,
+        ends=ends,
+    )
+
+
+def kind_of(error: BaseException) -> str:
+    """The name of an exception's class, with its module where that is not the interpreter's own."""
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def lost_within(error: BaseException) -> PeerLost | Cancelled | None:
+    """The loss of another rank that the script's code caught, and raised something of its own instead."""
+    found: BaseException | None = error
+    for _ in range(_DEEPEST):
+        if found is None or isinstance(found, PeerLost | Cancelled):
+            return found
+        found = found.__cause__ or found.__context__
+    return None
+
+
+def _sound(text: str) -> str:
+    """Without what JSON cannot have."""
+    return text.encode("utf-8", "replace").decode()
+
+
+class Uncaught:
+    """From `install` to `restore`: `told` is called with an exception that ends the main thread, after whatever
+    shows it to the user."""
+
+    def __init__(self, told: Callable[[Exception], None]) -> None:
+        self._told = told
+        self._before = sys.excepthook
+
+    def install(self) -> None:
+        """Nothing where this is not the main thread, whose exceptions alone are heard of here."""
+        if threading.current_thread() is threading.main_thread():
+            self._before, sys.excepthook = sys.excepthook, self._hook
+
+    def restore(self) -> None:
+        if sys.excepthook == self._hook:
+            sys.excepthook = self._before
+
+    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self._before(kind, error, trace)
+        if isinstance(error, Exception):
+            sys.stderr.flush()
+            self._told(error)

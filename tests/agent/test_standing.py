@@ -1,0 +1,237 @@
+"""Which workers are found to stand still, as their memory files say, and what an agent tells of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from elasticd_agent import stacks
+from elasticd_agent.pulses import BEAT
+from elasticd_agent.standing import Halt, Standing
+
+from elasticd import messages, packets
+from elasticd.machines.agent_state import LinkDown, LinkUp, Stood
+from elasticd.offspring import ending_with_us
+from elasticd.runtime.where import Shared
+from elasticd.whereabouts import BACKWARD, FORWARD, LOADER, LOSS, SCRIPT, STACK, VOTE, Halted, Whereabouts, read
+from tests.machines.agent_scene import hello, run, told
+
+
+class Rank:
+    """A worker's memory, and the agent's view of it, a beat at a time."""
+
+    def __init__(self) -> None:
+        self.where, self.standing, self.now = Shared(), Standing(), 100.0
+        assert self.standing.hear("w", Whereabouts(), os.dup(self.where.fd)) == ""
+
+    def step(self, seconds: float) -> None:
+        self.where.begin(5, 1)
+        self.where.at(FORWARD)
+        self.where.end(seconds)
+
+    def beats(self, seconds: float, beat: float = BEAT) -> tuple[list[Halt], list[str]]:
+        """What was found in so many seconds."""
+        halted, moving = list[Halt](), list[str]()
+        for _ in range(round(seconds / beat)):
+            self.now += beat
+            more, again = self.standing.beat(("w",), self.now)
+            halted += more
+            moving += again
+        return halted, moving
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    made = Rank()
+    yield made
+    made.standing.close()
+
+
+def usual(rank: Rank, seconds: float = 1.0) -> None:
+    """Two steps: the first of a plan tells nothing."""
+    rank.step(50.0)
+    rank.step(seconds)
+
+
+def test_one_place_in_a_step_for_longer_than_two_steps_is_a_standstill(rank: Rank) -> None:
+    usual(rank)
+    rank.where.begin(7, 1)
+    rank.where.at(LOSS)
+    assert rank.beats(2.8) == ([], [])
+    ((halt,), _) = rank.beats(1.0)
+    assert halt.place.step == 7
+    assert halt.name == "the loss"
+    assert halt.place.computes
+    assert 3.0 <= halt.seconds < 3.5
+    assert rank.standing.still(halt)
+    assert rank.beats(60.0) == ([], []), "said once"
+    rank.where.at(BACKWARD)
+    assert rank.beats(1.0) == ([], ["w"])
+    assert not rank.standing.still(halt)
+
+
+def test_a_wait_is_told_with_the_rank_that_is_waited_for(rank: Rank) -> None:
+    usual(rank)
+    rank.where.begin(7, 1)
+    rank.where.at(VOTE, 3)
+    assert rank.beats(1.2) == ([], [])
+    ((halt,), _) = rank.beats(1.0)
+    assert halt.place.waits
+    assert halt.place.rank == 3
+
+
+def test_the_same_place_again_and_again_is_no_standstill(rank: Rank) -> None:
+    usual(rank)
+    rank.where.begin(7, 1)
+    for _ in range(30):
+        rank.where.at(LOSS)
+        assert rank.beats(2.0) == ([], [])
+
+
+def test_before_a_plan_has_made_two_steps_nobody_knows_how_long_one_takes(rank: Rank) -> None:
+    usual(rank)
+    rank.where.begin(7, 2)
+    rank.where.at(FORWARD)
+    assert rank.beats(300.0) == ([], [])
+    rank.where.end(300.0)
+    rank.where.begin(8, 2)
+    rank.where.at(FORWARD)
+    assert rank.beats(300.0) == ([], [])
+
+
+@pytest.mark.parametrize("place", [SCRIPT, LOADER, FORWARD])
+def test_the_scripts_own_code_is_told_as_such(rank: Rank, place: int) -> None:
+    """Also the passes of an evaluation, which is no step."""
+    usual(rank)
+    if place == LOADER:
+        rank.where.begin(7, 1)
+    rank.where.at(place)
+    ((halt,), _) = rank.beats(5.0)
+    assert not halt.place.computes
+    assert not halt.place.waits
+    assert halt.name == ("its loader" if place == LOADER else "its script's own code")
+    assert rank.standing.outside() == {"w"}
+
+
+def test_what_the_agent_was_late_for_is_not_held_against_a_worker(rank: Rank) -> None:
+    usual(rank)
+    rank.where.begin(7, 1)
+    rank.where.at(LOSS)
+    assert rank.beats(1.0) == ([], [])
+    rank.now += 30.0
+    assert rank.beats(1.0) == ([], [])
+
+
+def test_a_worker_that_is_gone_is_forgotten_and_only_memory_files_are_read(rank: Rank) -> None:
+    rank.standing.beat((), 1.0)
+    assert rank.standing.stacks_of("w") is None
+    reads, writes = os.pipe()
+    os.close(writes)
+    assert "no memory file" in rank.standing.hear("w", Whereabouts(), reads)
+    assert "missing" in rank.standing.hear("w", Whereabouts(), None)
+    empty = os.memfd_create("x")
+    assert rank.standing.hear("w", Whereabouts(signal=64), empty) == ""
+    assert rank.beats(60.0) == ([], []), "it says nothing"
+
+
+def test_every_word_can_be_read_back() -> None:
+    where = Shared()
+    where.begin(0, 1)
+    for place, rank in ((VOTE, 0), (VOTE, (1 << 24) - 2), (LOSS, None)):
+        where.at(place, rank)
+        found = read(os.pread(where.fd, STACK, 0))
+        assert found is not None
+        assert (found.step, found.place, found.rank) == (0, place, rank)
+    assert read(b"") is None
+    assert read(bytes(STACK)) is None
+
+
+def test_telling_where_it_is_costs_the_main_thread_next_to_nothing() -> None:
+    """A step says so some hundred times; 50 us of it are the goal."""
+    where, count = Shared(), 20_000
+    best = min(_timed(where, count) for _ in range(5))
+    assert best / count < 2e-6, f"{best / count * 1e9:.0f} ns"
+
+
+def _timed(where: Shared, count: int) -> float:
+    began = time.thread_time()  # of the processor: a busy machine does not count
+    for _ in range(count):
+        where.at(LOSS)
+    return time.thread_time() - began
+
+
+HANGS = """
+import re, socket, sys
+from elasticd import messages, packets
+from elasticd.runtime.where import Shared
+from elasticd.whereabouts import LOSS, Whereabouts
+where = Shared()
+end = socket.socket(fileno=int(sys.argv[1]))
+where.begin(3, 1)
+where.at(LOSS)
+packets.send(end, messages.encode(Whereabouts(signal=where.signal)), where.fd)
+def held():
+    re.match("(a+)+$", "a" * 64 + "b")  # for longer than the universe, in C, with the interpreter's lock
+held()
+"""
+
+
+def test_a_thread_that_holds_the_interpreters_lock_is_seen_and_its_stack_had() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = ending_with_us([sys.executable, "-c", HANGS, str(theirs.fileno())])
+    process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+    try:
+        ours.settimeout(60)
+        data, fd = packets.accept(ours)
+        assert data is not None
+        assert fd is not None
+        body = messages.from_worker(data)
+        assert isinstance(body, Whereabouts)
+        assert body.signal
+        place = read(os.pread(fd, STACK, 0))
+        assert place is not None
+        assert (place.step, place.place) == (3, LOSS)
+        text = ""
+        for _ in range(100):  # until it is in the call
+            text = asyncio.run(stacks._written(os.pidfd_open(process.pid), fd, body.signal))
+            if "in held" in text:
+                break
+        assert "in held" in text
+        assert process.poll() is None
+        again = asyncio.run(stacks._written(os.pidfd_open(process.pid), fd, body.signal))
+        assert again.count("in held") == 1, "each is written anew"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_signal_that_is_none_of_those_is_not_sent() -> None:
+    assert asyncio.run(stacks._written(-1, 0, 9)) == ""
+
+
+def test_a_compilation_is_known_by_its_stack() -> None:
+    assert stacks.compiles('File "/x/torch/_inductor/compile_fx.py", line 3 in compile')
+    assert not stacks.compiles('File "train.py", line 3 in loss')
+
+
+def test_a_standstill_is_told_the_leader_and_again_on_a_new_link() -> None:
+    halted = Halted(job="", device="", incarnation="", place="the loss", computes=True, seconds=3.0)
+    state, _ = run(hello(0), LinkUp())
+    state, effects = run(Stood(client="w0", halted=halted), state=state, now=10.0)
+    (said,) = [body for body in told(effects) if isinstance(body, Halted)]
+    assert (said.job, said.device, said.place, said.seconds) == ("job", "n0/0", "the loss", 3.0)
+    state, _ = run(LinkDown(), state=state)
+    state, effects = run(LinkUp(), state=state, now=14.0)
+    (again,) = [body for body in told(effects) if isinstance(body, Halted)]
+    assert again.seconds == 7.0
+    state, effects = run(Stood(client="w0"), state=state, now=15.0)
+    (moves,) = [body for body in told(effects) if isinstance(body, Halted)]
+    assert moves.place == ""
+    state, effects = run(Stood(client="w0"), LinkDown(), LinkUp(), state=state)
+    assert not [body for body in told(effects) if isinstance(body, Halted)]

@@ -1,0 +1,232 @@
+"""Main threads that hang: the member that all others wait for is found and fenced off, and nobody else."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from elasticd.machines.job.effects import Received
+from elasticd.machines.job.halted import MOST_STACK
+from elasticd.machines.job.state import Phase, Settings
+from elasticd.whereabouts import Halted
+from tests.machines.cast import JOB
+from tests.machines.test_coordinator_faults import recovered, running
+from tests.machines.test_leaving import members
+from tests.machines.world import World
+
+STACK = 'File "train.py", line 9 in loss'
+OTHERS = ("alpha/0", "alpha/1", "beta/0")
+
+
+def told(world: World, device: str, **changes: object) -> Halted:
+    worker = world.workers[device]
+    found = Halted(job=JOB, device=device, incarnation=worker.incarnation)
+    return msgspec.structs.replace(found, **changes)
+
+
+def say(world: World, message: Halted) -> None:
+    world.say(Received(node=message.device.rpartition("/")[0], message=message))
+
+
+def hangs(world: World, device: str, seconds: float = 3.0) -> None:
+    """In its loss: it hears of nothing any more."""
+    place = {"place": "the loss", "step": world.steps, "computes": True, "seconds": seconds, "stack": STACK}
+    world.deaf.add(device)
+    say(world, told(world, device, **place))
+
+
+def waits(world: World, *devices: str) -> None:
+    for device in devices:
+        place = {"place": "the vote", "step": world.steps, "rank": 3, "waits": True, "seconds": 1.0}
+        say(world, told(world, device, **place))
+
+
+def outside(world: World, device: str, seconds: float = 2.0) -> None:
+    say(world, told(world, device, place="its script's own code", seconds=seconds))
+
+
+def moves(world: World, device: str) -> None:
+    world.deaf.discard(device)
+    say(world, told(world, device))
+
+
+def pass_time(world: World, seconds: float = 5.0) -> None:
+    world.settle()
+    for _ in range(int(seconds / 0.25)):
+        world.tick(0.25)
+
+
+def test_the_one_that_all_others_wait_for_is_fenced_off_with_its_stack_in_the_event() -> None:
+    world = running()
+    hangs(world, "beta/1")
+    waits(world, *OTHERS)
+    pass_time(world, 3.0)
+    assert recovered(world)
+    assert "beta/1" not in members(world)
+    assert {*world.job.gone} == {"beta/1"}
+    (note,) = [note for note in world.notes if note.kind == "halted"]
+    assert (note.data["device"], note.data["stack"]) == ("beta/1", STACK)
+    fenced = next(note.text for note in world.notes if note.kind == "fenced")
+    assert "worker beta/1 stands still in the loss of step" in fenced
+    assert "while alpha/0 (in the vote" in fenced
+    world.train(3)
+    assert world.phase is Phase.RUNNING
+
+
+def test_two_of_four_that_hang_are_both_fenced_off() -> None:
+    world = running()
+    hangs(world, "beta/0")
+    hangs(world, "beta/1")
+    waits(world, "alpha/0", "alpha/1")
+    pass_time(world)
+    assert recovered(world)
+    assert members(world) <= {"alpha/0", "alpha/1"}
+
+
+def test_what_befalls_most_of_a_job_is_no_fault_of_its_devices() -> None:
+    world = running()
+    before = world.plan()
+    for device in OTHERS:
+        hangs(world, device)
+    waits(world, "beta/1")
+    pass_time(world, 60.0)
+    assert world.plan() == before
+    assert "fenced" not in world.kinds()
+
+
+def test_all_that_wait_for_one_another_are_nobodys_fault() -> None:
+    world = running()
+    waits(world, *OTHERS, "beta/1")
+    pass_time(world, 60.0)
+    assert "fenced" not in world.kinds()
+
+
+@pytest.mark.parametrize("who", ["silent", "computes", "outside"])
+def test_nobody_is_to_blame_while_a_single_one_is_somewhere_else(who: str) -> None:
+    world = running()
+    hangs(world, "beta/1")
+    waits(world, "alpha/0", "alpha/1")
+    if who == "outside":
+        outside(world, "beta/0", 500.0)
+    elif who == "computes":
+        waits(world, "beta/0")
+        moves(world, "beta/0")
+    pass_time(world, 30.0)
+    assert "fenced" not in world.kinds()
+    waits(world, "beta/0")
+    pass_time(world)
+    assert recovered(world)
+    assert "beta/1" not in members(world)
+
+
+def test_as_long_as_the_job_makes_steps_nobody_hangs() -> None:
+    """An old word, or a false one."""
+    world = running()
+    hangs(world, "beta/1")
+    waits(world, *OTHERS)
+    for _ in range(20):
+        world.train(1)
+        assert "fenced" not in world.kinds()
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_one_that_moves_again_just_as_it_is_found_stays_or_comes_again(turns: int) -> None:
+    world = running()
+    hangs(world, "beta/1")
+    waits(world, *OTHERS)
+    for _ in range(turns):
+        if world.inbox:
+            world.turn()
+    moves(world, "beta/1")
+    pass_time(world)
+    assert world.phase is Phase.RUNNING
+    if "fenced" in world.kinds():
+        world.thaw("beta/1")
+        world.settle()
+        assert world.workers["beta/1"].incarnation.endswith("+"), "a new incarnation, which stands by"
+    else:
+        assert "beta/1" in members(world)
+    world.train(2)
+    assert world.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("said_again", [True, False])
+def test_a_new_leader_finds_it_once_the_agents_have_said_it_again(said_again: bool) -> None:
+    world = running()
+    hangs(world, "beta/1")
+    waits(world, *OTHERS)
+    world.inbox.clear()
+    world.new_leader()
+    if said_again:
+        hangs(world, "beta/1")
+        waits(world, *OTHERS)
+    pass_time(world, 20.0)
+    assert recovered(world) or not said_again
+    assert ("beta/1" in members(world)) != said_again
+
+
+def test_the_scripts_own_code_has_all_the_time_unless_a_limit_is_set() -> None:
+    for limit, expected in ((0.0, False), (100.0, False), (50.0, True)):
+        settings = Settings(prepare_seconds=10.0, retry_seconds=5.0)
+        detect = msgspec.structs.replace(settings.detect, outside_seconds=limit)
+        world = World(settings=msgspec.structs.replace(settings, detect=detect), memory=60_000_000)
+        world.start()
+        world.settle()
+        world.train(2)
+        outside(world, "beta/1")
+        waits(world, *OTHERS)
+        world.deaf.add("beta/1")
+        pass_time(world, 60.0)
+        assert ("fenced" in world.kinds()) == expected, limit
+
+
+def test_a_fence_waits_for_one_that_is_in_its_scripts_own_code() -> None:
+    """A save of a minute while another member dies: it answers late, and is no loss."""
+    world = running()
+    outside(world, "beta/0")
+    world.deaf.add("beta/0")
+    world.kill("beta/1")
+    pass_time(world, 60.0)
+    assert world.phase is Phase.RECOVERING
+    assert "beta/0 answers the fence once its script's own code lets it" in world.job.reason
+    assert {*world.job.gone} == {"beta/1"}
+    moves(world, "beta/0")
+    world.thaw("beta/0")
+    pass_time(world)
+    assert recovered(world)
+    assert "beta/0" in world.job.workers
+    assert {*world.job.gone} == {"beta/1"}
+
+
+@pytest.mark.parametrize("how", ["frozen", "limit", "unknown"])
+def test_it_does_not_wait_for_one_that_is_frozen_or_beyond_the_limit(how: str) -> None:
+    world = running()
+    if how == "limit":
+        detect = msgspec.structs.replace(world.settings.detect, outside_seconds=30.0)
+        settings = msgspec.structs.replace(world.settings, detect=detect)
+        world.state = msgspec.structs.replace(world.state, settings=settings)
+    if how != "unknown":
+        outside(world, "beta/0")
+    if how == "frozen":
+        from tests.machines.test_frozen import freeze
+
+        freeze(world, "beta/0")
+    world.deaf.add("beta/0")
+    world.kill("beta/1")
+    pass_time(world, 60.0)
+    assert recovered(world), world.job.reason
+    assert {*world.job.gone} == {"beta/0", "beta/1"}
+
+
+def test_another_incarnations_halt_means_nothing_and_what_is_kept_is_bounded() -> None:
+    world = running()
+    say(world, told(world, "beta/1", incarnation="one before", place="the loss", computes=True))
+    world.settle()
+    assert world.job.workers["beta/1"].halted is None
+    say(world, told(world, "beta/1", place="p" * 9999, stack="s" * 99999, seconds=-5.0))
+    world.settle()
+    halted = world.job.workers["beta/1"].halted
+    assert halted is not None
+    assert len(halted.place) < 100
+    assert len(halted.stack) == MOST_STACK
+    assert world.job.workers["beta/1"].halted_at == world.now

@@ -1,0 +1,262 @@
+"""Exceptions of the script's own code: tried on another device once, then the job ends with the text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from elasticd.machines.job.raised import MOST_TRACEBACK, alike
+from elasticd.machines.job.state import Phase
+from elasticd.messages import Leaving, Raised
+from elasticd.records import DoneRecord, Thrown
+from tests.machines.test_coordinator_faults import recovered, running
+from tests.machines.test_leaving import members
+from tests.machines.world import World
+
+BAD = "bad sample 17 at 0x7f3a, of <object at 0x55aa>"
+
+
+def throw(world: World, device: str, text: str = BAD, **changes: Any) -> Raised:
+    """As a worker does whose code raises in the step that is under way."""
+    worker = world.workers[device]
+    body = Raised(
+        plan=worker.plan,
+        step=world.steps,
+        kind="ValueError",
+        text=text,
+        traceback="Traceback\n  in loss\n",
+        **{"holds": True, "saves": True, **changes},
+    )
+    world.outcome(worker, body)
+    if body.holds:
+        world.outcome(worker, Leaving(reason="its code raised ValueError"))
+    return body
+
+
+def saved(world: World, device: str) -> None:
+    """All members of the plan have made a last checkpoint, and the one whose code raised says so."""
+    worker = world.workers[device]
+    body = next(body for body in worker.said if isinstance(body, Raised))
+    world.outcome(worker, msgspec.structs.replace(body, plan=worker.plan, ends=True))
+    world.settle()
+
+
+def ended(world: World) -> str:
+    assert world.phase is Phase.STOPPED, (world.phase, world.job.reason)
+    done = world.done()
+    assert isinstance(done, DoneRecord)
+    return done.reason
+
+
+def test_the_others_make_the_step_again_and_its_state_is_of_use() -> None:
+    world = running()
+    throw(world, "beta/1")
+    world.settle()
+    assert recovered(world)
+    assert "beta/1" not in members(world)
+    proposal = world.proposals[-1]
+    assert proposal.recovery is not None
+    assert "beta/1" in proposal.recovery.sources, "it has what it had before the step"
+    (note,) = [note for note in world.notes if note.kind == "raised"]
+    assert note.text == f"the script's code raised ValueError: {BAD} (in step {world.steps}, on beta/1)"
+    assert note.data["traceback"] == "Traceback\n  in loss\n"
+    number = world.job.number
+    world.kill("beta/1")
+    world.train(3)
+    assert world.kinds().count("fenced") == 1
+    assert world.job.number == number
+    assert world.phase is Phase.RUNNING
+
+
+def test_one_in_the_midst_of_an_update_is_lost() -> None:
+    world = running()
+    throw(world, "beta/1", holds=False)
+    world.settle()
+    assert recovered(world)
+    assert world.job.gone == {"beta/1": "i0-beta/1"}
+
+
+def test_the_same_on_another_device_ends_the_job_with_its_state_saved() -> None:
+    world = running()
+    throw(world, "beta/1")
+    world.settle()
+    world.kill("beta/1")
+    world.settle()
+    world.workers.pop("beta/1")
+    before = members(world)
+    throw(world, "alpha/0", text=BAD.replace("17", "18").replace("7f3a", "1b2c"))
+    world.settle()
+    assert world.phase is Phase.RUNNING
+    assert members(world) == before, "no device after device: all of them save what they hold"
+    assert {*world.job.gone} <= {"beta/1"}
+    saved(world, "alpha/0")
+    reason = ended(world)
+    assert "the script's code raised ValueError: bad sample 18" in reason
+    assert "on alpha/0), as on beta/1 before; the state before the step is saved" in reason
+
+
+def test_ranks_that_raise_at_once_end_the_job() -> None:
+    world = running()
+    throw(world, "beta/1")
+    throw(world, "alpha/0")
+    world.settle()
+    assert world.phase is Phase.RUNNING
+    assert {"alpha/0", "beta/1"} <= members(world)
+    saved(world, "alpha/0")
+    assert "as on beta/1 before" in ended(world)
+
+
+@pytest.mark.parametrize(
+    ("changes", "again"),
+    [({}, True), ({"text": "bad sample 4 at 0x1"}, False), ({"kind": "OSError"}, False), ({"step": 9}, False)],
+)
+def test_another_exception_or_step_is_another_try(changes: dict[str, Any], again: bool) -> None:
+    world = running()
+    throw(world, "beta/1")
+    world.settle()
+    worker = world.workers["alpha/1"]
+    body = next(body for body in world.workers["beta/1"].said if isinstance(body, Raised))
+    other = msgspec.structs.replace(body, plan=worker.plan, **changes)
+    thrown = Thrown(device="beta/1", step=body.step, kind=body.kind, text=body.text, traceback="")
+    assert alike(thrown, other) == again
+    world.outcome(worker, other)
+    world.settle()
+    assert bool(world.job.failing) == again
+    assert ("alpha/1" in members(world)) == again
+
+
+@pytest.mark.parametrize("why", ["no checkpoints", "an older release", "torn", "a member is gone"])
+def test_it_ends_at_once_where_nothing_can_be_saved(why: str) -> None:
+    world = World(memory=60_000_000)
+    world.closes = why != "an older release"
+    world.start()
+    world.settle()
+    world.train(2)
+    throw(world, "beta/1")
+    world.turn()
+    if why == "a member is gone":
+        world.kill("alpha/1")
+    throw(world, "alpha/0", holds=why != "torn", saves=why != "no checkpoints")
+    world.settle()
+    reason = ended(world)
+    assert "ValueError" in reason
+    assert "saved" not in reason
+
+
+def test_a_first_step_that_raises_everywhere_ends_the_job_at_once() -> None:
+    world = running()
+    world.steps = 0
+    throw(world, "beta/1")
+    throw(world, "alpha/0")
+    world.settle()
+    assert "as on beta/1 before" in ended(world)
+
+
+def test_the_only_device_ends_the_job_with_its_state_saved() -> None:
+    world = running()
+    for device in ("beta/0", "beta/1", "alpha/1"):
+        world.kill(device)
+    world.settle()
+    assert recovered(world)
+    throw(world, "alpha/0")
+    world.settle()
+    assert members(world) == {"alpha/0"}
+    saved(world, "alpha/0")
+    assert "no other device to try the step on; the state before the step is saved" in ended(world)
+
+
+@pytest.mark.parametrize("turns", range(16))
+def test_a_death_while_the_state_is_saved_ends_the_job_with_the_exception(turns: int) -> None:
+    world = running()
+    throw(world, "beta/1")
+    throw(world, "alpha/0")
+    for _ in range(turns):
+        if world.inbox:
+            world.turn()
+    world.kill("beta/0")
+    world.settle()
+    for _ in range(30):
+        world.tick(1.0)
+    if world.phase is not Phase.STOPPED:  # it died before the second was heard
+        saved(world, "alpha/0")
+    assert "ValueError: bad sample 17" in ended(world)
+
+
+@pytest.mark.parametrize("how", ["before", "between", "after"])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_leader_that_dies_at_any_event_of_it_leaves_another_that_ends_it(how: str, together: bool) -> None:
+    def lives(world: World) -> None:
+        throw(world, "beta/1")
+        if not together:
+            world.settle()
+        throw(world, "alpha/0")
+        world.settle()
+
+    whole = running()
+    start = whole.events
+    lives(whole)
+    for at in range(start + 1, whole.events + 1):
+        world = running()
+        world.crash_at, world.crash_how = at, how
+        lives(world)
+        for _ in range(12):
+            world.tick(1.0)
+        if world.phase is not Phase.STOPPED:
+            assert world.phase is Phase.RUNNING, f"crash {how} event {at}: {world.phase}"
+            saved(world, "alpha/0")
+        assert "ValueError: bad sample 17" in ended(world), f"crash {how} event {at}"
+
+
+def test_what_is_over_is_not_begun_anew_for_a_new_leader() -> None:
+    world = running()
+    throw(world, "beta/1")
+    world.settle()
+    number = world.job.number
+    world.kill("beta/1")
+    world.settle()
+    world.new_leader()
+    world.settle()
+    for _ in range(6):
+        world.tick(1.0)
+    assert world.phase is Phase.RUNNING
+    assert world.job.number == number
+    assert world.kinds().count("raised") == 1
+    throw(world, "alpha/0")
+    world.settle()
+    assert world.job.failing, "and the new leader knows that it was tried before"
+
+
+def test_what_a_worker_says_of_it_is_bounded_and_one_line() -> None:
+    world = running()
+    body = throw(world, "beta/1", text="a\nb\x1b[2J" + "x" * 5000)
+    world.up("beta/1", msgspec.structs.replace(body, traceback="y" * 100_000))
+    world.settle()
+    notes = [note for note in world.notes if note.kind == "raised"]
+    assert all("\n" not in note.text and "\x1b" not in note.text and len(note.text) < 1200 for note in notes)
+    assert all(len(note.data["traceback"]) <= MOST_TRACEBACK for note in notes)
+
+
+@pytest.mark.parametrize("deaths", [0, 2])
+def test_what_ends_all_members_alike_ends_the_job_with_it(deaths: int) -> None:
+    """A sample that cannot be read; some of them may have ended before its word is heard."""
+    world = running()
+    for device in ("alpha/0", "alpha/1")[:deaths]:
+        world.kill(device)
+    world.settle()
+    body = Raised(
+        plan=world.workers["beta/1"].plan,
+        step=world.steps,
+        kind="elasticd.SampleError",
+        text="sample 7",
+        traceback="in __getitem__",
+        holds=True,
+        saves=True,
+        ends=True,
+    )
+    world.outcome(world.workers["beta/1"], body)
+    world.settle()
+    assert "SampleError: sample 7" in ended(world)
+    assert ended(world).count("the state before the step is saved") == 1
+    assert world.job.thrown[-1].traceback == "in __getitem__"
