@@ -52,10 +52,11 @@ def arrives(pair: Pair, step: int = 1) -> None:
 
 def test_port_outlives_the_end_of_descriptors(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     noise: list[socket.socket] = []
-    with few_descriptors(spare=24):
+    with socket.socket() as last, few_descriptors(spare=24):
         with contextlib.suppress(OSError):
             while True:
                 noise.append(connected(pair))
+        last.connect(("127.0.0.1", int(pair.address.rpartition(":")[2])))  # for which there is none
         until(lambda: "took no connection" in caplog.text, 60.0)
         for one in noise:
             one.close()
