@@ -189,8 +189,9 @@ def test_streams_of_one_node_are_so_many(
     other = Identity.make("c")
     pair = register(Pair(lambda identity: {"n0": identity.certificate, "n2": other.certificate}))
     with spoken_to(pair, pair.mine), spoken_to(pair, pair.mine):
+        until(lambda: sum(bool(guest.nodes) for guest in pair.server._entrance._guests) == 2, 60.0)
         with pytest.raises(StreamFailed):
-            until(lambda: pair.send(snapshot()), 60.0)  # once both are known
+            pair.send(snapshot())
         sender = Sender(other)
         one = snapshot(device="n2/0", node="n2")
         try:
