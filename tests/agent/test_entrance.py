@@ -52,13 +52,20 @@ def arrives(pair: Pair, step: int = 1) -> None:
 
 def test_port_outlives_the_end_of_descriptors(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     noise: list[socket.socket] = []
-    with socket.socket() as last, few_descriptors(spare=24):
+    sockets = [socket.socket() for _ in range(40)]  # there is none for their other ends
+
+    def full() -> bool:
         with contextlib.suppress(OSError):
             while True:
                 noise.append(connected(pair))
-        last.connect(("127.0.0.1", int(pair.address.rpartition(":")[2])))  # for which there is none
-        until(lambda: "took no connection" in caplog.text, 60.0)
-        for one in noise:
+        if sockets:
+            noise.append(sockets.pop())
+            noise[-1].connect(("127.0.0.1", int(pair.address.rpartition(":")[2])))
+        return "took no connection" in caplog.text
+
+    with few_descriptors(spare=24):
+        until(full, 60.0)
+        for one in (*noise, *sockets):
             one.close()
     assert len(noise) > 3
     arrives(pair)
