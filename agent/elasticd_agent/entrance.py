@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from elasticd.backoff import jittered
 from elasticd.decoding import log_once
 from elasticd.logs import Seldom
 from elasticd_agent.identity import Identity
@@ -184,7 +185,7 @@ class Entrance:
         self._full.warn(f"the port for other nodes' snapshots took no connection, and goes on: {error}")
         with self._changed:
             self._drop_one()
-        self._closed.wait(_PAUSE_SECONDS)
+        self._closed.wait(jittered(_PAUSE_SECONDS))
 
     def _strangers(self) -> list[_Guest]:
         with self._changed:
@@ -200,7 +201,7 @@ class Entrance:
         with self._changed:
             while len(self._strangers()) >= MOST_STRANGERS and not self._closed.is_set():
                 self._drop_one()
-                self._changed.wait(_LOOK_SECONDS)
+                self._changed.wait(jittered(_LOOK_SECONDS))
 
     def _drop_one(self) -> None:
         """The stranger that is here the longest, of the address that has the most of them."""

@@ -200,7 +200,7 @@ class Control:
                 opened, welcome = _open(
                     self._path, msgspec.structs.replace(self._hello, incarnation=same), _RETURN_SECONDS
                 )
-            except (BrokenPipeError, HungUp) as error:
+            except (ConnectionError, HungUp) as error:  # an agent that was killed resets what it had not read
                 if time.monotonic() < deadline:
                     time.sleep(jittered(_AGAIN_SECONDS))
                     continue

@@ -52,12 +52,20 @@ def arrives(pair: Pair, step: int = 1) -> None:
 
 def test_port_outlives_the_end_of_descriptors(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     noise: list[socket.socket] = []
-    with few_descriptors(spare=24):
+    sockets = [socket.socket() for _ in range(40)]  # there is none for their other ends
+
+    def full() -> bool:
         with contextlib.suppress(OSError):
             while True:
                 noise.append(connected(pair))
-        until(lambda: "took no connection" in caplog.text, 60.0)
-        for one in noise:
+        if sockets:
+            noise.append(sockets.pop())
+            noise[-1].connect(("127.0.0.1", int(pair.address.rpartition(":")[2])))
+        return "took no connection" in caplog.text
+
+    with few_descriptors(spare=24):
+        until(full, 60.0)
+        for one in (*noise, *sockets):
             one.close()
     assert len(noise) > 3
     arrives(pair)
@@ -188,8 +196,9 @@ def test_streams_of_one_node_are_so_many(
     other = Identity.make("c")
     pair = register(Pair(lambda identity: {"n0": identity.certificate, "n2": other.certificate}))
     with spoken_to(pair, pair.mine), spoken_to(pair, pair.mine):
+        until(lambda: sum(bool(guest.nodes) for guest in pair.server._entrance._guests) == 2, 60.0)
         with pytest.raises(StreamFailed):
-            until(lambda: pair.send(snapshot()), 60.0)  # once both are known
+            pair.send(snapshot())
         sender = Sender(other)
         one = snapshot(device="n2/0", node="n2")
         try:

@@ -26,6 +26,7 @@ ASKING: dict[str, tuple[str, ...]] = {
     "logs": (),
     "jobs": (),
     "stop": ("job\n",),
+    "forget": ("job\n",),
     "record": ("{folder}/run.jsonl",),
     "drain": ("alpha\n",),
     "pause": (),

@@ -45,11 +45,11 @@ def test_one_that_is_told_to_go_leaves_and_nothing_is_lost_or_done_twice(holder:
         (lost,) = cluster.events("worker_lost")
         assert lost["data"]["clean"]
         assert "it was told to go, and the job goes on without it" in lost["text"]
+        assert {m["pid"] for m in cluster.job()["members"]} == {pids["a/0"], pids["a/1"]}
         steps = cluster.finish()
         codes = cluster.wait(120)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
         assert not cluster.events("fenced"), "nobody was lost"
-        assert {m["pid"] for m in cluster.job()["members"]} == {pids["a/0"], pids["a/1"]}
         check_exactness(cluster, steps, plans=2)
 
 

@@ -146,4 +146,4 @@ def test_sample_file_starts_a_cluster_that_trains(nodes: Nodes) -> None:
         options = ("--node", "c", "--address", "127.0.0.1", "--socket", nodes.socket("c"))
         refused = nodes.elasticd("b", "agent-c", "elasticd_agent", *options)
         assert refused.wait(60) == 1
-        assert "node 'c' would listen at 127.0.0.1, and nodes 'c' and" in nodes.said("agent-c")
+        assert "node 'c' would listen at 127.0.0.1, and node " in nodes.said("agent-c")

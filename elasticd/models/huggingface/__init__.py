@@ -104,7 +104,7 @@ def _warn_of_lengths(model: Any) -> None:
         warnings.warn(
             f"elasticd: {type(model).__name__} has other rotary frequencies where a micro-batch is padded to "
             f"more than {length} tokens, and a layout decides which samples are in a micro-batch: let all "
-            "samples be shorter, or pad all of them to one length",
+            "samples be shorter. Training refuses the first micro-batch that is longer",
             stacklevel=4,
         )
 
