@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from elasticd.allowance import Allowance
 from elasticd.decoding import log_once, shown
 from elasticd.messages import Message, ToLeader, ToWorker, protocol_refusal
 from elasticd.names import harmless, name_refusal
@@ -43,6 +44,11 @@ from elasticd_agent.registrar import Registrar
 ENDED_SECONDS = 30.0
 #: Seconds that a torchrun has to come again after it hung up, as long as its process lives.
 RETURN_SECONDS = 5.0
+#: Characters of what a torchrun says of itself.
+MOST_PRESENT = 1024
+#: Bytes that the torchruns of this node may have written to etcd: at once, and a second. A rendezvous of 1,000
+#: nodes takes 150 KB every 5 s.
+WRITTEN_AT_ONCE, WRITTEN_A_SECOND = 64 << 20, 64 << 10
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -117,6 +123,7 @@ class Rounds:
         self._clients: dict[str, _Client] = {}
         self._jobs: dict[str, _Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._allowance = Allowance(WRITTEN_AT_ONCE, WRITTEN_A_SECOND)
 
     def take(self, client: str, pid: int, body: Message | None) -> bool:
         """A message of a client, or None at its end; whether it was for us."""
@@ -220,6 +227,18 @@ class Rounds:
         return ""
 
     def _appear(self, client: str, known: _Client, body: Present) -> None:
+        if known.present is not None and known.present.name != body.name:
+            self._dismiss(
+                client, f"a torchrun has one name, {shown(known.present.name)}: not another one later"
+            )
+            return
+        if "/" in body.name or len(body.name) + len(body.store) > MOST_PRESENT:
+            self._dismiss(
+                client, f"a torchrun's name and address have {MOST_PRESENT} characters at most, and no '/'"
+            )
+            return
+        if not self._may_write(client, body.id, len(body.name) + len(body.store)):
+            return
         known.present = body
         status: Literal["left", "here"] = "left" if body.left else "here"
         record = Torchrun(node=self._node, store=body.store, status=status)
@@ -242,7 +261,17 @@ class Rounds:
         self._answer(client, job, body.id, done=True)
         self._let_go(name)
 
+    def _may_write(self, client: str, question: int, size: int) -> bool:
+        """If not, the client is told so, and asks again."""
+        if self._allowance.take(size, self._loop.time()):
+            return True
+        error = f"the torchruns of node {self._node} write more than {WRITTEN_A_SECOND} bytes a second"
+        self._send(client, RoundAnswer(id=question, done=False, error=error))
+        return False
+
     async def _write(self, client: str, name: str, body: WriteRound) -> None:
+        if not self._may_write(client, body.id, len(body.value)):
+            return
         try:
             job = await self._job(name)
             key = job.prefix + "state"

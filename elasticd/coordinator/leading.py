@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from elasticd.allowance import Allowance
 from elasticd.config import ConfigError
 from elasticd.coordinator.changes import Changes, Scalar
 from elasticd.coordinator.connections import Connection, Connections
@@ -90,6 +91,8 @@ MOST_TOLD = 256
 EMPTY_WITHOUT = ("check", "delete")
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live).
 RANKS = "rdzv/"
+#: Bytes of one such value, and of all that the torchruns of a node have written to etcd: at once, and a second.
+LARGEST_RANK, RANKS_AT_ONCE, RANKS_A_SECOND = 16 << 10, 4 << 20, 4 << 10
 
 _log = logging.getLogger(__name__)
 
@@ -132,6 +135,7 @@ class Leading:
         self._look_at = 0.0
         self._turned_away: set[tuple[str, str]] = set()
         self._asked_first: dict[str, str] = {}
+        self._allowances: dict[str, Allowance] = {}
         self.changes = Changes(detect=state.settings.detect, policy=state.settings.policy)
 
     def apply(self, event: Event) -> None:
@@ -327,7 +331,7 @@ class Leading:
             if why := self._no_store(connection.node, message.job, call):
                 self._turn_away(connection, message, why)
                 return
-            answer = await self._answered(message.job, call)
+            answer = await self._answered(connection.node, message.job, call)
             connection.send(Down(client=message.client, body=answer))
             return
         if isinstance(message, Up | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps):
@@ -351,22 +355,35 @@ class Leading:
         self._asked_first[job] = node
         return ""
 
-    async def _answered(self, job: str, call: StoreCall) -> StoreAnswer:
+    async def _answered(self, node: str, job: str, call: StoreCall) -> StoreAnswer:
         """What torchruns tell of their ranks is written, too. What the store would not take is refused: nobody
         is to go on as if it were there."""
         values = self._stores.get(job) or KeyValue()
         if call.op in ("set", "add") and sum(each.size for each in self._stores.values()) > MOST_STORED:
             error = f"the bootstrap stores of all jobs hold {MOST_STORED} bytes: there is no room for more"
             return StoreAnswer(id=call.id, error=error)
-        if call.op not in EMPTY_WITHOUT:
-            self._stores[job] = values
         over = job in self.state.jobs and self.state.jobs[job].phase in OVER
+        if call.op not in EMPTY_WITHOUT and not over:  # of a job that is over nothing is begun again
+            self._stores[job] = values
         if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None and not over:
             rank = Rank(job=job, key=call.key, value=call.value)
-            if why := values.refusal(call) or self.writer.refusal(rank):
+            why = values.refusal(call) or self.writer.refusal(rank) or self._too_much(node, call)
+            if why:
                 return StoreAnswer(id=call.id, error=f"set of {shown(call.key)}: {why}")
             self.writer.put(rank)
         return await values.call(call)
+
+    def _too_much(self, node: str, call: StoreCall) -> str:
+        """Why a node's torchruns may not have this written to etcd now, or nothing."""
+        size = len(call.key) + len(call.value)
+        if size > LARGEST_RANK:
+            return f"{size} bytes: a torchrun tells of its ranks in at most {LARGEST_RANK}"
+        allowance = self._allowances.setdefault(node, Allowance(RANKS_AT_ONCE, RANKS_A_SECOND))
+        if not allowance.take(size, self._clock()):
+            return (
+                f"the torchruns of node {node} write more than {RANKS_A_SECOND} bytes a second of their ranks"
+            )
+        return ""
 
     def _turn_away(self, connection: Connection, message: ToLeader, why: str) -> None:
         """A message that this agent may not say. A client that waits for an answer gets one."""

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elasticd_agent import rounds
 
+from elasticd.messages import Rejected
 from elasticd.records import Keys
 from elasticd.rounds import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
 from elasticd.store.memory import MemoryStore
@@ -82,3 +84,38 @@ def test_torchrun_that_hangs_up_at_once_leaves_no_watch(node: Node, watched: lis
     attending(node, "job").close()
     of_job = [watch for prefix, watch in watched if prefix == KEYS.rendezvous("job")]
     until(lambda: all(watch.cancelled for watch in of_job), 60.0)
+
+
+def test_torchrun_that_writes_again_and_again_does_not_fill_the_store(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "WRITTEN_AT_ONCE", 10_000)
+    monkeypatch.setattr(rounds, "WRITTEN_A_SECOND", 100)
+    node.agent()
+    torchrun = attending(node, "job")
+    token = 0
+    for number in range(10):
+        torchrun.say(WriteRound(id=number, value=bytes(990) + bytes([number]), token=token))
+        answer = torchrun.hear()
+        assert isinstance(answer, RoundAnswer)
+        assert answer.done, answer
+        token = answer.token
+    torchrun.say(WriteRound(id=11, value=bytes(1000), token=token))
+    answer = torchrun.hear()
+    assert isinstance(answer, RoundAnswer)
+    assert not answer.done
+    assert "write more than 100 bytes a second" in answer.error
+    torchrun.say(ReadRound(id=12))  # it is heard as before
+    assert isinstance(torchrun.hear(), RoundAnswer)
+
+
+@pytest.mark.parametrize("names", [("t0", "t1"), ("a/b",), ("x" * 2000,)])
+def test_torchrun_has_one_name_that_is_a_key(node: Node, names: tuple[str, ...]) -> None:
+    node.agent()
+    torchrun = attending(node, "job")
+    *taken, refused = names
+    for name in taken:
+        torchrun.say(Present(id=1, name=name, store=""))
+        assert isinstance(torchrun.hear(), RoundAnswer)
+    torchrun.say(Present(id=2, name=refused, store=""))
+    assert isinstance(torchrun.hear(), Rejected)

@@ -17,6 +17,7 @@ from elasticd_planner.measurement import Measurement
 from elasticd.config import with_overrides
 from elasticd.coordinator.daemon import Coordinator, run, serve
 from elasticd.coordinator.election import CannotLead
+from elasticd.coordinator.leading import LARGEST_RANK, RANKS_AT_ONCE
 from elasticd.machines.job.state import Phase
 from elasticd.messages import (
     Finished,
@@ -455,6 +456,33 @@ def test_value_that_the_store_does_not_take_is_refused_to_its_sender_and_harms_n
             assert coordinator.ready() == ""
         found = MemoryStore(server).snapshot(KEYS.job(JOB, "ranks/")).items
         assert [item.key.rpartition("/")[2] for item in found] == ["rdzv:2"]
+
+    asyncio.run(body())
+
+
+def test_a_worker_that_sets_its_ranks_again_and_again_does_not_fill_the_store() -> None:
+    def told(number: int) -> Up:
+        call = StoreCall(id=number, op="set", key="rdzv/1", value=bytes(LARGEST_RANK - 10), seconds=5.0)
+        return Up(client="t", job=JOB, device="", incarnation="", body=call)
+
+    async def body() -> None:
+        server = MemoryServer()
+        async with (
+            coordinating(server) as coordinator,
+            agent(coordinator, node_record("alpha")) as alpha,
+            agent(coordinator, node_record("beta")) as beta,
+        ):
+            asked = RANKS_AT_ONCE // LARGEST_RANK + 50
+            for number in range(asked):
+                await alpha.tell(told(number))
+            await until(lambda: len(alpha.bodies("t")) == asked)
+            errors = [answer.error for answer in alpha.bodies("t")]
+            taken = errors.index(next(filter(None, errors)))
+            assert taken >= RANKS_AT_ONCE // LARGEST_RANK
+            assert "node alpha write more than" in (errors[taken] or "")
+            await beta.tell(told(1))
+            await until(lambda: len(beta.bodies("t")) == 1)
+            assert beta.bodies("t")[0].error is None, "the other node's share is its own"
 
     asyncio.run(body())
 

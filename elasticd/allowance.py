@@ -1,0 +1,25 @@
+"""A token bucket: how many bytes one node's processes may have written to etcd.
+
+etcd keeps every version of a value until its next compaction. A process that sets a key again and again would
+fill it, and a full etcd takes writes from nobody.
+"""
+
+from __future__ import annotations
+
+
+class Allowance:
+    """`burst` bytes at once, and `rate` bytes more for each second since. `take` is called with monotonic
+    seconds."""
+
+    def __init__(self, burst: int, rate: float) -> None:
+        self._burst, self._rate = float(burst), rate
+        self._left, self._at = float(burst), 0.0
+
+    def take(self, size: int, now: float) -> bool:
+        """Whether `size` bytes may be written now; if so, they are counted."""
+        self._left = min(self._burst, self._left + self._rate * max(0.0, now - self._at))
+        self._at = max(self._at, now)
+        if size > self._left:
+            return False
+        self._left -= size
+        return True

@@ -1,0 +1,25 @@
+"""Bytes that may be written to etcd, over time."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticd.allowance import Allowance
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.floats(0, 10)), max_size=50))
+def test_never_more_than_the_burst_and_the_rate_are_let_through(asked: list[tuple[int, float]]) -> None:
+    allowance, now, taken = Allowance(burst=100, rate=5.0), 1000.0, 0
+    for size, pause in asked:
+        now += pause
+        taken += size if allowance.take(size, now) else 0
+        assert taken <= 100 + 5.0 * (now - 1000.0) + 1e-6
+
+
+def test_what_was_refused_is_taken_once_time_has_passed() -> None:
+    allowance = Allowance(burst=100, rate=5.0)
+    assert allowance.take(100, 7.0)
+    assert not allowance.take(10, 8.0)
+    assert allowance.take(10, 9.0)
+    assert not allowance.take(101, 1e6)
