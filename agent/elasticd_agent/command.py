@@ -127,20 +127,20 @@ async def run(read: Callable[[], Config]) -> None:
         try:
             await check_store(store, config.etcd.endpoints)
             await asyncio.to_thread(release.warn, store)
-            config = await with_address(config, store)
+            located = await with_address(config, store)
         except asyncio.CancelledError:
             if ending:
                 return
             raise
-        agent = Agent(config, store, memory=memory, supervisor=supervisor)
+        agent = Agent(located, store, memory=memory, supervisor=supervisor)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, agent.stop)
 
         def reload() -> None:
             nonlocal config
             supervisor.reloading()
-            config = reloaded(config, read, ("chaos",))
-            agent.reconfigure(config)
+            config = reloaded(config, read, ("chaos",))  # as the file has it, where an address may be left out
+            agent.reconfigure(structs.replace(located, chaos=config.chaos))
             supervisor.ready("the configuration was read anew")
 
         loop.add_signal_handler(signal.SIGHUP, reload)
