@@ -48,6 +48,7 @@ class _Passage:
     ids: Sequence[int]
     segments: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
     loss: Tensor | None = None
+    targets: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +252,9 @@ class StageRunner:
             self._stopwatch.where.at(LOSS)
             with self._drawing.keyed("loss"):  # every member of the last stage computes it
                 passage.loss, counted = self._loss(logits, batch)
+            passage.targets = counted
+            if not counted:  # a loss that was made of a mean is NaN here
+                passage.loss = torch.zeros_like(passage.loss)
             telemetry.passed("head")
         else:
             chunk.after.send_activation(index, x.detach(), ids)
@@ -271,10 +275,13 @@ class StageRunner:
         first, *rest = passage.segments
         grad: Tensor | None = None
         if passage.loss is not None:
-            section, entered, _ = rest.pop()
+            section, entered, out = rest.pop()
             telemetry.mark()
             self._drawing.forget(section)  # torch.utils.checkpoint inside may pass forward again
-            torch.autograd.backward(passage.loss, torch.full_like(passage.loss, self._scale))
+            if passage.targets:
+                torch.autograd.backward(passage.loss, torch.full_like(passage.loss, self._scale))
+            else:  # no sample of it has a target: nothing is added to any gradient
+                torch.autograd.backward(out, torch.zeros_like(out))
             telemetry.passed("head")
             grad = entered.grad
             if last:

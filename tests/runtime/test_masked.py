@@ -1,0 +1,74 @@
+"""A micro-batch without a single target adds nothing, though its mean loss, as most write it, is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from elasticd_planner.boxes import Box
+from elasticd_planner.layouts import Layouts
+from torch import Tensor
+
+from elasticd.models import Decoder, next_token_loss
+from elasticd.runtime.data import pad
+from elasticd.runtime.engine import first_state, make_engine
+from elasticd.runtime.in_memory import MemoryFabric, run_threads, unpaced
+from elasticd.runtime.recipe import Recipe
+from tests.runtime.test_engine import TWO_STAGES
+from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
+
+STEPS = 2
+
+
+class Masked(Text):
+    """Of two samples in three the prompt alone is left: they have no target."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        return sample if index % 3 == 0 else {**sample, "targets": torch.full_like(sample["targets"], -100)}
+
+
+def mean_loss(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    count = int((batch["targets"] != -100).sum())
+    return F.cross_entropy(output.flatten(0, 1), batch["targets"].flatten()) * count, count
+
+
+def masked() -> Recipe:
+    return replace(make_recipe(), dataset=Masked(), loss=mean_loss, clip=None)
+
+
+def test_micro_batches_without_targets_train_like_one_process() -> None:
+    recipe, model = masked(), Decoder(CONFIG)
+    drawn = [[index % 3 == 0 for index in recipe.sampler.samples(step)] for step in range(STEPS)]
+    assert all(any(each) and not all(each) for each in drawn)
+    assert TWO_STAGES.micro_batch == 1
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(recipe.model.first_value(name, Box.whole(parameter.shape), SEED))
+    update = torch.optim.AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.1)
+    losses = []
+    for step in range(STEPS):
+        batch = pad([Masked()[index] for index in recipe.sampler.samples(step)])
+        total, count = next_token_loss(model(batch), batch)
+        update.zero_grad()
+        (total / count).backward()
+        update.step()
+        losses.append(float(total.detach()) / count)
+    weights = dict(model.named_parameters())
+
+    def member(fabric: MemoryFabric) -> tuple[list[Any], dict[str, Any]]:
+        recipe = masked()
+        layouts = Layouts(recipe.model.spec, TWO_STAGES)
+        engine = make_engine(recipe, layouts, fabric, unpaced)  # type: ignore[arg-type]
+        engine.adopt(first_state(recipe.model, layouts, fabric.me, SEED))
+        done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
+        return [each.outcome.loss for each in done], engine.local.parameters
+
+    for made, parameters in run_threads(TWO_STAGES.members, member).values():
+        assert made == pytest.approx(losses, abs=1e-10)
+        for name, (box, value) in parameters.items():
+            expected = weights[name][box.slices(Box.whole(weights[name].shape))]
+            assert float((value.detach() - expected).abs().max()) < 1e-10, name
