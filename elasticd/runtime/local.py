@@ -46,7 +46,7 @@ def local_model(model: Model, stage: Stage, position: int) -> LocalModel:
             owner = module.get_submodule(path)
             if rule.kind == "buffer":
                 empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype))
-                setattr(owner, leaf, local.buffers.setdefault(name, empty))
+                _share(module, owner.get_buffer(leaf), local.buffers.setdefault(name, empty))
                 continue
             if name not in local.parameters:
                 empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype))
@@ -61,6 +61,14 @@ def local_model(model: Model, stage: Stage, position: int) -> LocalModel:
         _prepare(model, section, module, stage, position, local.drawing)
         local.modules[section] = module
     return local
+
+
+def _share(module: nn.Module, old: Tensor, new: Tensor) -> None:
+    """Every submodule that has the one buffer has the other now: a change in one is seen in all."""
+    for submodule in module.modules():
+        for name, buffer in list(submodule.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer is old:
+                setattr(submodule, name, new)
 
 
 def _fuse(owner: nn.Module, leaf: str, held: nn.Parameter, dim: int) -> None:

@@ -97,6 +97,17 @@ def test_a_buffer_that_is_not_persistent_stays_as_the_module_made_it() -> None:
     assert local.modules["blocks.0"].gain.tolist() == [1, 2, 3, 4]
 
 
+def test_a_buffer_of_two_submodules_stays_one() -> None:
+    first, second = Scaled(4), Scaled(4)
+    second.gain = first.gain
+    model = plain(blocks=[nn.Sequential(first, second)])
+    assert [rule.name for rule in model.spec.kinds[0] if rule.kind == "buffer"] == ["0.gain"]
+    local = model.local(Stage(start=0, stop=1, devices=("a/0",), shares=(1,)), 0)
+    ours = local.buffers["blocks.0.0.gain"]
+    assert local.modules["blocks.0"].get_buffer("0.gain") is ours
+    assert local.modules["blocks.0"].get_buffer("1.gain") is ours
+
+
 SHARED = nn.Linear(4, 4)
 
 
