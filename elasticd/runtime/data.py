@@ -76,13 +76,16 @@ def _batch(parts: Sequence[Any], keys: tuple[str, ...]) -> Any:
             value = PADDING.get(keys[-1], 0) if keys else 0
             common = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
             tensors = [tensor.to(common) for tensor in tensors]
+            if value and len({len(tensor) for tensor in tensors}) > 1 and not _holds(common, value):
+                text = str(common).removeprefix("torch.")
+                raise Unlike(0, f"{_where(keys)}: {value} is no {text}, to pad the shorter with: {_REMEDY}")
             return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
         shape = tensors[0].shape
         _alike(
             tensors, keys, lambda tensor: tensor.shape == shape, lambda tensor: f"shape {tuple(tensor.shape)}"
         )
         return torch.stack(tensors)
-    kind = (int, float) if isinstance(first, int | float) else type(first)
+    kind = _NUMBERS if isinstance(first, _NUMBERS) else type(first)
     _alike(parts, keys, lambda part: isinstance(part, kind), _described)
     try:
         return default_collate(list(parts))
@@ -90,6 +93,13 @@ def _batch(parts: Sequence[Any], keys: tuple[str, ...]) -> Any:
         raise Unlike(
             0, f"{_where(keys)}: a {type(first).__name__} goes into no batch ({error}): {_REMEDY}"
         ) from error
+
+
+def _holds(dtype: torch.dtype, value: int) -> bool:
+    """Whether tensors of this type can have the value."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    return dtype is not torch.bool and torch.iinfo(dtype).min <= value
 
 
 def _alike(
@@ -100,6 +110,8 @@ def _alike(
             raise Unlike(place, f"{_where(keys)}: {said(part)} beside {said(parts[0])}: {_REMEDY}")
 
 
+#: Python's and numpy's go into one batch.
+_NUMBERS = (int, float, np.number, np.bool_)
 _REMEDY = "give Job(collate=...) a function that makes a batch of them"
 
 

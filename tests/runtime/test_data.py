@@ -46,6 +46,7 @@ TAKEN: dict[str, Callable[[int], Any]] = {
     "named": lambda i: Point(torch.tensor([i, i]), i),
     "nested": lambda i: {"a": {"b": {"c": torch.tensor([i, 2.0])}, "d": (i, torch.ones(1))}},
     "arrays": lambda i: {"x": np.full((2, 3), i, dtype=np.float32), "y": np.int64(i)},
+    "numpy's numbers and Python's": lambda i: {"x": np.float32(i) if i else 0.5, "y": i if i else np.int64(7)},
     "text": lambda i: {"name": f"sample {i}", "raw": b"x"},
     "lists": lambda i: {"three": [i, i + 1, i + 2]},
     "a number": lambda i: i,
@@ -91,6 +92,8 @@ def test_sequences_alone_are_padded_and_labels_left_out_of_the_loss() -> None:
         ([{"x": torch.ones(2)}, {"x": None}], 1, r"x: a NoneType beside shape \(2,\)"),
         ([{"x": [1, 2]}, {"x": [1]}], 0, "x: a list goes into no batch"),
         ([{"x": object()}, {"x": object()}], 0, "x: a object goes into no batch"),
+        ([{"labels": torch.ones(n, dtype=torch.bool)} for n in (2, 3)], 0, "labels: -100 is no bool"),
+        ([{"labels": torch.ones(n, dtype=torch.uint8)} for n in (2, 3)], 0, "labels: -100 is no uint8"),
         ([{"x": np.array(["a"])}] * 2, 0, "x: can't convert np.ndarray"),
     ],
 )
