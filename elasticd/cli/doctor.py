@@ -228,9 +228,8 @@ def _coordinator(config: Config) -> Iterator[Finding]:
 
 
 def _clock(url: str, known: Credentials) -> Finding:
-    verify = known.context if known.context is not None else True
     try:
-        answer = httpx2.get(f"{url}/livez", trust_env=False, verify=verify)
+        answer = httpx2.get(f"{url}/livez", trust_env=False, verify=known.verifying())
         said = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
     except (httpx2.HTTPError, KeyError, ValueError) as error:
         return Finding(what="clocks", verdict="note", found=f"the coordinator did not say its time: {error!r}")

@@ -62,7 +62,7 @@ class Api:
             timeout=patience,
             trust_env=False,
             headers=known.headers(),
-            verify=known.context if known.context is not None else True,
+            verify=known.verifying(),
         )
 
     def __enter__(self) -> Api:

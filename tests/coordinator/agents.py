@@ -19,6 +19,7 @@ from elasticd.config import ChaosSection, ClusterSection, Config, CoordinatorSec
 from elasticd.coordinator import election
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.planning import COMMAND
+from elasticd.credentials import Credentials
 from elasticd.messages import AgentHello, AgentRejected, Down, ToLeader, encode, to_agent
 from elasticd.records import NodeRecord
 from elasticd.store.memory import MemoryServer, MemoryStore
@@ -111,13 +112,17 @@ async def agent(
             await asyncio.gather(listening, return_exceptions=True)
 
 
+def _client(**options: Any) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(trust_env=False, verify=Credentials().verifying(), **options)
+
+
 async def get(coordinator: Coordinator, path: str) -> tuple[int, Any]:
-    async with httpx2.AsyncClient(base_url=coordinator.url, trust_env=False) as client:
+    async with _client(base_url=coordinator.url) as client:
         answer = await client.get(path)
         return answer.status_code, answer.json()
 
 
 async def post(coordinator: Coordinator, path: str, body: Any) -> tuple[int, Any]:
-    async with httpx2.AsyncClient(base_url=coordinator.url, trust_env=False) as client:
+    async with _client(base_url=coordinator.url) as client:
         answer = await client.post(path, content=msgspec.json.encode(body))
         return answer.status_code, answer.json()

@@ -61,8 +61,9 @@ async def ask(
     headers: dict[str, str] | None = None,
     content: Any = None,
 ) -> httpx2.Response:
-    verify = known.context if known.context is not None else True
-    async with httpx2.AsyncClient(base_url=coordinator.url, trust_env=False, verify=verify) as client:
+    async with httpx2.AsyncClient(
+        base_url=coordinator.url, trust_env=False, verify=known.verifying()
+    ) as client:
         return await client.request(method, path, headers=known.headers() | (headers or {}), content=content)
 
 

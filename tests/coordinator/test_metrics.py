@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elasticd.coordinator.connections import Connections
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.metrics import Metrics
+from elasticd.credentials import Credentials
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.state import Phase, fresh
 from elasticd.messages import Kept
@@ -33,7 +34,7 @@ def samples(text: str) -> Samples:
 
 
 async def scrape(coordinator: Coordinator) -> Samples:
-    async with httpx2.AsyncClient(trust_env=False) as client:
+    async with httpx2.AsyncClient(trust_env=False, verify=Credentials().verifying()) as client:
         answer = await client.get(f"{coordinator.url}/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     return samples(answer.text)

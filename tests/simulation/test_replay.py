@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from elasticd import recording
 from elasticd.cli.app import elasticd
+from elasticd.credentials import Credentials
 from elasticd.machines.job.effects import AgentUp, Event
 from elasticd.recording import Line, RecordingError
 from elasticd.simulator.leader import Leader
@@ -160,7 +161,7 @@ def test_the_command_says_whether_it_decides_the_same(run: list[bytes], tmp_path
 def test_a_coordinator_is_recorded_from_any_moment_and_the_recording_ends_with_it() -> None:
     async def body() -> list[bytes]:
         lines: list[bytes] = []
-        async with httpx2.AsyncClient(trust_env=False, timeout=60) as client:
+        async with httpx2.AsyncClient(trust_env=False, timeout=60, verify=Credentials().verifying()) as client:
             async with coordinating() as coordinator:
                 coordinator.leading.apply(AgentUp(record=node_record("alpha")))
 
