@@ -34,7 +34,7 @@ from elasticd_planner.settings import Setting, Settings, alive, current_setting,
 from elasticd_planner.shape import Combination
 from elasticd_planner.sharding import with_carriers
 from elasticd_planner.shortfall import explain
-from elasticd_planner.task import EXACT_DEVICES, Chained, Group, Task
+from elasticd_planner.task import ENUMERATED, EXACT_DEVICES, Chained, Group, Task
 from elasticd_planner.walk import Form, Walk, form
 from elasticd_planner.wide import Wide
 
@@ -81,7 +81,9 @@ def _plain(
 
     def evaluate(setting: Setting, like: Form | None) -> tuple[float, Form | None]:
         given = setting.problem(problem)
-        planning = _Planning(problem=given, number=number, tolerance=tolerance, steady=steady, like=like)
+        planning = _Planning(
+            problem=given, number=number, tolerance=tolerance, steady=steady, like=like, known=_least(made)
+        )
         planning, answer = planning.fitting(stop)
         if answer.plan is None or answer.plan.prediction is None:
             refused.append(answer)
@@ -131,7 +133,7 @@ def _least(made: Sequence[_Made]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _Planning:
-    """One problem being planned."""
+    """One problem being planned. known: seconds of a plan of another setting, which one of this must beat."""
 
     problem: Problem
     number: int = 0
@@ -139,6 +141,7 @@ class _Planning:
     members: int | None = None
     steady: bool = False
     like: Form | None = None
+    known: float = math.inf
 
     @property
     def cost(self) -> CostModel:
@@ -154,7 +157,7 @@ class _Planning:
         planning = self
         usable = len(alive(self.problem))
         for _ in range(AGAIN):
-            answer = planning.answer() if usable <= EXACT_DEVICES else planning.wide(stop)
+            answer = planning.answer(stop) if usable <= EXACT_DEVICES else planning.wide(stop)
             if answer.plan is None:
                 return planning, answer
             if self.problem.freedom.recompute is True:
@@ -173,9 +176,11 @@ class _Planning:
             candidates=answer.candidates,
         )
 
-    def answer(self) -> Answer:
+    def answer(self, stop: Callable[[], bool] | None) -> Answer:
+        """The answer for few devices: of all plans, or of those that the search finds too, where there are too
+        many to look at all."""
         current = self.current()
-        known = self.seconds(current) if current is not None else math.inf
+        known = self.seconds(current) if current is not None and self.fits(current) else math.inf
         exact = Exact(
             self.problem.cluster,
             self.problem.rates,
@@ -183,12 +188,16 @@ class _Planning:
             layers=self.problem.profile.layers,
             micro_batches=self.micro_batches,
             slack=self.tolerance if current is not None else 0.0,
-            best=known if current is not None and self.fits(current) else math.inf,
+            best=min(known, self.known),
             pins=Pins(tp=self.task.tp, dp=self.task.dp, steady=self.steady),
+            budget=ENUMERATED,
         )
         combinations = exact.run()
         now = self.now()
         found = list(islice(self.candidates(exact, combinations, current), COMPARED))
+        if not exact.complete:
+            searched = self.wide(stop).plan
+            found += [searched] if searched is not None else []
         if not found:
             refusal = explain(self.problem, self.task)
             return Answer(plan=None, refusal=refusal, current_seconds=now, candidates=exact.candidates)

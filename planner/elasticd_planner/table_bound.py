@@ -1,0 +1,271 @@
+"""A lower bound of table problems that counts whole layers, memory by position and every division of a node.
+
+Theory of operation. A stage of a pipeline of m micro-batches has at most phi_j(m) layers: what memory holds,
+and what T allows, n whole with m n c + (L - n) c_min <= T (steady: m n c <= T). A pipeline's stages have L
+layers. With a weight a + m for a pipeline, over D pipelines that share M micro-batches,
+
+    (a D + M) L  <=  sum over all groups of max over the pipelines' m of (a + m) phi_j(m).
+
+a = 0 counts micro-batches; a large a counts room: D pipelines must hold D L layers at all. Memory holds more in
+a pipeline's last stages. It has one of each, so the layers that position i may hold beyond those from position
+k on are taken off its L, for each i < k. Few pipelines share the batch in so many ways, which are all
+looked at; of more, any m may be among theirs, and they need at least the lower convex envelope.
+
+A node adds what its best division does: a dynamic programme over how many devices of each rate are used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+
+import numpy as np
+
+from elasticd_planner.assign import EQUAL, Floats, Ints
+from elasticd_planner.division import NodeKind
+from elasticd_planner.table import TableCost
+from elasticd_planner.task import Task
+
+#: Weights a of a pipeline, besides its micro-batches.
+WEIGHTS = (0.0, 4.0, 16.0, 64.0, 1e6)
+
+#: The bound is found to this relative precision; where there is a plan this near nothing more is looked at.
+PRECISE, NEAR = 1e-3, 8e-3
+
+#: Of so many pipelines every way to share the batch is looked at.
+SHARED = 4
+
+#: States of a node that are looked at at most.
+STATES = 600
+
+#: Numbers in one array of the dynamic programme.
+AT_ONCE = 1 << 19
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Node:
+    """Alike nodes. counts: devices by rate. groups: the devices of each group by rate, and its pieces (one for
+    each of its shares). runs: with equal shares the piece of each width and slowest device. fixed: the pieces
+    of a node that has one division."""
+
+    number: int
+    counts: tuple[int, ...] = ()
+    groups: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    runs: tuple[tuple[tuple[int, int], ...], ...] = ()
+    fixed: tuple[int, ...] = ()
+
+    def most(self, values: Floats) -> Floats:
+        """The most that the groups of one node add: [piece, case] to [case]."""
+        if self.fixed:
+            return np.asarray(values[list(self.fixed)].sum(axis=0))
+        if self.runs:
+            best = [np.zeros(values.shape[1])]
+            for stop, ends in enumerate(self.runs, 1):
+                found = best[stop - 1]
+                for width, piece in ends:
+                    found = np.maximum(found, best[stop - width] + values[piece])
+                best.append(found)
+            return best[-1]
+        table = np.zeros((*(count + 1 for count in self.counts), values.shape[1]))
+        for taken, pieces in self.groups:
+            value = values[list(pieces)].max(axis=0)
+            after = table[tuple(slice(n, None) for n in taken)]
+            before = table[tuple(slice(0, have + 1 - n) for have, n in zip(self.counts, taken, strict=True))]
+            copies = min(have // n for have, n in zip(self.counts, taken, strict=True) if n)
+            for _ in range(copies):
+                np.maximum(after, before + value, out=after)
+        return np.asarray(table[self.counts])
+
+
+class TableBound:
+    """The bounds of one task whose cost is a table's."""
+
+    def __init__(self, task: Task, kinds: Sequence[NodeKind]) -> None:
+        assert isinstance(task.cost, TableCost)
+        self.task, self.cost = task, task.cost
+        self._ways_of: dict[int, Ints] = {}
+        self._places: dict[tuple[float, float, int], int] = {}
+        self.nodes = tuple(self._node(kind) for kind in kinds)
+        pieces = list(self._places)
+        self.blocks = np.array([block for block, _, _ in pieces])
+        self.fastest = float(self.blocks.min(initial=math.inf))
+        self._parts = np.array([part for _, part, _ in pieces])
+        self._memory = np.array([memory for _, _, memory in pieces], dtype=np.float64)
+
+    # Nodes.
+
+    def _node(self, kind: NodeKind) -> _Node:
+        rates, memory = kind.rates, max(memory for _, memory, _ in kind.classes)
+        widths = self.cost.widths(len(rates))
+        number, size = len(kind.nodes), self.task.tp
+        if size is not None and kind.normal:
+            ends = range(size - 1, len(rates), size)
+            return _Node(number=number, fixed=tuple(self._equal(size, rates[end], memory) for end in ends))
+        classes = sorted(set(rates))
+        if not self.cost.uneven or len(classes) == 1:
+            runs = tuple(
+                tuple((width, self._equal(width, rates[stop - 1], memory)) for width in widths if width <= stop)
+                for stop in range(1, len(rates) + 1)
+            )
+            return _Node(number=number, runs=runs)
+        counts = tuple(rates.count(rate) for rate in classes)
+        groups = []
+        for taken in product(*(range(count + 1) for count in counts)):
+            if sum(taken) in widths:
+                members = tuple(rate for rate, n in zip(classes, taken, strict=True) for _ in range(n))
+                pieces = tuple(self._place(block, part, memory) for block, part in paced(self.cost, members))
+                groups.append((taken, pieces))
+        return _Node(number=number, counts=counts, groups=tuple(groups))
+
+    def _equal(self, width: int, slowest: float, memory: int) -> int:
+        return self._place(dict(self.cost.slowdown)[width] * slowest, 1 / width, memory)
+
+    def _place(self, block: float, part: float, memory: int) -> int:
+        return self._places.setdefault((block, part, memory), len(self._places))
+
+    def _total(self, values: Floats) -> Floats:
+        """The most that all nodes add: [piece, case] to [case]."""
+        total = np.zeros(values.shape[1])
+        for node in self.nodes:
+            states = math.prod(count + 1 for count in node.counts)
+            step = max(1, AT_ONCE // states)
+            for start in range(0, values.shape[1], step):
+                total[start : start + step] += node.number * node.most(values[:, start : start + step])
+        return total
+
+    @property
+    def small(self) -> bool:
+        """Whether the dynamic programmes are."""
+        return all(math.prod(count + 1 for count in node.counts) <= STATES for node in self.nodes)
+
+    # Bounds.
+
+    def least(self, pipelines: int, low: float, known: float) -> float:
+        """Units that no plan of so many pipelines can beat: `low`, or more where that can be shown. `known`:
+        those of a plan."""
+        if known <= low * (1 + NEAR) or self.fills(pipelines, low * (1 + PRECISE)):
+            return low
+        low, high = low * (1 + PRECISE), known
+        while high > low * (1 + PRECISE):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.fills(pipelines, middle) else (middle, high)
+        return low
+
+    def fills(self, pipelines: int, limit: float) -> bool:
+        """Whether the groups may hold all layers of pipelines that take the batch."""
+        task, total = self.task, self.task.micro_batches
+        most = total - (pipelines - 1) * self._shallowest
+        if most < self._shallowest:
+            return False
+        counts = np.arange(total + 1)
+        layers = self._layers(limit, np.maximum(counts, 1))
+        ways = self._shared(pipelines)
+        for level in reversed(range(self._rooms.shape[1])):
+            held = np.minimum(layers, self._rooms[:, level:].max(axis=1)[:, None])
+            placed = np.minimum(layers[:, :, None], self._rooms[:, None, :level])
+            extra = (placed - held[:, :, None]).max(axis=0, initial=0).sum(axis=1)
+            for weight in WEIGHTS:
+                need = (weight + counts) * (task.layers - extra)
+                each = (weight + counts) * held
+                if ways is None:
+                    least = pipelines * _envelope(
+                        need[self._shallowest : most + 1], total / pipelines - self._shallowest
+                    )
+                    best = each[:, self._shallowest : most + 1].max(axis=1)[:, None]
+                    if self._total(best)[0] < least * (1 - EQUAL):
+                        return False
+                    continue
+                best = each[:, ways].max(axis=1)
+                ways = ways[:, self._total(best) >= need[ways].sum(axis=0) * (1 - EQUAL)]
+                if not ways.size:
+                    return False
+        return True
+
+    def _shared(self, pipelines: int) -> Ints | None:
+        """Every way in which so many pipelines share the batch: [pipeline, way]; None where they are many."""
+        if pipelines > SHARED:
+            return None
+        if pipelines not in self._ways_of:
+            ways = np.array(list(_partitions(self.task.micro_batches, pipelines, self._shallowest)))
+            self._ways_of[pipelines] = ways.reshape(-1, pipelines).T
+        return self._ways_of[pipelines]
+
+    def _layers(self, limit: float, counts: Ints) -> Floats:
+        """The most layers of a stage in pipelines of so many micro-batches: [piece, count]."""
+        layers = self.task.layers
+        blocks = self.blocks[:, None]
+        if self.task.steady:
+            return np.minimum(np.floor(limit / (counts * blocks) * (1 + EQUAL)), layers)
+        through = limit - layers * self.fastest
+        if through < 0:
+            return np.zeros((len(self.blocks), len(counts)))
+        more = counts * blocks - self.fastest
+        found = np.full(more.shape, float(layers))
+        np.divide(through * (1 + EQUAL), more, out=found, where=more > self.fastest * EQUAL)
+        return np.minimum(np.floor(found), layers)
+
+    @cached_property
+    def _rooms(self) -> Ints:
+        """The most layers that memory holds: [piece, position from the end]. The last column stands for all
+        positions further to the front."""
+        cost, layers = self.cost, self.task.layers
+        deepest = len(cost.layer_bytes) + 1
+        found = np.full((len(self.blocks), deepest), layers, dtype=np.int64)
+        free = (self._memory - cost.reserve - cost.fixed) / (cost.full * self._parts)
+        for position in range(deepest):
+            each = cost.layer_bytes[max(0, deepest - 2 - position)]
+            room = free - (cost.embedding if position == 0 else 0.0)
+            if each > 0:
+                held = np.floor(np.maximum(room, 0.0) / each * (1 + 1e-6))
+                found[:, position] = np.minimum(held, layers)
+            found[room < 0, position] = 0
+        return found
+
+    @cached_property
+    def _shallowest(self) -> int:
+        """Micro-batches that a pipeline takes at least: in the deep rule, its stages."""
+        if not self.task.deep:
+            return 1
+        rooms = self._rooms.max(axis=0)
+        held = np.cumsum(np.concatenate([rooms, np.full(self.task.layers, rooms[-1])]))
+        return int(np.searchsorted(held, self.task.layers)) + 1
+
+
+@lru_cache(maxsize=20000)
+def paced(cost: TableCost, rates: tuple[float, ...]) -> tuple[tuple[float, float], ...]:
+    """(cost of a layer, largest part of a member) of a group with each of its shares."""
+    width = len(rates)
+    factor = dict(cost.slowdown)[width] * width
+    found = []
+    for shares in cost.shares(rates):
+        slowest = max(share * rate for share, rate in zip(shares, rates, strict=True))
+        found.append((factor * slowest / sum(shares), max(shares) / sum(shares)))
+    return tuple(found)
+
+
+def _partitions(total: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
+    """Ascending numbers, none under `least`, that sum to `total`."""
+    if parts == 1:
+        if total >= least:
+            yield (total,)
+        return
+    for first in range(least, total // parts + 1):
+        for rest in _partitions(total - first, parts - 1, first):
+            yield (first, *rest)
+
+
+def _envelope(values: Floats, at: float) -> float:
+    """The lower convex envelope of values at 0, 1, 2, ..."""
+    low, high = math.floor(at), math.ceil(at)
+    if low == high or high >= len(values):
+        low, high = min(low, len(values) - 1), min(low, len(values) - 1) + 1
+    before, after = np.arange(low + 1), np.arange(high, len(values))
+    least = float(values[low]) if low == at else math.inf
+    if not len(after):
+        return least
+    part = (at - before[:, None]) / (after - before[:, None])
+    lines = values[before][:, None] * (1 - part) + values[after] * part
+    return min(least, float(lines.min()))
