@@ -52,7 +52,7 @@ class Leading:
         self._paces = tuple(paces)
         made = [sum(counts) // width + 1 for width in widths]
         best = np.full((*(count + 1 for count in counts), *made), -np.inf)
-        best[(..., *(0 for _ in widths))] = 0.0
+        best.reshape(-1, math.prod(made))[:, 0] = 0.0
         for step, pace in zip(self._steps, self._paces, strict=True):
             after = best[tuple(slice(n, None) for n in step)]
             before = best[tuple(slice(0, size - n) for n, size in zip(step, best.shape, strict=True))]

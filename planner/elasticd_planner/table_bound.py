@@ -198,14 +198,16 @@ class TableBound:
         layers = self.task.layers
         blocks = self.blocks[:, None]
         if self.task.steady:
-            return np.minimum(np.floor(limit / (counts * blocks) * (1 + EQUAL)), layers)
+            alone: Floats = np.minimum(np.floor(limit / (counts * blocks) * (1 + EQUAL)), layers)
+            return alone
         through = limit - layers * self.fastest
         if through < 0:
             return np.zeros((len(self.blocks), len(counts)))
         more = counts * blocks - self.fastest
         found = np.full(more.shape, float(layers))
         np.divide(through * (1 + EQUAL), more, out=found, where=more > self.fastest * EQUAL)
-        return np.minimum(np.floor(found), layers)
+        whole: Floats = np.minimum(np.floor(found), layers)
+        return whole
 
     @cached_property
     def _rooms(self) -> Ints:

@@ -374,6 +374,7 @@ class Wide:
         time = low / task.layers
         divisions: list[Sequence[Division]] = []
         for kind in self.kinds:
+            listed: Sequence[Division]
             if plain and size is not None:
                 listed = (self.divider.plain(kind, size),)
             elif small:
