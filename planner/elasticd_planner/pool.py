@@ -37,7 +37,7 @@ PRICES = {False: (1.0, 2.0), True: (0.0, 1.0, 2.0)}
 
 #: The most pipelines by counts that are looked at: of a combination where one addition ends the partition, and
 #: where not; of one of many combinations.
-WIDEST, WIDEST_TABLE, NARROW = 1_500, 400, 150
+WIDEST, WIDEST_TABLE, NARROW = 1_500, 800, 150
 
 
 #: Stands for the groups of a node that has none: it adds nothing.

@@ -33,7 +33,7 @@ from elasticd_planner.task import Task
 WEIGHTS = (0.0, 4.0, 16.0, 64.0, 1e6)
 
 #: The bound is found to this relative precision; where there is a plan this near nothing more is looked at.
-PRECISE, NEAR = 1e-3, 8e-3
+PRECISE, NEAR = 2e-4, 5e-4
 
 #: Of so many pipelines every way to share the batch is looked at.
 SHARED = 4
