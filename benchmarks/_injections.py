@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
-from _namespaces import HOST, Namespaces, namespaces
 from _undisturbed import UNDISTURBED
 
 from elasticd.chaos import ledger
@@ -27,6 +26,7 @@ from elasticd.cli.reach import Api
 from elasticd.coordinator.journal import EventRecord
 from elasticd.records import Keys
 from tests.integration.fleet import CLUSTER, Fleet, Step, job_by, until
+from tests.integration.namespaces import HOST, Namespaces, namespaces
 from tests.integration.trio import NAMES, Trio
 
 FOREVER = 10_000_000

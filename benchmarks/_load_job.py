@@ -11,10 +11,12 @@ from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from elasticd_planner.problem import Problem
 from elasticd_planner.profiles import derive
 
+from elasticd.coordinator.ledger import Ledger
 from elasticd.machines.job.effects import Write
 from elasticd.messages import AgentHello, Hello, Message, Report, Up, encode
-from elasticd.records import HistoryRecord, JobSpec, NodeRecord, PlanRecord
+from elasticd.records import HistoryRecord, JobSpec, Keys, NodeRecord, PlanRecord
 from elasticd.simulator.models import PRESETS, model_spec
+from elasticd.store.protocol import Store
 
 JOB = "load"
 MODEL = model_spec("llama-70b", PRESETS["llama-70b"])
@@ -133,6 +135,12 @@ class Job:
 
     def _up(self, device: str, body: Hello | Report) -> Message:
         return Up(client=f"w-{device}", job=JOB, device=device, incarnation=f"i-{device}", body=body)
+
+
+def write(store: Store, keys: Keys, asked: Write) -> None:
+    """Has the store hold what a leader would have written."""
+    for ops in Ledger(keys, store.limits).transactions(asked):
+        store.transact((), ops)
 
 
 #: Values that a template holds the place of, and how wide the place is: JSON lets blanks stand before a number.

@@ -17,14 +17,13 @@ from pathlib import Path
 
 import msgspec
 import psutil
-from _load_job import Job
+from _load_job import Job, write
 from elasticd_planner.policy import PolicySettings
 
 from elasticd.config import ClusterSection, Config, CoordinatorSection
 from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.leading import Leading
-from elasticd.coordinator.writer import operations
 from elasticd.machines.job.state import Settings
 from elasticd.messages import Report, ToLeader, Up
 from elasticd.records import Keys
@@ -128,7 +127,7 @@ async def main(agents: int, devices: int, folder: Path | None) -> None:
         security=security,
     )
     store = MemoryStore()
-    store.transact((), operations(Keys(cluster="load"), Job(agents, devices).records()))
+    write(store, Keys(cluster="load"), Job(agents, devices).records())
     # A planner for thousands of devices would run beside what is measured; benchmarks/planner.py has that. A
     # busy machine may be slow to connect all agents, which is not what is measured either.
     settings = Settings(policy=PolicySettings(paused=True), reconnect_seconds=3600)

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -40,10 +41,12 @@ from _injections import (  # noqa: E402
     separated,
     training,
 )
-from _namespaces import refusal  # noqa: E402
 from _parts import Parts  # noqa: E402
 from _results import RESULTS, Row, row, table  # noqa: E402
 from rich.console import Console  # noqa: E402
+
+from tests.integration.namespaces import refusal  # noqa: E402
+from tests.runtime import gang, test_regroups  # noqa: E402
 
 NODES = ("n0", "n1", "n2")
 FOUR = (*NODES, "n3")
@@ -191,6 +194,31 @@ def _lost(name: str, found: Lost, injections: int | None = None) -> Iterator[Row
     yield row(f"{name}: largest relative difference of a loss from the undisturbed run", found.apart, "")
 
 
+def regroups(count: int) -> Iterator[Row]:
+    """What a process holds after many regroups, every second of which breaks collectives of megabytes off, in
+    units of what it held after a tenth of them. The test that many regroups leak nothing does the same."""
+    many = 500 * count // FULL
+    early, late = max(2, many // 10), max(4, many)
+    given = gang.run(
+        test_regroups.__file__, "regroup", test_regroups.NAMES, (late, (early, late)), seconds=3600
+    )
+    looks = [found["looks"] for found in given.values()]
+    for what, name, goal in (
+        ("descriptors", "descriptors", True),
+        ("resident", "memory", True),
+        ("held", "memory, without what malloc keeps for later", False),
+    ):
+        ratio = max(look[late][what] / look[early][what] for look in looks)
+        title = f"{name} after {late} regroups, over those after {early}, the worst of {len(looks)} ranks"
+        goals: dict[str, Any] = {"goal": "<= 1.1", "met": ratio <= 1.1} if goal else {}
+        yield row(title, ratio, "", **goals)
+        yield row(f"{name} after {late} regroups, most", max(look[late][what] for look in looks), _unit(what))
+
+
+def _unit(what: str) -> str:
+    return "" if what == "descriptors" else "MiB"
+
+
 def evictions(minutes: float) -> Iterator[Row]:
     yield from _loaded.rows(minutes, NODES)
 
@@ -203,6 +231,7 @@ PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "cuts": cuts,
     "hangs": hangs,
     "outages": outages,
+    "regroups": regroups,
     "torchrun": _peers.torchrun_rows,
     "torchft": _peers.torchft_rows,
 }

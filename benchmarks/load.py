@@ -1,14 +1,17 @@
 """One coordinator under the load of a large cluster: 1,000 agents of 8 devices, each reports a step a second.
+And one job of all these devices, or of 16,384, on a real etcd (`_stored.py`).
 
     make bench NAME=load
+    make bench NAME=load ARGS='--only etcd large'                      # the jobs on etcd alone, minutes
     make bench NAME=load ARGS='--only hour'                            # the results keep the others as they are
     make bench NAME=load ARGS='--agents 200 --seconds 10 --minutes 25' # a look: the results stay as they are
 
-Real connections on this machine. The coordinator, its gate and server are the real ones, over the memory store,
-in a process of their own; the agents are another: connections that greet, answer pings and report, a node's
-devices in one message, as an agent sends them. *spread*: the agents' steps end all over the second; *together*:
-all at one moment, as in one synchronous job, so that the last is handled only after all others. Processor time
-is the coordinator's own, for a second's reports, and may be measured on a busy machine; delays may not.
+Of the load: real connections on this machine. The coordinator, its gate and server are the real ones, over the
+memory store, in a process of their own; the agents are another: connections that greet, answer pings and
+report, a node's devices in one message, as an agent sends them. *spread*: the agents' steps end all over the
+second; *together*: all at one moment, as in one synchronous job, so that the last is handled only after all
+others. Processor time is the coordinator's own, for a second's reports, and may be measured on a busy machine;
+delays may not.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
-from _load_job import MODEL, TOKENS, Job
+from _load_job import MODEL, TOKENS, Job, write
 from _load_leader import Figures
 from _parts import Parts
 from _results import RESULTS, Row, row, table
@@ -38,7 +41,7 @@ from elasticd_planner.profiles import derive
 from rich.console import Console
 
 from elasticd.coordinator.leading import Leading
-from elasticd.coordinator.writer import operations, stored
+from elasticd.coordinator.writer import stored
 from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.effects import Tick
 from elasticd.machines.job.state import Settings
@@ -50,7 +53,9 @@ HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
 #: What is asked for: agents, devices of each, seconds of load; agents and minutes on a virtual clock.
 AGENTS, DEVICES, SECONDS, HOUR_AGENTS, HOUR = 1000, 8, 30, 100, 60
-PARTS = ("open", "secured", "fit", "hour")
+PARTS = ("open", "secured", "fit", "hour", "etcd", "large")
+#: Nodes of the part "large": of 16,384 devices.
+LARGE_NODES = 2048
 #: Minutes of such a clock that say something of how memory grows.
 LONG = 20
 #: Seconds until all connections must stand.
@@ -172,7 +177,7 @@ def one_fit(agents: int, devices: int) -> Row:
 def an_hour(agents: int, devices: int, minutes: int) -> Iterator[Row]:
     """Every device's report of each second of so many minutes, on a clock of its own: its memory."""
     job, keys, store, virtual = Job(agents, devices), Keys(cluster="load"), MemoryStore(), [0.0]
-    store.transact((), operations(keys, job.records()))
+    write(store, keys, job.records())
     settings = Settings(policy=PolicySettings(paused=True))
     state = takeover(1, stored(keys, store.snapshot(keys.jobs).items), settings, 0.0)
     failed: list[Exception] = []
@@ -219,10 +224,23 @@ async def _reported(leading: Leading, job: Job, seconds: int, virtual: list[floa
             taken.append(psutil.Process().memory_info().rss)
 
 
+def on_etcd(agents: int, devices: int) -> list[Row]:
+    """A job of all devices is started, planned anew, taken over and ended on a real etcd."""
+    with running("_stored.py", agents, devices) as process:
+        assert process.stdout is not None
+        *before, last = process.stdout.read().splitlines() or [""]
+        print("\n".join(before), flush=True)
+        if process.wait(60) or not last:
+            raise SystemExit(f"{agents * devices} devices on etcd: it ended with {process.returncode}")
+    return msgspec.json.decode(last, type=list[Row])
+
+
 def measured(part: str, given: argparse.Namespace, place: Path) -> Iterator[Row]:
     """The rows of a part."""
     if part == "fit":
         yield one_fit(given.agents, given.devices)
+    elif part in ("etcd", "large"):
+        yield from on_etcd(given.agents if part == "etcd" else given.large_agents, given.devices)
     elif part == "hour":
         yield from an_hour(given.hour_agents, given.devices, given.minutes)
     else:
@@ -240,9 +258,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=SECONDS)
     parser.add_argument("--minutes", type=int, default=HOUR)
     parser.add_argument("--hour-agents", type=int, default=HOUR_AGENTS, help="1,000 take 45 minutes")
+    parser.add_argument("--large-agents", type=int, default=LARGE_NODES, help="those of the part 'large'")
     parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", default=PARTS)
     given = parser.parse_args()
     whole = (given.agents, given.devices) == (AGENTS, DEVICES)
+    whole = whole and given.large_agents == LARGE_NODES
     whole = whole and given.seconds >= SECONDS and given.minutes >= HOUR and given.hour_agents >= HOUR_AGENTS
     parts = Parts((RESULTS if whole else Path(tempfile.gettempdir())) / "load.json", PARTS)
     missed: list[str] = []

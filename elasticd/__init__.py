@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from elasticd.extras import remedy
 from elasticd.version import __version__
 
 if TYPE_CHECKING:
@@ -73,7 +74,13 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'elasticd' has no attribute {name!r}")
-    return getattr(import_module(home), name)
+    try:
+        module = import_module(home)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(f"elasticd.{name} needs torch: {remedy('torch')}", name="torch") from None
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -26,6 +26,8 @@ from elasticd_planner.rates import DetectSettings
 from elasticd_planner.value import Value, refuse
 
 from elasticd.logs import LogSection
+from elasticd.names import name_refusal
+from elasticd.routes import LOOPBACK
 from elasticd.security import SecuritySection
 
 #: Names the file where `--config` does not.
@@ -92,15 +94,22 @@ class EtcdSection(Value, frozen=True, kw_only=True):
 class CoordinatorSection(Value, frozen=True, kw_only=True):
     """The coordinator's name among those that stand by, and where it serves; port 0 takes a free one. `state`
     is the folder in which it remembers its etcd (default: elasticd in `$XDG_STATE_HOME` or ~/.local/state).
+    A job that is over is forgotten after `keep_days`, and before that where more than `keep_jobs` are over.
     """
 
     name: str = msgspec.field(default_factory=_host_name)
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     state: str | None = None
+    keep_days: float = 7.0
+    keep_jobs: int = 1000
 
     def __post_init__(self) -> None:
         _check_name("name", self.name)
+        if not 0 <= self.keep_days < math.inf:
+            refuse(f"keep_days = {self.keep_days} must be days, as 7, or a part of one, as 0.5")
+        if not 0 <= self.keep_jobs <= 10_000:
+            refuse(f"keep_jobs = {self.keep_jobs} must be a number of jobs up to 10000, as 1000")
         if not self.host:
             refuse("host must be an address that the agents can reach, for example 127.0.0.1")
         if not 0 <= self.port < 65536:
@@ -108,7 +117,8 @@ class CoordinatorSection(Value, frozen=True, kw_only=True):
 
 
 class AgentSection(Value, frozen=True, kw_only=True):
-    """One node: its name, its socket for the workers, the address at which they listen for each other.
+    """One node: its name, its socket for the workers, the address at which they listen for each other (default:
+    that of this machine on the route to the leader).
 
     Without `devices` and `memory` (bytes of each device) the machine is asked; without `socket`
     it is `$ELASTICD_SOCKET`, else a path of the user's own. `state` is as for the coordinator. The snapshots
@@ -119,7 +129,7 @@ class AgentSection(Value, frozen=True, kw_only=True):
 
     node: str = msgspec.field(default_factory=_host_name)
     socket: str | None = None
-    address: str = "127.0.0.1"
+    address: str | None = None
     devices: int | None = None
     memory: int | None = None
     state: str | None = None
@@ -129,8 +139,8 @@ class AgentSection(Value, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_name("node", self.node)
-        if not self.address:
-            refuse("address must be one of this machine's, as 127.0.0.1")
+        if self.address is not None and not self.address:
+            refuse("address must be one of this machine's, as 10.0.0.7, or be left out")
         if self.devices is not None and self.devices < 1:
             refuse(f"devices = {self.devices} must be at least 1")
         if self.memory is not None and self.memory < 1:
@@ -139,6 +149,11 @@ class AgentSection(Value, frozen=True, kw_only=True):
             refuse(f"snapshot_mib = {self.snapshot_mib} must be MiB, as 4096, or 0 to keep none for others")
         if not 0 <= self.probe_seconds < math.inf:
             refuse(f"probe_seconds = {self.probe_seconds} must be seconds, as 30, or 0 for one probe alone")
+
+    @property
+    def listens(self) -> str:
+        """The address, once a daemon has chosen one where the file does not; else for this machine alone."""
+        return self.address if self.address is not None else LOOPBACK
 
 
 class LinkSection(Value, frozen=True, kw_only=True):
@@ -244,7 +259,7 @@ def parse(text: str, source: str) -> Config:
     """The configuration in TOML `text`; `source` names it in messages. Raises ConfigError."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError
         raise ConfigError(f"{source} is not TOML: {error}") from error
     sections: dict[str, Any] = {}
     for name, body in table.items():
@@ -356,5 +371,5 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 
 def _check_name(key: str, value: str) -> None:
     """A name becomes a part of keys in etcd and of device names."""
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", value):
-        refuse(f"{key} = {value!r} may hold letters, digits, '.', '_' and '-' alone")
+    if why := name_refusal(key, value):
+        refuse(why)

@@ -13,7 +13,6 @@ import re
 import ssl
 import stat
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from elasticd.config import ConfigError
 from elasticd.security import SecuritySection
@@ -74,7 +73,7 @@ def secret(path: str, key: str) -> str:
 def private_text(path: str, key: str) -> str:
     """What is in a file that holds secrets. Raises ConfigError, also where everybody may read it."""
     try:
-        with Path(path).expanduser().open(encoding="utf-8") as file:
+        with open(os.path.expanduser(path), encoding="utf-8") as file:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(1 << 20)
     except (OSError, UnicodeDecodeError) as error:
@@ -129,7 +128,7 @@ def _client_context(section: SecuritySection) -> ssl.SSLContext | None:
 
 def _trust(context: ssl.SSLContext, ca: str, key: str) -> None:
     try:
-        context.load_verify_locations(cafile=Path(ca).expanduser())
+        context.load_verify_locations(cafile=os.path.expanduser(ca))
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"[security] {key} = {ca!r} cannot be used ({_said(error)}): name a PEM file of certificates"
@@ -140,7 +139,7 @@ def _chain(context: ssl.SSLContext, cert: str, key: str, keys: str) -> None:
     private_text(key, f"[security] {keys.rpartition(' ')[2]}")
     try:
         # Without a password at hand: a key that has one would be asked for at the terminal.
-        context.load_cert_chain(Path(cert).expanduser(), Path(key).expanduser(), password="")
+        context.load_cert_chain(os.path.expanduser(cert), os.path.expanduser(key), password="")
     except (OSError, ssl.SSLError, ValueError) as error:
         raise ConfigError(
             f"[security] {keys} cannot be used ({cert}, {key}: {_said(error)}): name a certificate and its "

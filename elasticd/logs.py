@@ -10,11 +10,15 @@ import datetime
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import msgspec
 from elasticd_planner.value import Value
+
+from elasticd.plain import for_terminal, in_one_line
 
 #: Says how the daemons and workers that a shell starts log, where [log] does not; `json` or `text`.
 FORMAT_VARIABLE = "ELASTICD_LOG_FORMAT"
@@ -32,6 +36,38 @@ class LogSection(Value, frozen=True, kw_only=True):
 
     format: Format | None = None
     level: Level = "info"
+
+
+class Seldom:
+    """Warnings about what others can bring about again and again: the first one at once, then one in so many
+    seconds at most, with the number of those that it stands for. Thread-safe."""
+
+    def __init__(
+        self, log: logging.Logger, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._log, self._seconds, self._clock = log, seconds, clock
+        self._lock = threading.Lock()
+        self._next, self._unsaid = float("-inf"), 0
+
+    def warn(self, text: str) -> None:
+        with self._lock:
+            now = self._clock()
+            if now < self._next:
+                self._unsaid += 1
+                return
+            more, self._unsaid, self._next = self._unsaid, 0, now + self._seconds
+        self._log.warning("%s%s", text, f" (and {more} more like this one before it)" if more else "")
+
+
+class TextLines(logging.Formatter):
+    """A line for people. Control characters of a message are written out: part of it may be of another process,
+    and could end the line or move the cursor of whoever reads it. A traceback keeps its lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return in_one_line(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return for_terminal(super().formatException(ei))
 
 
 class JsonLines(logging.Formatter):
@@ -63,7 +99,7 @@ class JsonLines(logging.Formatter):
 
 def set_up(section: LogSection, always: Mapping[str, Any]) -> None:
     """All that this process logs goes to its standard error as `section` says. Once, at its start."""
-    formatter: logging.Formatter = logging.Formatter(_TEXT)
+    formatter: logging.Formatter = TextLines(_TEXT)
     if _is_json(section.format):
         formatter = JsonLines(always)
     handler = logging.StreamHandler()

@@ -12,8 +12,8 @@ from elasticd_planner.measurement import Measurement
 
 from elasticd.decoding import Reader, version_refusal
 from elasticd.health import OfNode
-from elasticd.orders import Drain, Harm
-from elasticd.pulses import Frozen, Ping, Pong, Probe, Probed
+from elasticd.orders import Drain, End, Harm, TryReach
+from elasticd.pulses import Frozen, Ping, Pong, Probe, Probed, Unreached
 from elasticd.records import JobSpec, NodeRecord, Proposal, Vote
 from elasticd.rounds import (
     Attend,
@@ -111,10 +111,12 @@ class Doubt(Message, frozen=True, kw_only=True, tag="in-doubt"):
 
 
 class Bereft(Message, frozen=True, kw_only=True, tag="peers-lost"):
-    """A collective of the plan in force failed after `step` updates: this rank stands still."""
+    """A collective of the plan in force, of this number (0: of a release that did not say), failed after `step`
+    updates: this rank stands still."""
 
     step: int
     reason: str
+    plan: int = 0
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True):
@@ -370,8 +372,8 @@ class AgentRejected(Message, frozen=True, kw_only=True, tag="agent-rejected"):
     reason: str
 
 
-ToLeader = AgentHello | Up | WorkerLost | Frozen | OfNode | Keeps | Lapped
-ToAgent = Down | Whole | AgentRejected | Harm | Drain
+ToLeader = AgentHello | Up | WorkerLost | Frozen | Unreached | OfNode | Keeps | Lapped
+ToAgent = Down | Whole | AgentRejected | Harm | Drain | End | TryReach
 
 
 def protocol_refusal(what: str, hello: Hello | Join | Attend | Watching | AgentHello) -> str:

@@ -14,6 +14,23 @@ class Drain(Message, frozen=True, kw_only=True, tag="drain"):
     on: bool
 
 
+class End(Message, frozen=True, kw_only=True, tag="end-job"):
+    """A user stops this job: the agent sends SIGTERM to the workers of these devices, once. Those that the
+    leader knows to be leaving are not among them: a second SIGTERM ends a process at once."""
+
+    job: str
+    devices: tuple[str, ...]
+
+
+class TryReach(Message, frozen=True, kw_only=True, tag="try-reach"):
+    """The agent tries whether it reaches these nodes on the data network, by node "host:port", and says so by
+    `Unreached` with the same job and round."""
+
+    job: str
+    round: int
+    targets: dict[str, str]
+
+
 class Harm(Message, frozen=True, kw_only=True, tag="inject-fault"):
     """Chaos, a hint: this is done to the process that drives `device`; or (cut) this agent loses its leader and
     its store, until it is healed, the leader is gone, or `seconds` have passed, if that is not 0."""

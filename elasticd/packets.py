@@ -16,6 +16,7 @@ Standard library only: a trainer imports this.
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import fcntl
 import os
@@ -24,7 +25,10 @@ import stat
 import struct
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from elasticd.backoff import jittered
 
 #: Bytes; larger messages travel by memfd.
 LARGEST_PACKET = 64 * 1024
@@ -43,6 +47,10 @@ _SIZE = struct.Struct("=Q")
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _LONGEST_PATH = 107
 _RETRY_SECONDS = 0.05
+#: Seconds that an agent waits for another one that is taking a socket in the same folder.
+_TURN_SECONDS = 5.0
+#: pid, uid, gid (struct ucred).
+_PEER = struct.Struct("3i")
 _ABSENT = (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR)
 
 
@@ -77,21 +85,35 @@ def listen(path: str, group: int | None = None) -> socket.socket:
     _make_folder(Path(path).parent, group)
     if _squatted(path):
         raise SocketTaken(f"{_squatted(path)}; choose another --socket")
-    _remove_stale(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        # Before the bind, so that there is no moment at which others could connect.
-        os.fchmod(listener.fileno(), 0o600)
-        listener.bind(path)
-        if group is not None:
-            os.chown(path, -1, group)
-            os.chmod(path, 0o660)
-        listener.listen(128)
-    except OSError as error:
-        listener.close()
-        raise SocketTaken(f"cannot listen at {path}: {error.strerror}; choose another --socket") from error
+    with _turn(path):
+        _remove_stale(path)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            # Before the bind, so that there is no moment at which others could connect.
+            os.fchmod(listener.fileno(), 0o600)
+            listener.bind(path)
+            if group is not None:
+                os.chown(path, -1, group)
+                os.chmod(path, 0o660)
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            raise SocketTaken(f"cannot listen at {path}: {error.strerror}; choose another --socket") from error
     listener.setblocking(False)
     return listener
+
+
+def remove(path: str) -> None:
+    """Removes the file of a socket at which nobody listens any more; that of a follower stays."""
+    with contextlib.suppress(SocketTaken, FileNotFoundError), _turn(path):
+        _remove_stale(path)
+
+
+def peer(sock: socket.socket) -> tuple[int, int, int]:
+    """The process, user and group at the other end, by the kernel's word: of whoever connected, or of whoever
+    listened there. pid 0: it is of another namespace."""
+    pid, uid, gid = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid, gid
 
 
 def connect(path: str, timeout: float = 0.0) -> socket.socket:
@@ -107,7 +129,12 @@ def connect(path: str, timeout: float = 0.0) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             sock.connect(path)
+            if stranger := _stranger(path, sock):
+                sock.close()
+                raise NoAgent(f"{stranger}; set {SOCKET_VARIABLE} to your agent's socket")
             return sock
+        except NoAgent:
+            raise
         except OSError as error:
             sock.close()
             if error.errno not in _ABSENT:
@@ -116,7 +143,7 @@ def connect(path: str, timeout: float = 0.0) -> socket.socket:
                 raise NoAgent(
                     f"no agent listens at {path}: start one with elasticd-agent, or set {SOCKET_VARIABLE}"
                 ) from None
-        time.sleep(_RETRY_SECONDS)
+        time.sleep(jittered(_RETRY_SECONDS))
 
 
 def send(sock: socket.socket, data: bytes, fd: int | None = None) -> None:
@@ -250,6 +277,46 @@ def _squatted(path: str) -> str:
     return f"{folder} is not this user's folder: another one made it"
 
 
+def _stranger(path: str, sock: socket.socket) -> str:
+    """Why whoever listens there cannot be trusted, or nothing: he is told of the job, and is sent descriptors.
+    An agent of another user is trusted where that user or root keeps the folder, and others cannot write there:
+    nobody else can have made the socket."""
+    _, uid, _ = peer(sock)
+    if uid in (os.geteuid(), 0):
+        return ""
+    folder = os.stat(os.path.dirname(os.path.abspath(path)))
+    if folder.st_uid in (uid, 0) and not folder.st_mode & stat.S_IWOTH:
+        return ""
+    return f"user {uid} listens at {path}, in a folder in which others than an agent's user can make files"
+
+
+@contextlib.contextmanager
+def _turn(path: str) -> Iterator[None]:
+    """One process at a time looks whether a socket in this folder is stale, removes it, and makes its own: of
+    two agents that start at once the second finds that the first listens. Raises SocketTaken."""
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SocketTaken(f"cannot open {folder}: {error.strerror}; choose another --socket") from error
+    try:
+        deadline = time.monotonic() + _TURN_SECONDS
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno != errno.EWOULDBLOCK or time.monotonic() >= deadline:
+                    raise SocketTaken(
+                        f"cannot lock {folder}: {error.strerror}; is another process starting there? Choose "
+                        "another --socket"
+                    ) from error
+            time.sleep(jittered(_RETRY_SECONDS))
+        yield
+    finally:
+        os.close(fd)
+
+
 def _make_folder(folder: Path, group: int | None) -> None:
     try:
         if group is not None and not folder.exists():
@@ -271,13 +338,19 @@ def _remove_stale(path: str) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise SocketTaken(f"{path} is a file and no socket: remove it, or choose another --socket")
-    try:
-        connect(path).close()
-    except NoAgent as gone:
-        if gone.__cause__ is not None:
-            raise SocketTaken(f"{gone}; choose another --socket") from gone
-        os.unlink(path)
-        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.setblocking(False)
+        try:
+            sock.connect(path)
+        except BlockingIOError:
+            pass  # as many wait there as may: it lives
+        except OSError as error:
+            if error.errno not in _ABSENT:
+                raise SocketTaken(
+                    f"cannot reach the agent at {path}: {error.strerror}; choose another --socket"
+                ) from error
+            os.unlink(path)
+            return
     raise SocketTaken(
         f"another agent listens at {path}: stop it, or give this one its own --socket "
         f"and set {SOCKET_VARIABLE} to it for the trainers"

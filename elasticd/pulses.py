@@ -1,5 +1,5 @@
 """Wire messages about whether a worker's process still runs (it may live and be stopped all the same), and how
-fast its device, and the links of its node, are while they have no work."""
+fast its device, and the links of its node, are while they have no work; and which nodes reach each other."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ class Crossed(Message, frozen=True, kw_only=True, tag="link-probe-result"):
     size: int
     seconds: float
     latency: float
+
+
+class Unreached(Message, frozen=True, kw_only=True, tag="unreached-nodes"):
+    """To the leader, the answer to its `TryReach`: the nodes that this agent's node does not reach, and why."""
+
+    job: str
+    round: int
+    nodes: dict[str, str]
 
 
 class Frozen(Message, frozen=True, kw_only=True, tag="worker-hang"):

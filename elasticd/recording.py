@@ -25,13 +25,16 @@ from elasticd.machines.job.effects import (
     Drained,
     Effect,
     Event,
+    ForgetAsked,
     Harmed,
     Note,
     Paced,
     Planned,
     Received,
     Reread,
+    StopAsked,
     Tick,
+    Unwritten,
     Write,
 )
 
@@ -42,11 +45,14 @@ EVENTS: dict[str, type] = {
     "agent-down": AgentDown,
     "message": Received,
     "planned": Planned,
+    "unwritten": Unwritten,
     "device-speed": Paced,
     "samples-reread": Reread,
     "fault-injected": Harmed,
     "configured": Configured,
     "drain": Drained,
+    "stop-job": StopAsked,
+    "forget-job": ForgetAsked,
     "tick": Tick,
 }
 _KINDS = {event: kind for kind, event in EVENTS.items()}

@@ -6,6 +6,7 @@ a comparison with its leader key. `epoch` is that key's create revision: orders 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ from elasticd_planner.rules import ModelSpec
 from elasticd_planner.value import StoredValue, Value, refuse
 
 from elasticd.decoding import decode_stored, decoded_as, log_once, shown, version_refusal
+from elasticd.parts import whole
 from elasticd.version import __version__
 from elasticd.wire import PEERS_VERSION
 
@@ -26,11 +28,20 @@ RECORD_VERSION = 1
 #: Version of the keys, and of what they mean together.
 SCHEMA_VERSION = 1
 #: How the keys below a cluster's prefix begin, and those below a job's: those that the leader decides by, and
-#: those that agents write, or that torchruns have written.
-CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "nodes", "jobs")
+#: those that agents write, or that torchruns have written, or that records need.
+CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "journal", "nodes", "jobs")
 LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "history")
-OTHER_KEYS = ("members", "rendezvous", "ranks")
+OTHER_KEYS = ("members", "rendezvous", "ranks", "parts")
+#: Those of a job's keys that live as long as it does, and are changed by each step of its control.
+LASTING: tuple[Literal["plan", "fence"], ...] = ("plan", "fence")
 T = TypeVar("T", bound=msgspec.Struct)
+
+# fmt: off
+#: How a key below a job's begins; all of them begin with the empty one.
+JobPart = Literal[
+    "", "spec", "plan", "proposal", "fence", "done", "checkpoints", "members/", "history/", "ranks/", "parts/"
+]
+# fmt: on
 
 
 class Keys(Value, frozen=True, kw_only=True):
@@ -64,6 +75,11 @@ class Keys(Value, frozen=True, kw_only=True):
         return f"{self.config}-history/{number:08d}"
 
     @property
+    def journal(self) -> str:
+        """The prefix of what the leader told: events, and the steps of jobs."""
+        return self.root + "journal/"
+
+    @property
     def nodes(self) -> str:
         return self.root + "nodes/"
 
@@ -74,11 +90,7 @@ class Keys(Value, frozen=True, kw_only=True):
     def jobs(self) -> str:
         return self.root + "jobs/"
 
-    def job(
-        self,
-        job: str,
-        part: Literal["spec", "plan", "proposal", "fence", "done", "checkpoints", "members/", "history/"],
-    ) -> str:
+    def job(self, job: str, part: JobPart) -> str:
         return f"{self.jobs}{job}/{part}"
 
     def member(self, job: str, device: str) -> str:
@@ -90,6 +102,11 @@ class Keys(Value, frozen=True, kw_only=True):
 
     def history(self, job: str, number: int) -> str:
         return self.job(job, "history/") + f"{number:08d}"
+
+    def lasts(self, key: str) -> bool:
+        """Whether this is a job's plan or fence."""
+        job, _, part = key.removeprefix(self.jobs).rpartition("/")
+        return key.startswith(self.jobs) and bool(job) and part in LASTING
 
     def unknown_part(self, key: str) -> str:
         """The part of a key by which this release does not know it ("quotas", "jobs/JOB/quota"), or nothing for
@@ -115,7 +132,9 @@ class Keys(Value, frozen=True, kw_only=True):
 class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):
     """A node whose agent lives; `address` is what its workers listen on for each other, `snapshots` where other
     agents send it snapshots to keep ("host:port", empty: nowhere) and `certificate` (PEM) what it is known by
-    there. `draining`: its devices are to be left, and no plan takes them up again."""
+    there. `draining`: its devices are to be left, and no plan takes them up again. `host`: which machine and
+    network it is on (`elasticd.routes.host`); nodes of one host reach each other by loopback. `reach`: where
+    other agents try whether they reach this node on the data network ("host:port", empty: an older release)."""
 
     node: str
     devices: tuple[Device, ...]
@@ -125,6 +144,8 @@ class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):
     snapshots: str = ""
     certificate: str = ""
     draining: bool = False
+    host: str = ""
+    reach: str = ""
     version: int = RECORD_VERSION
 
 
@@ -184,11 +205,12 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
 
 class Vote(Value, frozen=True, kw_only=True):
     """What the vote of a step decided: mean loss, gradient norm and target count, tokens, whether its update is
-    made. Whoever kept the step's reduced gradients can make the update from it."""
+    made. Whoever kept the step's reduced gradients can make the update from it. loss, norm: None where they are
+    not finite, for which JSON has no number."""
 
     step: int
-    loss: float
-    norm: float
+    loss: float | None
+    norm: float | None
     count: float
     tokens: int
     apply: bool
@@ -285,11 +307,13 @@ class OutRecord(StoredValue, frozen=True, kw_only=True, tag="torchrun-excluded")
 
 
 class DoneRecord(StoredValue, frozen=True, kw_only=True, tag="job-done"):
-    """The job is over: its last vote was reported, or it stopped for a reason."""
+    """The job is over: its last vote was reported, or it stopped for a reason. `at`: when, in unix seconds (0:
+    release 0.1 did not say)."""
 
     step: int
     epoch: int
     reason: str = ""
+    at: float = 0.0
     version: int = RECORD_VERSION
 
 
@@ -330,14 +354,19 @@ def encode(record: msgspec.Struct) -> bytes:
     return msgspec.json.encode(record)
 
 
-def decode(data: bytes, kind: type[T]) -> T:
-    """A record. Raises `msgspec.DecodeError` that names the field, or both versions of one that is too new."""
-    return decode_stored(data, kind)
+#: Of a record that is stored whole.
+NO_PARTS: Mapping[str, bytes] = {}
 
 
-def decode_at(key: str, data: bytes, kind: type[T]) -> T:
+def decode(data: bytes, kind: type[T], parts: Mapping[str, bytes] = NO_PARTS) -> T:
+    """A record, of whose job these parts are stored (`elasticd.parts`). Raises `msgspec.DecodeError` that names
+    the field, or both versions of one that is too new."""
+    return decode_stored(whole(data, parts), kind)
+
+
+def decode_at(key: str, data: bytes, kind: type[T], parts: Mapping[str, bytes] = NO_PARTS) -> T:
     """The record at a key of the store. Raises `msgspec.DecodeError` that names the key too."""
     try:
-        return decode_stored(data, kind)
+        return decode(data, kind, parts)
     except msgspec.DecodeError as error:
         raise msgspec.DecodeError(f"the record {shown(key)!r}: {error}") from None

@@ -26,7 +26,8 @@ class SecuritySection(Value, frozen=True, kw_only=True):
     make its port speak TLS, and `client_ca` signed the certificates that are taken for a token. At its clients
     (agents, commands): `token_file` holds the own token, which `$ELASTICD_TOKEN` overrides; `ca` signed the
     coordinator's certificate, and `client_cert` and `client_key` are the own one. Limits of the coordinator's
-    port: MiB of a message, connections at once, and REST requests a second from one address.
+    port: MiB of a message, connections at once, and REST requests a second from one address. `insecure`: a
+    coordinator that other machines reach may serve everybody.
     """
 
     viewers: str | None = None
@@ -42,6 +43,7 @@ class SecuritySection(Value, frozen=True, kw_only=True):
     message_mib: int = 64
     connections: int = 8192
     requests_per_second: float = 500.0
+    insecure: bool = False
 
     def __post_init__(self) -> None:
         if (self.cert is None) != (self.key is None):

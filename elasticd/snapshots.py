@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 from elasticd_planner.plan import Plan
+from elasticd_planner.value import refuse
 
 from elasticd.wire import Message
 
@@ -19,6 +20,10 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     node: str
     size: int
+
+    def __post_init__(self) -> None:
+        if min(self.plan, self.step, self.size) < 0:
+            refuse(f"a snapshot has no negative plan, step or size, as {self.plan}, {self.step}, {self.size}")
 
 
 class Snapped(Message, frozen=True, kw_only=True, tag="snapshot-taken"):

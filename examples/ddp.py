@@ -70,6 +70,8 @@ def main() -> None:
                 torch.save(state, saved.with_suffix(".new"))
                 os.replace(saved.with_suffix(".new"), saved)
     dist.barrier()
+    # Under gloo a DDP model that outlives its process group can hang as it is freed (pytorch issue 56297).
+    del model
     dist.destroy_process_group()
 
 

@@ -1,7 +1,7 @@
 """A loop with everything around it: decay by name, a running mean, evaluation, TensorBoard, the weights at the
 end.
 
-    elasticd run --devices 4 examples/own_loop.py --logs runs/gpt
+    elasticd run --job gpt --devices 4 examples/own_loop.py --logs runs/gpt
     tensorboard --logdir runs
 
 The model and its data are those of train_gpt2.py.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from elasticd.machines.job import machine
 from tests import forkserver, rewriting, schedule, sizes
 from tests.etcds import shared_etcd  # noqa: F401
 
@@ -22,6 +23,7 @@ settings.register_profile("quick", COMMON, derandomize=True, database=None, max_
 settings.register_profile("full", COMMON, print_blob=True)
 
 _durations: dict[str, float] = {}
+FAILED = machine.failed
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,6 +77,24 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("--write-durations") and not hasattr(session.config, "workerinput"):
         schedule.write(_durations)
+
+
+def _raise(job: object, event: object, error: Exception, *given: object) -> NoReturn:
+    raise error
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _defects_are_raised() -> Iterator[None]:
+    """A leader outlives what its machine fails on; a test does not."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "failed", _raise)
+        yield
+
+
+@pytest.fixture
+def defects_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a leader does."""
+    monkeypatch.setattr(machine, "failed", FAILED)
 
 
 @pytest.fixture

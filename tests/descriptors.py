@@ -5,7 +5,9 @@ does not count."""
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 
 def open_descriptors() -> frozenset[tuple[int, str]]:
@@ -15,3 +17,15 @@ def open_descriptors() -> frozenset[tuple[int, str]]:
         with suppress(FileNotFoundError):  # that of the listing itself, or one that was just closed
             found.add((int(name), os.readlink(f"/proc/self/fd/{name}")))
     return frozenset(found)
+
+
+@contextmanager
+def few_descriptors(spare: int) -> Iterator[None]:
+    """This process may open so many more meanwhile, and those below its highest that are free."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + spare, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -29,7 +29,7 @@ def test_file_is_read_and_the_rest_stays_default(tmp_path: Path) -> None:
     read = config.load(path)
     assert read.cluster.name == "c"
     assert read.etcd.endpoints == ("a:1", "b:2")
-    assert (read.agent.node, read.agent.devices, read.agent.address) == ("alpha", 2, "127.0.0.1")
+    assert (read.agent.node, read.agent.devices, read.agent.listens) == ("alpha", 2, "127.0.0.1")
     assert read.emulate.memory == 3 * 1024 * 1024
     assert read.coordinator == Config().coordinator
 

@@ -12,6 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from elasticd.extras import EXTRAS
 from tests import house
 from tests.house import (
     CONTRACTS,
@@ -33,7 +34,7 @@ DAEMON_EXTRA = {
     "cryptography": "cryptography",
     "etcd3": "etcd3",
     "grpcio": "grpc",
-    "httpx": "httpx",
+    "httpx2": "httpx2",
     "nvidia-ml-py": "pynvml",
     "prometheus-client": "prometheus_client",
     "protobuf": "google",
@@ -275,6 +276,8 @@ def test_protobuf_and_grpcio_have_no_upper_pin() -> None:
 
 def test_daemon_extra_is_what_the_trainer_is_forbidden_to_import() -> None:
     assert {requirement.name for requirement in project()["daemon"]} == set(DAEMON_EXTRA)
+    assert {name for name, extra in EXTRAS.items() if extra == "daemon"} == set(DAEMON_EXTRA.values())
+    assert set(EXTRAS.values()) <= set(project())
     standard = {"asyncio", "http", "socketserver"}
     assert set(CONTRACTS["trainer"]["forbidden_modules"]) - standard == set(DAEMON_EXTRA.values())
 

@@ -209,6 +209,90 @@ def test_living_agents_socket_is_not_taken(tmp_path: Path) -> None:
         packets.connect(path).close()
 
 
+def test_of_two_agents_that_start_at_once_one_listens_and_the_other_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "agent.sock")
+    packets.listen(path).close()  # a dead agent's: both find it
+    removing, listening, failed = threading.Event(), list[socket.socket](), list[str]()
+    real, first = os.unlink, threading.Event()
+
+    def unlink(name: str) -> None:
+        if not first.is_set():
+            first.set()
+            removing.set()
+            other.join(0.5)  # it comes to the same point, if it may
+        real(name)
+
+    def listen() -> None:
+        try:
+            listening.append(packets.listen(path))
+        except packets.SocketTaken as error:
+            failed.append(str(error))
+
+    def second() -> None:
+        removing.wait(60)
+        listen()
+
+    monkeypatch.setattr(packets.os, "unlink", unlink)
+    other = threading.Thread(target=second)
+    other.start()
+    listen()
+    other.join(60)
+    assert [error.split(":")[0] for error in failed] == [f"another agent listens at {path}"]
+    (listener,) = listening
+    with listener, packets.connect(path):
+        assert listener.accept()[0].close() is None
+
+
+def test_end_of_an_agent_leaves_its_followers_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "agent.sock")
+    packets.listen(path).close()
+    with packets.listen(path):  # its file may well have the inode of the one before it
+        packets.remove(path)
+        packets.connect(path).close()
+    packets.remove(path)
+    assert not os.path.exists(path)
+    packets.remove(path)
+
+
+def test_folder_that_another_process_keeps_locked_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packets, "_TURN_SECONDS", 0.1)
+    path = str(tmp_path / "agent.sock")
+    with (
+        packets._turn(path),
+        pytest.raises(packets.SocketTaken, match="Choose another --socket"),
+    ):
+        packets.listen(path)
+    packets.listen(path).close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "trusted"),
+    [(0o777, "mine", False), (0o1777, "mine", False), (0o777, "theirs", False), (0o755, "theirs", True)],
+)
+def test_worker_says_nothing_to_an_agent_of_whoever_came_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, owner: str, trusted: bool
+) -> None:
+    """In a folder that all may write to, another user can listen where this user's agent is looked for."""
+    path = str(tmp_path / "agent.sock")
+    with packets.listen(path):
+        packets.connect(path).close()
+        tmp_path.chmod(mode)
+        stranger = os.geteuid() + 1000
+        monkeypatch.setattr(packets, "peer", lambda sock: (1, stranger, stranger))
+        if owner == "theirs":
+            stranger = tmp_path.stat().st_uid or 1
+            monkeypatch.setattr(packets.os, "geteuid", lambda: stranger + 1)
+        if trusted:
+            packets.connect(path).close()
+            return
+        with pytest.raises(packets.NoAgent, match=f"user {stranger} listens at"):
+            packets.connect(path)
+
+
 def test_ordinary_file_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("data")

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from elasticd.remembered import Remembered, StateError, StateFile
-from elasticd.store.protocol import Identity, StoreReplaced
+from elasticd.remembered import MOST_MARKS, Mark, Remembered, StateError, StateFile
+from elasticd.store.protocol import Identity, KeyValue, StoreReplaced
 
 
 def file(folder: Path) -> StateFile:
@@ -78,3 +80,65 @@ def test_refusal_names_the_file_and_both_remedies(tmp_path: Path) -> None:
     said = file(tmp_path).refusal(StoreReplaced("it is older"))
     assert said.startswith(f"it is older. What this daemon remembers is in {tmp_path}/c-agent-n0.json")
     assert "delete that file, or use another cluster name" in said
+
+
+def item(key: str, *, created: int, modified: int, changes: int) -> KeyValue:
+    return KeyValue(key=key, value=b"", create_revision=created, mod_revision=modified, version=changes)
+
+
+@given(st.lists(st.sampled_from(["put", "delete", "other"]), min_size=1, max_size=30), st.data())
+def test_a_store_that_goes_on_is_never_taken_for_an_old_copy_and_one_that_went_back_is(
+    writes: list[str], data: st.DataObject
+) -> None:
+    """A key is written and deleted, beside others. The daemon saw it at one time. Whatever is written to an old
+    copy is refused until it has had as many changes as the daemon saw."""
+    history = [past(writes[:count]) for count in range(len(writes) + 1)]
+    seen = data.draw(st.integers(0, len(writes)), "seen at")
+    mark = Mark.of(history[seen]) if history[seen] is not None else None
+    for later in history[seen:]:
+        assert mark is None or later is None or mark.precedes(Mark.of(later))
+    copied = data.draw(st.integers(0, seen), "copied at")
+    since = data.draw(st.lists(st.sampled_from(["put", "other"]), max_size=30), "written to the copy")
+    copy = past([*writes[:copied], *since])
+    before = history[copied]
+    if mark is None or copy is None or before is None or "delete" in writes[copied:seen]:
+        return
+    if copied < seen and mark != Mark.of(before) and copy.version <= mark.changes:
+        assert not mark.precedes(Mark.of(copy))
+
+
+def past(writes: list[str]) -> KeyValue | None:
+    """The key after these, None where it is not there."""
+    found: KeyValue | None = None
+    for revision, write in enumerate(writes, start=1):
+        if write == "delete":
+            found = None
+        elif write == "put":
+            created = found.create_revision if found is not None else revision
+            changes = found.version + 1 if found is not None else 1
+            found = item("k", created=created, modified=revision, changes=changes)
+    return found
+
+
+def test_an_old_copy_is_refused_although_its_revision_has_passed_the_one_remembered(tmp_path: Path) -> None:
+    memory = file(tmp_path)
+    memory.check([item("plan", created=5, modified=40, changes=9)])
+    memory.check([item("plan", created=5, modified=40, changes=9)])
+    again = file(tmp_path)
+    for copy in (
+        item("plan", created=5, modified=20, changes=4),  # as it was in the backup
+        item("plan", created=5, modified=900, changes=5),  # the leader of the copy wrote since
+        item("plan", created=30, modified=900, changes=1),  # or made it, where the backup has none
+    ):
+        with pytest.raises(StoreReplaced, match="was restored from an old copy"):
+            again.check([copy])
+    again.check([item("plan", created=5, modified=41, changes=10)])
+    again.check([item("plan", created=60, modified=60, changes=1)])  # another job of that name
+
+
+def test_keys_that_are_remembered_are_bounded(tmp_path: Path) -> None:
+    memory = file(tmp_path)
+    memory.check(item(f"k{at}", created=at, modified=at, changes=1) for at in range(1, MOST_MARKS + 9))
+    kept = msgspec.json.decode(memory.path.read_bytes(), type=Remembered).marks
+    assert len(kept) == MOST_MARKS
+    assert "k1" not in kept

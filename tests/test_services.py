@@ -19,7 +19,7 @@ from pathlib import Path
 
 import click
 import pytest
-from elasticd_agent.__main__ import command as agent_command
+from elasticd_agent.command import command as agent_command
 
 from elasticd.cli.app import elasticd
 from elasticd.notify import Supervisor

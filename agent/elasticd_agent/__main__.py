@@ -1,117 +1,19 @@
-"""`elasticd-agent`: the command that runs a node's agent."""
+"""`elasticd-agent`: the entry point of the command that runs a node's agent."""
 
 from __future__ import annotations
 
-import asyncio
-import signal
-from collections.abc import Callable
-
-import click
-
-from elasticd.config import Config, ConfigError, load, reloaded, with_overrides
-from elasticd.logs import set_up
-from elasticd.notify import Supervisor
-from elasticd.packets import PacketError, SocketTaken
-from elasticd.remembered import StateError, StateFile
-from elasticd.store.compat import EtcdClientMissing
-from elasticd.store.protocol import StoreError, StoreReplaced
-from elasticd.version import __version__
-from elasticd_agent.daemon import Agent, AgentError, check_store
-from elasticd_agent.probe import ProbeError
-from elasticd_agent.registrar import NodeTaken
-
-_EXPECTED = (
-    AgentError,
-    ConfigError,
-    EtcdClientMissing,
-    NodeTaken,
-    PacketError,
-    ProbeError,
-    SocketTaken,
-    StateError,
-    StoreError,
-)
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="elasticd-agent")
-@click.option("--config", "path", metavar="FILE", help="TOML configuration (default: $ELASTICD_CONFIG).")
-@click.option("--node", metavar="NAME", help="This node's name (default: the host's).")
-@click.option("--socket", metavar="PATH", help="Where trainers on this node find the agent.")
-@click.option("--address", metavar="HOST", help="Where workers of this node listen for the others.")
-@click.option("--devices", type=click.IntRange(min=1), help="How many devices (default: ask the machine).")
-@click.option("--memory", metavar="SIZE", help="Memory of each device, as '8 GiB' (default: ask).")
-@click.option("--etcd", metavar="HOST:PORT,...", help="etcd's endpoints.")
-@click.option("--cluster", metavar="NAME", help="The cluster's name.")
-@click.option(
-    "--log-format", type=click.Choice(["text", "json"]), help="Lines for people, or a JSON object each."
-)
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
-def command(
-    path: str | None,
-    node: str | None,
-    socket: str | None,
-    address: str | None,
-    devices: int | None,
-    memory: str | None,
-    etcd: str | None,
-    cluster: str | None,
-    log_format: str | None,
-    log_level: str | None,
-) -> None:
-    """Run the elasticd agent of this node, until Ctrl-C or SIGTERM. Training workers are left alone."""
-    options = {
-        "agent.node": node,
-        "agent.socket": socket,
-        "agent.address": address,
-        "agent.devices": devices,
-        "agent.memory": memory,
-        "etcd.endpoints": etcd,
-        "cluster.name": cluster,
-        "log.format": log_format,
-        "log.level": log_level,
-    }
-    try:
-        settings = with_overrides(load(path), options)
-        set_up(settings.log, {"cluster": settings.cluster.name, "node": settings.agent.node})
-        asyncio.run(run(lambda: with_overrides(load(path), options)))
-    except _EXPECTED as error:
-        raise click.ClickException(str(error)) from None
-
-
-async def run(read: Callable[[], Config]) -> None:
-    """Serve on the running loop until SIGINT or SIGTERM; SIGHUP has the configuration read anew."""
-    from elasticd.store.configured import etcd_options
-    from elasticd.store.etcd import EtcdStore
-
-    config = read()
-    memory = StateFile(config.agent.state, config.cluster.name, "agent", config.agent.node)
-    store = EtcdStore(etcd_options(config), known=memory.identity)
-    try:
-        supervisor = Supervisor()
-        agent = Agent(config, store, memory=memory, supervisor=supervisor)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, agent.stop)
-
-        def reload() -> None:
-            nonlocal config
-            supervisor.reloading()
-            config = reloaded(config, read, ("chaos",))
-            agent.reconfigure(config)
-            supervisor.ready("the configuration was read anew")
-
-        loop.add_signal_handler(signal.SIGHUP, reload)
-        await check_store(store, config.etcd.endpoints)
-        await agent.run()
-    except StoreReplaced as error:
-        raise AgentError(memory.refusal(error)) from error
-    finally:
-        store.close()
+from elasticd.extras import entered
 
 
 def main() -> None:
-    command(prog_name="elasticd-agent")
+    """Runs the command. A package that is missing is named with the extra that brings it."""
+
+    def start() -> None:
+        from elasticd_agent.command import command
+
+        command(prog_name="elasticd-agent")
+
+    entered("elasticd-agent", start)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,21 @@ connection: a file's mode may be changed by a careless `chmod`, and a socket be 
 from __future__ import annotations
 
 import array
+import errno
 import grp
 import os
 import socket
-import struct
+import time
 
-from elasticd.packets import SocketTaken
+from elasticd import starter
+from elasticd.packets import SocketTaken, peer
 
-#: pid, uid, gid (struct ucred).
-_PEER = struct.Struct("3i")
-#: linux/socket.h; Python has no name for it.
+#: linux/socket.h; Python has no names for these.
 _SO_PEERGROUPS = 59
+_SO_PEERPIDFD = 77
 _MOST_GROUPS = 65536
+#: What a kernel says for a process that has ended, by its release.
+_ENDED = (errno.EINVAL, errno.ESRCH, errno.ENODATA)
 
 
 class Admission:
@@ -39,10 +42,40 @@ class Admission:
         return f"process {pid} of user {uid} may not speak to this agent, which is for {who}"
 
 
-def peer(sock: socket.socket) -> tuple[int, int, int]:
-    """The process, user and group that were at the other end when it connected; pid 0: of another namespace."""
-    pid, uid, gid = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return pid, uid, gid
+def peer_pidfd(sock: socket.socket) -> int | None:
+    """A descriptor, the caller's, of the process that was at the other end when it connected. None when that
+    belongs to another PID namespace, or has ended; Linux since 6.16 gives one then, too, which says so.
+    Raises OSError where no descriptor is left.
+
+    Its number alone could be another process' by now. Linux has known the process itself since 6.5; before, the
+    number is looked up, and a process that started after we took the connection is not the one that made it.
+    """
+    pid, _, _ = peer(sock)
+    if pid <= 0:
+        return None
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno in _ENDED:
+            return None
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+    return _pidfd_of(pid, now)
+
+
+def _pidfd_of(pid: int, before: float) -> int | None:
+    """Of the process with this number that started before then (seconds since the machine did)."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    marked = starter.mark(pid)  # what has this number now is what the descriptor is of, or is gone
+    started = None if marked is None else int(marked.rpartition("-")[2]) / os.sysconf("SC_CLK_TCK")
+    if started is None or started > before:
+        os.close(pidfd)
+        return None
+    return pidfd
 
 
 def _groups(sock: socket.socket) -> list[int]:

@@ -16,7 +16,7 @@ import msgspec
 from elasticd.machines.agent_state import State
 from elasticd.pulses import Crossed
 from elasticd.records import NodeRecord
-from elasticd_agent.streams import StreamFailed
+from elasticd_agent.entrance import StreamFailed
 
 #: Bytes of a probe.
 SIZE = 4 << 20

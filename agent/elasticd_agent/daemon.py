@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from elasticd import routes
 from elasticd.config import Config
 from elasticd.credentials import credentials
 from elasticd.machines import agent as machine
@@ -34,6 +35,7 @@ from elasticd.machines.agent_state import (
 )
 from elasticd.messages import Pace, ToLeader
 from elasticd.notify import Supervisor
+from elasticd.orders import End
 from elasticd.packets import default_path
 from elasticd.pulses import Ping
 from elasticd.records import Keys, NodeRecord, schema_refusal
@@ -48,6 +50,7 @@ from elasticd_agent.link import Link
 from elasticd_agent.nvml import opened as nvml_opened
 from elasticd_agent.orphans import Torchruns
 from elasticd_agent.pulses import BEAT, Pulses, look
+from elasticd_agent.reaching import Reaching
 from elasticd_agent.registrar import Registrar
 from elasticd_agent.rounds import Rounds
 from elasticd_agent.sensors import Sensors
@@ -100,6 +103,7 @@ class Agent:
         self._end: asyncio.Future[str | None] | None = None
         self._stopped = False
         self._harms: Harms | None = None
+        self._told_to_go: set[str] = set()
 
     @property
     def record(self) -> NodeRecord:
@@ -139,6 +143,7 @@ class Agent:
         self._workers = Workers(self._path, self.record.node, self._config.agent.group)
         try:
             self._keeper = self._make_keeper()
+            self._reaching = self._make_reaching()
         except BaseException:
             self._workers.close()
             raise
@@ -169,7 +174,12 @@ class Agent:
         self._registrar.start()
         security = self._config.security
         self._link = Link(
-            self._emit, self._keeper.whole, lambda harm: harms.take(harm), lambda: credentials(security)
+            self._emit,
+            self._keeper.whole,
+            lambda harm: harms.take(harm),
+            lambda: credentials(security),
+            self._tell_to_go,
+            self._reaching.take,
         )
         allowed = self._config.chaos.enabled
         harms = Harms(
@@ -178,7 +188,9 @@ class Agent:
         )
         self._harms = harms
         records = Records(
-            *(self._store, self._keys, self._emit, harms.follow, self._keeper.read), refuse=self._finish
+            *(self._store, self._keys, self._emit, harms.follow, self._keeper.read),
+            refuse=self._finish,
+            memory=self._memory,
         )
         rounds = Rounds(
             self._store,
@@ -202,6 +214,7 @@ class Agent:
         )
         beside = [asyncio.create_task(part) for part in parts]
         try:
+            await self._reaching.start()
             await records.start()
             self._torchruns.start()
             self._workers.start(
@@ -222,6 +235,7 @@ class Agent:
             self._torchruns.close()
             await harms.close()
             records.close()
+            await self._reaching.close()
             await self._link.close()
         if reason is not None:
             raise AgentError(reason)
@@ -326,16 +340,33 @@ class Agent:
             )
         except OSError as error:
             raise AgentError(
-                f"cannot listen for other nodes' snapshots at {agent.address}: {error.strerror or error}; "
+                f"cannot listen for other nodes' snapshots at {agent.listens}: {error.strerror or error}; "
                 "give [agent] address one of this machine's addresses"
             ) from error
         record = structs.replace(self.record, snapshots=keeper.address, certificate=keeper.certificate)
         self._state = replace(self._state, record=record)
         return keeper
 
+    def _make_reaching(self) -> Reaching:
+        """And publish where other nodes may try whether they reach this one."""
+        reaching = Reaching(self._config.agent.listens, self._tell)
+        record = structs.replace(self.record, reach=reaching.address)
+        self._state = replace(self._state, record=record)
+        return reaching
+
     def _pidfd(self, device: str) -> int | None:
         worker = self._state.worker_of(device)
         return self._workers.pidfd(worker.id) if worker is not None else None
+
+    def _tell_to_go(self, order: End) -> None:
+        """Sends SIGTERM to the workers of a job that a user stops; once, as a second one ends them at once."""
+        self._told_to_go &= self._state.clients.keys()
+        for client in self._state.clients.values():
+            its = client.job == order.job and client.device in order.devices
+            if its and client.id not in self._told_to_go:
+                self._told_to_go.add(client.id)
+                _log.warning("job %s is stopped: %s is told to go", order.job, client.device)
+                self._workers.terminate(client.id)
 
     def _finish(self, reason: str | None) -> None:
         if self._end is not None and not self._end.done():
@@ -346,7 +377,8 @@ class Agent:
         return NodeRecord(
             node=agent.node,
             devices=probe.devices(agent, self._config.emulate),
-            address=agent.address,
+            address=agent.listens,
+            host=routes.host(),
             agent=secrets.token_hex(8),
             emulated=self._config.emulate.enabled,
         )

@@ -26,14 +26,16 @@ from contextlib import suppress
 
 import psutil
 
+from elasticd.backoff import Backoff
 from elasticd.config import AgentSection
 from elasticd.machines.agent_state import DoneRead, Event, LinkUp, PlanRead, State, Tick
 from elasticd.messages import ToWorker
 from elasticd.records import NodeRecord
 from elasticd.snapshots import Fetch, Fetched, Freed, Held, Keeps, OfSnapshots, Snapped, Whole
+from elasticd_agent.entrance import StreamFailed, yielding
 from elasticd_agent.identity import Identity
 from elasticd_agent.peers import Peers
-from elasticd_agent.streams import Sender, Server, StreamFailed, yielding
+from elasticd_agent.streams import Sender, Server
 from elasticd_agent.vault import Snapshot, Vault
 
 #: Seconds for which changes are gathered before the leader is told.
@@ -66,15 +68,15 @@ class Keeper:
         self._peers = Peers(section.node)
         self._identity = Identity.make(agent)
         self._server = Server(
-            section.address, self._identity, self._vault, self._peers.certificates, self._arrived
+            section.listens, self._identity, self._vault, self._peers.certificates, self._arrived
         )
         self._sender = Sender(self._identity)
         self._pool = ThreadPoolExecutor(_SENDERS, "snapshots", initializer=yielding)
         self._changed: set[str] = set()
         self._telling: asyncio.TimerHandle | None = None
-        self._pause, self._again = _RETRY[0], 0.0
+        self._pause, self._again = Backoff(*_RETRY), 0.0
         self._trouble = ""
-        self.address = f"{section.address}:{self._server.port}"
+        self.address = f"{section.listens}:{self._server.port}"
         self.certificate = self._identity.certificate
 
     def ring(self) -> list[NodeRecord]:
@@ -105,7 +107,8 @@ class Keeper:
             self._mark(self._vault.jobs())
         elif isinstance(event, PlanRead):
             self._send_all()
-        elif isinstance(event, DoneRead) and event.record is not None and not event.record.reason:
+        elif isinstance(event, DoneRead) and (event.record is None or not event.record.reason):
+            # It finished; or it stopped, and now it is forgotten.
             self._release(self._vault.forget(event.job))
 
     def read(self, node: str, record: NodeRecord | None) -> None:
@@ -113,7 +116,8 @@ class Keeper:
         agent = self._peers.read(node, record)
         if agent:
             self._vault.lost([agent])
-        self._again, self._pause = 0.0, _RETRY[0]
+        self._again = 0.0
+        self._pause.reset()
         self._send_all()
 
     def whole(self, whole: Whole) -> None:
@@ -214,10 +218,10 @@ class Keeper:
         if peer and not self._peers.there(peer):
             peer, trouble = "", "its agent ended"
         if peer:
-            self._pause, self._trouble = _RETRY[0], ""
+            self._trouble = ""
+            self._pause.reset()
         elif not revoked.is_set():
-            self._again = time.monotonic() + self._pause
-            self._pause = min(2 * self._pause, _RETRY[1])
+            self._again = time.monotonic() + self._pause.next()
             if trouble != self._trouble:
                 _log.warning("no other node keeps the snapshots of this one, trying again: %s", trouble)
             self._trouble = trouble

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import ssl
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 
 from elasticd import messages
+from elasticd.backoff import Backoff
 from elasticd.config import ConfigError
 from elasticd.credentials import Credentials
 from elasticd.gathered import together
@@ -26,10 +26,10 @@ from elasticd.messages import (
     ToLeader,
     Up,
 )
-from elasticd.orders import Drain, Harm
+from elasticd.orders import Drain, End, Harm, TryReach
 from elasticd.snapshots import Whole
 
-#: Seconds between attempts: doubled from the first to the second, and jittered.
+#: Seconds between attempts: doubled from the first to the second.
 _BACKOFF = (0.05, 2.0)
 #: Seconds for opening a connection, between pings, and for their answers.
 _OPEN_SECONDS = 3.0
@@ -44,7 +44,8 @@ _log = logging.getLogger(__name__)
 
 class Link:
     """Emits LinkUp, Heard and LinkDown on the running loop; `follow` says where the leader is. What the leader
-    says of snapshots goes to `whole`, chaos to `harm`. `known` gives what we show it, anew for each connection.
+    says of snapshots goes to `whole`, chaos to `harm`, a job that a user stops to `end`, whom it wants tried
+    to `reach`. `known` gives what we show it, anew for each connection.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class Link:
         whole: Callable[[Whole], None],
         harm: Callable[[Harm], None],
         known: Callable[[], Credentials] = Credentials,
+        end: Callable[[End], None] = lambda order: None,
+        reach: Callable[[TryReach], None] = lambda order: None,
     ) -> None:
-        self._emit, self._whole, self._harm = emit, whole, harm
+        self._emit, self._whole, self._harm, self._end, self._reach = emit, whole, harm, end, reach
         self._known = known
         self._said = ""
         self._url: str | None = None
@@ -78,7 +81,7 @@ class Link:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        pause = _BACKOFF[0]
+        pause = Backoff(*_BACKOFF)
         while True:
             url = self._url
             self._moved.clear()
@@ -86,12 +89,11 @@ class Link:
                 await self._moved.wait()
                 continue
             if await self._visit(url):
-                pause = _BACKOFF[0]
+                pause.reset()
             if self._url != url:
-                pause = _BACKOFF[0]
+                pause.reset()
             else:
-                await self._wait_moved(pause * random.uniform(0.5, 1.0))
-                pause = min(2 * pause, _BACKOFF[1])
+                await self._wait_moved(pause.next())
 
     async def _visit(self, url: str) -> bool:
         """One connection from begin to end; whether it stood."""
@@ -172,6 +174,10 @@ class Link:
                 self._whole(message)
             elif isinstance(message, Harm):
                 self._harm(message)
+            elif isinstance(message, End):
+                self._end(message)
+            elif isinstance(message, TryReach):
+                self._reach(message)
             elif isinstance(message, Drain):
                 self._emit(Drained(on=message.on))
             else:

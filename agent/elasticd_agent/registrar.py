@@ -11,11 +11,23 @@ import threading
 import time
 from collections.abc import Callable
 
+from elasticd.backoff import Backoff, jittered
+from elasticd.decoding import shown
 from elasticd.records import Keys, MemberRecord, NodeRecord, decode, encode
 from elasticd.store.keeper import LeaseKeeper
-from elasticd.store.protocol import Compare, KeyValue, LeaseLost, OutcomeUnknown, Put, Store, StoreError
+from elasticd.store.protocol import (
+    Compare,
+    KeyValue,
+    LeaseLost,
+    OutcomeUnknown,
+    Put,
+    Store,
+    StoreError,
+    StoreTooLarge,
+)
 
-_RETRY_SECONDS = 0.5
+#: Seconds between attempts to write the keys: doubled from the first to the second.
+_RETRY = (0.25, 2.0)
 _POLL_SECONDS = 0.2
 
 _log = logging.getLogger(__name__)
@@ -56,7 +68,7 @@ class Registrar:
             if holder is not None and time.monotonic() >= deadline:
                 self._store.revoke(lease)
                 raise NodeTaken(self._taken_by(holder))
-            if self._stop.wait(_POLL_SECONDS):
+            if self._stop.wait(jittered(_POLL_SECONDS)):
                 self._store.revoke(lease)
                 return
             self._store.keep_alive(lease)
@@ -135,8 +147,9 @@ class Registrar:
         while not self._stop.is_set():
             self._wake.wait()
             self._wake.clear()
+            pause = Backoff(*_RETRY)
             while not self._stop.is_set() and not self._settle():
-                self._stop.wait(_RETRY_SECONDS)
+                self._stop.wait(pause.next())
 
     def _settle(self) -> bool:
         """Bring the store to what is wanted; False when that must be tried again."""
@@ -150,7 +163,7 @@ class Registrar:
                 del self._written[key]
             for key, value in wanted.items():
                 if self._written.get(key) != value:
-                    self._store.put(key, value, self._lease)
+                    self._put(key, value)
                     self._written[key] = value
             self._tell()
         except NodeTaken as taken:
@@ -164,6 +177,13 @@ class Registrar:
             _log.debug("the store did not take this node's keys, trying again: %s", error)
             return False
         return True
+
+    def _put(self, key: str, value: bytes) -> None:
+        """One key that the store does not take, for its size, does not keep the others waiting."""
+        try:
+            self._store.put(key, value, self._lease)
+        except StoreTooLarge as error:
+            _log.error("the key %s is not written: %s", shown(key), error)
 
     def _tell(self) -> None:
         with self._lock:

@@ -19,6 +19,7 @@ import msgspec
 
 from elasticd.decoding import log_once, shown
 from elasticd.messages import Message, ToLeader, ToWorker, protocol_refusal
+from elasticd.names import harmless, name_refusal
 from elasticd.records import Keys, NodeRecord, OutRecord, decode
 from elasticd.rounds import (
     Attend,
@@ -151,8 +152,21 @@ class Rounds:
 
     def _ended(self, client: str, known: _Client) -> None:
         del self._clients[client]
+        self._let_go(known.job)
         if known.present is not None:
             self._run(self._bury(known.job, known.pid, known.present))
+
+    def _let_go(self, name: str) -> None:
+        """Once nobody on this node asks for a job, it is not watched any more: names are never used up."""
+        job = self._jobs.get(name)
+        if job is None or any(known.job == name for known in self._clients.values()):
+            return
+        if job.ready is not None and not job.ready.done():
+            job.ready.add_done_callback(lambda _: self._let_go(name))
+            return
+        del self._jobs[name]
+        if job.watch is not None:
+            job.watch.cancel()
 
     async def _bury(self, job: str, pid: int, present: Present) -> None:
         """A torchrun hung up: one that lives may only be coming anew."""
@@ -194,6 +208,10 @@ class Rounds:
                 f"process {pid} says that it is {body.pid}: agent and torchrun must share one PID namespace "
                 "(with containers, run the agent in the same one or share the host's)"
             )
+        if why := name_refusal("the job's name (--rdzv-id)", body.job):
+            if not harmless(body.job):
+                return why
+            log_once(("job", body.job), f"{why}; a later release refuses it")
         if self._live(body.job):
             return (
                 f"job {body.job!r} runs in live mode: leave --rdzv-conf mode=restart out, or choose another "
@@ -222,6 +240,7 @@ class Rounds:
             self._send(client, RoundAnswer(id=body.id, done=False, error=str(error)))
             return
         self._answer(client, job, body.id, done=True)
+        self._let_go(name)
 
     async def _write(self, client: str, name: str, body: WriteRound) -> None:
         try:
@@ -234,6 +253,7 @@ class Rounds:
         if item is not None:
             job.take(item)
         self._answer(client, job, body.id, done=done)
+        self._let_go(name)
 
     def _swap(self, key: str, body: WriteRound) -> tuple[KeyValue | None, bool]:
         """Compare and set, and what the store holds then. A state names its writer: none writes another's."""

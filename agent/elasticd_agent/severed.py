@@ -11,6 +11,7 @@ from elasticd.store.protocol import (
     Compare,
     Identity,
     KeyValue,
+    Limits,
     Op,
     Snapshot,
     Store,
@@ -41,6 +42,10 @@ class Severable(Store):
         with self._lock:
             self._is_cut = False
             self._release()
+
+    @property
+    def limits(self) -> Limits:
+        return self._store.limits
 
     def get(self, key: str) -> KeyValue | None:
         return self._reach(lambda: self._store.get(key))

@@ -9,43 +9,37 @@ they were sent; that they are what the worker copied is for their reader to chec
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
 from elasticd_planner.plan import Plan
 
-from elasticd.decoding import Reader, version_refusal
+from elasticd.decoding import Reader, shown, version_refusal
+from elasticd.parts import MOST_BYTES
 from elasticd.snapshots import Held
 from elasticd.version import __version__
 from elasticd.wire import WIRE_VERSION, Message
+from elasticd_agent.entrance import SILENCE, Entrance, StreamFailed
 from elasticd_agent.identity import Identity
 from elasticd_agent.vault import NoRoom, Snapshot, Vault
 
 #: Bytes read and sent, or received and written, at once: they stay in the processor's cache meanwhile.
 _CHUNK = 1 << 20
-_LARGEST_FRAME = 64 << 20
+#: Bytes of a frame: of a snapshot's plan, with which a record would be stored.
+_LARGEST_FRAME = MOST_BYTES
 _LENGTH = struct.Struct("!I")
 #: Messages of which the shortest is a link's latency, and bytes of a probe at most.
 _ECHOES = 8
 _MOST_PROBED = 64 << 20
-#: Seconds without a byte after which a stream is given up.
-_SILENCE = 10.0
-#: What the threads add to their niceness: encryption takes the time that training leaves. Not more: a thread
-#: that never gets its turn while it has the interpreter's lock would hold up the agent.
-_NICER = 10
-
-_log = logging.getLogger(__name__)
-
-
-class StreamFailed(OSError):
-    """A snapshot did not get through; the message says why."""
+#: Bytes a second in the mean, below which a stream is given up: it would hold a thread, and memory for what it
+#: is to bring.
+SLOWEST = 1 << 20
 
 
 class Request(Message, frozen=True, kw_only=True, tag="stream-request"):
@@ -83,44 +77,15 @@ class Server:
         peers: Callable[[], Mapping[str, str]],
         arrived: Callable[[Held, list[Snapshot]], None],
     ) -> None:
-        self._identity, self._vault, self._peers, self._arrived = identity, vault, peers, arrived
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family)
-        self.port: int = self._listener.getsockname()[1]
-        self._streams = _OpenSockets()
-        self._thread = threading.Thread(target=self._accept, name="snapshots", daemon=True)
-        self._thread.start()
+        self._vault, self._arrived = vault, arrived
+        self._entrance = Entrance(address, identity, peers, self._take)
+        self.port = self._entrance.port
 
     def close(self) -> None:
         """Streams under way break; what they brought is dropped."""
-        self._streams.close()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join()
+        self._entrance.close()
 
-    def _accept(self) -> None:
-        while not self._streams.closed:
-            try:
-                stream, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(stream,), name="snapshot", daemon=True).start()
-
-    def _serve(self, plain: socket.socket) -> None:
-        yielding()
-        plain.settimeout(_SILENCE)
-        try:
-            with self._streams.one(plain):
-                peers = self._peers()
-                context = self._identity.context(server=True, peers="".join(peers.values()))
-                with context.wrap_socket(plain, server_side=True) as stream:
-                    self._take(stream, _node_of(stream, peers))
-        except (OSError, msgspec.MsgspecError) as error:
-            if not self._streams.closed:
-                _log.warning("a snapshot of another node did not arrive: %s", error)
-
-    def _take(self, stream: ssl.SSLSocket, node: str) -> None:
+    def _take(self, stream: ssl.SSLSocket, nodes: Collection[str]) -> None:
         request = _requests.one(_read_frame(stream))
         if request is None:
             _send_frame(stream, Answer(error=f"elasticd {__version__} does not know this request"))
@@ -132,8 +97,10 @@ class Server:
         if held is None:
             _echo(stream, request)
             return
-        if held.node != node or not held.device.startswith(f"{node}/"):
-            _send_frame(stream, Answer(error=f"{held.device} of node {held.node} is none of node {node}'s"))
+        if held.node not in nodes or not held.device.startswith(f"{held.node}/"):
+            theirs = " or ".join(sorted(nodes))
+            said = f"{shown(held.device)} of node {shown(held.node)} is none of node {theirs}'s"
+            _send_frame(stream, Answer(error=said))
             return
         try:
             fd = self._vault.reserve(held.size)
@@ -166,7 +133,7 @@ class Sender:
         StreamFailed, also when the snapshot was revoked meanwhile."""
         host, _, port = address.rpartition(":")
         try:
-            plain = socket.create_connection((host, int(port)), timeout=_SILENCE)
+            plain = socket.create_connection((host, int(port)), timeout=SILENCE)
             with self._streams.one(plain):
                 context = self._identity.context(server=False, peers=certificate)
                 with context.wrap_socket(plain) as stream:
@@ -179,7 +146,7 @@ class Sender:
         Raises StreamFailed."""
         host, _, port = address.rpartition(":")
         try:
-            plain = socket.create_connection((host, int(port)), timeout=_SILENCE)
+            plain = socket.create_connection((host, int(port)), timeout=SILENCE)
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._streams.one(plain):
                 context = self._identity.context(server=False, peers=certificate)
@@ -224,19 +191,17 @@ class _OpenSockets:
                     handle.shutdown(socket.SHUT_RDWR)
 
 
-def yielding() -> None:
-    """The calling thread, and it alone, is nicer from here on (Linux counts niceness by thread)."""
-    with contextlib.suppress(OSError):  # where that is not allowed it is as nice as the others
-        mine = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, mine, min(19, os.getpriority(os.PRIO_PROCESS, mine) + _NICER))
+class _Pace:
+    """A stream's, from now on: it may be slow, but not so slow that it is none."""
 
+    def __init__(self) -> None:
+        self._began = time.monotonic()
 
-def _node_of(stream: ssl.SSLSocket, peers: Mapping[str, str]) -> str:
-    found = stream.getpeercert(binary_form=True)
-    for node, certificate in peers.items():
-        if ssl.PEM_cert_to_DER_cert(certificate) == found:
-            return node
-    raise StreamFailed("its certificate is no node's")
+    def after(self, done: int) -> None:
+        """So many bytes have passed. Raises StreamFailed where that took too long."""
+        seconds = time.monotonic() - self._began
+        if seconds > SILENCE + done / SLOWEST:
+            raise StreamFailed(f"{done} bytes took {seconds:.0f} s: a stream is to bring {SLOWEST >> 20} MiB/s")
 
 
 def _crossed(stream: ssl.SSLSocket, size: int) -> tuple[float, float]:
@@ -248,10 +213,11 @@ def _crossed(stream: ssl.SSLSocket, size: int) -> tuple[float, float]:
         _send_frame(stream, Answer())
         _check(_read_frame(stream))
         trips.append(time.perf_counter() - began)
-    chunk = bytes(min(size, _CHUNK))
+    chunk, pace = bytes(min(size, _CHUNK)), _Pace()
     began = time.perf_counter()
     for start in range(0, size, _CHUNK):
         stream.sendall(chunk[: size - start])
+        pace.after(start)
     _check(_read_frame(stream))
     latency = min(trips) / 2
     # The answer took its way back, which the bytes did not.
@@ -267,12 +233,13 @@ def _echo(stream: ssl.SSLSocket, request: Request) -> None:
     for _ in range(request.echoes):
         _read_frame(stream)
         _send_frame(stream, Answer())
-    left, buffer = request.bytes, memoryview(bytearray(_CHUNK))
+    left, buffer, pace = request.bytes, memoryview(bytearray(_CHUNK)), _Pace()
     while left:
         count = stream.recv_into(buffer[: min(left, _CHUNK)])
         if not count:
             raise StreamFailed("the other agent closed the stream")
         left -= count
+        pace.after(request.bytes - left)
     _send_frame(stream, Answer())
 
 
@@ -280,7 +247,7 @@ def _send(stream: ssl.SSLSocket, snapshot: Snapshot, revoked: threading.Event) -
     held = snapshot.held
     _send_frame(stream, Request(held=held, plan=snapshot.plan))
     _check(_read_frame(stream))
-    buffer = memoryview(bytearray(_CHUNK))
+    buffer, pace = memoryview(bytearray(_CHUNK)), _Pace()
     done = 0
     while done < held.size:
         count = os.preadv(snapshot.fd, [buffer[: held.size - done]], done)
@@ -291,6 +258,7 @@ def _send(stream: ssl.SSLSocket, snapshot: Snapshot, revoked: threading.Event) -
             raise StreamFailed(f"the memory file ends after {done} of {held.size} bytes")
         stream.sendall(buffer[:count])
         done += count
+        pace.after(done)
     _check(_read_frame(stream))
 
 
@@ -317,17 +285,18 @@ def _read_frame(stream: ssl.SSLSocket) -> bytes:
 
 
 def _read(stream: ssl.SSLSocket, size: int) -> bytes:
-    data = bytearray()
+    data, pace = bytearray(), _Pace()
     while len(data) < size:
-        part = stream.recv(size - len(data))
+        part = stream.recv(min(size - len(data), _CHUNK))
         if not part:
             raise StreamFailed("the other agent closed the stream")
         data += part
+        pace.after(len(data))
     return bytes(data)
 
 
 def _receive_into(stream: ssl.SSLSocket, fd: int, size: int) -> None:
-    buffer = memoryview(bytearray(_CHUNK))
+    buffer, pace = memoryview(bytearray(_CHUNK)), _Pace()
     done = 0
     while done < size:
         count = 0
@@ -337,6 +306,7 @@ def _receive_into(stream: ssl.SSLSocket, fd: int, size: int) -> None:
             if not part:
                 raise StreamFailed(f"the stream ended after {done + count} of {size} bytes")
             count += part
+            pace.after(done + count)
         at = 0
         while at < count:
             at += os.pwrite(fd, buffer[at:count], done + at)

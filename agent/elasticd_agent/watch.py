@@ -20,7 +20,9 @@ from elasticd.machines.agent_state import (
     PlanRead,
     ProposalRead,
 )
+from elasticd.parts import Shelf
 from elasticd.records import (
+    LASTING,
     CheckpointsRecord,
     DoneRecord,
     Fence,
@@ -32,8 +34,9 @@ from elasticd.records import (
     read_schema,
     schema_apart,
 )
+from elasticd.remembered import StateFile
 from elasticd.store.leader import Leader
-from elasticd.store.protocol import KeyValue, Store, WatchEvent, WatchItem
+from elasticd.store.protocol import KeyValue, Store, StoreReplaced, WatchEvent, WatchItem
 from elasticd.store.watch import Watch
 
 _PARTS = ("proposal", "plan", "fence", "checkpoints", "done")
@@ -46,7 +49,8 @@ class Records:
     """Turns the store's keys into events, on the running loop, in the order of their revisions.
 
     `follow` is called with the leader's url, or None when there is no leader, `node_read` with each node's
-    record, or None when that is gone, `refuse` with why this agent cannot work with what the leader writes now.
+    record, or None when that is gone, `refuse` with why this agent cannot work with what the store holds now.
+    `memory` knows which plans and fences were seen.
     """
 
     def __init__(
@@ -57,14 +61,16 @@ class Records:
         follow: Callable[[str | None], None],
         node_read: Callable[[str, NodeRecord | None], None],
         refuse: Callable[[str], None],
+        memory: StateFile | None = None,
     ) -> None:
         self._store = store
         self._keys = keys
         self._emit = emit
         self._follow = follow
         self._node_read = node_read
-        self._refuse = refuse
+        self._refuse, self._memory = refuse, memory
         self._known: set[str] = set()
+        self._shelf = Shelf(keys.jobs)
         self._watch: Watch | None = None
 
     async def start(self) -> None:
@@ -92,12 +98,14 @@ class Records:
         """The whole of what the store holds: also what it does not hold any more."""
         for key in self._known - {item.key for item in items}:
             self._read(key, None)
+        # The parts before the records that need them: those may have changed since.
+        self._shelf = Shelf(self._keys.jobs, ((item.key, item.value) for item in items))
         # The leader first: its epoch is what the orders of the others are measured by.
         for item in sorted(items, key=lambda item: item.key != self._keys.leader):
             self._read(item.key, item)
 
     def _read(self, key: str, item: KeyValue | None) -> None:
-        if self._keys.note_unknown(key):
+        if self._shelf.take(key, item.value if item is not None else None) or self._keys.note_unknown(key):
             return
         if key == self._keys.schema:
             if item is not None:
@@ -109,25 +117,42 @@ class Records:
         if key != self._keys.leader and not node and not of_job:
             return
         at = item.mod_revision if item is not None else 0
+        if part in LASTING and item is not None and self._went_back(item):
+            return
         (self._known.discard if item is None else self._known.add)(key)
         try:
             if key == self._keys.leader:
                 self._read_leader(item)
             elif node:
-                self._node_read(node, _decoded(item, NodeRecord))
+                self._node_read(node, self._decoded(item, NodeRecord))
             elif part == "proposal":
-                self._emit(ProposalRead(job=job, proposal=_decoded(item, Proposal), revision=at))
+                self._emit(ProposalRead(job=job, proposal=self._decoded(item, Proposal), revision=at))
             elif part == "plan":
-                self._emit(PlanRead(job=job, record=_decoded(item, PlanRecord), revision=at))
+                self._emit(PlanRead(job=job, record=self._decoded(item, PlanRecord), revision=at))
             elif part == "fence":
-                self._emit(FenceRead(job=job, record=_decoded(item, Fence), revision=at))
+                self._emit(FenceRead(job=job, record=self._decoded(item, Fence), revision=at))
             elif part == "checkpoints":
-                record = _decoded(item, CheckpointsRecord)
+                record = self._decoded(item, CheckpointsRecord)
                 self._emit(CheckpointsRead(job=job, record=record, revision=at))
             else:
-                self._emit(DoneRead(job=job, record=_decoded(item, DoneRecord), revision=at))
+                self._emit(DoneRead(job=job, record=self._decoded(item, DoneRecord), revision=at))
         except ValueError as error:
             _log.error("the record %s in the store cannot be read: %s", key, error)
+
+    def _went_back(self, item: KeyValue) -> bool:
+        """Whether the store is an old copy, whose orders may have been withdrawn. First remembered, then
+        obeyed."""
+        if self._memory is None:
+            return False
+        try:
+            self._memory.check((item,))
+        except StoreReplaced as error:
+            self._refuse(self._memory.refusal(error))
+            return True
+        return False
+
+    def _decoded(self, item: KeyValue | None, kind: type[R]) -> R | None:
+        return decode(item.value, kind, self._shelf.of(item.key)) if item is not None else None
 
     def _read_schema(self, item: KeyValue) -> None:
         """Ends this agent only for a leader's record that is too far away; other bytes are no leader's."""
@@ -149,7 +174,3 @@ class Records:
 
 def _leader_url(item: KeyValue) -> str:
     return Leader.of(item).value
-
-
-def _decoded(item: KeyValue | None, kind: type[R]) -> R | None:
-    return decode(item.value, kind) if item is not None else None

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 import msgspec
 
 from elasticd import messages, packets
+from elasticd.logs import Seldom
 from elasticd.machines.agent_state import Ended, Event, Opened, Said
 from elasticd.messages import (
     Hello,
@@ -32,7 +34,7 @@ from elasticd.messages import (
 from elasticd.pulses import Pong
 from elasticd.snapshots import Fetch, OfSnapshots, Snapped
 from elasticd.version import __version__
-from elasticd_agent.admission import Admission, peer
+from elasticd_agent.admission import Admission, peer_pidfd
 
 #: Seconds that a process has to end after it closed its connection, before it counts as gone without.
 _LINGER_SECONDS = 2.0
@@ -40,6 +42,8 @@ _LINGER_SECONDS = 2.0
 _MOST_WAITING = 1024
 #: Clients at once: workers, torchruns, and those of them that have just ended.
 _MOST_CLIENTS = 1024
+#: Seconds until the next try where this process has no descriptor left for a client.
+_PAUSE_SECONDS = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +77,8 @@ class Workers:
         self._loop = asyncio.get_running_loop()
         self._connections: dict[str, _Connection] = {}
         self._listener = packets.listen(path, self._admission.group)
-        self._inode = os.stat(path).st_ino
+        self._full, self._strange = Seldom(_log), Seldom(_log)
+        self._resting: asyncio.TimerHandle | None = None
 
     def start(self, ears: Ears) -> None:
         """Let in who connects; whoever came earlier has waited in the kernel's queue."""
@@ -102,13 +107,21 @@ class Workers:
         connection = self._connections.get(client)
         return connection.pidfd() if connection is not None else None
 
+    def terminate(self, client: str) -> None:
+        """Sends SIGTERM to a client's process, if it runs."""
+        pidfd = self.pidfd(client)
+        if pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            os.close(pidfd)
+
     def close(self) -> None:
         """Stop serving and remove the socket file, if it still is ours. The processes are left alone."""
         self._loop.remove_reader(self._listener)
+        if self._resting is not None:
+            self._resting.cancel()
         self._listener.close()
-        with suppress(FileNotFoundError):
-            if os.stat(self._path).st_ino == self._inode:
-                os.unlink(self._path)
+        packets.remove(self._path)
         for connection in list(self._connections.values()):
             connection.close()
         self._connections.clear()
@@ -120,15 +133,30 @@ class Workers:
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:
-                _log.error("cannot accept a connection at %s: %s", self._path, error)
+                self._rest(error)
                 return
             sock.setblocking(False)
             if refusal := self._turn_away(sock):
-                _log.warning("%s", refusal)
+                self._strange.warn(refusal)
                 continue
-            pid, _, _ = peer(sock)
+            pid, _, _ = packets.peer(sock)
             name = f"{self._node}:{pid}:{secrets.token_hex(4)}"
-            self._connections[name] = _Connection(name, pid, sock, self._loop, self._ears, self._forget)
+            try:
+                pidfd = peer_pidfd(sock)
+            except OSError as error:
+                sock.close()
+                self._rest(error)
+                return
+            connection = _Connection(name, pid, pidfd, sock, self._loop, self._ears, self._forget)
+            self._connections[name] = connection
+
+    def _rest(self, error: OSError) -> None:
+        """This process has no descriptor left: a connection that waits would wake this loop without end."""
+        self._full.warn(f"the socket {self._path} took no connection, and goes on: {error}")
+        self._loop.remove_reader(self._listener)
+        self._resting = self._loop.call_later(
+            _PAUSE_SECONDS, self._loop.add_reader, self._listener, self._accept
+        )
 
     def _turn_away(self, sock: socket.socket) -> str:
         """Why, and it is told so; nothing for one that may stay."""
@@ -153,6 +181,7 @@ class _Connection:
         self,
         name: str,
         pid: int,
+        pidfd: int | None,
         sock: socket.socket,
         loop: asyncio.AbstractEventLoop,
         ears: Ears,
@@ -165,7 +194,7 @@ class _Connection:
         self._finishing = False
         self._open = True
         self._linger: asyncio.TimerHandle | None = None
-        self._pidfd = _open_pidfd(pid)
+        self._pidfd = pidfd
         self._loop.add_reader(sock, self._readable)
         if self._pidfd is not None:
             self._loop.add_reader(self._pidfd, self._exited)
@@ -322,14 +351,6 @@ class _Connection:
         for _, fd in self._waiting:
             _close(fd)
         self._waiting.clear()
-
-
-def _open_pidfd(pid: int) -> int | None:
-    """None when the process has ended already, or belongs to another PID namespace (pid 0)."""
-    try:
-        return os.pidfd_open(pid) if pid > 0 else None
-    except ProcessLookupError:
-        return None
 
 
 def _has_data(sock: socket.socket) -> bool:

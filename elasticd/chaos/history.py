@@ -9,11 +9,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
+from elasticd.parts import Shelf
 from elasticd.records import DoneRecord, Fence, HistoryRecord, Keys, MemberRecord, PlanRecord, Proposal, decode
 from elasticd.store.protocol import WatchEvent
 
@@ -56,11 +57,14 @@ class History:
         self.leaders: list[int] = []
         self.wrong: list[str] = []
         self._epoch = 0
+        self._shelf = Shelf(keys.jobs)
 
     def read(self, events: Iterable[WatchEvent]) -> None:
         for event in events:
             if event.key == self._keys.leader:
                 self._lead(event)
+            elif self._shelf.take(event.key, event.item.value if event.kind == "put" else None):
+                continue
             elif event.key.startswith(self._keys.jobs) and event.kind == "put":
                 self._record(event)
 
@@ -76,9 +80,9 @@ class History:
 
     def _record(self, event: WatchEvent) -> None:
         name, _, part = event.key.removeprefix(self._keys.jobs).partition("/")
-        job = self.jobs.setdefault(name, JobHistory())
+        job, parts = self.jobs.setdefault(name, JobHistory()), self._shelf.of(event.key)
         if part.startswith("history/"):
-            record = decode(event.item.value, HistoryRecord)
+            record = decode(event.item.value, HistoryRecord, parts)
             self._same(
                 event, job, record.number, msgspec.structs.replace(record.plan, number=record.number).digest
             )
@@ -87,7 +91,7 @@ class History:
             member = decode(event.item.value, MemberRecord)
             job.pids[member.incarnation] = member.pid
             return
-        found = _decoded(part, event.item.value)
+        found = _decoded(part, event.item.value, parts)
         if found is None:
             return
         self._led(event, found.epoch)
@@ -152,14 +156,14 @@ class History:
         self.wrong.append(f"revision {event.mod_revision}, {event.key}: {text}")
 
 
-def _decoded(part: str, value: bytes) -> Led | None:
+def _decoded(part: str, value: bytes, parts: Mapping[str, bytes]) -> Led | None:
     match part:
         case "proposal":
-            return decode(value, Proposal)
+            return decode(value, Proposal, parts)
         case "plan":
-            return decode(value, PlanRecord)
+            return decode(value, PlanRecord, parts)
         case "fence":
-            return decode(value, Fence)
+            return decode(value, Fence, parts)
         case "done":
-            return decode(value, DoneRecord)
+            return decode(value, DoneRecord, parts)
     return None

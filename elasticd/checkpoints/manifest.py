@@ -161,7 +161,7 @@ def unseal(path: Path, kind: type[T]) -> T:
         return decode_stored(body, kind)
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # msgspec's errors are
+    except (ValueError, RecursionError) as error:  # msgspec's errors are the former
         raise Damaged(f"{path}: {error}") from None
 
 

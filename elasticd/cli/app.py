@@ -17,6 +17,7 @@ from elasticd.cli.demo import demo
 from elasticd.cli.doctor import doctor
 from elasticd.cli.drain import drain
 from elasticd.cli.history import history
+from elasticd.cli.jobs import forget, jobs, stop
 from elasticd.cli.logs import logs
 from elasticd.cli.plan import plan
 from elasticd.cli.profile import profile
@@ -29,12 +30,14 @@ from elasticd.cli.top import top
 from elasticd.cli.up import up
 from elasticd.cli.why import why
 from elasticd.config import ConfigError
+from elasticd.extras import ExtraMissing
+from elasticd.remembered import StateError
 from elasticd.store.compat import EtcdClientMissing
 from elasticd.store.protocol import StoreError
 from elasticd.version import __version__
 
 #: What a user can cause: shown as one message. Anything else is an error of ours, and keeps its traceback.
-_EXPECTED = (CannotReach, ConfigError, EtcdClientMissing, Invalid, StoreError)
+_EXPECTED = (CannotReach, ConfigError, EtcdClientMissing, ExtraMissing, Invalid, StateError, StoreError)
 
 
 class _Families(click.Group):
@@ -52,12 +55,13 @@ class _Families(click.Group):
 def elasticd() -> None:
     """Keep a PyTorch training job at full speed while devices slow down, die and come back.
 
-    The configuration is one TOML file, named by --config or $ELASTICD_CONFIG.
+    The configuration is one TOML file, named by --config or $ELASTICD_CONFIG. Without either, commands ask the
+    cluster that 'elasticd up' runs on this machine.
     """
 
 
 for _command in (
-    *(up, run, coordinator, status, top, why, history, logs, record, drain, pause, resume, config, doctor),
-    *(chaos, demo, simulate, plan, profile, check, checkpoint, completion),
+    *(up, run, coordinator, status, jobs, top, why, history, logs, record, stop, forget, drain, pause, resume),
+    *(config, doctor, chaos, demo, simulate, plan, profile, check, checkpoint, completion),
 ):
     elasticd.add_command(_command)

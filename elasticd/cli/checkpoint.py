@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import datetime
 from pathlib import Path
 
 import click
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +15,7 @@ from elasticd.checkpoints.export import export as write
 from elasticd.checkpoints.folder import Found, damages, is_name, look, scan
 from elasticd.checkpoints.manifest import MANIFEST
 from elasticd.checkpoints.sums import Damaged
+from elasticd.cli.options import json_option, write_json
 
 
 @click.group()
@@ -26,7 +25,7 @@ def checkpoint() -> None:
 
 @checkpoint.command(name="list")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON array.")
+@json_option("One JSON array.")
 def list_(folder: Path, as_json: bool) -> None:
     """List the checkpoints of a folder, the newest first.
 
@@ -34,7 +33,7 @@ def list_(folder: Path, as_json: bool) -> None:
     """
     found = scan(folder)
     if as_json:
-        sys.stdout.write(msgspec.json.encode([_told(item) for item in found]).decode() + "\n")
+        write_json([_told(item) for item in found])
         return
     console = Console(highlight=False)
     if not found:
@@ -85,7 +84,8 @@ def _size(size: float) -> str:
 
 @checkpoint.command()
 @click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
-def verify(path: Path) -> None:
+@json_option("By the name of each checkpoint, what is damaged.")
+def verify(path: Path, as_json: bool) -> None:
     """Read every byte of a checkpoint, or of all in a folder, and compare it with its checksums.
 
     Exits with 1 where anything is damaged.
@@ -94,13 +94,14 @@ def verify(path: Path) -> None:
     found = (look(path),) if one else scan(path)
     if not found:
         raise click.ClickException(f"no checkpoint in {path}")
-    damaged = 0
+    told: dict[str, list[str]] = {}
     for item in found:
-        wrong = damages(item.path)
-        damaged += bool(wrong)
-        click.echo(f"{item.name}: " + ("damaged" if wrong else "sound"))
-        for line in wrong:
-            click.echo(f"  {line}")
+        wrong = told[item.name] = [*damages(item.path)]
+        if not as_json:
+            click.echo("\n  ".join((f"{item.name}: " + ("damaged" if wrong else "sound"), *wrong)))
+    if as_json:
+        write_json(told)
+    damaged = sum(map(bool, told.values()))
     if damaged:
         raise click.ClickException(f"{damaged} of {len(found)} damaged")
 

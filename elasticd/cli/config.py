@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import getpass
-import platform
-import sys
 import time
 
 import click
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.options import asker, config_option, coordinator_option, json_option, write_json
 from elasticd.cli.reach import CannotReach, reach
 
 PAUSED = "policy.paused"
@@ -26,24 +22,24 @@ def config() -> None:
 @config.command()
 @config_option
 @coordinator_option
-@click.option("--json", "as_json", is_flag=True)
+@json_option("The value, or all by their keys.")
 @click.argument("key", required=False)
 def get(config: str | None, coordinator: str | None, as_json: bool, key: str | None) -> None:
     """Show the value of KEY, or all."""
     with reach(config, coordinator) as api:
         found = api.settings()
+    if key is not None and key not in found.values:
+        raise CannotReach(f"there is no key {key!r}; there are: {', '.join(sorted(found.values))}")
     if as_json:
-        sys.stdout.write(msgspec.json.encode(found.values).decode() + "\n")
+        write_json(found.values if key is None else found.values[key])
         return
     if key is not None:
-        if key not in found.values:
-            raise CannotReach(f"there is no key {key!r}; there are: {', '.join(sorted(found.values))}")
         click.echo(_text(found.values[key]))
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in sorted(found.values.items()):
         table.add_row(name, _text(value), "changed while running" if name in found.changed else "")
-    Console(highlight=False).print(table)
+    Console(highlight=False, markup=False).print(table)
 
 
 @config.command("set")
@@ -70,10 +66,14 @@ def unset(config: str | None, coordinator: str | None, key: str) -> None:
 @config.command()
 @config_option
 @coordinator_option
-def history(config: str | None, coordinator: str | None) -> None:
+@json_option("All changes, the oldest first.")
+def history(config: str | None, coordinator: str | None, as_json: bool) -> None:
     """Show every change: when, by whom, and what differed from the file from then on."""
     with reach(config, coordinator) as api:
         found = api.settings()
+    if as_json:
+        write_json(found.history)
+        return
     for record in found.history:
         clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.at))
         values = ", ".join(f"{key} = {_text(value)}" for key, value in sorted(record.values.items()))
@@ -100,7 +100,7 @@ def resume(config: str | None, coordinator: str | None) -> None:
 
 def _change(config: str | None, coordinator: str | None, values: dict[str, str | bool | None]) -> None:
     with reach(config, coordinator) as api:
-        api.change(values, by=f"{getpass.getuser()}@{platform.node()}")
+        api.change(values, by=asker())
 
 
 def _text(value: object) -> str:

@@ -19,6 +19,9 @@ from elasticd.logs import set_up
 @click.option("--etcd", metavar="HOST:PORT,...", help="etcd's endpoints.")
 @click.option("--cluster", metavar="NAME", help="The cluster's name.")
 @click.option(
+    "--insecure", is_flag=True, help="Serve other machines without tokens, as [security] insecure does."
+)
+@click.option(
     "--log-format", type=click.Choice(["text", "json"]), help="Lines for people, or a JSON object each."
 )
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Default: info.")
@@ -29,6 +32,7 @@ def coordinator(
     port: int | None,
     etcd: str | None,
     cluster: str | None,
+    insecure: bool,
     log_format: str | None,
     log_level: str | None,
 ) -> None:
@@ -41,6 +45,7 @@ def coordinator(
         "coordinator.port": port,
         "etcd.endpoints": etcd,
         "cluster.name": cluster,
+        "security.insecure": insecure or None,
         "log.format": log_format,
         "log.level": log_level,
     }

@@ -11,23 +11,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 import click
-import httpx
+import httpx2
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elasticd.cli.options import config_option
+from elasticd.cli.local import running, settings, taken
+from elasticd.cli.options import config_option, json_option, write_json
 from elasticd.cli.reach import Api, CannotReach, leader_url
-from elasticd.config import CONFIG_VARIABLE, Config, ConfigError, load
+from elasticd.config import CONFIG_VARIABLE, Config, ConfigError
 from elasticd.credentials import Credentials, credentials
 from elasticd.packets import default_path
+from elasticd.store.compat import EtcdClientMissing
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import StoreError
+from elasticd.store.release import objection
 from elasticd.store.server import EtcdServerError, find_etcd
 from elasticd.version import __version__
 
@@ -48,20 +53,29 @@ class Finding:
 
 @click.command()
 @config_option
-def doctor(config: str | None) -> None:
+@json_option("One JSON array, an object for each check.")
+def doctor(config: str | None, as_json: bool) -> None:
     """Look for what is missing: packages, torch, etcd, coordinator, agent, clocks, ports.
 
     The exit code is 1 where something that training needs is missing.
     """
     findings = list(examined(config))
+    failed = any(finding.verdict == "missing" for finding in findings)
+    if as_json:
+        write_json(findings)
+        sys.exit(failed)
     table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a path that is cut helps nobody
     styles = {"ok": "green", "note": "yellow", "missing": "red"}
     for finding in findings:
-        table.add_row(Text(finding.verdict, style=styles[finding.verdict]), finding.what, finding.found)
+        # As Text: words in brackets, as [etcd], would be taken for rich's markup.
+        table.add_row(Text(finding.verdict, style=styles[finding.verdict]), finding.what, Text(finding.found))
         if finding.remedy:
             table.add_row("", "", Text(finding.remedy, style="bold"))
     Console(highlight=False).print(table)
-    sys.exit(any(finding.verdict == "missing" for finding in findings))
+    sys.exit(failed)
 
 
 def examined(path: str | None) -> Iterator[Finding]:
@@ -71,21 +85,27 @@ def examined(path: str | None) -> Iterator[Finding]:
     yield _torch()
     yield _handler()
     try:
-        config = load(path)
+        config = settings(path)
     except ConfigError as error:
         yield Finding(what="configuration", verdict="missing", found=str(error), remedy="correct that file")
         return
-    named = path or os.environ.get(CONFIG_VARIABLE)
-    yield Finding(
-        what="configuration", verdict="ok", found=named or f"none: the defaults hold (or set {CONFIG_VARIABLE})"
-    )
+    yield Finding(what="configuration", verdict="ok", found=_named(path))
     yield _etcd_program()
     etcd = _etcd(config)
     yield etcd
-    if etcd.verdict == "ok":
+    if etcd.verdict != "missing":
         yield from _coordinator(config)
     yield _port(config)
     yield _agent(config)
+
+
+def _named(path: str | None) -> str:
+    """Where the configuration comes from."""
+    if named := path or os.environ.get(CONFIG_VARIABLE):
+        return named
+    if found := running():
+        return f"{found[0]}, of the 'elasticd up' that runs here"
+    return f"none: the defaults hold (or set {CONFIG_VARIABLE})"
 
 
 def _python() -> Finding:
@@ -150,7 +170,10 @@ def _etcd_program() -> Finding:
 
 def _etcd(config: Config) -> Finding:
     endpoints = ", ".join(config.etcd.endpoints)
-    store = EtcdStore(etcd_options(config))
+    try:
+        store = EtcdStore(etcd_options(config))
+    except (ConfigError, EtcdClientMissing) as error:
+        return Finding(what="etcd", verdict="missing", found=f"it cannot be asked: {error}")
     try:
         identity = store.identity()
     except StoreError as error:
@@ -162,7 +185,24 @@ def _etcd(config: Config) -> Finding:
         )
     finally:
         store.close()
-    return Finding(what="etcd", verdict="ok", found=f"{endpoints}, revision {identity.revision}")
+    releases = _releases(config)
+    named = ", ".join(sorted(set(releases))) or "release not told"
+    found = f"{endpoints}, {named}, revision {identity.revision}"
+    known = [said for said in map(objection, releases) if said]
+    if known:
+        return Finding(what="etcd", verdict="note", found=found, remedy=known[0])
+    return Finding(what="etcd", verdict="ok", found=found)
+
+
+def _releases(config: Config) -> list[str]:
+    """Of each member that answers: they may differ."""
+    options, found = etcd_options(config), []
+    for endpoint in options.endpoints:
+        store = EtcdStore(msgspec.structs.replace(options, endpoints=(endpoint,)))
+        with suppress(StoreError):
+            found.append(store.release())
+        store.close()
+    return found
 
 
 def _coordinator(config: Config) -> Iterator[Finding]:
@@ -176,6 +216,9 @@ def _coordinator(config: Config) -> Iterator[Finding]:
             what="coordinator", verdict="missing", found=str(error), remedy="start one: elasticd coordinator"
         )
         return
+    except ConfigError as error:
+        yield Finding(what="coordinator", verdict="missing", found=f"it cannot be asked: {error}")
+        return
     yield Finding(
         what="coordinator",
         verdict="ok",
@@ -186,8 +229,11 @@ def _coordinator(config: Config) -> Iterator[Finding]:
 
 def _clock(url: str, known: Credentials) -> Finding:
     verify = known.context if known.context is not None else True
-    answer = httpx.get(f"{url}/livez", trust_env=False, verify=verify)
-    said = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
+    try:
+        answer = httpx2.get(f"{url}/livez", trust_env=False, verify=verify)
+        said = email.utils.parsedate_to_datetime(answer.headers["date"]).timestamp()
+    except (httpx2.HTTPError, KeyError, ValueError) as error:
+        return Finding(what="clocks", verdict="note", found=f"the coordinator did not say its time: {error!r}")
     skew = abs(time.time() - said - 0.5)  # the header has whole seconds
     if skew > SKEW:
         return Finding(
@@ -202,16 +248,9 @@ def _clock(url: str, known: Credentials) -> Finding:
 def _port(config: Config) -> Finding:
     """Whether a coordinator could be started here, unless one runs already."""
     host, port = config.coordinator.host, config.coordinator.port
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            tried.bind((host, port))
-        except OSError as error:
-            return Finding(
-                what="port",
-                verdict="note",
-                found=f"{host}:{port} cannot be bound ({error.strerror}): a coordinator runs here, perhaps",
-            )
+    if why := taken(host, port):
+        found = f"{host}:{port} cannot be bound ({why}): a coordinator runs here, perhaps"
+        return Finding(what="port", verdict="note", found=found)
     return Finding(what="port", verdict="ok", found=f"{host}:{port} is free for a coordinator")
 
 

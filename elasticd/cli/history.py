@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import click
-import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
 from elasticd.cli.reach import Api, CannotReach, reach
 from elasticd.records import HistoryRecord
 
@@ -18,7 +16,7 @@ from elasticd.records import HistoryRecord
 @click.command()
 @config_option
 @coordinator_option
-@click.option("--json", "as_json", is_flag=True, help="The records whole, each with the problem it answers.")
+@json_option("The whole records, each with the problem that it answers.")
 @click.option("--last", type=click.IntRange(min=1), default=20, show_default=True, help="How many plans.")
 @click.argument("job", required=False)
 def history(config: str | None, coordinator: str | None, as_json: bool, last: int, job: str | None) -> None:
@@ -26,9 +24,9 @@ def history(config: str | None, coordinator: str | None, as_json: bool, last: in
     with reach(config, coordinator) as api:
         found = api.history(job_named(api, job))[-last:]
     if as_json:
-        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+        write_json(found)
         return
-    Console(highlight=False).print(listed(found))
+    Console(highlight=False, markup=False).print(listed(found))
 
 
 def listed(records: Sequence[HistoryRecord]) -> Table:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 
 import click
 import msgspec
 
-from elasticd.cli.options import config_option, coordinator_option
-from elasticd.cli.reach import Api, reach
-from elasticd.coordinator.journal import EventRecord
+from elasticd.backoff import Backoff
+from elasticd.cli.options import config_option, coordinator_option, json_option
+from elasticd.cli.reach import Api, CannotReach, reach
+from elasticd.coordinator.journal import EVENTS_OF_A_TERM, EventRecord
+from elasticd.plain import in_one_line
 
 _POLL = 0.5
+#: Seconds between attempts to find a leader: doubled from the first to the second.
+_AWAY = (0.2, 2.0)
 
 
 @click.command()
 @config_option
 @coordinator_option
-@click.option("--json", "as_json", is_flag=True, help="One JSON line for each event.")
+@json_option("One JSON line for each event.")
 @click.option("--follow", "-f", is_flag=True, help="Go on until Ctrl-C.")
 @click.option(
     "--last", type=click.IntRange(min=0), default=50, show_default=True, help="How many to begin with."
@@ -42,19 +47,35 @@ def logs(
         told = api.events()
         for event in _wanted(told, kinds, job)[-last:] if last else ():
             _write(event, as_json)
-        if follow:
-            for event in following(api, told[-1].id if told else 0):
-                if _wanted((event,), kinds, job):
-                    _write(event, as_json)
+    if follow:
+        for event in following(lambda: reach(config, coordinator), told[-1].id if told else 0):
+            if _wanted((event,), kinds, job):
+                _write(event, as_json)
 
 
-def following(api: Api, after: int) -> Iterator[EventRecord]:
-    """Events as they come, without end."""
+def following(connect: Callable[[], AbstractContextManager[Api]], after: int) -> Iterator[EventRecord]:
+    """Events as they come, without end, from one leader after the other. Where none answers, standard error
+    says so once, and the next one is waited for."""
+    pause = Backoff(*_AWAY)
+    away = False
     while True:
-        for event in api.events(after):
-            after = event.id
-            yield event
-        time.sleep(_POLL)
+        try:
+            with connect() as api:
+                newest = max((event.id for event in api.events()), default=after)
+                if newest < EVENTS_OF_A_TERM <= after:
+                    after = 0  # a leader of release 0.1, whose ids begin at 1
+                while True:
+                    for event in api.events(after):
+                        after = event.id
+                        yield event
+                    away = False
+                    pause.reset()
+                    time.sleep(_POLL)
+        except CannotReach as error:
+            if not away:
+                click.echo(f"elasticd: {error}; waiting for a leader", err=True)
+            away = True
+            time.sleep(pause.next())
 
 
 def _wanted(events: Iterable[EventRecord], kinds: tuple[str, ...], job: str | None) -> list[EventRecord]:
@@ -70,4 +91,4 @@ def line(event: EventRecord) -> str:
     """An event for people: local time, kind, job, text."""
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
     about = f"{event.job}: " if event.job else ""
-    return f"{clock}  {event.kind:<15} {about}{event.text}"
+    return in_one_line(f"{clock}  {event.kind:<15} {about}{event.text}")

@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from elasticd.decoding import decoder_of
+from elasticd.decoding import decoded_as
 
 
 class _StageView(msgspec.Struct):
@@ -63,13 +63,13 @@ class Answered:
 def answered(text: bytes, path: str) -> Answered:
     """The plan of an answer, or of the one job in what `elasticd plan --json` prints. Raises Invalid."""
     try:
-        running = decoder_of(dict[str, Plan]).decode(text)
+        running = decoded_as(dict[str, Plan], text)
         if len(running) == 1:
             return Answered(plan=next(iter(running.values())), state_bytes=None)
     except msgspec.MsgspecError:
         pass  # the answer to a problem
     try:
-        view = decoder_of(_AnswerView).decode(text)
+        view = decoded_as(_AnswerView, text)
         return Answered(plan=_plan(view.plan), state_bytes=view.state_bytes)
     except (ValueError, IndexError) as error:
         what = "of a problem, or with one running job"
@@ -174,6 +174,19 @@ def shown(old: Answered, new: Answered) -> Group:
             cells = [f"{size / 2**30:,.2f}"] if found.lacks is not None else []
             table.add_row(device, *words, f"{layers:.2f}", *cells)
     return Group(table, _total(found))
+
+
+def moves_of(old: Answered, new: Answered) -> dict[str, object]:
+    """The same for programs: by device, what it has to fetch in layers, and in bytes where it is known what
+    layers weigh; then the sums."""
+    found = difference(old, new)
+    layers = {name: lacking(found.before.get(name), held, found.units) for name, held in found.after.items()}
+    lacks = found.lacks or {}
+    devices = {
+        name: {"layers": layers.get(name, 0.0), "bytes": round(lacks.get(name, 0.0)) if lacks else None}
+        for name in sorted({*found.before, *new.plan.members}, key=_by_name)
+    }
+    return {"devices": devices, "layers": sum(layers.values()), "bytes": found.moved}
 
 
 def _total(found: Difference) -> Text:

@@ -14,8 +14,8 @@ from elasticd_planner.plan import Pipeline
 from rich.console import Console
 from rich.text import Text
 
-from elasticd.cli.moves import answered, shown
-from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.moves import answered, moves_of, shown
+from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
 from elasticd.cli.picture import named, picture
 from elasticd.cli.reach import reach
 
@@ -29,7 +29,7 @@ from elasticd.cli.reach import reach
     show_default=True,
     help="step: the time of a step; steady: without filling and draining the pipelines.",
 )
-@click.option("--json", "as_json", is_flag=True, help="The answer as one JSON object.")
+@json_option("The answer, the running plans by job, or what moves, as one JSON object.")
 @click.option(
     "--current",
     metavar="OLD",
@@ -61,7 +61,10 @@ def plan(
     console = Console(highlight=False)
     if diff is not None:
         old, new = (answered(_text(path), path) for path in diff)
-        console.print(shown(old, new))
+        if as_json:
+            write_json(moves_of(old, new))
+        else:
+            console.print(shown(old, new))
     elif problem is not None:
         _solve(_text(problem), objective, as_json, current, interleave, console)
     elif current is not None or interleave is not None:
@@ -101,7 +104,7 @@ def _solve(
         found["state_bytes"] = msgspec.to_builtins(staying.state_bytes(given))
         if near is not None:
             found["current"] = {"value": near.current, "moved_bytes": near.moved}
-        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+        write_json(found)
         return
     task = solve.task_of(given, objective, planned.plan)
     pipelines = planned.plan.modules[0].pipelines
@@ -156,7 +159,7 @@ def _running(config: str | None, coordinator: str | None, as_json: bool, console
     rates = {device.name: device.rate for node in found.nodes for device in node.devices}
     planned = [job for job in found.jobs if job.plan is not None]
     if as_json:
-        sys.stdout.write(msgspec.json.encode({job.job: job.plan for job in planned}).decode() + "\n")
+        write_json({job.job: job.plan for job in planned})
         return
     if not planned:
         console.print("no job has a plan: name a file to plan a problem, or start a job")

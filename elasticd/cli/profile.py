@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elasticd.cli.options import json_option
+from elasticd.extras import need
 from elasticd.measuring import Answer, Done, Failed, Progress, Request
 
 if TYPE_CHECKING:
@@ -87,7 +89,7 @@ class _Counts(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--collectives", is_flag=True, help="All-reduces too, among gloo processes of this machine.")
 @click.option("--no-whole", is_flag=True, help="Do not compare with the whole model in one piece.")
-@click.option("--json", "as_json", is_flag=True, help="The profile as one JSON object, for programs.")
+@json_option("The profile as one JSON object.")
 @click.option("--out", metavar="PROFILE.json", help="Write the profile there.")
 def profile(
     target: str,
@@ -160,6 +162,7 @@ def _threads() -> int:
 
 def measure(request: Request, progress: Callable[[float], None]) -> Samples:
     """Asks a process that carries torch. Raises ClickException where it cannot measure."""
+    need("torch", "elasticd profile")
     command = [sys.executable, "-m", "elasticd.runtime.profiling"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
-import httpx
+import httpx2
 import msgspec
 
+from elasticd.cli.local import settings as settings_of
 from elasticd.config import Config, load
 from elasticd.coordinator.answers import ClusterStatus as ClusterStatus
 from elasticd.coordinator.answers import DeviceStatus as DeviceStatus
@@ -28,6 +29,7 @@ from elasticd.coordinator.answers import Steps as Steps
 from elasticd.coordinator.journal import EventRecord
 from elasticd.credentials import Credentials, credentials
 from elasticd.decoding import decoded_as
+from elasticd.plain import for_terminal, json_for_terminal
 from elasticd.records import HistoryRecord, Keys
 from elasticd.security import SecuritySection
 from elasticd.store.configured import etcd_options
@@ -54,7 +56,7 @@ class Api:
         if objection := known.objection(url):
             raise CannotReach(objection)
         # Loopback and cluster addresses: an HTTP proxy of the environment has no part in this.
-        self._client = httpx.Client(
+        self._client = httpx2.Client(
             base_url=url,
             timeout=patience,
             trust_env=False,
@@ -86,11 +88,11 @@ class Api:
 
     def steps(self, job: str, after: int = -1) -> Steps:
         """Steps above `after`, oldest first."""
-        return self._read(f"/v1/jobs/{job}/steps?after={after}", Steps)
+        return self._read(f"/v1/jobs/{_quoted(job)}/steps?after={after}", Steps)
 
     def history(self, job: str) -> tuple[HistoryRecord, ...]:
         """Every plan of the job with the problem it answers, oldest first."""
-        return self._read(f"/v1/jobs/{job}/history", History).history
+        return self._read(f"/v1/jobs/{_quoted(job)}/history", History).history
 
     def recording(self) -> Iterator[bytes]:
         """Lines of a recording, an empty one now and then, until the leader ends."""
@@ -101,7 +103,7 @@ class Api:
                     raise CannotReach(_said(answer))
                 for line in answer.iter_lines():
                     yield line.encode()
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             raise CannotReach(
                 f"the coordinator at {self.url} is gone: {error or type(error).__name__}"
             ) from error
@@ -115,7 +117,15 @@ class Api:
 
     def drain(self, node: str, *, on: bool) -> None:
         """Lets a node's devices be left, or used again."""
-        self._ask("POST", f"/v1/nodes/{node}/drain", msgspec.json.encode({"on": on}))
+        self._ask("POST", f"/v1/nodes/{_quoted(node)}/drain", msgspec.json.encode({"on": on}))
+
+    def stop(self, job: str, seconds: float, by: str) -> None:
+        """Ends a job, whose workers have so many seconds for a last checkpoint."""
+        self._ask("POST", f"/v1/jobs/{_quoted(job)}/stop", msgspec.json.encode({"seconds": seconds, "by": by}))
+
+    def forget(self, job: str, by: str) -> None:
+        """Deletes all that is kept of a job that is over."""
+        self._ask("POST", f"/v1/jobs/{_quoted(job)}/forget", msgspec.json.encode({"by": by}))
 
     def chaos(self, action: str, place: str, factor: float = 1.0, seconds: float = 0.0) -> None:
         """Does what `elasticd chaos` does, by its verbs; `place` is a device, or a node's name."""
@@ -129,7 +139,7 @@ class Api:
 
     def _read(self, path: str, kind: type[T]) -> T:
         try:
-            return decoded_as(kind, self._ask("GET", path))
+            return decoded_as(kind, json_for_terminal(self._ask("GET", path)))
         except msgspec.DecodeError as error:
             raise CannotReach(
                 f"the answer of {self.url} is not that of a coordinator of this release ({error}): "
@@ -139,7 +149,7 @@ class Api:
     def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
         try:
             answer = self._client.request(method, path, content=body)
-        except httpx.HTTPError as error:
+        except httpx2.HTTPError as error:
             if isinstance(error.__context__, ssl.SSLError) or "SSL" in str(error):
                 raise CannotReach(
                     f"the coordinator at {self.url} and we do not trust each other ({error}): check ca in "
@@ -154,23 +164,30 @@ class Api:
         raise CannotReach(_said(answer))
 
 
-def _said(answer: httpx.Response) -> str:
+def _quoted(name: str) -> str:
+    """A user's word as one part of a path, whatever is in it."""
+    return quote(name, safe="")
+
+
+def _said(answer: httpx2.Response) -> str:
     """Why the coordinator said no, in its own words."""
     try:
         said = answer.json()
     except ValueError:
         said = None
     if isinstance(said, dict) and isinstance(said.get("error"), str):
-        return str(said["error"])
+        return for_terminal(str(said["error"]))
     return f"{answer.url} answered {answer.status_code}: is that an elasticd coordinator?"
 
 
 @contextmanager
 def reach(config: str | None, coordinator: str | None) -> Iterator[Api]:
-    """The coordinator at this URL, else the one that leads by the configured etcd. Raises `CannotReach`."""
-    settings = load(config)
+    """The coordinator at this URL, else the one that leads by the configured etcd, else that of the one
+    `elasticd up` on this machine. Raises `CannotReach` and ConfigError."""
+    settings = settings_of(config) if coordinator is None else load(config)
+    known = credentials(settings.security)  # what is wrong with them is said before anybody is asked
     url = leader_url(settings) if coordinator is None else checked_url(coordinator)
-    with Api(url, credentials(settings.security)) as api:
+    with Api(url, known) as api:
         yield api
 
 
@@ -197,8 +214,9 @@ def leader_url(config: Config) -> str:
         raise CannotReach(f"the etcd at {endpoints} refuses us: {error}") from error
     except StoreError as error:
         raise CannotReach(
-            f"no etcd answers at {endpoints} ({error}): start one there, set endpoints in section [etcd] of "
-            "the configuration (--config), or name the coordinator with --coordinator"
+            f"no etcd answers at {endpoints} ({error}): start one there (on one machine: elasticd up), set "
+            "endpoints in section [etcd] of the configuration (--config), or name the coordinator with "
+            "--coordinator"
         ) from error
     except ValueError as error:
         raise CannotReach(f"{error}: another program's key? choose another [cluster] name") from error

@@ -10,6 +10,7 @@ from typing import IO, cast
 import click
 from rich.console import Console
 
+from elasticd.backoff import jittered
 from elasticd.cli.options import config_option, coordinator_option
 from elasticd.cli.reach import CannotReach, reach
 
@@ -69,5 +70,5 @@ def _keep(kept: IO[bytes], config: str | None, coordinator: str | None, ends: fl
             if lines == 0 or (lost is not None and time.monotonic() - lost > PATIENCE):
                 raise
         lost = lost or time.monotonic()
-        time.sleep(PAUSE)
+        time.sleep(jittered(PAUSE))
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import sys
+import zlib
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
@@ -44,7 +45,7 @@ def again(recorded: str, config: str | None, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=1).decode() + "\n")
     else:
-        show(found, Console(highlight=False))
+        show(found, Console(highlight=False, markup=False))
     if config is None and found.differs is not None:
         raise click.ClickException(
             "by the same settings something else was decided: the recording is of another release, or has a gap"
@@ -58,7 +59,7 @@ def _read(recorded: str) -> list[Line]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as text:
             return read(text, recorded)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise click.ClickException(f"cannot read the recording {recorded}: {error}") from error
     except RecordingError as error:
         raise click.ClickException(str(error)) from None

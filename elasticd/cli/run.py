@@ -8,10 +8,14 @@ import sys
 
 import click
 
+from elasticd.cli.local import settings
+from elasticd.extras import need
 from elasticd.packets import SOCKET_VARIABLE
 
 #: How often torchrun starts a device's worker again.
 MAX_RESTARTS = 10
+#: One of these is there where a driver of GPUs that torch calls CUDA is: NVIDIA's (two), AMD's, Windows'.
+DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -27,9 +31,13 @@ MAX_RESTARTS = 10
     "--devices",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Devices of each node, on all the same (default: the GPUs that torch sees).",
+    help="Workers of each node, the same number on every node (default: one for each GPU that torch sees).",
 )
-@click.option("--socket", metavar="PATH", help=f"The agent's socket (default: ${SOCKET_VARIABLE}).")
+@click.option(
+    "--socket",
+    metavar="PATH",
+    help=f"The agent's socket (default: ${SOCKET_VARIABLE}, else as the configuration says).",
+)
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0),
@@ -54,27 +62,44 @@ def run(
     Each device gets a torchrun of its own. A plain torchrun ends all workers of its node when one of them dies;
     so the others live on, and the dead one's device joins again with a new worker. The exit code is 0 if any
     worker saw the end of the job, else that of the first torchrun that failed.
+
+    Each worker sees one GPU, as cuda:0, and its LOCAL_RANK is 0. With several workers each computes with one
+    thread, unless $OMP_NUM_THREADS says otherwise.
     """
-    from elasticd.launching import Launch, launch
+    from elasticd.launching import THREADS_VARIABLE, Launch, launch
 
     least, most = _nodes(nnodes)
     if not os.path.exists(script):
         raise click.ClickException(
             f"{script} is not there: name the training script, and its options behind it"
         )
-    sys.exit(
-        launch(
-            Launch(
-                job=job,
-                least=least,
-                most=most,
-                devices=devices or _gpus(),
-                socket=socket,
-                max_restarts=max_restarts,
-                command=(script, *arguments),
-            )
-        )
+    need("torch", "elasticd run")
+    gpus = _gpus(devices)
+    what = Launch(
+        job=job,
+        least=least,
+        most=most,
+        devices=devices or len(gpus),
+        gpus=gpus,
+        socket=_agent(socket),
+        max_restarts=max_restarts,
+        command=(script, *arguments),
     )
+    if what.devices > 1 and THREADS_VARIABLE not in os.environ:
+        click.echo(
+            f"elasticd: each of the {what.devices} workers computes with one thread, as with torchrun; set "
+            f"{THREADS_VARIABLE} for another number",
+            err=True,
+        )
+    sys.exit(launch(what))
+
+
+def _agent(socket: str | None) -> str | None:
+    """Where the agent listens, if that is not the default: by the option, by the environment, or by the
+    configuration, as other commands find it."""
+    if socket is not None or os.environ.get(SOCKET_VARIABLE):
+        return socket
+    return settings(None).agent.socket
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -88,12 +113,37 @@ def _nodes(text: str) -> tuple[int, int]:
     return found
 
 
-def _gpus() -> int:
-    """Asked of the interpreter that the workers will run in: this program stays free of torch."""
+def _gpus(devices: int | None) -> tuple[str, ...]:
+    """The GPUs of `devices` workers (None: one for each GPU), by CUDA's names; none for workers on the CPU.
+
+    Raises ClickException where the user named GPUs, and fewer than `devices`: two workers would share one.
+    """
+    from elasticd.launching import GPUS_VARIABLE, visible
+
+    named = visible(os.environ)
+    found = named if named is not None else tuple(map(str, range(_counted())))
+    if devices is None and not found:
+        raise click.ClickException("torch sees no GPU on this node: say how many workers by --devices N")
+    if devices is None or devices <= len(found) or not found:
+        return found[:devices]
+    if named is not None:
+        raise click.ClickException(
+            f"--devices {devices} needs as many GPUs, and {GPUS_VARIABLE}={os.environ[GPUS_VARIABLE]} names "
+            f"{len(found)}: ask for {len(found)} at most, or set it to nothing to train on the CPU"
+        )
+    click.echo(
+        f"elasticd: this node has fewer GPUs ({len(found)}) than workers ({devices}): the workers see none",
+        err=True,
+    )
+    return ()
+
+
+def _counted() -> int:
+    """How many GPUs torch sees. Asked of the interpreter that the workers will run in, which takes seconds:
+    this program stays free of torch. Without a driver there are none."""
+    if not any(map(os.path.exists, DRIVERS)):
+        return 0
     asked = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True
     )
-    count = int(asked.stdout) if asked.returncode == 0 else 0
-    if not count:
-        raise click.ClickException("torch sees no GPU on this node: say how many workers by --devices N")
-    return count
+    return int(asked.stdout) if asked.returncode == 0 else 0

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elasticd.cli.options import json_option
 from elasticd.cli.replay import again
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ _MOST_TEXT = 240
 @click.argument("scenario", metavar="SCENARIO.toml", required=False)
 @click.option("--recorded", metavar="FILE", help="Decide a run again that 'elasticd record' kept.")
 @click.option("--config", metavar="FILE", help="With --recorded: by this [detect] and [policy] instead.")
-@click.option("--json", "as_json", is_flag=True, help="The whole outcome, for programs.")
+@json_option("The whole outcome.")
 @click.option("--plot", "plot_to", metavar="FILE", help="Throughput over time as an SVG or PNG.")
 @click.option("--seed", type=click.IntRange(min=0), help="Instead of the scenario's own.")
 def simulate(

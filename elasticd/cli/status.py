@@ -12,14 +12,14 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.options import config_option, coordinator_option, json_option
 from elasticd.cli.reach import Api, ClusterStatus, DeviceStatus, JobStatus, NodeStatus, RestartStatus, reach
 
 
 @click.command()
 @config_option
 @coordinator_option
-@click.option("--json", "as_json", is_flag=True, help="The coordinator's own answer, for programs.")
+@json_option("The coordinator's own answer.")
 def status(config: str | None, coordinator: str | None, as_json: bool) -> None:
     """Show the leader, the nodes, and each job with its plan and why it has it."""
     with reach(config, coordinator) as api:
@@ -28,7 +28,7 @@ def status(config: str | None, coordinator: str | None, as_json: bool) -> None:
             return
         found = api.status()
         reasons = {job.job: why(api, job) for job in found.jobs}
-    Console(highlight=False).print(screen(found, reasons))
+    Console(highlight=False, markup=False).print(screen(found, reasons))
 
 
 def why(api: Api, job: JobStatus) -> str:
@@ -42,13 +42,14 @@ def why(api: Api, job: JobStatus) -> str:
 def screen(found: ClusterStatus, reasons: dict[str, str]) -> RenderableType:
     """The whole status, for a terminal."""
     leader = found.leader
-    head = Text.assemble(
+    title = Text.assemble(
         ("cluster ", "dim"),
         (found.cluster, "bold"),
         ("   leader ", "dim"),
         f"{leader.name} at {leader.url}",
         (f"   epoch {leader.epoch}", "dim"),
     )
+    head = Group(title, *paused(found))
     if not found.nodes:
         return Group(head, Text("no agent is connected: start one on each node with 'elasticd-agent'"))
     parts: list[RenderableType] = [head, nodes(found.nodes)]
@@ -61,6 +62,12 @@ def screen(found: ClusterStatus, reasons: dict[str, str]) -> RenderableType:
     return Group(*parts)
 
 
+def paused(found: ClusterStatus) -> Iterator[Text]:
+    """A line that says so, where replanning is paused."""
+    if found.paused:
+        yield Text("replanning is paused: 'elasticd resume' ends that", style="yellow")
+
+
 def nodes(listed: Sequence[NodeStatus]) -> Table:
     """One line for each device."""
     table = Table(box=None, header_style="dim", pad_edge=False)
@@ -70,6 +77,7 @@ def nodes(listed: Sequence[NodeStatus]) -> Table:
         for device in node.devices:
             notes = [
                 "" if node.connected else "node unreachable",
+                "draining" if node.draining else "",
                 "emulated" if node.emulated else "",
                 f"chaos: {device.pace:g}x slower" if device.pace != 1 else "",
                 slowness(device),

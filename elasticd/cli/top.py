@@ -13,10 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from elasticd.cli.logs import line
-from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
 from elasticd.cli.picture import picture
 from elasticd.cli.reach import Api, CannotReach, ClusterStatus, JobStatus, NodeStatus, reach
-from elasticd.coordinator.journal import EventRecord, StepRecord
+from elasticd.cli.status import paused
+from elasticd.coordinator.gains import StepRecord
+from elasticd.coordinator.journal import EventRecord
 
 #: Characters of a rate's bar, and the rate at which it is full.
 WIDTH, FULL = 24, 4.0
@@ -29,12 +31,18 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 @coordinator_option
 @click.option("--every", type=click.FloatRange(min=0.1), default=1.0, show_default=True, metavar="SECONDS")
 @click.option("--once", is_flag=True, help="Draw one screen and end.")
-def top(config: str | None, coordinator: str | None, every: float, once: bool) -> None:
+@json_option("One JSON line, of what one screen shows.")
+def top(config: str | None, coordinator: str | None, every: float, once: bool, as_json: bool) -> None:
     """Watch devices, steps, plans and events, until Ctrl-C."""
-    console = Console(highlight=False)
+    if as_json:
+        with reach(config, coordinator) as api:
+            status, steps, events = _asked(api)
+        write_json({"status": status, "steps": steps, "events": events})
+        return
+    console = Console(highlight=False, markup=False)
     if once or not sys.stdout.isatty():
         with reach(config, coordinator) as api:
-            console.print(_asked(api))
+            console.print(drawn(*_asked(api)))
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -42,7 +50,7 @@ def top(config: str | None, coordinator: str | None, every: float, once: bool) -
                 # Found anew each time: after a leader's death the next one answers.
                 with reach(config, coordinator) as api:
                     while True:
-                        live.update(_asked(api), refresh=True)
+                        live.update(drawn(*_asked(api)), refresh=True)
                         time.sleep(every)
             except CannotReach as error:
                 live.update(Text(f"{error}\nlooking again ...", style="red"), refresh=True)
@@ -51,22 +59,24 @@ def top(config: str | None, coordinator: str | None, every: float, once: bool) -
                 return
 
 
-def _asked(api: Api) -> RenderableType:
+Steps = dict[str, tuple[StepRecord, ...]]
+
+
+def _asked(api: Api) -> tuple[ClusterStatus, Steps, Sequence[EventRecord]]:
+    """What a screen is drawn from: the status, the last steps of each job, the last events."""
     status = api.status()
     steps = {job.job: api.steps(job.job, max(-1, job.step - 60)).steps for job in status.jobs}
-    return drawn(status, steps, api.events()[-EVENTS:])
+    return status, steps, api.events()[-EVENTS:]
 
 
-def drawn(
-    status: ClusterStatus, steps: dict[str, tuple[StepRecord, ...]], events: Sequence[EventRecord]
-) -> RenderableType:
+def drawn(status: ClusterStatus, steps: Steps, events: Sequence[EventRecord]) -> RenderableType:
     """One screen: devices, jobs, events."""
     head = Text.assemble(
         ("elasticd ", "bold"), status.cluster, ("   leader ", "dim"), f"{status.leader.name}",
         ("   ", ""), time.strftime("%H:%M:%S"),
     )  # fmt: skip
     rates = {device.name: device.rate for node in status.nodes for device in node.devices}
-    parts: list[RenderableType] = [head, "", devices(status.nodes)]
+    parts: list[RenderableType] = [head, *paused(status), "", devices(status.nodes)]
     for job in status.jobs:
         parts += ["", *_job(job, steps.get(job.job, ()), rates)]
     if events:

@@ -8,15 +8,19 @@ from pathlib import Path
 
 import click
 
+from elasticd.cli.local import alone, announced, running, taken
 from elasticd.cli.options import config_option
-from elasticd.cli.reach import CannotReach, leader_url
-from elasticd.config import CONFIG_VARIABLE, Config, load
+from elasticd.cli.reach import Api, CannotReach, leader_url
+from elasticd.config import CONFIG_VARIABLE, DEFAULT_PORT, Config, ConfigError, load
+from elasticd.credentials import credentials
 from elasticd.packets import default_path
 from elasticd.processes import Child, Interrupted, ProcessError, Processes
 from elasticd.remembered import default_folder
 from elasticd.store.server import EtcdServer, EtcdServerError
 
 START_SECONDS = 60.0
+#: Seconds for the agent to reach the coordinator, after both are there.
+LINK_SECONDS = 10.0
 #: Seconds between two looks at what runs.
 _LOOK = 0.5
 
@@ -30,22 +34,20 @@ def up(config: str | None, devices: int | None, memory: str | None, folder: str 
     """Run etcd, a coordinator and an agent on this machine, until Ctrl-C.
 
     For one machine. What a cluster needs is in docs/operations.md. What etcd remembers is kept for the next
-    time; training workers are left alone when this ends.
+    time; training workers are left alone when this ends. Until then the other commands find this cluster by
+    themselves.
     """
     settings = load(config)
     place = Path(folder) if folder is not None else default_folder() / f"up-{settings.cluster.name}"
     try:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with EtcdServer(place) as etcd, Processes(place) as processes, processes.interruptible():
-            named = config or os.environ.get(CONFIG_VARIABLE)
-            written = _configuration(place, named, etcd.endpoint)
-            children = _start(processes, written, devices, memory)
-            _wait(processes, children, load(written))
-            click.echo(_advice(load(written), written, devices))
-            while True:
-                for child in children:
-                    processes.alive(child)
-                processes.pause(_LOOK)
+        with alone(place) as ours:
+            if not ours:
+                raise click.ClickException(
+                    f"another 'elasticd up' runs in {place}: end that one, or give this one a name of its own "
+                    "in section [cluster], or another --folder"
+                )
+            _run(place, config or os.environ.get(CONFIG_VARIABLE), devices, memory)
     except Interrupted:
         click.echo("ended")
     except (ProcessError, EtcdServerError) as error:
@@ -54,6 +56,21 @@ def up(config: str | None, devices: int | None, memory: str | None, folder: str 
         raise click.ClickException(
             f"{place} cannot be used ({error.strerror or error}): name another folder with --folder"
         ) from None
+
+
+def _run(place: Path, named: str | None, devices: int | None, memory: str | None) -> None:
+    """Until a process of ours ends, or the user asks to: raises ProcessError or Interrupted, always."""
+    with EtcdServer(place) as etcd, Processes(place) as processes, processes.interruptible():
+        written = _configuration(place, named, etcd.endpoint)
+        settings = load(written)
+        children = _start(processes, settings, written, devices, memory)
+        _wait(processes, children, settings)
+        with announced(written):
+            click.echo(_advice(settings, written, _devices(processes, settings, children)))
+            while True:
+                for child in children:
+                    processes.alive(child)
+                processes.pause(_LOOK)
 
 
 def _configuration(place: Path, named: str | None, endpoint: str) -> Path:
@@ -70,11 +87,16 @@ def _configuration(place: Path, named: str | None, endpoint: str) -> Path:
     return written
 
 
-def _start(processes: Processes, written: Path, devices: int | None, memory: str | None) -> list[Child]:
+def _start(
+    processes: Processes, settings: Config, written: Path, devices: int | None, memory: str | None
+) -> list[Child]:
     named = ("--config", str(written))
     options = [*(("--devices", str(devices)) if devices else ()), *(("--memory", memory) if memory else ())]
+    host, port = settings.coordinator.host, settings.coordinator.port
+    # Commands and agents find the coordinator by etcd, so a default port that somebody has is no obstacle.
+    another = ("--port", "0") if port == DEFAULT_PORT and taken(host, port) else ()
     return [
-        processes.start("coordinator", [sys.executable, "-m", "elasticd", "coordinator", *named]),
+        processes.start("coordinator", [sys.executable, "-m", "elasticd", "coordinator", *named, *another]),
         processes.start("agent", [sys.executable, "-m", "elasticd_agent", *named, *options]),
     ]
 
@@ -86,19 +108,38 @@ def _wait(processes: Processes, children: list[Child], settings: Config) -> None
     processes.until(socket.is_socket, "the agent's start", START_SECONDS, needs=children)
 
 
-def _advice(settings: Config, written: Path, devices: int | None) -> str:
+def _devices(processes: Processes, settings: Config, children: list[Child]) -> int:
+    """How many devices the agent offers: those for `elasticd run`. 0 where nobody says so soon."""
+
+    def seen() -> int | None:
+        try:
+            with Api(leader_url(settings), credentials(settings.security)) as api:
+                return sum(len(node.devices) for node in api.status().nodes) or None
+        except (CannotReach, ConfigError):
+            return None
+
+    try:
+        return processes.until(seen, "the agent's word to the coordinator", LINK_SECONDS, needs=children)
+    except ProcessError:
+        return 0  # tokens that let nobody look, say; a process that ended is noticed next
+
+
+def _advice(settings: Config, written: Path, devices: int) -> str:
     """What to do next."""
-    named = f" --socket {settings.agent.socket}" if settings.agent.socket else ""
     count = f" --devices {devices}" if devices else ""
-    return (
+    several = len(running()) > 1
+    chosen = (f"  export {CONFIG_VARIABLE}={written}    # several run: this one",) if several else ()
+    lines = (
         f"etcd at {settings.etcd.endpoints[0]}, coordinator at {leader_url(settings)}, "
-        f"agent at {settings.agent.socket or default_path()}\n"
-        "in another terminal:\n"
-        f"  export ELASTICD_CONFIG={written}\n"
-        f"  elasticd run --job my-job{named}{count} train.py\n"
-        "  elasticd top\n"
-        "Ctrl-C ends all three; training workers are left alone"
+        f"agent at {settings.agent.socket or default_path()}",
+        f"configuration {written}; commands on this machine find it by themselves",
+        "in another terminal:",
+        *chosen,
+        f"  elasticd run --job my-job{count} train.py",
+        "  elasticd top",
+        "Ctrl-C ends all three; training workers are left alone",
     )
+    return "\n".join(lines)
 
 
 def _url(settings: Config) -> str | None:

@@ -6,49 +6,75 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 import click
+import msgspec
 from elasticd_planner.plan import Plan
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from elasticd.cli.history import job_named
 from elasticd.cli.logs import line
-from elasticd.cli.options import config_option, coordinator_option
+from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
 from elasticd.cli.picture import picture
-from elasticd.cli.reach import Api, CannotReach, ClusterStatus, reach
-from elasticd.coordinator.journal import EventRecord, StepRecord
+from elasticd.cli.reach import CannotReach, ClusterStatus, DeviceStatus, NodeStatus, reach
+from elasticd.coordinator.gains import Gain, StepRecord, gain_of
+from elasticd.coordinator.journal import EventRecord
 from elasticd.records import HistoryRecord
-
-#: Steps before a switch, and after it, that its gain is the median of. Few before: the reason for the switch is
-#: often no older than that.
-BEFORE, AFTER = 3, 20
 
 
 @click.command()
 @config_option
 @coordinator_option
+@json_option("The plan or the device, what was measured, and the events about it.")
 @click.option("--job", metavar="JOB", help="The job (default: the only one).")
 @click.argument("what", required=False)
-def why(config: str | None, coordinator: str | None, job: str | None, what: str | None) -> None:
+def why(config: str | None, coordinator: str | None, as_json: bool, job: str | None, what: str | None) -> None:
     """Explain a plan by its number, a device by its name, or, without either, the plan in force."""
     with reach(config, coordinator) as api:
-        shown = Group(*explained(api, job_named(api, job), what))
-    Console(highlight=False).print(shown)
-
-
-def explained(api: Api, job: str, what: str | None) -> Iterator[RenderableType]:
-    """The answer's parts. Raises `CannotReach` for what is neither a plan nor a device."""
-    status, told, records = api.status(), api.events(), api.history(job)
-    steps = api.steps(job).steps
+        name = job_named(api, job)
+        status, told, records = api.status(), api.events(), api.history(name)
+        steps = api.steps(name).steps
+    told = tuple(event for event in told if event.job in ("", name))
     if what is not None and not what.isdigit():
-        yield from device(what, job, status, told, records)
+        if as_json:
+            write_json({"job": name, **device_told(what, name, status, told, records)})
+        else:
+            Console(highlight=False, markup=False).print(Group(*device(what, name, status, told, records)))
         return
+    record = _meant(status, records, name, what)
+    if as_json:
+        write_json({"job": name, **plan_told(record, told, steps)})
+    else:
+        Console(highlight=False, markup=False).print(Group(*plan(record, told, steps)))
+
+
+def _meant(
+    status: ClusterStatus, records: Sequence[HistoryRecord], job: str, what: str | None
+) -> HistoryRecord:
+    """The plan of this number, or the one in force. Raises `CannotReach` where there is none."""
     found = status.job(job)
     number = int(what) if what is not None else found.plan.number if found and found.plan else None
     record = next((record for record in records if record.number == number), None)
     if record is None:
         kept = ", ".join(str(record.number) for record in records[-12:])
         raise CannotReach(f"job {job} has no plan {what or 'yet'}; the last ones: {kept or 'none'}")
-    yield from plan(record, told, steps)
+    return record
+
+
+# -- a plan --------------------------------------------------------------------------------------------------
+
+
+def plan_told(
+    record: HistoryRecord, told: Sequence[EventRecord], steps: Sequence[StepRecord]
+) -> dict[str, object]:
+    """What `plan` shows, for programs."""
+    seconds = _seconds(record.plan, steps)
+    return {
+        "plan": record,
+        "steps": len(seconds),
+        "step_seconds": median(seconds) if seconds else None,
+        "gain": _gained(record.number, told, steps),
+        "events": _events_of(record.number, told),
+    }
 
 
 def plan(
@@ -64,15 +90,25 @@ def plan(
     )
     yield picture(record.plan, record.problem.rates)
     yield from _prediction(record.plan, steps)
-    yield from _gain(record.number, steps)
-    events = [event for event in told if event.data.get("number") == record.number]
-    yield from (Text(line(event), style="dim") for event in events)
+    if (gain := _gained(record.number, told, steps)) is not None:
+        yield Text.assemble(("gained    ", "dim"), gain.words)
+    about = [event for event in _events_of(record.number, told) if event.kind != "gained"]
+    yield from (Text(line(event), style="dim") for event in about)
+
+
+def _events_of(number: int, told: Sequence[EventRecord]) -> list[EventRecord]:
+    return [event for event in told if event.data.get("number") == number]
+
+
+def _seconds(made: Plan, steps: Sequence[StepRecord]) -> list[float]:
+    """Of each step under a plan."""
+    return [step.seconds for step in steps if step.plan == made.number]
 
 
 def _prediction(made: Plan, steps: Sequence[StepRecord]) -> Iterator[RenderableType]:
     if made.prediction is None:
         return
-    seconds = [step.seconds for step in steps if step.plan == made.number]
+    seconds = _seconds(made, steps)
     predicted = made.prediction.step_seconds
     text = f"{predicted:.3f} s a step"
     if len(seconds) >= 3:
@@ -81,29 +117,52 @@ def _prediction(made: Plan, steps: Sequence[StepRecord]) -> Iterator[RenderableT
     yield Text.assemble(("predicted ", "dim"), text)
 
 
-def _gain(number: int, steps: Sequence[StepRecord]) -> Iterator[RenderableType]:
-    """The last steps before the switch beside the first after it, and the switch's own pause."""
-    after = [step for step in steps if step.plan == number][: AFTER + 1]
-    before = [step for step in steps if after and step.step < after[0].step][-BEFORE:]
-    if len(after) < 4 or len(before) < BEFORE:
-        return
-    was, now = median(step.seconds for step in before), median(step.seconds for step in after[1:])
-    pause = max(0.0, after[0].time - before[-1].time - now)
-    yield Text.assemble(
-        ("gained    ", "dim"),
-        f"{was:.3f} s a step before, {now:.3f} s after ({was / now:.2f}x); the switch took {pause:.2f} s, "
-        + (f"paid back in {pause / (was - now):.0f} steps" if was > now else "not paid back by speed"),
-    )
+def _gained(number: int, told: Sequence[EventRecord], steps: Sequence[StepRecord]) -> Gain | None:
+    """What the switch to a plan gained: as its leader told it once it was measured, or from the steps."""
+    for event in told:
+        if event.kind == "gained" and event.data.get("number") == number:
+            return msgspec.convert({name: event.data.get(name) for name in Gain.__struct_fields__}, Gain)
+    return gain_of(number, steps)
+
+
+# -- a device ------------------------------------------------------------------------------------------------
+
+
+def device_told(
+    name: str, job: str, status: ClusterStatus, told: Sequence[EventRecord], records: Sequence[HistoryRecord]
+) -> dict[str, object]:
+    """What `device` shows, for programs. Raises `CannotReach` for no device."""
+    node, found = _known(name, status)
+    current = status.job(job)
+    return {
+        "device": found,
+        "connected": node.connected,
+        "use": _use(current.plan, name) if current is not None and current.plan is not None else None,
+        "plans": [
+            {"number": r.number, "rate": r.problem.rates.get(name, 1.0), "use": _use(r.plan, name)}
+            for r in records
+        ],
+        "events": _events_about(name, told),
+    }
+
+
+def _known(name: str, status: ClusterStatus) -> tuple[NodeStatus, DeviceStatus]:
+    known = {device.name: (node, device) for node in status.nodes for device in node.devices}
+    if name not in known:
+        raise CannotReach(f"there is no device {name!r}; there are: {', '.join(sorted(known)) or 'none'}")
+    return known[name]
+
+
+def _events_about(name: str, told: Sequence[EventRecord]) -> list[EventRecord]:
+    """The last events that name the device."""
+    return [event for event in told if name in event.text or event.data.get("device") == name][-20:]
 
 
 def device(
     name: str, job: str, status: ClusterStatus, told: Sequence[EventRecord], records: Sequence[HistoryRecord]
 ) -> Iterator[RenderableType]:
     """How fast a device is, what plans did with it, and what was told of it."""
-    known = {device.name: (node, device) for node in status.nodes for device in node.devices}
-    if name not in known:
-        raise CannotReach(f"there is no device {name!r}; there are: {', '.join(sorted(known)) or 'none'}")
-    node, found = known[name]
+    node, found = _known(name, status)
     away = "" if node.connected else "; its node cannot be reached"
     yield Text.assemble(("device ", "dim"), (name, "bold"), f"  takes {found.rate:.2f}x the normal time{away}")
     if found.pace != 1:
@@ -120,8 +179,7 @@ def device(
         if rate != before:
             yield Text(f"  plan {record.number} counted with {rate:.2f}x: {_use(record.plan, name)}")
         before = rate
-    about = [event for event in told if name in event.text or event.data.get("device") == name]
-    yield from (Text(line(event), style="dim") for event in about[-20:])
+    yield from (Text(line(event), style="dim") for event in _events_about(name, told))
 
 
 def _use(made: Plan, name: str) -> str:

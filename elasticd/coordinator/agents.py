@@ -16,6 +16,7 @@ from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.gate import CALLER, Bucket
 from elasticd.coordinator.leading import Leading
 from elasticd.gathered import all_to_leader
+from elasticd.machines import doors
 from elasticd.messages import AgentHello, AgentRejected, StoreCall, ToLeader, Up, encode
 from elasticd.security import Role
 from elasticd.version import __version__
@@ -41,7 +42,9 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
             leading.metrics.refused("silent")
             await _reject(socket, "an agent's first message must be its hello")
             return
-        refusal = _impostor(socket, hello) or leading.connections.refusal(hello)
+        refusal = (
+            _impostor(socket, hello) or doors.record_refusal(hello.record) or leading.connections.refusal(hello)
+        )
         if refusal:
             leading.metrics.refused("hello")
             await _reject(socket, refusal)

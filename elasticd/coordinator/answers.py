@@ -10,7 +10,8 @@ from elasticd_planner.plan import Plan
 from elasticd_planner.slowness import Slowness
 from elasticd_planner.value import Value
 
-from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
+from elasticd.coordinator.gains import StepRecord
+from elasticd.coordinator.journal import EventRecord, Pacing
 from elasticd.health import Health
 from elasticd.records import ConfigRecord, HistoryRecord
 
@@ -101,7 +102,7 @@ class LinkStatus(Value, frozen=True, kw_only=True):
 
 
 class ClusterStatus(Value, frozen=True, kw_only=True):
-    """The answer of `GET /v1/status`."""
+    """The answer of `GET /v1/status`. paused: no plan is replaced by a better one (`elasticd pause`)."""
 
     cluster: str
     leader: LeaderStatus
@@ -109,6 +110,7 @@ class ClusterStatus(Value, frozen=True, kw_only=True):
     jobs: tuple[JobStatus, ...]
     restarts: tuple[RestartStatus, ...] = ()
     links: tuple[LinkStatus, ...] = ()
+    paused: bool = False
 
     def job(self, name: str) -> JobStatus | None:
         return next((job for job in self.jobs if job.job == name), None)

@@ -15,11 +15,14 @@ from elasticd_planner.value import Value
 from msgspec import Meta
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from elasticd.coordinator.access import ANYBODY, Caller
 from elasticd.coordinator.endpoints import post
+from elasticd.coordinator.gate import CALLER
 from elasticd.coordinator.leading import Leading, Refused
 from elasticd.machines.job.effects import Harmed, Reread
 from elasticd.machines.job.state import OVER
 from elasticd.orders import Harm
+from elasticd.security import Role
 
 #: What is done to a device; the rest is done to a node.
 TO_DEVICES = ("slow", "recover", "kill", "freeze", "thaw")
@@ -50,19 +53,31 @@ class Served(Protocol):
 
 
 class Cuts:
-    """The nodes that are cut now, by the connections that they keep meanwhile."""
+    """The nodes that are cut now, by the connections that they keep meanwhile, and those that are to be."""
 
     def __init__(self) -> None:
         self._healed: dict[str, asyncio.Event] = {}
+        self._ordered: set[str] = set()
 
     def __contains__(self, node: str) -> bool:
         return node in self._healed
+
+    def expect(self, node: str) -> None:
+        """The node was ordered to be cut: its agent may connect, once."""
+        self._ordered.add(node)
+
+    def refusal(self, node: str, caller: Caller) -> str:
+        """Why this caller's connection is none that a cut node keeps, or nothing."""
+        if caller.role is Role.AGENT and caller.name not in ("", node):
+            return f"this token or certificate is for node {caller.name!r}, not for {node!r}"
+        return "" if node in self._ordered else f"this leader did not cut node {node!r} off"
 
     def heal(self, node: str) -> None:
         self._healed[node].set()
 
     async def stay(self, node: str, socket: WebSocket) -> None:
         """Until the node is healed, or is gone."""
+        self._ordered.discard(node)
         healed = self._healed[node] = asyncio.Event()
         await socket.accept()
         waits = {asyncio.create_task(healed.wait()), asyncio.create_task(_until_gone(socket))}
@@ -97,8 +112,14 @@ class Chaos:
         return body
 
     async def stay_cut(self, socket: WebSocket) -> None:
-        """The connection that a cut agent keeps."""
-        await self._cuts.stay(str(socket.path_params["node"]), socket)
+        """The connection that a cut agent keeps. Closed at once, which ends the cut, where there is no cut."""
+        node = str(socket.path_params["node"])
+        caller: Caller = socket.scope.get(CALLER) or ANYBODY
+        if not self._served.leading.chaos or self._cuts.refusal(node, caller):
+            self._served.leading.metrics.refused("impostor")
+            await socket.close(1008)
+            return
+        await self._cuts.stay(node, socket)
 
 
 def order(leading: Leading, cuts: Cuts, body: ChaosRequest) -> None:
@@ -115,6 +136,7 @@ def order(leading: Leading, cuts: Cuts, body: ChaosRequest) -> None:
         if body.node in cuts:
             raise Refused(409, f"node {body.node} is cut already: heal it first")
         _harm(leading, body.node, Harm(how="cut", seconds=body.seconds))
+        cuts.expect(body.node)
     elif body.action == "heal":
         if body.node not in cuts:
             raise Refused(409, f"node {body.node!r} is not cut by this leader, so there is nothing to heal")

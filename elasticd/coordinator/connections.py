@@ -12,8 +12,9 @@ from elasticd.messages import (
     encode,
     protocol_refusal,
 )
-from elasticd.orders import Drain, Harm
+from elasticd.orders import Drain, End, Harm, TryReach
 from elasticd.records import NodeRecord
+from elasticd.routes import is_loopback
 from elasticd.snapshots import Whole
 
 #: Messages that may wait for a slow agent before its connection is given up; it then starts afresh.
@@ -44,6 +45,11 @@ class Connection:
             await write(await self._waiting.get())
 
 
+def _on_another_machine(one: NodeRecord, other: NodeRecord) -> bool:
+    """An agent of 0.1 does not say on which it is."""
+    return bool(one.host and other.host and one.host != other.host)
+
+
 class Connections:
     """The live connection of each node; at most one."""
 
@@ -63,6 +69,20 @@ class Connections:
                 f"node name {hello.record.node!r} is taken by another agent, at {other.record.address}: "
                 "give each agent a name of its own (node in section [agent]), or stop the other one"
             )
+        return self._apart(hello.record)
+
+    def _apart(self, record: NodeRecord) -> str:
+        """Why workers of this node and of another could not reach each other, or nothing: a loopback address is
+        another one on each machine. It is the node with the loopback address that goes, whoever came first."""
+        if not is_loopback(record.address):
+            return ""
+        for other in (connection.record for connection in self._live.values()):
+            if _on_another_machine(record, other):
+                return (
+                    f"node {record.node!r} would listen at {record.address}, and node {other.node!r} is "
+                    "another machine: their workers could not reach each other. Set address in section [agent] "
+                    f"of node {record.node!r} to one of its machine's addresses, or leave it out there"
+                )
         return ""
 
     def enter(self, record: NodeRecord) -> Connection:
@@ -70,6 +90,9 @@ class Connections:
         before = self._live.get(record.node)
         if before is not None:
             before.closed.set()
+        for other in [each for each in self._live.values() if is_loopback(each.record.address)]:
+            if _on_another_machine(record, other.record):
+                other.closed.set()  # it comes back, and is told why it cannot stay
         connection = self._live[record.node] = Connection(record)
         return connection
 
@@ -81,7 +104,7 @@ class Connections:
         del self._live[connection.node]
         return True
 
-    def send(self, node: str, message: Down | Harm | Drain | Whole) -> None:
+    def send(self, node: str, message: Down | Harm | Drain | End | TryReach | Whole) -> None:
         """To the node's agent; nothing where none is connected: what matters is said again."""
         connection = self._live.get(node)
         if connection is not None:

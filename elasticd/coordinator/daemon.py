@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,19 +24,30 @@ from elasticd.coordinator.access import Access
 from elasticd.coordinator.answers import ClusterStatus, LeaderStatus
 from elasticd.coordinator.election import CannotLead, Deposed, Term
 from elasticd.coordinator.leading import Leading
-from elasticd.coordinator.listening import OPEN_TO_ALL, Server, bind, configured, exposed, url_of
+from elasticd.coordinator.listening import (
+    CLOSE_IT,
+    OPEN_TO_ALL,
+    Server,
+    bind,
+    configured,
+    exposed,
+    url_of,
+)
+from elasticd.coordinator.pages import Pages
 from elasticd.coordinator.planning import COMMAND
 from elasticd.coordinator.server import application
 from elasticd.coordinator.views import status
-from elasticd.coordinator.writer import WriteConflict, Writer, ranks, stored
+from elasticd.coordinator.writer import WriteConflict, Writer, in_restart_mode, ranks, stored
 from elasticd.credentials import load_pair, server_context
 from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.state import Settings
 from elasticd.notify import Supervisor
-from elasticd.records import HistoryRecord, Keys, decode
+from elasticd.parts import Shelf
+from elasticd.records import LASTING, HistoryRecord, Keys, decode_at
 from elasticd.remembered import NOTE_SECONDS, StateError, StateFile
 from elasticd.store.leader import Leader, LeadershipLost
-from elasticd.store.protocol import Store, StoreError, StoreRefused
+from elasticd.store.protocol import KeyValue, Store, StoreError, StoreRefused, StoreReplaced
+from elasticd.store.session import split_endpoint
 from elasticd.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -80,9 +91,13 @@ class Coordinator:
             listener = bind(self.config.coordinator.host, self.config.coordinator.port)
             self._exits.callback(listener.close)
             host, port = self.config.coordinator.host, listener.getsockname()[1]
-            self.url = url_of(host, port, secure=self._context is not None)
+            stores = [split_endpoint(endpoint)[0] for endpoint in self.config.etcd.endpoints]
+            secure = self._context is not None
+            self.url = await asyncio.to_thread(url_of, host, port, secure=secure, stores=stores)
             if not self.access.asks and exposed(host):
-                _log.warning("%s: %s", self.url, OPEN_TO_ALL)
+                if not self.config.security.insecure:
+                    raise CannotLead(f"{self.url}: {OPEN_TO_ALL}: {CLOSE_IT}")
+                _log.warning("%s: %s ([security] insecure = true)", self.url, OPEN_TO_ALL)
             self._lead(await self._elect(listener))
             await self._serve(listener)
         except BaseException:
@@ -166,6 +181,11 @@ class Coordinator:
         _log.info("standing by: %s leads %s at %s", leader.name, self.config.cluster.name, leader.value)
 
     def _lead(self, term: Term) -> None:
+        if self._memory is not None:
+            try:
+                self._memory.check(item for item in term.jobs.items if self.keys.lasts(item.key))
+            except StoreReplaced as error:
+                raise election.refused(error, self._memory) from error
         try:
             jobs, restarted = stored(self.keys, term.jobs.items), ranks(self.keys, term.jobs.items)
         except msgspec.DecodeError as error:
@@ -176,30 +196,52 @@ class Coordinator:
             raise CannotLead(str(error)) from error
         state = takeover(term.leadership.term, jobs, self._settings, time.monotonic())
         leading = Leading(state, chaos=self.config.chaos.enabled, failed=self.fail, planner=self._planner)
-        leading.writer = Writer(
-            self._store,
-            self._executor,
-            term.leadership,
-            self.keys,
-            (*term.jobs.items, *term.config.items),
-            told=leading.tell,
-            failed=self.fail,
-        )
+        leading.writer = self._writer(term, leading)
+        leading.keep(Pages(self.keys, term.journal.items))
         leading.remember(restarted)
+        leading.remember_rounds(in_restart_mode(self.keys, term.jobs.items))
         changes = msgspec.structs.replace(changes, detect=self._settings.detect, policy=self._settings.policy)
         leading.follow(changes, f"as changed while running: {', '.join(sorted(changes.values))}")
         self.leading = leading
         self._exits.push_async_callback(leading.planning.close)
         self._start(leading.writer.run(), "writer")
-        self._exits.push_async_callback(self._flush, leading.writer)
+        self._exits.push_async_callback(self._flush, leading)
         self._start(leading.ticks(), "ticks")
+        self._start(leading.keeping(), "journal")
         if self._memory is not None:
             self._start(self._remember(self._memory), "memory")
 
+    def _writer(self, term: Term, leading: Leading) -> Writer:
+        known = (*term.jobs.items, *term.config.items, *term.journal.items)
+        try:
+            return Writer(
+                *(self._store, self._executor, term.leadership, self.keys, known),
+                told=leading.tell,
+                refused=leading.unwritten,
+                failed=self._unwritable,
+            )
+        except msgspec.DecodeError as error:
+            raise CannotLead(f"the records under {self.keys.jobs} cannot be read: {error}") from error
+
+    def _unwritable(self, error: Exception) -> None:
+        """The store takes nothing of this leader any more."""
+        self.fail(election.refused(error, self._memory) if isinstance(error, StoreRefused) else error)
+
     async def _remember(self, memory: StateFile) -> None:
+        noted: dict[str, int] = {}
         while True:
             await asyncio.to_thread(memory.note, identity=self._store.known())
+            numbers = {name: job.highest for name, job in self.leading.state.jobs.items()}
+            changed = [name for name, number in numbers.items() if noted.get(name) != number]
+            with contextlib.suppress(StoreError):  # it is away, or refuses us: the writer says so
+                await asyncio.to_thread(self._mark, memory, changed)
+                noted = numbers
             await asyncio.sleep(NOTE_SECONDS)
+
+    def _mark(self, memory: StateFile, jobs: Iterable[str]) -> None:
+        """Remembers the plans and fences of these jobs as the store has them."""
+        found = [self._store.get(self.keys.job(job, part)) for job in jobs for part in LASTING]
+        memory.check(item for item in found if item is not None)
 
     async def _serve(self, listener: socket.socket) -> None:
         security = self.config.security
@@ -221,10 +263,14 @@ class Coordinator:
         server.should_exit = True
         await task
 
-    async def _flush(self, writer: Writer) -> None:
+    async def _flush(self, leading: Leading) -> None:
         """What was decided is written, if the store takes it soon; else the next leader decides again."""
-        if writer.away or (self._end.done() and self._end.exception() is not None):
+        writer = leading.writer
+        if writer is None or writer.away or (self._end.done() and self._end.exception() is not None):
             return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(writer.drained(), 2.0)
+        leading.page()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(writer.drained(), 2.0)
 
@@ -256,11 +302,20 @@ class Coordinator:
         )
 
     async def history(self, job: str) -> list[HistoryRecord]:
-        """From the store, through its own thread."""
-        prefix = self.keys.job(job, "history/")
+        """From the store, through its own thread; decoded in another, for it may be much."""
+        prefix = self.keys.job(job, "")
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._executor, self._store.snapshot, prefix)
-        return [decode(item.value, HistoryRecord) for item in found.items]
+        return await asyncio.to_thread(self._histories, job, found.items)
+
+    def _histories(self, job: str, items: Sequence[KeyValue]) -> list[HistoryRecord]:
+        shelf = Shelf(self.keys.jobs, ((item.key, item.value) for item in items))
+        folder = self.keys.job(job, "history/")
+        return [
+            decode_at(item.key, item.value, HistoryRecord, shelf.of(item.key))
+            for item in items
+            if item.key.startswith(folder)
+        ]
 
     def ready(self) -> str:
         return "" if self._serving and not self._end.done() else "this coordinator is ending"
@@ -271,6 +326,8 @@ def settings_of(config: Config) -> Settings:
     return Settings(
         detect=config.detect,
         policy=config.policy,
+        keep_seconds=config.coordinator.keep_days * 86_400,
+        keep_jobs=config.coordinator.keep_jobs,
         flops=config.planner.flops,
         inside=config.planner.inside.link,
         between=config.planner.between.link,

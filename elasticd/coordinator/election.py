@@ -10,10 +10,12 @@ from concurrent.futures import Executor
 
 from elasticd_planner.value import Value
 
+from elasticd.backoff import jittered
 from elasticd.config import Config
 from elasticd.decoding import VersionRefused
 from elasticd.records import Keys, SchemaRecord, encode, schema_refusal
 from elasticd.remembered import StateFile
+from elasticd.store import release
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.keeper import LeaseKeeper
@@ -48,12 +50,13 @@ class Deposed(CannotLead):
 
 
 class Term(Value, frozen=True, kw_only=True):
-    """One time of leading: the proof of it, all the jobs' records as they were when it began, and what was
-    changed of the configuration."""
+    """One time of leading: the proof of it, all the jobs' records as they were when it began, what was changed
+    of the configuration, and the journal."""
 
     leadership: Leadership
     jobs: Snapshot
     config: Snapshot
+    journal: Snapshot
 
 
 def connect(config: Config, memory: StateFile | None = None) -> Store:
@@ -76,6 +79,7 @@ def connect(config: Config, memory: StateFile | None = None) -> Store:
     except StoreRefused as error:
         store.close()
         raise CannotLead(f"the etcd at {endpoints} refuses us: {error}") from error
+    release.warn(store)
     return store
 
 
@@ -109,7 +113,7 @@ def elect(
                 continue  # another that stood by was quicker
             except StoreUnavailable as error:
                 _log.warning("the store went away during the election, trying again: %s", error)
-                stopped.wait(PAUSE)
+                stopped.wait(jittered(PAUSE))
     except VersionRefused as error:
         raise CannotLead(str(error)) from error
     except ValueError as error:
@@ -121,7 +125,17 @@ def _win(store: Store, keys: Keys, name: str, url: str) -> Term:
     leadership = campaign(store, keys.leader, name, url, LEASE_SECONDS, patience=0.0)
     try:
         write_schema(store, keys, leadership)
-        return Term(leadership=leadership, jobs=store.snapshot(keys.jobs), config=store.snapshot(keys.config))
+        # What there is to read may take longer than the lease lasts. One that is lost is noticed by `keep`.
+        keeper = LeaseKeeper(store, leadership.lease, leadership.ttl, _log.warning).start()
+        try:
+            return Term(
+                leadership=leadership,
+                jobs=store.snapshot(keys.jobs),
+                config=store.snapshot(keys.config),
+                journal=store.snapshot(keys.journal),
+            )
+        finally:
+            keeper.stop()
     except (StoreError, CannotLead):
         try:
             leadership.resign(store)

@@ -12,6 +12,7 @@ are, as the type `media`.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Parameter:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
     """One method of one path. refuses: statuses that it answers by itself, beside those that follow from its
-    parameters and from who stands before it (`gate`)."""
+    parameters and from who stands before it (`gate`). large: its answer is encoded beside the loop."""
 
     method: str
     path: str
@@ -59,6 +60,7 @@ class Endpoint:
     example: Any
     takes_caller: bool
     refuses: tuple[int, ...]
+    large: bool
     call: Callable[..., Awaitable[Any]]
 
     @property
@@ -87,6 +89,8 @@ class Endpoint:
         answer = await self.call(**given)
         if isinstance(answer, AsyncIterator):
             return StreamingResponse(answer, media_type=self.media)
+        if self.large:
+            answer = await asyncio.to_thread(_in_parts, answer)
         content = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
         return Response(content, media_type=self.media)
 
@@ -96,6 +100,13 @@ class Endpoint:
         except msgspec.DecodeError as error:
             shown = msgspec.json.encode(self.example).decode()
             raise Refused(400, f"the body must be as {shown}: {error}") from error
+
+
+def _in_parts(answer: Any) -> bytes:
+    """JSON of a value with one field, a list: item by item, so that other threads get their turn in between."""
+    (field,) = msgspec.structs.fields(answer)
+    items = b",".join([msgspec.json.encode(item) for item in getattr(answer, field.name)])
+    return b'{"' + field.encode_name.encode() + b'":[' + items + b"]}"
 
 
 def _queried(request: Request, known: Parameter) -> Any:
@@ -108,14 +119,16 @@ def _queried(request: Request, known: Parameter) -> Any:
         raise Refused(400, f"{known.name}={text} cannot be: {error}") from None
 
 
-def get(path: str, *, refuses: tuple[int, ...] = (), media: str = JSON) -> Callable[[Method], Method]:
-    """Declares a method that answers GET."""
-    return _declared(method="GET", path=path, refuses=refuses, media=media, example=None)
+def get(
+    path: str, *, refuses: tuple[int, ...] = (), media: str = JSON, large: bool = False
+) -> Callable[[Method], Method]:
+    """Declares a method that answers GET. large: with megabytes, which one field of its answer lists."""
+    return _declared(method="GET", path=path, refuses=refuses, media=media, example=None, large=large)
 
 
 def post(path: str, *, example: Any, refuses: tuple[int, ...] = ()) -> Callable[[Method], Method]:
     """Declares a method that answers POST; `example` is a body as it is to be."""
-    return _declared(method="POST", path=path, refuses=refuses, media=JSON, example=example)
+    return _declared(method="POST", path=path, refuses=refuses, media=JSON, example=example, large=False)
 
 
 def _declared(**told: Any) -> Callable[[Method], Method]:

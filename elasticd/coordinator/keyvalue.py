@@ -14,7 +14,15 @@ from elasticd.decoding import shown
 from elasticd.messages import StoreAnswer, StoreCall
 from elasticd.version import __version__
 
-_PLAN = re.compile(r"plan/(\d+)/")
+#: Characters of a key, bytes of a value, and of all that a job keeps: more than ten thousand ranks need.
+LONGEST_KEY, LARGEST_VALUE, LARGEST_JOB = 1024, 1 << 20, 256 << 20
+#: Seconds that a call may wait.
+LONGEST_WAIT = 3600.0
+#: What a counter can be: a signed integer of 64 bits, as torch's.
+_MOST = 1 << 63
+
+_PLAN = re.compile(r"plan/([0-9]{1,18})/")
+_WHOLE = re.compile(rb"-?[0-9]{1,19}")
 
 
 class KeyValue:
@@ -25,10 +33,16 @@ class KeyValue:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+        self._bytes = 0
         self._waiting: dict[str, set[asyncio.Future[bytes]]] = {}
 
     def __len__(self) -> int:
         return len(self._values)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all keys and values."""
+        return self._bytes
 
     def put(self, key: str, value: bytes) -> None:
         """Sets a key, as if a call had."""
@@ -37,6 +51,8 @@ class KeyValue:
     async def call(self, call: StoreCall) -> StoreAnswer:
         """The answer to a call; an `error` inside it where there is none. `number` is the sum after `add`,
         1 or 0 for `check` (the key is there) and for `delete` (it was)."""
+        if why := self.refusal(call):
+            return StoreAnswer(id=call.id, error=why)
         if call.op == "get":
             return await self._get(call)
         if call.op == "set":
@@ -47,18 +63,35 @@ class KeyValue:
         if call.op == "check":
             return StoreAnswer(id=call.id, number=int(call.key in self._values))
         if call.op == "delete":
-            return StoreAnswer(id=call.id, number=int(self._values.pop(call.key, None) is not None))
+            return StoreAnswer(id=call.id, number=int(self._pop(call.key)))
         error = f"the coordinator's elasticd {__version__} has no bootstrap store call {shown(call.op)!r}"
         return StoreAnswer(id=call.id, error=error)
 
     def drop_before(self, number: int) -> None:
         """Forgets the keys of plans below `number`; whoever waits for one gets an error."""
         for key in [key for key in self._values if _plan(key) < number]:
-            del self._values[key]
+            self._pop(key)
         for key in [key for key in self._waiting if _plan(key) < number]:
             for waiter in self._waiting.pop(key):
                 if not waiter.done():
                     waiter.set_exception(KeyError(key))
+
+    def refusal(self, call: StoreCall) -> str:
+        """Why a call is too large for this store, or nothing."""
+        if len(call.key) > LONGEST_KEY:
+            return f"a key of {len(call.key)} characters: at most {LONGEST_KEY} are taken"
+        if len(call.value) > LARGEST_VALUE:
+            return f"{shown(call.key)}: a value of {len(call.value)} bytes: at most {LARGEST_VALUE} are taken"
+        if call.op in ("set", "add") and self._bytes + len(call.key) + len(call.value) > LARGEST_JOB:
+            return (
+                f"the job's bootstrap store holds {self._bytes} bytes: there is no room for {shown(call.key)}"
+            )
+        return ""
+
+    def _pop(self, key: str) -> bool:
+        value = self._values.pop(key, None)
+        self._bytes -= len(key) + len(value) if value is not None else 0
+        return value is not None
 
     async def _get(self, call: StoreCall) -> StoreAnswer:
         if call.key in self._values:
@@ -67,7 +100,7 @@ class KeyValue:
         waiters = self._waiting.setdefault(call.key, set())
         waiters.add(waiter)
         try:
-            async with asyncio.timeout(call.seconds):
+            async with asyncio.timeout(min(max(call.seconds, 0.0), LONGEST_WAIT)):
                 return StoreAnswer(id=call.id, value=await waiter)
         except TimeoutError:
             error = f"no process set {call.key} within {call.seconds:g} s"
@@ -80,17 +113,20 @@ class KeyValue:
         return StoreAnswer(id=call.id, error=error)
 
     def _set(self, key: str, value: bytes) -> None:
+        self._pop(key)
         self._values[key] = value
+        self._bytes += len(key) + len(value)
         for waiter in self._waiting.pop(key, ()):
             if not waiter.done():
                 waiter.set_result(value)
 
     def _add(self, call: StoreCall) -> StoreAnswer:
         """torch keeps counters as decimal text, so that `get` reads what `add` wrote; so do we."""
-        try:
-            total = int(self._values.get(call.key, b"0")) + int(call.value or b"0")
-        except ValueError:
-            return StoreAnswer(id=call.id, error=f"add to {call.key}: both must be whole numbers")
+        terms = self._values.get(call.key, b"0"), call.value or b"0"
+        total = sum(map(int, terms)) if all(map(_WHOLE.fullmatch, terms)) else _MOST
+        if not -_MOST <= total < _MOST:
+            error = f"add to {shown(call.key)}: both, and their sum, must be whole numbers of 64 bits"
+            return StoreAnswer(id=call.id, error=error)
         self._set(call.key, str(total).encode())
         return StoreAnswer(id=call.id, number=total)
 

@@ -9,18 +9,22 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 from elasticd.config import ConfigError
 from elasticd.coordinator.changes import Changes, Scalar
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.journal import Journal
 from elasticd.coordinator.keyvalue import KeyValue
+from elasticd.coordinator.ledger import Asked, Rank, Rounds, Setting
 from elasticd.coordinator.metrics import Metrics
+from elasticd.coordinator.pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
 from elasticd.coordinator.planning import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
-from elasticd.coordinator.writer import Rank, Setting, Writer
-from elasticd.decoding import tag_of
+from elasticd.coordinator.writer import Writer
+from elasticd.decoding import shown, tag_of
 from elasticd.health import OfNode
-from elasticd.machines import coordinator, restarts
+from elasticd.machines import coordinator, doors, forgetting, restarts
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import (
     AgentDown,
@@ -29,24 +33,32 @@ from elasticd.machines.job.effects import (
     Drained,
     Effect,
     Event,
+    ForgetAsked,
     Note,
     Paced,
     Received,
     RequestPlan,
     Send,
+    StopAsked,
     Tick,
+    Unwritten,
     Write,
 )
+from elasticd.machines.job.state import OVER
 from elasticd.messages import (
     AgentHello,
     Down,
+    Hello,
+    Join,
+    Rejected,
     Report,
+    StoreAnswer,
     StoreCall,
     ToLeader,
     Up,
     WorkerLost,
 )
-from elasticd.pulses import Frozen
+from elasticd.pulses import Frozen, Unreached
 from elasticd.records import DoneRecord, Proposal
 from elasticd.rounds import Lapped
 from elasticd.snapshots import Keeps
@@ -56,8 +68,25 @@ TICK = 0.1
 #: For how many times as long as a look took the next one waits at least: with ten thousand devices it takes a
 #: while.
 TICK_SHARE = 10
+#: Seconds between looks at whether the journal has something new; how many looks until steps alone are written.
+PAGE_SECONDS, STEPS_SELDOM = 1.0, 5
 #: Seconds that a user waits for etcd to take what he changed.
 WRITE_SECONDS = 5.0
+#: Jobs that this leader has not heard of, and that may have a bootstrap store, for each node.
+MOST_STORES = 64
+#: Bytes of all bootstrap stores together.
+MOST_STORED = 1 << 30
+#: Jobs in restart mode whose laps are judged; beyond them the one that was silent longest is forgotten.
+MOST_RESTARTS = 1000
+#: Jobs in restart mode whose rounds are cleared away once their time is up; seconds between looks at them, and
+#: since the last lap until a user may have one forgotten.
+MOST_ROUNDS = 10_000
+LOOK_SECONDS = 60.0
+LAP_SECONDS = 60.0
+#: Kinds of messages, by node, of which the log tells that they are not heard.
+MOST_TOLD = 256
+#: Calls that need no bootstrap store where there is none: nothing is in it.
+EMPTY_WITHOUT = ("check", "delete")
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live).
 RANKS = "rdzv/"
 
@@ -85,32 +114,44 @@ class Leading:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
-        self.journal = Journal()
+        self.journal = Journal(term=state.epoch)
         self.metrics = Metrics()
         self.connections = Connections()
         self.recorders = Recorders()
         self.planning = Planning(self.apply, command=planner)
         self.writer: Writer | None = None
+        self._pages: Pages | None = None
         self.chaos = chaos
         self._failed = failed
         self._clock = clock
         self._stores: dict[str, KeyValue] = {}
         self._away_since = self._away_seconds = 0.0
         self.restarts: dict[str, restarts.RestartJob] = {}
+        self._rounds: dict[str, float] = {}  # of jobs in restart mode: since when none of them was heard of
+        self._look_at = 0.0
+        self._turned_away: set[tuple[str, str]] = set()
+        self._asked_first: dict[str, str] = {}
         self.changes = Changes(detect=state.settings.detect, policy=state.settings.policy)
 
     def apply(self, event: Event) -> None:
-        """One step of the machine, and its effects. An error in it ends this leader rather than go on with a
-        state that nobody decided."""
+        """One step of the machine, and its effects. A message that it fails on is dropped: nothing has changed
+        then. Any other error ends this leader rather than go on with a state that nobody decided."""
+        before, now = self.state, self._now()
         try:
-            before, now = self.state, self._now()
             self.state, effects = coordinator.step(before, event, now)
+        except Exception as error:
+            _log.exception("the machine failed on %r", event)
+            if not isinstance(event, Received):
+                self._failed(error)
+            self.metrics.refused("failed")
+            return
+        try:
             if self.recorders:
                 self.recorders.heard(event, effects, now, changed=self.state is not before)
             for effect in effects:
                 self._execute(effect)
         except Exception as error:
-            _log.exception("the machine failed on %r", event)
+            _log.exception("what was decided on %r cannot be done", event)
             self._failed(error)
 
     def _now(self) -> float:
@@ -132,7 +173,48 @@ class Leading:
             await asyncio.sleep(max(TICK, TICK_SHARE * spent))
             began = time.monotonic()
             self.apply(Tick())
+            self._clear_rounds()
             spent = time.monotonic() - began
+
+    def keep(self, pages: Pages) -> None:
+        """The journal goes on from what an earlier leader kept, and is kept in its turn."""
+        for lines in pages.restored():
+            self.journal.restore(lines)
+        self.journal.forget(*self.journal.jobs - self.state.jobs.keys())
+        self._pages = pages
+
+    async def keeping(self) -> None:
+        """Writes down what is new in the journal: events soon, steps alone less often."""
+        rounds = 0
+        while True:
+            await asyncio.sleep(PAGE_SECONDS)
+            rounds += 1
+            if self.journal.new_events or rounds >= STEPS_SELDOM:
+                rounds = 0
+                self.page()
+
+    def page(self) -> None:
+        """What is new in the journal is to be written, a page of it. It waits while something else is written:
+        no decision is to wait for it."""
+        if self._pages is None or self.writer is None or self.writer.busy:
+            return
+        lines = self.journal.new(MOST_EVENTS, MOST_STEPS)
+        if lines is not None:
+            self.writer.put(self._pages.written(lines))
+
+    def _reported(self, up: Up, report: Report) -> None:
+        """Only a worker of the job makes its steps."""
+        job = up.job
+        known = self.state.jobs.get(job)
+        worker = known.workers.get(up.device) if known is not None else None
+        if worker is None or worker.incarnation != up.incarnation:
+            return
+        gain = self.journal.report(job, report, time.time())
+        if gain is not None:
+            number = report.measurement.plan
+            text = f"plan {number} gained: {gain.words}"
+            data = {"number": number, "before": gain.before, "after": gain.after, "pause": gain.pause}
+            self.tell(Note(kind="gained", job=job, text=text, data=data))
 
     def tell(self, note: Note) -> None:
         """Into the journal and the log."""
@@ -153,13 +235,24 @@ class Leading:
         elif isinstance(effect, Send):
             self.connections.send(effect.node, effect.message)
         elif isinstance(effect, Write):
-            self._drop_keys(effect)
             if self.writer is not None:
-                self.writer.put(effect)
+                self.writer.put(_dated(effect))
+            self._drop_keys(effect)
+            if effect.forget:
+                self._forget(effect.job)
         elif isinstance(effect, RequestPlan):
             self.planning.request(effect.job, effect.token, effect.problem)
         elif isinstance(effect, CancelPlan):
             self.planning.cancel(effect.job)
+
+    def unwritten(self, asked: Asked, error: Exception) -> None:
+        """The store does not take what was to be written: that is the failure of the job whose it was."""
+        _log.error("not written: %s: %s", _named(asked), error)
+        if isinstance(asked, Paged) and self._pages is not None:
+            self._pages.refused()
+        if isinstance(asked, Write):
+            records = tuple(tag_of(record) for record in asked.records)
+            self.apply(Unwritten(job=asked.job, records=records, reason=str(error)))
 
     def _drop_keys(self, write: Write) -> None:
         """A new proposal needs the keys of no plan before the running one, a job that is over none."""
@@ -171,10 +264,39 @@ class Leading:
             elif isinstance(record, Proposal) and record.old is not None and write.job in self._stores:
                 self._stores[write.job].drop_before(record.old.number)
 
+    def _forget(self, job: str) -> None:
+        """Nothing of it is needed any more."""
+        self._stores.pop(job, None)
+        self.journal.forget(job)
+
     def remember(self, ranks: Iterable[Rank]) -> None:
         """What torchruns told the leaders before."""
         for rank in ranks:
             self._stores.setdefault(rank.job, KeyValue()).put(rank.key, rank.value)
+
+    def remember_rounds(self, jobs: Iterable[str]) -> None:
+        """These jobs in restart mode were in the store when this leader took over."""
+        for job in jobs:
+            self._rounds.setdefault(job, self._clock())
+
+    def _clear_rounds(self) -> None:
+        """Has the rounds deleted of jobs in restart mode whose torchruns are gone, and that were not heard of
+        for as long as a job that is over is kept."""
+        now = self._clock()
+        if self.writer is None or now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
+        for job, since in list(self._rounds.items()):
+            if now - since >= self.state.settings.keep_seconds:
+                self._rounds[job] = now  # torchruns that are there, and report no laps, may keep it
+                self._forget_rounds(job)
+        while len(self._rounds) > MOST_ROUNDS:
+            del self._rounds[min(self._rounds, key=self._rounds.__getitem__)]
+
+    def _forget_rounds(self, job: str) -> None:
+        self.restarts.pop(job, None)
+        if self.writer is not None:
+            self.writer.put(Rounds(job=job))
 
     # -- agents --------------------------------------------------------------------------------------------
 
@@ -196,29 +318,83 @@ class Leading:
             self.metrics.message(tag_of(said), time.monotonic() - began)
 
     async def _heard(self, connection: Connection, message: ToLeader) -> None:
+        if why := doors.refusal(connection.node, message, self.state.jobs):
+            self._turn_away(connection, message, why)
+            return
         if isinstance(message, Up) and isinstance(message.body, StoreCall):
             call = message.body
-            if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None:
-                self.writer.put(Rank(job=message.job, key=call.key, value=call.value))
-            answer = await self._stores.setdefault(message.job, KeyValue()).call(call)
+            if why := self._no_store(connection.node, message.job, call):
+                self._turn_away(connection, message, why)
+                return
+            answer = await self._answered(message.job, call)
             connection.send(Down(client=message.client, body=answer))
             return
-        if isinstance(message, Up | WorkerLost | Frozen | OfNode | Keeps):
+        if isinstance(message, Up | WorkerLost | Frozen | Unreached | OfNode | Keeps):
             if isinstance(message, Up) and isinstance(message.body, Report):
-                self.journal.report(message.job, message.body, time.time())
+                self._reported(message, message.body)
             self.apply(Received(node=connection.node, message=message))
         elif isinstance(message, Lapped):
             self._lap(message)
         elif isinstance(message, AgentHello):  # its record has changed
             self.apply(_up(message))
 
+    def _no_store(self, node: str, job: str, call: StoreCall) -> str:
+        """Why a job can have no bootstrap store, or nothing. One of a job that this leader has not heard of yet
+        counts for the node that asked for it."""
+        if job in self._stores or job in self.state.jobs or call.op in EMPTY_WITHOUT:
+            return ""
+        mine = [each for each, asker in self._asked_first.items() if asker == node and each in self._stores]
+        if len(mine) >= MOST_STORES:
+            return f"node {node} began {MOST_STORES} bootstrap stores of jobs that there are not"
+        self._asked_first = {each: asker for each, asker in self._asked_first.items() if each in self._stores}
+        self._asked_first[job] = node
+        return ""
+
+    async def _answered(self, job: str, call: StoreCall) -> StoreAnswer:
+        """What torchruns tell of their ranks is written, too. What the store would not take is refused: nobody
+        is to go on as if it were there."""
+        values = self._stores.get(job) or KeyValue()
+        if call.op in ("set", "add") and sum(each.size for each in self._stores.values()) > MOST_STORED:
+            error = f"the bootstrap stores of all jobs hold {MOST_STORED} bytes: there is no room for more"
+            return StoreAnswer(id=call.id, error=error)
+        if call.op not in EMPTY_WITHOUT:
+            self._stores[job] = values
+        over = job in self.state.jobs and self.state.jobs[job].phase in OVER
+        if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None and not over:
+            rank = Rank(job=job, key=call.key, value=call.value)
+            if why := values.refusal(call) or self.writer.refusal(rank):
+                return StoreAnswer(id=call.id, error=f"set of {shown(call.key)}: {why}")
+            self.writer.put(rank)
+        return await values.call(call)
+
+    def _turn_away(self, connection: Connection, message: ToLeader, why: str) -> None:
+        """A message that this agent may not say. A client that waits for an answer gets one."""
+        self.metrics.refused("foreign")
+        said = message.body if isinstance(message, Up) else message
+        key = connection.node, tag_of(said)
+        if key not in self._turned_away and len(self._turned_away) < MOST_TOLD:
+            self._turned_away.add(key)
+            _log.warning("node %s: a message %r is not heard: %s", *key, why)
+        if isinstance(message, Up) and isinstance(said, StoreCall):
+            connection.send(Down(client=message.client, body=StoreAnswer(id=said.id, error=why)))
+        elif isinstance(message, Up) and isinstance(said, Hello | Join):
+            connection.send(Down(client=message.client, body=Rejected(reason=why)))
+
     def _lap(self, heard: Lapped) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
         job = self.restarts.get(heard.by.job) or restarts.RestartJob(job=heard.by.job)
+        if heard.by.job not in self.restarts and len(self.restarts) >= MOST_RESTARTS:
+            del self.restarts[min(self.restarts, key=lambda name: self.restarts[name].heard)]
+        self._rounds[job.job] = self._clock()
         settings = self.state.settings
-        job, effects = restarts.lap(
-            job, heard, settings.detect, settings.policy, self.state.epoch, self._clock()
-        )
+        try:
+            job, effects = restarts.lap(
+                job, heard, settings.detect, settings.policy, self.state.epoch, self._clock()
+            )
+        except Exception:  # of this message alone
+            _log.exception("the machine failed on %r", heard)
+            self.metrics.refused("failed")
+            return
         self.restarts[job.job] = job
         for effect in effects:
             self._execute(effect)
@@ -239,6 +415,8 @@ class Leading:
             changes = self.changes.changed(asked, time.time(), by)
         except ConfigError as error:
             raise Refused(400, str(error)) from error
+        if why := self.writer.refusal(Setting(record=changes.history[-1])):
+            raise Refused(400, f"this change cannot be kept: {why}")
         if self.writer.away:
             raise Refused(503, "etcd does not answer, and a change is kept there: try again when it is back")
         before, self.changes = self.changes, changes
@@ -266,6 +444,34 @@ class Leading:
         if not known.connected:
             raise Refused(409, f"the agent of node {node} cannot be reached: start it, or wait for it")
         self.apply(Drained(node=node, on=on))
+
+    def stop(self, name: str, seconds: float, by: str) -> None:
+        """Ends a job, whose workers have so many seconds for a last checkpoint. Raises `Refused`."""
+        job = self.state.jobs.get(name)
+        if job is None and name in self.restarts:
+            raise Refused(409, f"job {name} is in restart mode, and ends with its torchruns: stop those")
+        if job is None:
+            names = ", ".join(sorted(self.state.jobs)) or "none"
+            raise Refused(404, f"there is no job {name!r}; there are: {names}")
+        if job.phase in OVER:
+            raise Refused(409, f"job {name} is {job.phase.value} already" + (job.reason and f": {job.reason}"))
+        self.apply(StopAsked(job=name, by=by, seconds=seconds))
+
+    def forget(self, name: str, by: str) -> None:
+        """Nothing of a job that is over is kept. Raises `Refused`."""
+        job = self.state.jobs.get(name)
+        if job is None and name in self._rounds:
+            last = self.restarts.get(name)
+            if last is not None and self._clock() - last.heard < LAP_SECONDS:
+                raise Refused(409, f"job {name} is in restart mode, and makes steps: stop its torchruns first")
+            self._forget_rounds(name)
+            return
+        if job is None:
+            names = ", ".join(sorted(self.state.jobs)) or "none"
+            raise Refused(404, f"there is no job {name!r}; there are: {names}")
+        if why := forgetting.refusal(job, self.state.nodes):
+            raise Refused(409, why)
+        self.apply(ForgetAsked(job=name, by=by))
 
     def know_device(self, device: str) -> None:
         """Raises `Refused` where no node has it."""
@@ -297,6 +503,26 @@ class Leading:
             raise Refused(400, f"factor {factor} must be a finite number of at least 1 (1 is normal speed)")
         self.know_device(device)
         self.apply(Paced(device=device, factor=factor))
+
+
+def _dated(write: Write) -> Write:
+    """With the time in a record of a job's end, which the machine has no clock for."""
+    records = tuple(
+        msgspec.structs.replace(record, at=time.time()) if isinstance(record, DoneRecord) else record
+        for record in write.records
+    )
+    return msgspec.structs.replace(write, records=records)
+
+
+def _named(asked: Asked) -> str:
+    """What was to be written, for the log."""
+    if isinstance(asked, Write):
+        return f"{', '.join(map(tag_of, asked.records))} of job {shown(asked.job)}"
+    if isinstance(asked, Rank):
+        return f"{shown(asked.key)} of job {shown(asked.job)}"
+    if isinstance(asked, Paged):
+        return "a page of the journal"
+    return "a change of the configuration" if isinstance(asked, Setting) else f"job {shown(asked.job)}"
 
 
 def _words(before: Mapping[str, Scalar], after: Mapping[str, Scalar], by: str) -> str:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import uvicorn
@@ -21,6 +20,7 @@ from uvicorn.protocols.websockets.auto import AutoWebSocketsProtocol
 
 from elasticd.coordinator.election import CannotLead
 from elasticd.coordinator.gate import PEER
+from elasticd.routes import is_loopback, outward
 from elasticd.security import SecuritySection
 
 _HttpBase: Any = AutoHTTPProtocol
@@ -35,9 +35,11 @@ PINGS_A_SECOND = 1000
 #: Bytes of a request's line and headers.
 _LARGEST_HEAD = 16 * 1024
 #: What is said of a coordinator that others can reach, and that asks nobody who he is.
-OPEN_TO_ALL = (
-    "whoever reaches this may look at, drain and change the cluster: set viewers, operators and agents in "
-    "section [security] to files of tokens, or host to 127.0.0.1"
+OPEN_TO_ALL = "whoever reaches this may look at, drain and change the cluster"
+#: What to do about it.
+CLOSE_IT = (
+    "set viewers, operators and agents in section [security] to files of tokens, or host in [coordinator] to "
+    "127.0.0.1; or, in a network that only the cluster's users reach, insecure = true in [security]"
 )
 
 
@@ -68,15 +70,16 @@ def bind(host: str, port: int) -> socket.socket:
 
 def exposed(host: str) -> bool:
     """Whether other machines may reach it."""
-    try:
-        return not ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host != "localhost"
+    return not is_loopback(host)
 
 
-def url_of(host: str, port: int, *, secure: bool) -> str:
-    """Where others reach us: a host that stands for all addresses is no address to call."""
-    reachable = socket.gethostname() if host in ("0.0.0.0", "::") else host
+def url_of(host: str, port: int, *, secure: bool, stores: Iterable[str] = ()) -> str:
+    """Where others reach us: a host that stands for all addresses is no address to call. In its place stands
+    our address on the route to one of `stores`, since agents have a route from there too. With TLS it is the
+    machine's name, which the certificate is for; the same if all stores are on this machine."""
+    reachable = host
+    if host in ("0.0.0.0", "::"):
+        reachable = (None if secure else outward(stores)) or socket.gethostname()
     address = f"[{reachable}]:{port}" if ":" in reachable else f"{reachable}:{port}"
     return f"{'https' if secure else 'http'}://{address}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -15,11 +15,27 @@ from elasticd.coordinator.leading import Leading, Refused
 from elasticd.coordinator.metrics import CONTENT_TYPE
 from elasticd.records import HistoryRecord
 
+#: The longest that a user may have a job's end wait for.
+MOST_STOP_SECONDS = 86_400.0
+
 
 class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Whether a node's devices are to be left."""
 
     on: bool
+
+
+class StopRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds that the workers have for a last checkpoint (0: none), and who asks for it."""
+
+    by: str
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_STOP_SECONDS)] = 600.0
+
+
+class ForgetRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who asks for it."""
+
+    by: str
 
 
 class ConfigRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,7 +89,7 @@ class Rest:
         journal = self._served.leading.journal
         return Steps(steps=tuple(journal.steps(job, after)), pacing=journal.pacing(job))
 
-    @get("/v1/jobs/{job}/history")
+    @get("/v1/jobs/{job}/history", large=True)
     async def history(self, job: str) -> History:
         """Every plan of a job with the problem that it answers, oldest first."""
         self._know(job)
@@ -83,6 +99,18 @@ class Rest:
     async def drain(self, node: str, body: DrainRequest) -> DrainRequest:
         """Lets the devices of a node be left by all plans, or be used again."""
         self._served.leading.drain(node, body.on)
+        return body
+
+    @post("/v1/jobs/{job}/stop", refuses=(409,), example=StopRequest(by="alice"))
+    async def stop(self, job: str, body: StopRequest, caller: Caller | None) -> StopRequest:
+        """Ends a job: its workers make a last checkpoint, where they have a folder for it, and leave."""
+        self._served.leading.stop(job, body.seconds, _by(body.by, caller))
+        return body
+
+    @post("/v1/jobs/{job}/forget", refuses=(409,), example=ForgetRequest(by="alice"))
+    async def forget(self, job: str, body: ForgetRequest, caller: Caller | None) -> ForgetRequest:
+        """Deletes all that is kept of a job that is over; its name can be used again."""
+        self._served.leading.forget(job, _by(body.by, caller))
         return body
 
     @get("/v1/config")
@@ -97,8 +125,7 @@ class Rest:
     )
     async def change(self, body: ConfigRequest, caller: Caller | None) -> Settings:
         """Changes detection and policy while running; the values are checked, kept, and followed at once."""
-        by = f"{body.by} ({caller.name})" if caller is not None and caller.name else body.by
-        await self._served.leading.change(body.values, by)
+        await self._served.leading.change(body.values, _by(body.by, caller))
         return self._served.leading.changes.shown()
 
     @get("/v1/record", media="application/jsonl")
@@ -128,3 +155,8 @@ class Rest:
         jobs = self._served.leading.state.jobs
         if job not in jobs:
             raise Refused(404, f"there is no job {job!r}; there are: {', '.join(sorted(jobs)) or 'none'}")
+
+
+def _by(said: str, caller: Caller | None) -> str:
+    """Who asks, in their own words, and by the name of their token."""
+    return f"{said} ({caller.name})" if caller is not None and caller.name else said

@@ -36,6 +36,7 @@ def status(
         nodes=tuple(_node(node, rates, slow, used[name]) for name, node in sorted(state.nodes.items())),
         jobs=tuple(_job(job) for _, job in sorted(state.jobs.items())),
         restarts=tuple(_restarting(job, now) for job in restarts),
+        paused=state.settings.policy.paused,
         links=tuple(
             LinkStatus(link=name, bandwidth=probe.bandwidth, latency=probe.latency, rate=state.links.rate(name))
             for name, probe in sorted(state.links.probes.items())

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 from elasticd_planner.value import StoredValue, Value
 
-from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
+from elasticd.coordinator.gains import StepRecord
+from elasticd.coordinator.journal import EventRecord, Pacing
 from elasticd.decoding import decoder_of
 from elasticd.demo.scenario import DemoError, Scenario
 from elasticd.records import HistoryRecord

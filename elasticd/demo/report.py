@@ -18,7 +18,8 @@ from elasticd_planner.search import plan
 from elasticd_planner.shortfall import readable
 from elasticd_planner.value import StoredValue, Value
 
-from elasticd.coordinator.journal import EventRecord, StepRecord
+from elasticd.coordinator.gains import StepRecord
+from elasticd.coordinator.journal import EventRecord
 from elasticd.demo.record import Line, Record
 from elasticd.demo.scenario import DemoError
 from elasticd.records import HistoryRecord

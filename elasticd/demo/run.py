@@ -10,7 +10,8 @@ from elasticd_planner.value import Value
 from rich.console import Console
 
 from elasticd.cli.reach import JobStatus
-from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
+from elasticd.coordinator.gains import StepRecord
+from elasticd.coordinator.journal import EventRecord, Pacing
 from elasticd.demo import story
 from elasticd.demo.cluster import LEDGER, PLAIN_LEDGER, Cluster
 from elasticd.demo.progress import Progress

@@ -22,7 +22,8 @@ import msgspec
 from elasticd_planner.value import Value
 
 from elasticd.cli.reach import JobStatus
-from elasticd.coordinator.journal import EventRecord, StepRecord
+from elasticd.coordinator.gains import StepRecord
+from elasticd.coordinator.journal import EventRecord
 from elasticd.demo.scenario import Scenario
 
 #: Seconds without a new step after which the job counts as standing still; the start may take longer.

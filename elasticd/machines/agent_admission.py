@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from elasticd.machines.agent_state import Opened, State
-from elasticd.messages import Join, protocol_refusal
+from elasticd.messages import Hello, Join, protocol_refusal
+from elasticd.names import name_refusal
 
 
 def refusal(state: State, event: Opened) -> str:
@@ -16,13 +17,18 @@ def refusal(state: State, event: Opened) -> str:
             f"process {event.pid} says that it is {body.pid}: agent and trainer must share one PID namespace "
             "(with containers, run the agent in the same one or share the host's)"
         )
+    # A job that runs already, let in by release 0.1, may be called otherwise.
+    runs = (isinstance(body, Hello) and body.incarnation) or body.job in state.plans
+    if not runs and (why := name_refusal("the job's name (--rdzv-id)", body.job)):
+        return why
     if isinstance(body, Join):
         return ""
     devices = len(state.record.devices)
     if not 0 <= body.local_rank < devices:
         return (
             f"local rank {body.local_rank} has no device: node {node!r} has {devices}; "
-            f"start torchrun with --nproc-per-node={devices} at most"
+            f"start torchrun with --nproc-per-node={devices} at most, or 'elasticd run' with --devices "
+            f"{devices} at most, and with GPUs 0 to {devices - 1} in $CUDA_VISIBLE_DEVICES"
         )
     other = state.worker_of(f"{node}/{body.local_rank}")
     # The same process may come as a new incarnation.

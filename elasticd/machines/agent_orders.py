@@ -37,6 +37,7 @@ from elasticd.messages import (
     Closed,
     Fenced,
     Finished,
+    Hello,
     Leaving,
     Propose,
     Published,
@@ -46,7 +47,7 @@ from elasticd.messages import (
     Standing,
     ToWorker,
 )
-from elasticd.records import DoneRecord, Fence, PlanRecord, Proposal
+from elasticd.records import DoneRecord, Fence, Proposal
 
 
 def leader_read(state: State, event: LeaderRead, now: float) -> Result:
@@ -79,18 +80,20 @@ def plan_read(state: State, event: PlanRead, now: float) -> Result:
         return state, ()
     recorded = Recorded(number=record.plan.number)
     fence = state.fences.get(job)
-    if fence is not None and (before is None or before.plan.number < fence.number) and _settles(record, fence):
-        # All stood still, and the recovery may have gone on without some: they stand by.
+    settled = (
+        fence is not None and before is not None and before.plan.number < fence.number < record.plan.number
+    )
+    if before is None or settled:
+        # All stood still, and the recovery may have gone on without some: they stand by. Or this agent has just
+        # begun to read, and does not know what its workers missed.
         effects: tuple[Effect, ...] = tuple(
             Send(client=worker.id, body=recorded) for worker in _workers(state, job)
         )
     else:
-        plans = [record.plan, before.plan if before is not None else None]
-        if proposal is not None and proposal.number == record.plan.number:
+        plans = [record.plan, before.plan]
+        if proposal is not None and proposal.number == record.plan.number and proposal.old is not None:
             plans.append(proposal.old)
-        effects = _orders(
-            _workers(state, job), [_binding(plan) for plan in plans if plan is not None], recorded
-        )
+        effects = _orders(_workers(state, job), [_binding(plan) for plan in plans], recorded)
     state = replace(state, epoch=max(state.epoch, record.epoch), plans={**state.plans, job: record})
     return _forget_before(state, job, record.plan.number), effects
 
@@ -159,18 +162,21 @@ def standing(state: State, worker: Client) -> tuple[Effect, ...]:
     if done is not None:
         return _end(done, [worker])
     fence, plan = state.fences.get(worker.job), state.plans.get(worker.job)
-    fenced: tuple[Effect, ...] = ()
-    if fence is not None:
-        holds = plan is None or plan.plan.number < fence.number
-        if holds or _evicts(fence, worker):
-            fenced = (_fenced(worker, fence),)
+    missed: tuple[Effect, ...] = ()
+    if fence is not None and (plan is None or plan.plan.number < fence.number or _evicts(fence, worker)):
+        missed = (_fenced(worker, fence),)
+    elif plan is not None and _returns(worker) and plan.plan.binding.get(worker.device) != worker.incarnation:
+        # It may stand still since it lost the others, or keep a copy for them: they went on without it.
+        over = (_fenced(worker, fence),) if fence is not None else ()
+        missed = (*over, Send(client=worker.id, body=Recorded(number=plan.plan.number)))
     if proposal is None or (fence is not None and fence.number > proposal.number):
-        return fenced
-    return fenced + _orders([worker], _bindings(proposal), _order(proposal))
+        return missed
+    return missed + _orders([worker], _bindings(proposal), _order(proposal))
 
 
-def _settles(record: PlanRecord, fence: Fence) -> bool:
-    return record.plan.number > fence.number
+def _returns(worker: Client) -> bool:
+    """Whether it comes again as what it was."""
+    return isinstance(worker.opening, Hello) and worker.opening.incarnation == worker.incarnation
 
 
 def _order(proposal: Proposal) -> Propose | Abort:

@@ -13,7 +13,7 @@ import msgspec
 from elasticd_planner.value import Value
 
 from elasticd.health import Health
-from elasticd.machines import crossing
+from elasticd.machines import crossing, forgetting
 from elasticd.machines.job import machine
 from elasticd.machines.job.effects import (
     AgentDown,
@@ -22,6 +22,7 @@ from elasticd.machines.job.effects import (
     Drained,
     Effect,
     Event,
+    ForgetAsked,
     Harmed,
     Note,
     Paced,
@@ -29,10 +30,13 @@ from elasticd.machines.job.effects import (
     Received,
     Reread,
     Send,
+    StopAsked,
     Stored,
+    Tick,
+    Unwritten,
 )
 from elasticd.machines.job.restored import restored
-from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, fresh
+from elasticd.machines.job.state import LIVE, OVER, JobState, NodeState, Phase, Settings, fresh
 from elasticd.messages import (
     DEVICE_PREFIX,
     Down,
@@ -46,6 +50,9 @@ from elasticd.messages import (
 from elasticd.orders import Drain
 from elasticd.pulses import Crossed
 from elasticd.records import NodeRecord
+
+#: Jobs that a leader knows at once, those that are over among them.
+MOST_JOBS = 12_000
 
 
 class State(Value, frozen=True, kw_only=True):
@@ -83,17 +90,32 @@ def step(state: State, event: Event, now: float) -> Result:
         return _drained(state, event)
     if isinstance(event, Configured):
         return _configured(state, event, now)
-    if isinstance(event, Planned | Reread):
+    if isinstance(event, Planned | Reread | StopAsked | Unwritten):
         return _jobs(state, event, now, (event.job,))
+    if isinstance(event, ForgetAsked):
+        return _without(state, forgetting.asked(state.jobs, state.nodes, event))
     state, told = _links(state, now)
-    state, effects = _jobs(state, event, now, tuple(state.jobs))
-    return state, (*told, *effects)
+    live = tuple(name for name, job in state.jobs.items() if job.phase not in OVER)
+    state, effects = _jobs(state, event, now, live if isinstance(event, Tick) else tuple(state.jobs))
+    state, gone = _without(state, forgetting.due(state.jobs, state.nodes, state.settings, now))
+    return state, (*told, *effects, *gone)
+
+
+def _without(state: State, forgotten: forgetting.Forgotten | None) -> Result:
+    if forgotten is None:
+        return state, ()
+    return msgspec.structs.replace(state, jobs=forgotten.jobs), forgotten.effects
 
 
 def _links(state: State, now: float) -> Result:
     """Which links became slow or recovered, by what was gathered: none is a device's slowness."""
     settings = state.settings
-    links, told = crossing.judge(state.links, settings.between, settings.detect, now)
+    try:
+        links, told = crossing.judge(state.links, settings.between, settings.detect, now)
+    except Exception as error:  # what was gathered must not end the leader, nor come again with each tick
+        what = f"elasticd failed on what was measured of links ({type(error).__name__}: {error})"
+        links = msgspec.structs.replace(state.links, gathered=(), since=None)
+        return msgspec.structs.replace(state, links=links), (Note(kind="defect", text=what),)
     if links is state.links:
         return state, ()
     notes = tuple(
@@ -114,7 +136,10 @@ def _agent_up(state: State, event: AgentUp, now: float) -> Result:
     event = AgentUp(record=record, anew=known is not None and known.record.agent != record.agent)
     if known is not None:
         node = msgspec.structs.replace(node, paces=known.paces, health=known.health)
-    state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node})
+    jobs = state.jobs
+    if known is None or not known.connected:  # else its record has changed, and it says nothing again
+        jobs = {name: forgetting.arrived(job, record.node) for name, job in jobs.items()}
+    state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node}, jobs=jobs)
     note = _arrived(known, record)
     state, effects = _jobs(state, event, now, tuple(state.jobs))
     return state, (note, *effects)
@@ -155,11 +180,9 @@ def _received(state: State, event: Received, now: float) -> Result:
     if isinstance(message, Up) and _first_said(state, message):
         links = crossing.moved(state.links, message, state.nodes, now)
         state = state if links is state.links else msgspec.structs.replace(state, links=links)
-    if isinstance(message, Up) and (not message.job or "/" in message.job):
-        why = f"job name {message.job!r} must not be empty or contain '/': choose another --rdzv-id"
-        rejected = Down(client=message.client, body=Rejected(reason=why))
-        return state, (Send(node=event.node, message=rejected),)
     taken = _taken(state, event.node, message) if isinstance(message, Up) else ""
+    if message.job not in state.jobs and len(state.jobs) >= MOST_JOBS:
+        taken = f"the cluster has {MOST_JOBS} jobs already: end some, and forget them"
     if message.job not in state.jobs:
         body = message.body if isinstance(message, Up) else None
         if not isinstance(body, Join | Hello):
@@ -267,7 +290,11 @@ def _jobs(state: State, event: Event, now: float, names: tuple[str, ...]) -> Res
         job = state.jobs.get(name)
         if job is None:
             continue
-        after, asked = machine.step(job, event, state.nodes, state.epoch, state.settings, now)
+        given = state.nodes, state.epoch, state.settings, now
+        try:
+            after, asked = machine.step(job, event, *given)
+        except Exception as error:  # of this job alone: what is wrong with it must not end the others
+            after, asked = machine.failed(job, event, error, *given)
         effects += asked
         if after is not job:
             changed[name] = after

@@ -6,7 +6,6 @@ moves are judged apart: they go over other connections, and a byte does not cost
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable
 from typing import Literal
 
@@ -26,6 +25,8 @@ Kind = Literal["probe", "move"]
 GATHER_SECONDS = 45.0
 #: Bytes from one node to another in a move below which their seconds say nothing of the link.
 LEAST = 1 << 20
+#: What a transfer can have: bytes, and seconds from the least to the most.
+MOST_BYTES, LEAST_SECONDS, MOST_SECONDS = 1 << 50, 1e-7, 1e6
 #: Transfers that may wait; more are not heard.
 MOST = 65_536
 
@@ -54,7 +55,7 @@ class Links(Value, frozen=True, kw_only=True):
 def crossed(links: Links, source: str, probe: Crossed, nodes: Collection[str], now: float) -> Links:
     """An agent of node `source` probed a link to another of `nodes`. What makes no sense is not heard."""
     times = probe.seconds, probe.latency
-    if not all(0 < each < math.inf for each in times) or probe.size <= 0:
+    if not all(_possible(probe.size, each) for each in times):
         return links
     if probe.target == source or probe.target not in nodes:
         return links
@@ -71,7 +72,7 @@ def moved(links: Links, up: Up, nodes: Collection[str], now: float) -> Links:
     target, found = up.device.rpartition("/")[0], dict[str, tuple[int, float]]()
     for device, (size, seconds) in up.body.flows.items():
         source = device.rpartition("/")[0]
-        if source != target and source in nodes and size > 0 and 0 < seconds < math.inf:
+        if source != target and source in nodes and _possible(size, seconds):
             before = found.get(source, (0, 0.0))
             found[source] = before[0] + size, max(before[1], seconds)  # a node's devices send at once
     transfers = [
@@ -80,6 +81,10 @@ def moved(links: Links, up: Up, nodes: Collection[str], now: float) -> Links:
         if size >= LEAST
     ]
     return _gather(links, "move", transfers, now)
+
+
+def _possible(size: int, seconds: float) -> bool:
+    return 0 < size <= MOST_BYTES and LEAST_SECONDS <= seconds <= MOST_SECONDS
 
 
 def _gather(links: Links, kind: Kind, transfers: Iterable[Transfer], now: float) -> Links:

@@ -46,9 +46,15 @@ def fence(state: State, event: Fenced) -> State:
     )
 
 
+def over(state: State, event: Fenced) -> bool:
+    """Whether this fence was read before, or was resolved before the proposal that this rank is busy with: a
+    worker that comes back to its agent is told it again."""
+    return event.number <= state.fence or (event.number < state.proposal and not event.evicted)
+
+
 def fenced_training(state: State, event: Fenced) -> Step:
     """The main thread is at work: it is freed, and comes to rest. What was prepared is closed."""
-    if event.number <= state.fence:
+    if over(state, event):
         return state, ()
     cancel: tuple[Effect, ...] = (Cancel(number=state.proposal),) if state.proposal else ()
     state = to(fence(state, event), phase=Phase.INTERRUPTED, proposal=0, joins=False, aborted=None, voting=0)
@@ -57,14 +63,14 @@ def fenced_training(state: State, event: Fenced) -> Step:
 
 def fenced_moving(state: State, event: Fenced) -> Step:
     """In the midst of a move: its end, which is near, tells what this rank holds."""
-    if event.number <= state.fence:
+    if over(state, event):
         return state, ()
     return to(fence(state, event), phase=Phase.INTERRUPTED), (Interrupt(),)
 
 
 def fenced_at_rest(state: State, event: Fenced) -> Step:
     """Nothing is under way here but, perhaps, a preparation."""
-    if event.number <= state.fence:
+    if over(state, event):
         return state, ()
     cancel: tuple[Effect, ...] = (Cancel(number=state.proposal),) if state.proposal else ()
     state = to(fence(state, event), proposal=0, joins=False, aborted=None)
@@ -74,6 +80,8 @@ def fenced_at_rest(state: State, event: Fenced) -> Step:
 
 def fenced_in_doubt(state: State, event: Fenced) -> Step:
     """The verified copy stays beside the old one: either may be what the others go on from."""
+    if over(state, event):
+        return state, ()
     state = to(state, side=state.proposal, proposal=0, joins=False, ok=False)
     return fenced_at_rest(state, event)
 

@@ -13,6 +13,7 @@ import msgspec
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from elasticd import messages, packets
+from elasticd.backoff import Backoff
 from elasticd.messages import Rejected, Shutdown, ToWorker
 from elasticd.rendezvous.live import Refusal, heard
 from elasticd.rounds import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
@@ -20,7 +21,8 @@ from elasticd.version import __version__
 
 #: Seconds for one answer; the agent itself waits for its store no longer than about that.
 ANSWER_SECONDS = 10.0
-_RETRY_SECONDS = 0.2
+#: Seconds between attempts: doubled from the first to the second.
+_RETRY = (0.1, 1.0)
 Question = Present | ReadRound | WriteRound
 
 
@@ -60,6 +62,7 @@ class Asking:
     def _ask(self, question: Callable[[int], Question]) -> RoundAnswer:
         """Raises RendezvousConnectionError when there was no answer in time, Refusal when the agent says no."""
         deadline = time.monotonic() + self.patience
+        pause = Backoff(*_RETRY)
         with self._lock:
             while True:
                 why = ""
@@ -75,7 +78,7 @@ class Asking:
                     why = str(error)
                 if time.monotonic() >= deadline:
                     raise RendezvousConnectionError(f"elasticd: {why}")
-                time.sleep(_RETRY_SECONDS)
+                time.sleep(pause.next())
 
     def _connect(self, seconds: float) -> None:
         self._sock = packets.connect(self._path, seconds)

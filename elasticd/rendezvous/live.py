@@ -42,6 +42,7 @@ from elasticd.messages import (
     StoreCall,
     ToWorker,
 )
+from elasticd.names import name_refusal
 from elasticd.rendezvous import failure
 from elasticd.rendezvous.echoes import ignore_echoes
 from elasticd.version import __version__
@@ -85,8 +86,8 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         raise Refusal(f"--rdzv-conf mode={mode} is unknown: leave it out (live), or say mode=restart")
     if parameters.run_id in ("", "none"):
         raise Refusal("name the job: torchrun --rdzv-id=NAME; torch's default 'none' would be shared by all")
-    if "/" in parameters.run_id:
-        raise Refusal(f"--rdzv-id={parameters.run_id} must not contain '/': it becomes a part of keys in etcd")
+    if why := name_refusal("--rdzv-id", parameters.run_id):
+        raise Refusal(why)
     wait = str(parameters.get("agent_timeout", AGENT_SECONDS))
     try:
         seconds = float(wait)

@@ -58,6 +58,10 @@ def refuse_module(path: str, module: nn.Module) -> None:
             f"{path} is a {type(module).__name__}: its masks would differ by layout; use nn.Dropout, which "
             "elasticd keys by step, sample and place"
         )
+    if getattr(module, "max_norm", None) is not None:
+        raise ModelError(
+            f"{path} has max_norm: its forward changes the weight, so that replicas would differ; leave it out"
+        )
     if getattr(module, "track_running_stats", False):
         raise ModelError(
             f"{path} keeps running statistics, which would differ by layout; use track_running_stats=False"

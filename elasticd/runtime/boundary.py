@@ -3,9 +3,9 @@
 Between unequal TP groups each receiver has one sender: activations and their gradients are whole on every
 member of a stage, so receiver j takes them from member j mod (size of the other stage).
 
-An activation's shape is known only when it comes. So a header goes first, and the payload's receive is posted
-with room for the largest that has crossed this boundary in earlier steps of the plan, which both ends know.
-What is larger follows in a second message, once the header has told so.
+An activation's shape and type are known only when it comes. So a header goes first, and the payload, which is
+bytes to the wire, has its receive posted with room for the largest that has crossed this boundary in earlier
+steps of the plan, which both ends know. What is larger follows in a second message, once the header said so.
 
 In an interleaved pipeline two stages have a border for each chunk (`Lane`), each with messages of its own.
 """
@@ -62,8 +62,8 @@ class _Posted:
 
 
 class Before:
-    """A stage's border with the one before it: activations come, gradients go. `proves`: what one member of
-    that stage did proves what all did, for they talk in each block."""
+    """A stage's border with the one before it: activations come, gradients go. dtype: `Model.dtype`. proves:
+    what one member of that stage did proves what all did, for they talk in each block."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Before:
         works = [self._group.post(header, self._source, self._lane.tag(index, _HEADER))]
         payload = None
         if self._room.bytes:
-            payload = torch.empty(self._room.bytes // self._dtype.itemsize, dtype=self._dtype)
+            payload = torch.empty(self._room.bytes, dtype=torch.uint8)
             works.append(self._group.post(payload, self._source, self._lane.tag(index, _PAYLOAD)))
         self._posted[index] = _Posted(header, works, payload)
 
@@ -115,16 +115,16 @@ class Before:
         if self._proves:
             for earlier in [i for i in self._sent if i < self._passed[index]]:
                 self._group.arrived(self._sent.pop(earlier))
-        shape, ids = unpack_header(posted.header)
-        elements = torch.Size(shape).numel()
-        self._room.crossed(elements * self._dtype.itemsize)
-        first = posted.payload if posted.payload is not None else torch.empty(0, dtype=self._dtype)
-        if elements <= first.numel():
-            return first[:elements].view(shape), ids
-        whole = torch.empty(elements, dtype=self._dtype)
-        whole[: first.numel()] = first
-        self._group.receive(whole[first.numel() :], self._source, self._lane.tag(index, _REST))
-        return whole.view(shape), ids
+        dtype, shape, ids = unpack_header(posted.header, self._dtype)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        self._room.crossed(size)
+        raw = posted.payload if posted.payload is not None else torch.empty(0, dtype=torch.uint8)
+        if size > raw.numel():
+            whole = torch.empty(size, dtype=torch.uint8)
+            whole[: raw.numel()] = raw
+            self._group.receive(whole[raw.numel() :], self._source, self._lane.tag(index, _REST))
+            raw = whole
+        return raw[:size].view(dtype).view(shape), ids
 
     def send_gradient(self, index: int, grad: Tensor) -> None:
         grad = grad.contiguous()
@@ -137,27 +137,33 @@ class Before:
 
 
 class After:
-    """A stage's border with the one after it: activations go, gradients come. With `proves` a gradient that
-    came proves that all members of that stage have its activation."""
+    """A stage's border with the one after it: activations go, gradients come. dtype: `Model.dtype`. proves: a
+    gradient that came proves that all members of that stage have its activation."""
 
     def __init__(
-        self, group: Group, source: int, destinations: Sequence[int], *, proves: bool, lane: Lane = ONLY
+        self,
+        group: Group,
+        source: int,
+        destinations: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        proves: bool,
+        lane: Lane = ONLY,
     ) -> None:
         self._group, self._source, self._destinations = group, source, tuple(destinations)
-        self._proves, self._lane = proves, lane
+        self._dtype, self._proves, self._lane = dtype, proves, lane
         self._room = Room()
         self._posted: dict[int, tuple[Tensor, Any]] = {}
         self._sent: dict[int, list[int]] = {}
 
     def send_activation(self, index: int, x: Tensor, ids: Sequence[int]) -> None:
-        flat, room = x.contiguous().view(-1), self._room.bytes // x.element_size()
-        self._room.crossed(flat.nbytes)
-        header = pack_header(x.shape, ids)
-        parts = [(_HEADER, header)]
+        raw, room = x.contiguous().view(-1).view(torch.uint8), self._room.bytes
+        self._room.crossed(raw.numel())
+        parts = [(_HEADER, pack_header(x, ids, self._dtype))]
         if room:
-            parts.append((_PAYLOAD, flat[:room]))
-        if flat.numel() > room:
-            parts.append((_REST, flat[room:]))
+            parts.append((_PAYLOAD, raw[:room]))
+        if raw.numel() > room:
+            parts.append((_REST, raw[room:]))
         self._sent[index] = [
             self._group.send(part, rank, self._lane.tag(index, kind))
             for rank in self._destinations

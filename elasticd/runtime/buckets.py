@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from elasticd_planner.boxes import Box
@@ -31,9 +33,11 @@ class Bucket:
     pieces: tuple[Piece, ...]
     counter: str
 
-    @property
-    def elements(self) -> int:
-        return sum(piece.box.size for piece in self.pieces)
+    @cached_property
+    def firsts(self) -> torch.Tensor:
+        """Where in the flat buffer each piece begins."""
+        sizes = [piece.box.size for piece in self.pieces]
+        return torch.tensor([0, *accumulate(sizes[:-1])])
 
 
 def buckets(reduction: Reduction, parameters: Parameters) -> tuple[Bucket, ...]:

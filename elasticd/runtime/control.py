@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from elasticd import messages, packets
+from elasticd.backoff import jittered
 from elasticd.messages import (
     Hello,
     Message,
@@ -199,9 +200,9 @@ class Control:
                 opened, welcome = _open(
                     self._path, msgspec.structs.replace(self._hello, incarnation=same), _RETURN_SECONDS
                 )
-            except (BrokenPipeError, HungUp) as error:
+            except (ConnectionError, HungUp) as error:  # an agent that was killed resets what it had not read
                 if time.monotonic() < deadline:
-                    time.sleep(_AGAIN_SECONDS)
+                    time.sleep(jittered(_AGAIN_SECONDS))
                     continue
                 log.warning("the agent did not return: %s", error)
                 return False

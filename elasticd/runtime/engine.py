@@ -34,6 +34,7 @@ from elasticd_planner.reduction import Reduction, reductions
 
 from elasticd.records import Vote
 from elasticd.runtime import regions
+from elasticd.runtime.constants import Constants
 from elasticd.runtime.data import Loader, expected_hash
 from elasticd.runtime.groups import Fabric, Group
 from elasticd.runtime.model import LocalModel, Model
@@ -153,6 +154,7 @@ class Engine:
         )
         self._owns = Ownership(layouts, self.device, local, groups.everyone, self.reducer, recipe.master)
         self._booth = Booth(groups.everyone)
+        self._constants = Constants(local.modules)
         self._carried: dict[str, str] = {}
         self._after: str | None = None
         self.meets = False
@@ -195,6 +197,7 @@ class Engine:
         """Makes `state` that of the local model, and of an optimizer and a scheduler that the user's functions
         make now (and not before: a plan that is prepared may never come)."""
         install(state, self._owns.values, buffers=self._owns.buffers)
+        self._constants.note()
         owned = self._owns.take(state)
         self.optimizer = self._recipe.optimizer((part.name, part.parameter) for part in owned)
         if self._recipe.scheduler is not None:
@@ -224,6 +227,11 @@ class Engine:
             extras=extras,
             masters=self._recipe.master is not None,
         )
+
+    def evaluated(self) -> None:
+        """An evaluation is over. What it wrote into buffers that are not in the state dict (a cache of keys, a
+        counter) is its own affair. Raises ModelError for any other buffer that it changed."""
+        self._constants.check(training=False)
 
     @property
     def owned(self) -> list[Owned]:
@@ -289,6 +297,7 @@ class Engine:
             mine, *next_ = (each.modules[place.module][place.pipeline] for each in batches)
             self.runner.prepare(micro for micros in (mine, *next_) for micro in micros)
             passed = self.runner.run(mine, self.scale)
+            self._constants.check()
         squares = self._owns.reduce() / self.scale**2
         self.reduced = step
         record = Record(
@@ -348,16 +357,16 @@ class Engine:
         if self._after is not None:
             self._carried[DATA], self._after = self._after, None
         self.stale = vote.apply and self.plan.state.zero > 0
-        scale = 1.0 / vote.count / self.scale
-        if self._recipe.clip is not None:
-            scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))
         if vote.apply:
+            scale = 1.0 / vote.count / self.scale
+            if self._recipe.clip is not None and vote.norm is not None:
+                scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))
             for part in self._owns.owned:
                 if part.parameter.grad is not None:
                     part.parameter.grad.mul_(scale)
             self.optimizer.step()
             self._owns.round()
-        if self.scaler is not None:
+        if self.scaler is not None and vote.count:  # without a target nothing was scaled
             self.scaler.after(applied=vote.apply)
         if self.scheduler is not None:
             self.scheduler.step()

@@ -192,3 +192,4 @@ def _evaluating(engine: Engine) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+    engine.evaluated()  # not where it failed: that is what is said then

@@ -1,7 +1,8 @@
 """Groups among threads of one process: what `Fabric` gives, without sockets.
 
 For tests and for `elasticd check`: whole layouts run in one process, and whoever fails frees the others. Sums
-are made in rank order, so that every member has the same bits.
+are made in rank order, so that every member has the same bits. Tensors are bytes on the way, as over gloo: what
+gloo would read as another type, or die of, is refused here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from elasticd.runtime.groups import PeerLost
+from elasticd.runtime.groups import Cancelled, PeerLost
 from elasticd.runtime.stopwatch import Stopwatch
 
 T = TypeVar("T")
@@ -43,14 +44,23 @@ class MemoryWorld:
             self._changed.notify_all()
 
     def taken(self, members: Members, number: int) -> list[Tensor]:
-        """Every member's tensor of its collective `number`, by rank."""
+        """Every member's tensor of its collective `number`, by rank. Raises RuntimeError where they differ in
+        type or in shape."""
         given = self._given[members, number]
         self._wait(lambda: len(given) == len(members), members)
-        return [given[rank] for rank in range(len(members))]
+        tensors = [given[rank] for rank in range(len(members))]
+        kinds = {(tensor.dtype, tensor.shape) for tensor in tensors}
+        if len(kinds) > 1:
+            raise RuntimeError(
+                f"a collective among {', '.join(members)} has tensors of {sorted(map(str, kinds))}"
+            )
+        return tensors
 
     def post(self, members: Members, source: int, to: int, tag: int, tensor: Tensor) -> None:
         with self._changed:
-            self._mail[members, source, to, tag].append(tensor.detach().clone())
+            self._mail[members, source, to, tag].append(
+                tensor.detach().clone(memory_format=torch.contiguous_format)
+            )
             self._changed.notify_all()
 
     def fetch(self, members: Members, source: int, to: int, tag: int) -> Tensor:
@@ -81,8 +91,10 @@ class MemoryGroup:
     def finish(self, work: tuple[int, Tensor]) -> None:
         with self.fabric.stopwatch.measure(self.label):
             number, tensor = work
-            terms = self.fabric.world.taken(self.members, number)
-            tensor.copy_(torch.stack(terms).sum(0) if self.size > 1 else terms[0])
+            total, *terms = self.fabric.world.taken(self.members, number)
+            for term in terms:
+                total = total + term
+            tensor.copy_(total)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self.finish(self.begin_all_reduce(tensor))
@@ -104,7 +116,10 @@ class MemoryGroup:
         with self.fabric.stopwatch.measure(label):
             tensor, source, tag = work
             came = self.fabric.world.fetch(self.members, source, self.rank, tag)
-            tensor.view(-1)[: came.numel()].copy_(came.reshape(-1))
+            raw, room = _bytes(came), _bytes(tensor)
+            if raw.numel() > room.numel():
+                raise RuntimeError(f"{raw.numel()} bytes came where {room.numel()} were to be received")
+            room[: raw.numel()] = raw
 
     def receive(self, tensor: Tensor, source: int, tag: int, label: str = "boundary") -> Tensor:
         self.take(self.post(tensor, source, tag), label)
@@ -115,6 +130,11 @@ class MemoryGroup:
 
     def received(self) -> None:
         pass
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor's memory."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 class MemoryFabric:
@@ -151,7 +171,7 @@ def run_threads(names: Sequence[str], worker: Callable[[MemoryFabric], T]) -> di
     for thread in threads:
         thread.join()
     if failures:
-        raise failures[0]
+        raise next((error for error in failures if not isinstance(error, PeerLost | Cancelled)), failures[0])
     return results
 
 

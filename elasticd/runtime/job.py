@@ -66,7 +66,7 @@ class Job(Seat):
     in "bf16" or "fp16" (whose loss is scaled) under master weights in single precision, or all is "fp32"
     (default: as modules are made). recompute: True, all blocks make their activations again in the backward
     pass; "plan", where memory demands it; a function of a block's index says which. dataset: map-style, or a
-    `Stream`; a sample is a mapping of 1-D tensors; collate makes a batch of samples (default: padding).
+    `Stream`; collate makes a batch of samples (default: as torch's own, and sequences are padded).
     global_batch samples make a step, taken micro_batch at a time. clip: the largest norm of the gradient.
     length(index): a sample's tokens, where samples are of unequal length (default: dataset.lengths[index], if
     there are any). Then samples of like length share a micro-batch, and all micro-batches are of like work,

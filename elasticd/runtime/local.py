@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.accepted import ModelError
 from elasticd.runtime.randomness import Drawing, Dropout
-from elasticd.runtime.rules import Slice, UnitsOf, listed
+from elasticd.runtime.rules import Slice, UnitsOf, listed, sides_of
 
 if TYPE_CHECKING:
     from elasticd.runtime.model import Model
@@ -126,6 +126,8 @@ def _sizes(model: Model, section: str, module: nn.Module) -> list[tuple[nn.Modul
             found += [(owner, "out_features", "weight", 0), (owner, "in_features", "weight", 1)]
         elif isinstance(owner, nn.Embedding):
             found += [(owner, "num_embeddings", "weight", 0), (owner, "embedding_dim", "weight", 1)]
+        elif sides_of(owner) is not None:  # the Conv1D of transformers
+            found += [(owner, "nf", "weight", 1), (owner, "nx", "weight", 0)]
     return found
 
 

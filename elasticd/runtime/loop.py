@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -94,8 +95,8 @@ class Loop:
     def _step(self, plan: int, vote: Vote) -> Step:
         return Step(
             index=vote.step,
-            loss=vote.loss,
-            norm=vote.norm,
+            loss=math.nan if vote.loss is None else vote.loss,
+            norm=math.inf if vote.norm is None else vote.norm,
             tokens=vote.tokens,
             samples=self.feed.samples(vote.step),
             plan=plan,

@@ -45,7 +45,8 @@ class Model:
     name): only boxes that a device holds are kept. Or a mapping of first values by full name, of which the
     boxes are read. Or nothing: modules with storage start as they are (every rank must have made the same: the
     job refuses one that did not), those on the meta device by their own reset_parameters, keyed by (seed,
-    module). width: elements of the activation for a token; read off an nn.Embedding in embed.
+    module). width: elements of the activation for a token; read off an nn.Embedding in embed. proved: what is
+    known of how the sections come by their output, which `elasticd check` prints.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Model:
         rules: Mapping[str, Rule] | None = None,
         units: Mapping[str, UnitsOf] | None = None,
         ties: Mapping[str, str] | None = None,
+        proved: str = "",
     ) -> None:
         if not len(blocks):
             raise ModelError("model: blocks must be a non-empty list of modules, the layers in order")
@@ -67,7 +69,7 @@ class Model:
         for section, module in given.items():
             for path, submodule in module.named_modules(prefix=section):
                 refuse_module(path, submodule)
-        self.name, self.layers = name, len(blocks)
+        self.name, self.layers, self.proved = name, len(blocks), proved
         self.rules, self.units = dict(rules or {}), dict(units or {})
         self.ties = shared(given) | dict(ties or {})
         self.sections = {
@@ -90,8 +92,8 @@ class Model:
 
     @classmethod
     def from_hf(cls, model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> Model:
-        """A causal language model of Hugging Face's transformers, by its own tensor- and pipeline-parallel
-        plans: see `elasticd.models.huggingface.from_hf`."""
+        """A causal language model of Hugging Face's transformers, by its own forward and its tensor-parallel
+        plan: see `elasticd.models.huggingface.from_hf`."""
         from elasticd.models.huggingface import from_hf
 
         return from_hf(model, init=init)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.groups import Group
 from elasticd.runtime.model import LocalModel
-from elasticd.runtime.reduce import GradientReducer, sum_of_squares
+from elasticd.runtime.reduce import GradientReducer, no_terms, sum_of_squares
 
 #: Tags of messages beside those of the stages' boundaries.
 GRADIENTS, VALUES, BUFFERS = range(1 << 24, (1 << 24) + 3)
@@ -71,8 +71,12 @@ class Ownership:
             self._view()
         else:
             self._reducer.into([part for parts in self._boxes.values() for part in parts])
-        self._deliver(self._away, GRADIENTS, self._gradient, self._new_gradient)
-        return sum_of_squares(self._gradient(name, box) for name, box in self._leads)
+        self._deliver(self._away, GRADIENTS, self._outgoing, self._incoming)
+        self._drop_without_terms()
+        led = [(self._part(name, box), box) for name, box in self._leads]
+        return sum_of_squares(
+            part.parameter.grad[box.slices(part.box)] for part, box in led if part.parameter.grad is not None
+        )
 
     def round(self) -> None:
         """After the optimizer's step: values become their master weights, rounded."""
@@ -113,16 +117,31 @@ class Ownership:
         held, value = next((held, value) for held, value in self.buffers[name] if held.contains(box))
         return value[box.slices(held)]
 
-    def _gradient(self, name: str, box: Box) -> Tensor:
-        part = next(part for part in self._boxes[name] if part.box.contains(box))
-        assert part.parameter.grad is not None
-        return part.parameter.grad[box.slices(part.box)]
+    def _part(self, name: str, box: Box) -> Owned:
+        return next(part for part in self._boxes[name] if part.box.contains(box))
 
-    def _new_gradient(self, name: str, box: Box) -> Tensor:
-        part = next(part for part in self._boxes[name] if part.box.contains(box))
-        if part.parameter.grad is None:
-            part.parameter.grad = torch.zeros_like(part.parameter)
-        return part.parameter.grad[box.slices(part.box)]
+    def _outgoing(self, name: str, box: Box) -> Tensor:
+        """A gradient for who keeps its state. As in `reduce`, -0.0 stands for one that there is not."""
+        _, around, parameter = self._part(name, box)
+        if parameter.grad is None:
+            return parameter.new_full(box.shape, -0.0)
+        return parameter.grad[box.slices(around)] + 0.0
+
+    def _incoming(self, name: str, box: Box) -> Tensor:
+        """Room for it."""
+        _, around, parameter = self._part(name, box)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad[box.slices(around)]
+
+    def _drop_without_terms(self) -> None:
+        """Of what was delivered, the gradients that there are not."""
+        for delivery in self._away:
+            if delivery.source != self._device:
+                for name, box in delivery.pieces:
+                    parameter = self._part(name, box).parameter
+                    if parameter.grad is not None and no_terms(parameter.grad.view(-1)[:1]).all():
+                        parameter.grad = None
 
     def _deliver(
         self,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +31,14 @@ class Drawing:
         self.samples: Sequence[int] | None = None
         self.drew: set[str] = set()
         self._calls: Counter[str] = Counter()
-        self._quiet: set[str] = set()
 
     def begin(self, seed: int, step: int) -> None:
         self.seed, self.step = seed, step
 
     def forget(self, section: str = "") -> None:
-        """The sites of a section are drawn at for the first time again."""
-        for site in [site for site in self._calls if site.startswith(section)]:
+        """The sites of a section are drawn at for the first time again; a section may be a site itself."""
+        inside = f"{section}."
+        for site in [site for site in self._calls if not section or site == section or site.startswith(inside)]:
             del self._calls[site]
 
     def keys(self, site: str, samples: int) -> list[int]:
@@ -52,38 +53,53 @@ class Drawing:
         return [_key(self.seed, self.step, i, site, self._calls[site]) for i in ids]
 
     def watch(self, section: str, module: nn.Module) -> None:
-        """Makes draws that no site keys (F.dropout, torch.rand) in a section's forward a function of the plan,
-        the step and the samples: members of a TP group draw the same. A section that drew nothing in its
-        first pass of training is left alone."""
-        saved: list[Tensor] = []
+        """Has every forward pass of a section `keyed`, the one that recomputation makes too."""
+        entered = ExitStack()
 
         def before(*_: object) -> None:
-            self.forget(f"{section}.")
-            if section not in self._quiet:
-                ids = "all" if self.samples is None else ",".join(map(str, self.samples))
-                saved[:] = [torch.default_generator.get_state()]
-                _seed(_key(self.seed, self.step, ids, section, 0) & (2**62 - 1))
-                saved.append(torch.default_generator.get_state())
+            self.forget(section)
+            entered.close()  # of a pass that another hook ended
+            entered.enter_context(self.keyed(section))
 
-        def after(ran: nn.Module, *_: object) -> None:
-            if section not in self._quiet and saved:
-                if not torch.equal(torch.default_generator.get_state(), saved[1]):
-                    self.drew.add(section)
-                elif ran.training:  # an evaluation draws nothing, whatever training does
-                    self._quiet.add(section)
-                torch.default_generator.set_state(saved[0])
-                saved.clear()
+        def after(*_: object) -> None:
+            entered.close()
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
 
+    @contextmanager
+    def keyed(self, place: str) -> Iterator[None]:
+        """Makes draws that no site keys (F.dropout, torch.rand) a function of the step, the samples and the
+        place, on the CPU and on the accelerator in use: members of a TP group draw the same, and so does a
+        pass that is made again. The user's own generators are afterwards what they were.
 
-def _seed(seed: int) -> None:
-    """As torch.manual_seed does for the CPU, and for CUDA where it is in use: there it formats a stack for each
-    kind of device that is not."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+        Every pass is keyed: whether one draws may depend on the step, the samples, or a probability that the
+        user changes."""
+        ids = "all" if self.samples is None else ",".join(map(str, self.samples))
+        seed = _key(self.seed, self.step, ids, place, 0) & (2**62 - 1)
+        saved = [(generator, generator.get_state()) for generator in generators()]
+        for generator, _ in saved:
+            generator.manual_seed(seed)
+        seeded = [generator.get_state() for generator, _ in saved]
+        try:
+            yield
+        finally:
+            for (generator, state), first in zip(saved, seeded, strict=True):
+                if not torch.equal(generator.get_state(), first):
+                    self.drew.add(place)
+                generator.set_state(state)
+
+
+def generators() -> list[torch.Generator]:
+    """Those that draws without a generator of their own come from: the CPU's, and that of the current device of
+    an accelerator that this process uses."""
+    found = [torch.default_generator]
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        module = torch.get_device_module(accelerator)
+        if made := getattr(module, "default_generators", ()):  # there are none before its first use
+            found.append(made[module.current_device()])
+    return found
 
 
 def _key(*parts: object) -> int:

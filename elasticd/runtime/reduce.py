@@ -5,6 +5,10 @@ unequal shards, tied copies and pipelines of any shape are one case. A bucket is
 micro-batch has left the sections that its pieces are of, and waited for once all passes are done. A gradient
 that is whole in its bucket is let go then: its sum stays in the bucket. Where gradients are kept by the devices
 alone that keep the optimizer's state (ZeRO 2), what is kept is copied out, and the bucket goes.
+
+A parameter that no backward pass of the step reached has no gradient afterwards either, so that the optimizer
+leaves it alone, as in one process. A device on which that is so sends a term of -0.0; the others' terms begin
+with anything but that. Since -0.0 + -0.0 is -0.0, and -0.0 + x is x, a sum that is -0.0 has no term.
 """
 
 from __future__ import annotations
@@ -91,16 +95,11 @@ class GradientReducer:
         with self._stopwatch.measure("reduce"):
             bucket = self._queues[queue][self._sent[queue]]
             self._sent[queue] += 1
-            views = [self._gradient(piece.name, piece.box) for piece in bucket.pieces]
-            flat = torch.cat(
-                [
-                    view.reshape(-1) if self._device in piece.counting else view.new_zeros(view.numel())
-                    for piece, view in zip(bucket.pieces, views, strict=True)
-                ]
-            )
+            flat = torch.cat([self._term(piece).reshape(-1) for piece in bucket.pieces])
+            made = [self._parameters[piece.name][1].grad is not None for piece in bucket.pieces]
+            flat[bucket.firsts if all(made) else bucket.firsts[made]] += 0.0
             self._flat_bytes += _bytes(flat)
             self._note(0)
-            del views
             for piece in bucket.pieces:
                 self._left[piece.name] -= 1
                 if not self._left[piece.name] and (self._whole(piece) or not self._keep_all):
@@ -113,7 +112,11 @@ class GradientReducer:
         for queue, cut in enumerate(self._queues):
             while self._sent[queue] < len(cut):
                 self._send(queue)
-        self._squares = sum_of_squares(self._gradient(piece.name, piece.box) for piece in self._alone)
+        self._squares = sum_of_squares(
+            self._gradient(piece.name, piece.box)
+            for piece in self._alone
+            if self._parameters[piece.name][1].grad is not None
+        )
         for index, (bucket, flat, work) in enumerate(self._flying):
             self._groups[bucket.devices].finish(work)
             self._flying[index] = (bucket, flat.new_empty(0), None)
@@ -124,7 +127,7 @@ class GradientReducer:
         for bucket, flat in self._landed():
             if bucket.counter == self._device:
                 self._squares += sum_of_squares([flat])
-            for piece, part in _parts(bucket, flat):
+            for piece, part in _sums(bucket, flat):
                 if self._whole(piece):
                     self._parameters[piece.name][1].grad = part
                 else:
@@ -138,13 +141,14 @@ class GradientReducer:
             boxes.setdefault(each.name, []).append(each)
         kept = 0
         for bucket, flat in self._landed():
-            for piece, part in _parts(bucket, flat):
+            for piece, part in _sums(bucket, flat):
                 kept += _keep(piece, part, boxes.get(piece.name, ()))
                 self._note(kept)
             self._flat_bytes -= _bytes(flat)
         for piece in self._alone:
-            kept += _keep(piece, self._gradient(piece.name, piece.box), boxes.get(piece.name, ()))
-            self._note(kept)
+            if self._parameters[piece.name][1].grad is not None:
+                kept += _keep(piece, self._gradient(piece.name, piece.box), boxes.get(piece.name, ()))
+                self._note(kept)
             self._left[piece.name] -= 1
             if not self._left[piece.name]:
                 self._let_go(piece.name, boxes.get(piece.name, ()))
@@ -172,11 +176,23 @@ class GradientReducer:
     def _whole(self, piece: Piece) -> bool:
         return piece.box == self._parameters[piece.name][0]
 
+    def _term(self, piece: Piece) -> Tensor:
+        """What this device adds to a piece."""
+        parameter = self._parameters[piece.name][1]
+        if parameter.grad is not None and self._device in piece.counting:
+            return self._gradient(piece.name, piece.box)
+        return parameter.new_full((piece.box.size,), -0.0, dtype=gradient_dtype(parameter))
+
     def _gradient(self, name: str, box: Box) -> Tensor:
         held, parameter = self._parameters[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
         return parameter.grad[box.slices(held)]
+
+
+def no_terms(sums: Tensor) -> Tensor:
+    """Of first elements of sums whether each one's sum has no term."""
+    return (sums == 0) & sums.signbit()
 
 
 def _users(parameters: Parameters, modules: Mapping[str, nn.Module]) -> dict[str, frozenset[str]]:
@@ -188,11 +204,12 @@ def _users(parameters: Parameters, modules: Mapping[str, nn.Module]) -> dict[str
     }
 
 
-def _parts(bucket: Bucket, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """The pieces with their sums, each of its box's shape."""
+def _sums(bucket: Bucket, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    """The pieces that have terms, with their sums, each of its box's shape."""
     parts = flat.split([piece.box.size for piece in bucket.pieces])
-    for piece, part in zip(bucket.pieces, parts, strict=True):
-        yield piece, part.view(piece.box.shape)
+    for piece, part, without in zip(bucket.pieces, parts, no_terms(flat[bucket.firsts]).tolist(), strict=True):
+        if not without:
+            yield piece, part.view(piece.box.shape)
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> float:

@@ -17,8 +17,8 @@ from elasticd.runtime.accepted import ModelError
 from elasticd.runtime.groups import Group
 from elasticd.runtime.local import repeats
 from elasticd.runtime.model import Model
-from elasticd.runtime.rules import Column, Row
-from elasticd.runtime.tensor_parallel import gather_out, look_up_own, sum_out, summing_gradient
+from elasticd.runtime.rules import Column, Row, sides_of
+from elasticd.runtime.tensor_parallel import gather_out, look_up_own, split_in, sum_out, summing_gradient
 
 
 class _Entering:
@@ -58,8 +58,9 @@ def attach(model: Model, section: str, module: nn.Module, shares: tuple[int, ...
             if isinstance(rule, Column):
                 _column(model, section, path, owner, rule, shares, group, entering)
                 break
-        if any(isinstance(rule, Row) for rule in rules.values()):
-            _row(model, section, path, owner, where, shares, group)
+        row = next((rule for rule in rules.values() if isinstance(rule, Row)), None)
+        if row is not None:
+            _row(model, section, path, owner, row, where, shares, group)
     module.register_forward_pre_hook(entering.clear)
     module.register_forward_hook(entering.clear, always_call=True)
 
@@ -84,10 +85,7 @@ def _column(
         owner.register_forward_hook(partial(_repeat, count, repeated))
     if rule.gather:
         kind = model.spec.units_of(rule.units)
-        whole = next(p for p in model.spec.section(section) if p.cut is not None and p.name.startswith(path))
-        assert whole.cut is not None
-        size = whole.shape[whole.cut.dim] // kind.count
-        widths = [len(unit_range(model.spec, rule.units, shares, i)) * size for i in range(len(shares))]
+        widths = _widths(model, rule.units, shares, _cut_of(model, section, path) // kind.count)
         owner.register_forward_hook(lambda _, args, output: gather_out(output, group, widths))
 
 
@@ -102,6 +100,7 @@ def _row(
     section: str,
     path: str,
     owner: nn.Module,
+    rule: Row,
     where: str,
     shares: tuple[int, ...],
     group: Group,
@@ -111,10 +110,16 @@ def _row(
         box = member_box(model.spec, cut, shares, group.rank)
         look_up_own(owner, group, box.start[0], box.stop[0])
         return
+    if rule.split:
+        kind = model.spec.units_of(rule.units)
+        widths = _widths(model, rule.units, shares, _cut_of(model, section, path) // kind.count)
+        owner.register_forward_pre_hook(lambda _, args: (split_in(args[0], group, widths), *args[1:]))
     if getattr(owner, "bias", None) is None:
         owner.register_forward_hook(lambda _, args, output: sum_out(output, group))
     elif type(owner) is nn.Linear:
         owner.forward = partial(_row_with_bias, owner, group)  # type: ignore[method-assign]
+    elif sides_of(owner) == (1, 0):
+        owner.forward = partial(_transposed_row_with_bias, owner, group)
     else:
         raise ModelError(
             f"{where}: a bias of a {type(owner).__name__} cut in rows would be added by every member: use an "
@@ -124,3 +129,21 @@ def _row(
 
 def _row_with_bias(owner: nn.Linear, group: Group, x: Tensor) -> Tensor:
     return sum_out(F.linear(x, owner.weight), group) + owner.bias
+
+
+def _transposed_row_with_bias(owner: Any, group: Group, x: Tensor) -> Tensor:
+    return sum_out(x @ owner.weight, group) + owner.bias
+
+
+def _cut_of(model: Model, section: str, path: str) -> int:
+    """How long the cut dimension of a module's parameter is in the whole model."""
+    whole = next(
+        p for p in model.spec.section(section) if p.cut is not None and p.name.rpartition(".")[0] == path
+    )
+    assert whole.cut is not None
+    return whole.shape[whole.cut.dim]
+
+
+def _widths(model: Model, units: str, shares: tuple[int, ...], size: int) -> list[int]:
+    """What each member has of a cut dimension whose units are of this size."""
+    return [len(unit_range(model.spec, units, shares, i)) * size for i in range(len(shares))]

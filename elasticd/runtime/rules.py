@@ -18,7 +18,7 @@ class Column:
     `units`: what they are cut in, a kind of the model's `units`. With `gather` the members' outputs are put
     together again (last dimension), as for logits. parts: how many parts of equal size the outputs are fused
     of (3 for q, k and v in one matrix); each is cut. dim: the parameter's dimension, where the module is
-    neither an nn.Linear nor an nn.Embedding.
+    neither an nn.Linear (nor the Conv1D of transformers) nor an nn.Embedding.
     """
 
     units: str
@@ -31,10 +31,13 @@ class Column:
 class Row:
     """The inputs of a module are cut: each member computes a term of the output from its part of the input,
     and the terms are summed. A bias is added once. Of an nn.Embedding the rows are cut: each looks up its own.
+
+    split: the input is whole, as after outputs that were gathered, and each member takes its part of it.
     """
 
     units: str
     dim: int | None = None
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,10 @@ class UnitsOf:
     ratio: str | tuple[str, ...] = ()
 
 
+#: The linear layer of GPT-2 in transformers, whose weight is [inputs, outputs].
+_TRANSPOSED = ("transformers.pytorch_utils", "Conv1D")
+
+
 class RuleError(ValueError):
     """A rule that does not fit what it names."""
 
@@ -94,16 +101,27 @@ def cut_at(rule: Rule | None, owner: nn.Module, leaf: str, dims: int) -> CutAt |
         return CutAt(rule.dim % dims)
     if rule.dim is not None:
         return CutAt(rule.dim % dims, rule.parts if isinstance(rule, Column) else 1)
-    if isinstance(owner, nn.Linear):
+    sides = sides_of(owner)
+    if sides is not None:
         if leaf == "bias":
             return CutAt(0, rule.parts) if isinstance(rule, Column) else None
-        return CutAt(0, rule.parts) if isinstance(rule, Column) else CutAt(1)
+        return CutAt(sides[0], rule.parts) if isinstance(rule, Column) else CutAt(sides[1])
     if isinstance(owner, nn.Embedding):
         return CutAt(1, rule.parts) if isinstance(rule, Column) else CutAt(0)
     raise RuleError(
         f"{type(rule).__name__} of a {type(owner).__name__} must say which dimension of the parameter it cuts: "
         f"{type(rule).__name__}({rule.units!r}, dim=...)"
     )
+
+
+def sides_of(owner: nn.Module) -> tuple[int, int] | None:
+    """The dimensions of outputs and of inputs in the weight of a module that multiplies by a matrix and then
+    adds its bias; None for other modules."""
+    if isinstance(owner, nn.Linear):
+        return 0, 1
+    if any((kind.__module__, kind.__name__) == _TRANSPOSED for kind in type(owner).__mro__):
+        return 1, 0
+    return None
 
 
 def listed(attributes: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -46,7 +46,6 @@ class _Passage:
     tokens: int
     ids: Sequence[int]
     segments: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
-    changed: dict[str, Any] = field(default_factory=dict)
     loss: Tensor | None = None
 
 
@@ -129,7 +128,8 @@ class StageRunner:
                 before = Before(group, source, to, dtype, proves=proves, lane=lane)
             if stop < pipeline.layers:
                 group, source, to, proves = border(place.stage + 1)
-                after = After(group, source, to, proves=proves, lane=Lane(number, pipeline.chunks))
+                lane = Lane(number, pipeline.chunks)
+                after = After(group, source, to, dtype, proves=proves, lane=lane)
             names = [f"blocks.{layer}" for layer in range(start, stop)]
             names = ["embed"] * (before is None) + names + ["head"] * (after is None)
             return _Chunk(modules={name: modules[name] for name in names}, before=before, after=after)
@@ -246,7 +246,8 @@ class StageRunner:
         if chunk.after is None:
             logits = self._segment(passage, "head", chunk.modules["head"], x)
             logits = self._precision.leaving(logits) if self._precision else logits
-            passage.loss, counted = self._loss(logits, batch)
+            with self._drawing.keyed("loss"):  # every member of the last stage computes it
+                passage.loss, counted = self._loss(logits, batch)
             telemetry.passed("head")
         else:
             chunk.after.send_activation(index, x.detach(), ids)
@@ -254,10 +255,7 @@ class StageRunner:
 
     def _segment(self, passage: _Passage, section: str, module: nn.Module, x: Tensor) -> Tensor:
         entered = x.detach().requires_grad_()
-        if section in self._again:
-            out, passage.changed[section] = self._again[section].forward(entered)
-        else:
-            out = module(entered)
+        out: Tensor = self._again[section].forward(entered) if section in self._again else module(entered)
         passage.segments.append((section, entered, out))
         return out
 
@@ -270,6 +268,7 @@ class StageRunner:
         if passage.loss is not None:
             section, entered, _ = rest.pop()
             telemetry.mark()
+            self._drawing.forget(section)  # torch.utils.checkpoint inside may pass forward again
             torch.autograd.backward(passage.loss, torch.full_like(passage.loss, self._scale))
             telemetry.passed("head")
             grad = entered.grad
@@ -285,10 +284,11 @@ class StageRunner:
             section, entered, out = rest.pop()
             if section in self._again:
                 communicated = self._stopwatch.read("tensor")
-                out = self._again[section].again(entered, passage.changed.pop(section))
+                out = self._again[section].again(entered)
                 start = self._end_pace("forward", passage.tokens, start, communicated)
                 telemetry.passed("again")
             communicated = self._stopwatch.read("tensor")
+            self._drawing.forget(section)
             torch.autograd.backward(out, grad)
             start = self._end_pace("backward", passage.tokens, start, communicated)
             grad = entered.grad
@@ -303,6 +303,7 @@ class StageRunner:
             chunk.before.send_gradient(index, grad)
             return
         if first[2].requires_grad:  # it may be frozen
+            self._drawing.forget(first[0])
             torch.autograd.backward(first[2], grad)
             telemetry.passed("embed")
         if last:

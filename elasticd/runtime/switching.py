@@ -122,7 +122,8 @@ class Switcher:
                 self._fabrics.shut()
                 self._todo.put(effect)  # wakes a main thread that waits here
             case sw.ReportLost(reason=reason):
-                self._control.send(messages.Bereft(step=self.step, reason=reason))
+                plan = self.engine.plan.number if self.engine is not None else 0
+                self._control.send(messages.Bereft(step=self.step, reason=reason, plan=plan))
             case sw.ReportStanding(fence=fence):
                 self._control.send(self._standing(fence))
             case sw.ReportPrepared(number=number):

@@ -45,14 +45,32 @@ class _GatherOut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, widths: list[int]) -> Tensor:
-        padded = nn.functional.pad(x, (0, max(widths) - x.shape[-1])).contiguous()
         ctx.slice = (sum(widths[: group.rank]), x.shape[-1])
-        parts = group.all_gather(padded)
-        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+        return _together(x, group, widths)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.narrow(-1, *ctx.slice).contiguous(), None, None
+
+
+class _SplitIn(torch.autograd.Function):
+    """Each member takes a slice of the last dimension of what all have; they put its gradient together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, widths: list[int]) -> Tensor:
+        ctx.group, ctx.widths = group, widths
+        return x.narrow(-1, sum(widths[: group.rank]), widths[group.rank]).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _together(grad, ctx.group, ctx.widths), None, None
+
+
+def _together(part: Tensor, group: Group, widths: list[int]) -> Tensor:
+    """The members' slices of the last dimension, of these widths, as one."""
+    padded = nn.functional.pad(part, (0, max(widths) - part.shape[-1])).contiguous()
+    parts = group.all_gather(padded)
+    return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
 
 
 def summing_gradient(x: Tensor, group: Group) -> Tensor:
@@ -68,6 +86,11 @@ def sum_out(x: Tensor, group: Group) -> Tensor:
 def gather_out(x: Tensor, group: Group, widths: list[int]) -> Tensor:
     """The members' slices of the last dimension, put together."""
     return _GatherOut.apply(x, group, widths)
+
+
+def split_in(x: Tensor, group: Group, widths: list[int]) -> Tensor:
+    """The member's slice of the last dimension of what all members have whole."""
+    return _SplitIn.apply(x, group, widths)
 
 
 def look_up_own(module: nn.Embedding, group: Group, start: int, stop: int) -> None:

@@ -62,7 +62,8 @@ class Record(NamedTuple):
 class Outcome(Value, frozen=True, kw_only=True):
     """What the vote decided, the same on every rank: mean loss per target, gradient norm of the mean loss,
     target count, tokens, whether to apply the update, and of every rank the number that it had prepared, its
-    word on checkpoints and its bit on snapshots. `failed`: the first rank that could not read a sample, and the
+    word on checkpoints and its bit on snapshots. A batch without targets has no loss (NaN), and its update is
+    not made. `failed`: the first rank that could not read a sample, and the
     sample's index; nothing is applied then. `last`: all were told to go, and what they hold is to be saved."""
 
     step: int
@@ -82,8 +83,8 @@ class Outcome(Value, frozen=True, kw_only=True):
         """What another rank needs to make the same update."""
         return Vote(
             step=self.step,
-            loss=self.loss,
-            norm=self.norm,
+            loss=self.loss if math.isfinite(self.loss) else None,
+            norm=self.norm if math.isfinite(self.norm) else None,
             count=self.count,
             tokens=self.tokens,
             apply=self.apply,
@@ -117,24 +118,30 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> Outcome
     if every.samples != tuple(expected):
         wrong = [rank for rank, hashed in enumerate(every.samples) if hashed != expected[rank]]
         raise LedgerError(f"step {step}: ranks {wrong} did not see the samples of the batch plan")
-    count = math.fsum(every.targets)
-    if not count:
-        raise LedgerError(f"step {step}: the loss counted no targets in the whole batch")
-    squares = math.fsum(every.squares)
+    count, squares = _total(every.targets), _total(every.squares)
     unread = next((rank for rank, index in enumerate(every.failed) if index), None)
     return Outcome(
         step=step,
-        loss=math.fsum(every.loss) / count,
-        norm=math.sqrt(squares) / count if math.isfinite(squares) else math.inf,
+        loss=_total(every.loss) / count if count else math.nan,
+        norm=math.sqrt(squares) / (count or 1) if math.isfinite(squares) else math.inf,
         count=count,
         tokens=sum(every.tokens),
-        apply=all(every.finite) and math.isfinite(squares) and unread is None,
+        apply=all(every.finite) and math.isfinite(squares) and unread is None and count > 0,
         prepared=every.prepared,
         saving=every.saving,
         snapshot=every.snapshot,
         failed=None if unread is None else (unread, every.failed[unread] - 1),
         last=all(every.going) and Going.UNSAVED in every.going,
     )
+
+
+def _total(values: Iterable[float]) -> float:
+    """The sum, rounded once; infinite or NaN where it cannot be formed."""
+    listed = list(values)
+    try:
+        return math.fsum(listed)
+    except (OverflowError, ValueError):  # finite numbers without a finite sum, or infinities of both signs
+        return sum(listed)
 
 
 class Booth:

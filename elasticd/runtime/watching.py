@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 )
 
 from elasticd import messages, packets
+from elasticd.backoff import jittered
 from elasticd.rounds import Lap, Watching
 from elasticd.version import __version__
 
@@ -147,7 +148,7 @@ class _Reports:
             self._sock = None
 
     def _connect(self) -> None:
-        self._again = time.monotonic() + _RETRY_SECONDS
+        self._again = time.monotonic() + jittered(_RETRY_SECONDS)
         with suppress(OSError):
             sock = packets.connect(self._path)
             packets.send(sock, messages.encode(self._place))

@@ -141,7 +141,7 @@ class Gang:
             case sw.ReportDoubt(number=number, reason=reason):
                 worker.say(Doubt(number=number, step=self.step, reason=reason))
             case sw.ReportLost(reason=reason):
-                worker.say(Bereft(step=self.step, reason=reason))
+                worker.say(Bereft(step=self.step, reason=reason, plan=worker.plan))
             case sw.ReportStanding(fence=fence):
                 worker.say(worker.standing(fence))
             case _:

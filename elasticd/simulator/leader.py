@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from elasticd_planner.problem import Problem
 
-from elasticd.coordinator.writer import operations, stored
+from elasticd.coordinator.ledger import Ledger, Sweep
+from elasticd.coordinator.writer import stored
 from elasticd.machines import coordinator
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import (
@@ -24,6 +25,7 @@ from elasticd.machines.job.effects import (
     RequestPlan,
     Send,
     Tick,
+    Write,
 )
 from elasticd.machines.job.state import OVER, JobState, Phase, Settings
 from elasticd.messages import (
@@ -40,6 +42,7 @@ from elasticd.simulator.planning import Planner
 from elasticd.snapshots import Keeps
 from elasticd.store.leader import campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.store.protocol import Put
 
 #: Seconds between looks at what has become due, while anything may.
 TICK = 0.5
@@ -67,7 +70,9 @@ class Leader:
         self._send, self._tell = send, tell
         self._store = MemoryStore(server)
         self._leadership = campaign(self._store, keys.leader, name, name, _LEASE, patience=0.0, clock=engine)
-        jobs = stored(keys, self._store.snapshot(keys.jobs).items)
+        known = self._store.snapshot(keys.jobs).items
+        self._ledger = Ledger(keys, self._store.limits, known)
+        jobs = stored(keys, known)
         self.state: State = coordinator.takeover(self._leadership.term, jobs, settings, engine.now())
         self.alive = True
         self.planning_seconds, self.plans = 0.0, 0
@@ -140,9 +145,17 @@ class Leader:
         elif isinstance(effect, CancelPlan):
             self._cancel(effect.job)
         else:
-            self._leadership.transact(self._store, (), operations(self._keys, effect))
+            self._write(effect)
             for note in effect.notes:
                 self._tell(note)
+
+    def _write(self, write: Write) -> None:
+        """A job that the store does not take is an error of the scenario, not one to be simulated."""
+        for asked in (write, Sweep(job=write.job)):
+            for ops in self._ledger.transactions(asked):
+                result = self._leadership.transact(self._store, self._ledger.compares(ops), ops)
+                assert result.succeeded, "nobody else writes the leader's records here"
+                self._ledger.done(ops, {op.key: result.revision for op in ops if isinstance(op, Put)})
 
     def _request(self, job: str, token: int, problem: Problem) -> None:
         self._cancel(job)

@@ -45,6 +45,7 @@ from elasticd.messages import (
     Shutdown,
     ToLeader,
 )
+from elasticd.parts import Shelf
 from elasticd.records import DoneRecord, Fence, JobSpec, Keys, NodeRecord, PlanRecord, Proposal, decode
 from elasticd.simulator.worker import Gang, SimulationError, Worker
 from elasticd.store.memory import MemoryStore
@@ -245,6 +246,8 @@ def read_for_all(
 ) -> None:
     """Watches the store on behalf of all agents: each record is read once, and handed on as an event."""
 
+    shelf = Shelf(keys.jobs)
+
     def spread(event: Event) -> None:
         def emit() -> None:
             for node in nodes:
@@ -257,18 +260,21 @@ def read_for_all(
             raise SimulationError("the store forgot what its watch had not read")
         value = item.item.value if item.kind == "put" else None
         at = item.mod_revision
+        if shelf.take(item.key, value):
+            return
         job, _, part = item.key.removeprefix(keys.jobs).rpartition("/")
+        parts = shelf.of(item.key)
         if item.key == keys.leader:
             if value is not None:
                 spread(LeaderRead(epoch=item.item.create_revision))
         elif part == "proposal":
-            proposal = decode(value, Proposal) if value is not None else None
+            proposal = decode(value, Proposal, parts) if value is not None else None
             spread(ProposalRead(job=job, proposal=proposal, revision=at))
         elif part == "plan":
-            plan = decode(value, PlanRecord) if value is not None else None
+            plan = decode(value, PlanRecord, parts) if value is not None else None
             spread(PlanRead(job=job, record=plan, revision=at))
         elif part == "fence":
-            fence = decode(value, Fence) if value is not None else None
+            fence = decode(value, Fence, parts) if value is not None else None
             spread(FenceRead(job=job, record=fence, revision=at))
         elif part == "done":
             done = decode(value, DoneRecord) if value is not None else None

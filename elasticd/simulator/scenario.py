@@ -180,7 +180,7 @@ def parse(text: str, source: str, seed: int | None = None) -> Scenario:
     """The scenario in TOML `text`; `source` names it in messages. Raises ScenarioError."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError
         raise ScenarioError(f"{source} is not TOML: {error}") from error
     if seed is not None:
         table["seed"] = seed

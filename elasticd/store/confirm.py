@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from elasticd.store.protocol import Compare, Delete, Op, OutcomeUnknown, Put, Store, TransactResult
+from elasticd.store.protocol import Compare, Delete, DeletePrefix, Op, OutcomeUnknown, Store, TransactResult
 
 
 def settle(
@@ -19,6 +19,7 @@ def settle(
 ) -> TransactResult:
     """Do a transaction and find out what became of it; use values that nobody else would write.
 
+    The answer's revision is that at which the transaction was made, though others changed the store since.
     Tries for `patience` seconds after the first unknown outcome, at least once more.  Raises
     OutcomeUnknown when it is still unknown then, and what `Store.transact` raises otherwise.
     """
@@ -31,22 +32,29 @@ def settle(
             result = store.transact(compares, then)
             if result.succeeded:
                 return result
-            return TransactResult(succeeded=_landed(store, then), revision=result.revision)
+            made = _landed(store, then)
+            revision = result.revision if made is None else made or result.revision
+            return TransactResult(succeeded=made is not None, revision=revision)
         except OutcomeUnknown:
             if time.monotonic() >= deadline:
                 raise
 
 
-def _landed(store: Store, then: Sequence[Op]) -> bool:
-    """Whether every key is as the operations leave it, all changed by one transaction."""
+def _landed(store: Store, then: Sequence[Op]) -> int | None:
+    """The revision of the one transaction that left every key as the operations do; 0 where they only delete,
+    None where some key is otherwise."""
     revisions = set()
     for op in then:
+        if isinstance(op, DeletePrefix):
+            if store.snapshot(op.prefix).items:
+                return None
+            continue
         found = store.get(op.key)
         if isinstance(op, Delete):
             if found is not None:
-                return False
+                return None
         elif found is None or found.value != op.value or found.lease != op.lease:
-            return False
+            return None
         else:
             revisions.add(found.mod_revision)
-    return len(revisions) == 1 or not any(isinstance(op, Put) for op in then)
+    return revisions.pop() if len(revisions) == 1 else None if revisions else 0

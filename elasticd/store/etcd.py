@@ -6,6 +6,9 @@ on the endpoints in turn, so that each error moves on to the next one.
 
 Every watch has a thread of its own, which sleeps in the stream while nothing happens and backs off to
 a second between attempts while etcd is away.
+
+A prefix is read page by page at the revision of its first page, so that neither one answer nor its deadline
+grows with what the store holds.
 """
 
 from __future__ import annotations
@@ -16,30 +19,36 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from elasticd.backoff import Backoff
 from elasticd.store.protocol import (
     Compare,
     Delete,
+    DeletePrefix,
     Identity,
     KeyValue,
     LeaseLost,
+    Limits,
     Op,
     OutcomeUnknown,
     Put,
     Snapshot,
     StoreError,
     StoreRefused,
+    StoreTooLarge,
     StoreUnavailable,
     TransactResult,
     WatchCompacted,
     WatchReset,
     check_ops,
     check_prefix,
+    check_request,
     check_ttl,
 )
 from elasticd.store.session import (
     EtcdOptions,
     EtcdSession,
     Guard,
+    RevisionCompacted,
     TokenExpired,
     WatchStream,
     key_value,
@@ -52,6 +61,10 @@ _log = logging.getLogger(__name__)
 
 # Seconds between attempts of a watch to get its stream back: doubled from the first to the second.
 _BACKOFF = (0.05, 1.0)
+#: Keys of the first page of a prefix, before it is known how large its values are.
+_FIRST_PAGE = 16
+#: How often a prefix is begun anew whose revision was compacted away between two pages.
+_ATTEMPTS = 5
 
 
 class EtcdStore:
@@ -72,6 +85,10 @@ class EtcdStore:
         self._closed = False
         self._tails: list[_Tail] = []
 
+    @property
+    def limits(self) -> Limits:
+        return self._options.limits
+
     def get(self, key: str) -> KeyValue | None:
         def ask(session: EtcdSession) -> KeyValue | None:
             request = session.rpc.RangeRequest(key=key.encode())
@@ -82,12 +99,33 @@ class EtcdStore:
 
     def snapshot(self, prefix: str) -> Snapshot:
         check_prefix(prefix)
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return self._pages(prefix)
+            except RevisionCompacted as error:
+                _log.info("%s while %s was read; reading it anew", error, prefix)
+        return self._pages(prefix)
 
-        def ask(session: EtcdSession) -> Snapshot:
-            request = session.rpc.RangeRequest(key=prefix.encode(), range_end=prefix_end(prefix))
-            answer = session.unary("kvstub", "Range", request, linearizable=True)
-            items = tuple(key_value(item) for item in answer.kvs)
-            return Snapshot(revision=answer.header.revision, items=items)
+    def _pages(self, prefix: str) -> Snapshot:
+        """The prefix as of its first page. Raises RevisionCompacted where that is gone before its last."""
+        items: list[KeyValue] = []
+        start, keys, revision = prefix.encode(), min(_FIRST_PAGE, self.limits.page_keys), 0
+        while True:
+            page = self._page(start, prefix_end(prefix), keys, revision)
+            revision = revision or page.header.revision
+            items += map(key_value, page.kvs)
+            if not page.more:
+                return Snapshot(revision=revision, items=tuple(items))
+            start = page.kvs[-1].key + b"\0"
+            fits = keys * self.limits.page_bytes // max(1, page.ByteSize())
+            keys = max(1, min(fits, 2 * keys, self.limits.page_keys))
+
+    def _page(self, start: bytes, end: bytes, keys: int, revision: int) -> Any:
+        """etcd's answer: at most so many keys from `start` on, at a revision (0: the newest)."""
+
+        def ask(session: EtcdSession) -> Any:
+            request = session.rpc.RangeRequest(key=start, range_end=end, limit=keys, revision=revision)
+            return session.unary("kvstub", "Range", request, linearizable=True)
 
         return self._read(ask)
 
@@ -97,6 +135,7 @@ class EtcdStore:
         check_ops(then)
         check_ops(otherwise)
         conditions = tuple(compares)
+        check_request(self.limits, conditions, then, otherwise)
 
         def ask(session: EtcdSession) -> TransactResult:
             request = session.rpc.TxnRequest(
@@ -153,6 +192,14 @@ class EtcdStore:
 
     def identity(self) -> Identity:
         return self._read(lambda session: session.identify())
+
+    def release(self) -> str:
+        """The release of the member that answers, as "3.5.17"."""
+
+        def ask(session: EtcdSession) -> str:
+            return str(session.unary("maintenancestub", "Status", session.rpc.StatusRequest()).version)
+
+        return self._read(ask)
 
     def known(self) -> Identity | None:
         """The cluster and the highest revision seen so far, without asking: what a daemon persists."""
@@ -240,7 +287,9 @@ class EtcdStore:
     def _on(self, session: EtcdSession, ask: Callable[[EtcdSession], T]) -> T:
         try:
             return ask(session)
-        except (StoreUnavailable, StoreRefused):
+        except (LeaseLost, RevisionCompacted, StoreTooLarge):
+            raise  # an answer, by a session that is well
+        except StoreError:
             self.discard(session)
             raise
 
@@ -259,8 +308,7 @@ class _Tail:
         threading.Thread(target=self._run, name=f"watch {self._prefix}", daemon=True).start()
 
     def _run(self) -> None:
-        shortest, longest = _BACKOFF
-        delay = shortest
+        pause = Backoff(*_BACKOFF)
         while not self.watch.cancelled:
             begun, place = time.monotonic(), self._next_revision
             try:
@@ -268,10 +316,9 @@ class _Tail:
                 continue
             except StoreError as error:
                 _log.debug("watch of %s: %s", self._prefix, error)
-            if self._next_revision != place or time.monotonic() - begun > longest:
-                delay = shortest
-            self.watch.wait_cancelled(delay)
-            delay = min(2 * delay, longest)
+            if self._next_revision != place or time.monotonic() - begun > _BACKOFF[1]:
+                pause.reset()
+            self.watch.wait_cancelled(pause.next())
 
     def _follow(self) -> None:
         """Deliver until something ends the stream; returns only when the watch is cancelled or was reset."""
@@ -315,10 +362,17 @@ def _compare(rpc: Any, condition: Compare) -> Any:
         message.target, message.create_revision = rpc.Compare.CREATE, condition.expected
     else:
         message.target, message.mod_revision = rpc.Compare.MOD, condition.expected
+    if condition.target == "prefix":  # of every key under it, and true where there is none
+        assert isinstance(condition.expected, int)
+        message.range_end, message.result = prefix_end(condition.key), rpc.Compare.LESS
+        message.mod_revision = condition.expected + 1
     return message
 
 
 def _request_op(rpc: Any, op: Op) -> Any:
+    if isinstance(op, DeletePrefix):
+        request = rpc.DeleteRangeRequest(key=op.prefix.encode(), range_end=prefix_end(op.prefix))
+        return rpc.RequestOp(request_delete_range=request)
     key = op.key.encode()
     if isinstance(op, Delete):
         return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key))

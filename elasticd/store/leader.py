@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from elasticd_planner.value import StoredValue
 
+from elasticd.backoff import jittered
 from elasticd.clock import Clock, WallClock
 from elasticd.decoding import VersionRefused, decode_stored
 from elasticd.store.confirm import settle
@@ -130,7 +131,7 @@ def await_vacancy(store: Store, key: str, told: Callable[[Leader], None], stoppe
                 told(leader)
             _outwait(store, item, stopped)
         except StoreUnavailable:
-            stopped.wait(LOOK_SECONDS)
+            stopped.wait(jittered(LOOK_SECONDS))
     return False
 
 

@@ -8,6 +8,8 @@ watchers are called on the thread that changes something, a single-threaded run 
 Faults: `MemoryServer.outage(True)` cuts everybody off and, as a stopped etcd does, stops leases from
 ageing; `MemoryStore.outage(True)` cuts off one client; `MemoryStore.lose_next_reply` leaves the
 outcome of a change unknown; `MemoryServer.compact` drops history.
+
+Limits: it refuses what etcd refuses for its size, so that a test of a daemon meets that too.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from elasticd.clock import Clock, Timer, WallClock
 from elasticd.store.protocol import (
     Compare,
     Delete,
+    DeletePrefix,
     Identity,
     KeyValue,
     LeaseLost,
+    Limits,
     Op,
     OutcomeUnknown,
     Put,
@@ -36,6 +40,7 @@ from elasticd.store.protocol import (
     WatchReset,
     check_ops,
     check_prefix,
+    check_request,
     check_ttl,
 )
 from elasticd.store.watch import Sink, Watch
@@ -47,7 +52,15 @@ class MemoryServer:
     `history_limit` is how many events are kept for watches that resume; older ones are compacted.
     """
 
-    def __init__(self, clock: Clock | None = None, *, cluster_id: int = 1, history_limit: int = 10_000) -> None:
+    def __init__(
+        self,
+        clock: Clock | None = None,
+        *,
+        cluster_id: int = 1,
+        history_limit: int = 10_000,
+        limits: Limits | None = None,
+    ) -> None:
+        self.limits = limits if limits is not None else Limits()
         self.clock: Clock = clock if clock is not None else WallClock()
         self.cluster_id = cluster_id
         self.lock = threading.RLock()
@@ -95,13 +108,12 @@ class MemoryServer:
         return self._items.get(key)
 
     def snapshot(self, prefix: str) -> Snapshot:
-        keys = sorted(key for key in self._items if key.startswith(prefix))
-        return Snapshot(revision=self.revision, items=tuple(self._items[key] for key in keys))
+        return Snapshot(revision=self.revision, items=tuple(self._under(prefix)))
 
     def transact(
         self, compares: Iterable[Compare], then: Sequence[Op], otherwise: Sequence[Op]
     ) -> TransactResult:
-        succeeded = all(compare.holds(self._items.get(compare.key)) for compare in compares)
+        succeeded = all(compare.holds(*self._meant(compare)) for compare in compares)
         self._apply(then if succeeded else otherwise)
         return TransactResult(succeeded=succeeded, revision=self.revision)
 
@@ -143,12 +155,26 @@ class MemoryServer:
         if feed in self._feeds:
             self._feeds.remove(feed)
 
+    def _under(self, prefix: str) -> list[KeyValue]:
+        """By key, as etcd reads and deletes."""
+        return [self._items[key] for key in sorted(key for key in self._items if key.startswith(prefix))]
+
+    def _meant(self, compare: Compare) -> Sequence[KeyValue | None]:
+        return self._under(compare.key) if compare.target == "prefix" else [self._items.get(compare.key)]
+
+    def _each(self, ops: Sequence[Op]) -> Iterator[Put | Delete]:
+        for op in ops:
+            if isinstance(op, DeletePrefix):
+                yield from [Delete(item.key) for item in self._under(op.prefix)]
+            else:
+                yield op
+
     def _apply(self, ops: Sequence[Op]) -> None:
         for op in ops:
             if isinstance(op, Put) and op.lease:
                 self._lease(op.lease)
         revision = self.revision + 1
-        events = [event for op in ops if (event := self._change(op, revision)) is not None]
+        events = [event for op in self._each(ops) if (event := self._change(op, revision)) is not None]
         if not events:
             return
         self.revision = revision
@@ -156,7 +182,7 @@ class MemoryServer:
         if len(self._history) > self._history_limit:
             self.compact(self._history[len(self._history) // 2].mod_revision)
 
-    def _change(self, op: Op, revision: int) -> WatchEvent | None:
+    def _change(self, op: Put | Delete, revision: int) -> WatchEvent | None:
         old = self._items.get(op.key)
         if isinstance(op, Delete):
             if old is None:
@@ -211,6 +237,10 @@ class MemoryStore:
         self._feeds: list[_Feed] = []
 
     @property
+    def limits(self) -> Limits:
+        return self.server.limits
+
+    @property
     def reachable(self) -> bool:
         return not (self.server.down or self._cut_off)
 
@@ -238,7 +268,9 @@ class MemoryStore:
     ) -> TransactResult:
         check_ops(then)
         check_ops(otherwise)
+        compares = tuple(compares)
         with self._connected() as server:
+            check_request(server.limits, compares, then, otherwise)
             applied, self._lost_reply = self._lost_reply, None
             if applied is None:
                 return server.transact(compares, then, otherwise)

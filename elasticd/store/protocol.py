@@ -4,14 +4,16 @@ The words are etcd's.  Every change gives the whole store a new *revision*; a ke
 revision that created it and the one that last changed it; a *lease* takes its keys along when it
 expires; a *watch* reports every change of a prefix from a revision on, each exactly once and in order.
 
-An operation ends in one of four ways:
+An operation ends in one of five ways:
 
 1. it answers (a transaction whose comparison failed is an answer: `succeeded=False`);
 2. `StoreUnavailable`: an outage. Nothing was changed; try again later;
 3. `OutcomeUnknown`, a `StoreUnavailable`: the deadline passed or the connection was lost after a
    change was sent. It may have happened, or may yet: settle it with `confirm.settle`;
 4. `StoreRefused`: wrong credentials, or an etcd that is older than, or another than, the one seen
-   before. Repeating does not help.
+   before. Repeating does not help;
+5. `StoreTooLarge`: the request is larger than the store's `Limits`. Nothing was changed, and the store
+   is well: the caller asks for less, or gives this one thing up.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from elasticd.store.watch import Sink, Watch
 
 
 class StoreError(Exception):
-    """Anything a store can raise; a daemon that runs already treats every one as an outage."""
+    """Anything a store can raise. To a daemon that runs already every one is an outage, but `StoreTooLarge`."""
 
 
 class StoreUnavailable(StoreError):
@@ -44,6 +46,10 @@ class StoreReplaced(StoreRefused):
     """The store is another than the one known before, or came back older than it was."""
 
 
+class StoreTooLarge(StoreError):
+    """The request has more bytes or operations than the store takes: it is never carried out."""
+
+
 class LeaseLost(StoreError):
     """The lease has expired or was revoked; its keys are gone."""
 
@@ -57,6 +63,16 @@ class WatchCompacted(StoreError):
     def __init__(self, compact_revision: int) -> None:
         super().__init__(f"history before revision {compact_revision} has been compacted")
         self.compact_revision = compact_revision
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a store takes at most: etcd's own defaults. An etcd may be configured otherwise; one that takes less
+    refuses by itself, which is a `StoreTooLarge` too."""
+
+    operations: int = 128  # conditions, or operations of one side, in a transaction (etcd's --max-txn-ops)
+    request_bytes: int = 1_572_864  # a request as it is sent (etcd's --max-request-bytes)
+    page_bytes: int = 1 << 20  # a page of a prefix that is read: the next one is made larger or smaller by it
+    page_keys: int = 128  # keys of such a page
 
 
 class KeyValue(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,14 +108,23 @@ class Delete(msgspec.Struct, frozen=True):
         _check_key(self.key)
 
 
-Op = Put | Delete
+class DeletePrefix(msgspec.Struct, frozen=True):
+    """Remove all keys that begin with `prefix`, however many: it counts as one operation."""
+
+    prefix: str
+
+    def __post_init__(self) -> None:
+        check_prefix(self.prefix)
+
+
+Op = Put | Delete | DeletePrefix
 
 
 class Compare(msgspec.Struct, frozen=True):
-    """One condition of a transaction, made by `created`, `modified`, `equals` or `absent`."""
+    """One condition of a transaction, made by `created`, `modified`, `equals`, `absent` or `untouched`."""
 
     key: str
-    target: Literal["create", "mod", "value"]
+    target: Literal["create", "mod", "value", "prefix"]
     expected: int | bytes
 
     def __post_init__(self) -> None:
@@ -128,8 +153,17 @@ class Compare(msgspec.Struct, frozen=True):
         """The key does not exist."""
         return cls(key, "create", 0)
 
-    def holds(self, found: KeyValue | None) -> bool:
-        """Whether the condition is true of what the store holds under the key."""
+    @classmethod
+    def untouched(cls, prefix: str, revision: int) -> Compare:
+        """No key that begins with `prefix` was changed after `revision`."""
+        return cls(prefix, "prefix", revision)
+
+    def holds(self, *items: KeyValue | None) -> bool:
+        """Whether the condition is true of what the store holds: under the key, or under its prefix."""
+        if self.target == "prefix":
+            assert isinstance(self.expected, int)
+            return all(item is None or item.mod_revision <= self.expected for item in items)
+        (found,) = items
         if self.target == "value":
             return found is not None and found.value == self.expected
         if found is None:
@@ -188,12 +222,17 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 class Store(Protocol):
     """A store: synchronous, thread-safe. All but `watch` and `close` may raise `StoreUnavailable`."""
 
+    @property
+    def limits(self) -> Limits:
+        """The largest request that this store sends."""
+        ...
+
     def get(self, key: str) -> KeyValue | None:
         """The key as it is now (linearizable), or None."""
         ...
 
     def snapshot(self, prefix: str) -> Snapshot:
-        """All keys that begin with `prefix`, at one revision."""
+        """All keys that begin with `prefix`, at one revision, however many: it reads them page by page."""
         ...
 
     def transact(
@@ -201,8 +240,8 @@ class Store(Protocol):
     ) -> TransactResult:
         """If all conditions hold do `then`, else `otherwise`: at once and as one revision.
 
-        Raises ValueError when one side touches a key twice, LeaseLost when a put names a dead lease,
-        OutcomeUnknown when the answer never came.
+        Raises ValueError when one side touches a key twice, StoreTooLarge when there is more of it than the
+        `limits` allow, LeaseLost when a put names a dead lease, OutcomeUnknown when the answer never came.
         """
         ...
 
@@ -251,11 +290,50 @@ class Store(Protocol):
 
 def check_ops(ops: Sequence[Op]) -> None:
     """Refuse a list of operations that touches one key twice: etcd does, so every store does."""
+    prefixes = [op.prefix for op in ops if isinstance(op, DeletePrefix)]
     seen: set[str] = set()
     for op in ops:
-        if op.key in seen:
-            raise ValueError(f"a transaction touches {op.key!r} twice; each key may appear once")
-        seen.add(op.key)
+        key = op.prefix if isinstance(op, DeletePrefix) else op.key
+        deleted = sum(key.startswith(prefix) for prefix in prefixes)
+        if key in seen or deleted > isinstance(op, DeletePrefix):
+            raise ValueError(f"a transaction touches {key!r} twice; each key may appear once")
+        seen.add(key)
+
+
+#: Bytes of a condition or an operation as it is sent, beside its key and its value, at most.
+_FRAME_BYTES = 48
+
+
+def request_bytes(compares: Sequence[Compare], *sides: Sequence[Op]) -> int:
+    """The bytes of a transaction as it is sent, rather too many than too few."""
+    total = _FRAME_BYTES
+    for compare in compares:
+        value = len(compare.expected) if isinstance(compare.expected, bytes) else 0
+        total += _FRAME_BYTES + (1 + (compare.target == "prefix")) * _utf8(compare.key) + value
+    for op in (op for side in sides for op in side):
+        if isinstance(op, DeletePrefix):
+            total += _FRAME_BYTES + 2 * _utf8(op.prefix)
+        else:
+            total += _FRAME_BYTES + _utf8(op.key) + (len(op.value) if isinstance(op, Put) else 0)
+    return total
+
+
+def check_request(limits: Limits, compares: Sequence[Compare], *sides: Sequence[Op]) -> None:
+    """Refuse a transaction that is larger than the limits. Raises StoreTooLarge."""
+    most = max(map(len, (compares, *sides)))
+    if most > limits.operations:
+        raise StoreTooLarge(
+            f"a transaction of {most} operations is more than the store takes: {limits.operations} are the most"
+        )
+    size = request_bytes(compares, *sides)
+    if size > limits.request_bytes:
+        raise StoreTooLarge(
+            f"a request of {size:,} bytes is more than the store takes: {limits.request_bytes:,} are the most"
+        )
+
+
+def _utf8(key: str) -> int:
+    return len(key) if key.isascii() else len(key.encode())
 
 
 def check_prefix(prefix: str) -> None:

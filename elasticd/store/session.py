@@ -23,9 +23,11 @@ from elasticd.store.protocol import (
     Identity,
     KeyValue,
     LeaseLost,
+    Limits,
     StoreError,
     StoreRefused,
     StoreReplaced,
+    StoreTooLarge,
     StoreUnavailable,
     WatchCompacted,
     WatchEvent,
@@ -52,7 +54,8 @@ class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach an etcd: endpoints as "host:port" (a scheme is allowed), credentials, TLS files.
 
     `call_timeout` is the deadline of each call in seconds; after it the endpoint changes. `probe_key` is
-    read to check a new connection: any key that the user's role may read, whether it exists or not.
+    read to check a new connection: any key that the user's role may read, whether it exists or not. `limits`:
+    a larger request is not sent.
     """
 
     endpoints: tuple[str, ...]
@@ -63,6 +66,7 @@ class EtcdOptions(msgspec.Struct, frozen=True, kw_only=True):
     key: str | None = None
     call_timeout: float = 2.0
     probe_key: str = "/elasticd/"
+    limits: Limits = Limits()
 
     def __repr__(self) -> str:
         """Without the password: this may stand in a log."""
@@ -304,23 +308,41 @@ def key_value(item: Any) -> KeyValue:
     )
 
 
+#: What etcd, or gRPC for it, says of a request that is larger than it takes.
+_TOO_LARGE = ("request is too large", "too many operations in txn request", "larger than max")
+#: What etcd says of a login that it gave and does not take any more: the token ran out, or is of before etcd's
+#: last start, or of before the last change of users and roles.
+_TOKEN_EXPIRED = ("invalid auth token", "revision of auth store is old")
+#: What etcd says of a user's name and password that it does not take, or does not ask for.
+_LOGIN_REFUSED = ("authentication failed", "authentication is not enabled")
+
+
 def translate(error: grpc.RpcError, endpoint: str) -> StoreError:
-    """What a gRPC error means to us: an outage, unless etcd plainly said otherwise."""
+    """What a gRPC error means to us: an outage, unless etcd plainly said otherwise. What it said counts, since
+    etcd has one code for a request that is too large and for a token that is too old."""
     code, details = error.code(), error.details() or ""
     if code == grpc.StatusCode.NOT_FOUND and "lease not found" in details:
         return LeaseLost("the lease has expired or was revoked")
-    if code == grpc.StatusCode.UNAUTHENTICATED or "invalid auth token" in details:
+    if any(text in details for text in _TOO_LARGE):
+        return StoreTooLarge(f"etcd at {endpoint} takes no request of this size: {details}")
+    if code == grpc.StatusCode.UNAUTHENTICATED or any(text in details for text in _TOKEN_EXPIRED):
         return TokenExpired(f"etcd at {endpoint} wants us to authenticate anew")
     if code == grpc.StatusCode.PERMISSION_DENIED or "user name is empty" in details:
         return StoreRefused(f"etcd at {endpoint} denies access ({details}); check user, password and role")
-    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
-        return StoreError(details)
+    if any(text in details for text in _LOGIN_REFUSED):
+        return StoreRefused(details)
+    if "required revision has been compacted" in details:
+        return RevisionCompacted(f"etcd at {endpoint} has compacted a revision")
     said = details.splitlines()[0] if details else code.name
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         said = "no answer in time"
     elif "onnection refused" in said:
         said = "nothing listens there (connection refused)"
     return StoreUnavailable(f"etcd at {endpoint} does not answer: {said}")
+
+
+class RevisionCompacted(StoreUnavailable):
+    """The revision that a read asked for is gone; a newer one can be read."""
 
 
 class TokenExpired(StoreUnavailable):

@@ -278,7 +278,7 @@ def load(text: bytes | str) -> TableProblem:
     """A problem from its JSON; raises `Invalid` with the key and the value that are wrong."""
     try:
         raw = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise Invalid(f"the problem is no JSON: {error}") from None
     try:
         return msgspec.convert(raw, type=TableProblem, strict=True, str_keys=True)

@@ -46,7 +46,7 @@ def given_profile(text: bytes, spec: ModelSpec, sample_tokens: float, micro_batc
     where the file is no profile, or is one of another model."""
     try:
         model = _decoder.decode(text).model
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise Invalid(f"it is no profile of `elasticd profile`: {error}") from None
     base = derive(spec, sample_tokens, micro_batch)
     if (model.name, model.layers) != (base.name, base.layers):

@@ -144,11 +144,12 @@ class Leader:
         if isinstance(up.body, StoreCall):
             threading.Thread(target=self._call, args=(connection, up, up.body), daemon=True).start()
         elif isinstance(up.body, Leave):
-            self._joined.pop(node, None)
+            self._joined = {place: one for place, one in self._joined.items() if one[1] != up.client}
         elif isinstance(up.body, Join) and self.over:
             connection.send(messages.encode(Down(client=up.client, body=Closed(reason=self.over))))
         elif isinstance(up.body, Join):
-            self._joined[node] = (connection, up.client)
+            place = node if up.body.slot is None else f"{node}/{up.body.slot}"
+            self._joined[place] = (connection, up.client)
             if len(self._joined) == self._nodes:
                 for rank, (_, (to, client)) in enumerate(sorted(self._joined.items())):
                     joined = Joined(node_rank=rank, nodes=self._nodes)
@@ -172,7 +173,7 @@ class RunningAgent:
     """An agent on a thread of its own; `error` is what its `run` raised."""
 
     def __init__(
-        self, config: Config, store: Store, lease_seconds: int = 3, memory: StateFile | None = None
+        self, config: Config, store: Store, lease_seconds: int = 60, memory: StateFile | None = None
     ) -> None:
         self.agent = Agent(config, store, lease_seconds=lease_seconds, memory=memory)
         self.error: BaseException | None = None
@@ -222,7 +223,8 @@ class Trainer:
             message = None if data is None else messages.to_worker(data)
             if not isinstance(message, Ping):
                 return message, fd
-            self.say(Pong())
+            with contextlib.suppress(BrokenPipeError):  # an agent that ends may have asked before
+                self.say(Pong())
 
     def hello(self, rank: int, job: str = "job") -> ToWorker | None:
         self.say(Hello(job=job, local_rank=rank, world_size=2, pid=os.getpid(), spec=spec(job)))
@@ -259,7 +261,7 @@ class Node:
         self,
         node: str = "n0",
         path: str | None = None,
-        ttl: int = 3,
+        ttl: int = 60,
         memory: StateFile | None = None,
         **sections: Any,
     ) -> RunningAgent:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import grp
 import os
+import select
 import socket
 import stat
 import tempfile
@@ -135,6 +137,87 @@ def _as_stranger(path: str) -> int:
         return 0 if said is not None and b"may not speak to this agent" in said else 1
     except BaseException:
         return 2
+
+
+def ended_process(path: str) -> int:
+    """Connects and ends, before the agent takes the connection; its number."""
+    child = os.fork()
+    if child == 0:
+        packets.connect(path)
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_process_that_got_the_number_of_one_that_ended_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_kernel: bool
+) -> None:
+    path = str(tmp_path / "agent.sock")
+    if old_kernel:
+        monkeypatch.setattr(admission, "_SO_PEERPIDFD", 9999)
+        monkeypatch.setattr(admission.time, "clock_gettime", lambda clock: 0.0)  # all started later
+    with packets.listen(path) as listener:
+        ended_process(path)
+        sock, _ = listener.accept()
+        with sock:
+            monkeypatch.setattr(admission, "peer", lambda _: (os.getpid(), 0, 0))
+            pidfd = admission.peer_pidfd(sock)
+            if pidfd is not None:  # a kernel since 6.16 gives one of the process that has ended
+                assert not old_kernel
+                assert select.select([pidfd], [], [], 0)[0], "its end is seen at once"
+                os.close(pidfd)
+
+
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_process_that_lives_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_kernel: bool
+) -> None:
+    if old_kernel:
+        monkeypatch.setattr(admission, "_SO_PEERPIDFD", 9999)
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with one, other:
+        pidfd = admission.peer_pidfd(other)
+        assert pidfd is not None
+        said = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+        assert f"Pid:\t{os.getpid()}\n" in said
+        assert not os.get_inheritable(pidfd)
+        os.close(pidfd)
+
+
+def test_socket_rests_where_no_descriptor_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not wake the loop again and again meanwhile, and goes on afterwards."""
+    tries = 0
+
+    def full(sock: socket.socket) -> int | None:
+        nonlocal tries
+        tries += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def body() -> None:
+        nonlocal tries
+        path = str(tmp_path / "agent.sock")
+        workers = Workers(path, "alpha")
+        try:
+            workers.start(_ears([]))
+            with monkeypatch.context() as patch:
+                patch.setattr("elasticd_agent.workers.peer_pidfd", full)
+                with contextlib.ExitStack() as stack:
+                    for _ in range(20):
+                        stack.enter_context(packets.connect(path))
+                    await asyncio.to_thread(until, lambda: tries >= 3)
+                    began = asyncio.get_running_loop().time()
+                    await asyncio.to_thread(until, lambda: tries >= 5)
+                    assert asyncio.get_running_loop().time() - began > 0.2
+            with packets.connect(path):
+                await asyncio.to_thread(until, lambda: len(workers._connections) >= 1)
+        finally:
+            workers.close()
+
+    asyncio.run(body())
+    assert caplog.text.count("took no connection") == 1
 
 
 def test_group_that_does_not_exist_is_named() -> None:

@@ -80,6 +80,7 @@ def test_signal_ends_the_agent_cleanly_and_spares_its_workers(
 ) -> None:
     path, cluster = str(tmp_path / "a.sock"), shared_etcd.cluster("agent")
     options = ["--node", "n0", "--socket", path, "--devices", "2", "--memory", "1 MiB"]
+    options += ["--address", "127.0.0.1"]  # there is no leader whose route would say so
     process = subprocess.Popen(
         [*COMMAND, *options, "--etcd", shared_etcd.endpoint, "--cluster", cluster],
         env=environment(),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from elasticd_agent.crossing import SIZE, Crossings, next_idle
-from elasticd_agent.streams import StreamFailed
+from elasticd_agent.entrance import StreamFailed
 
 from elasticd.machines.agent_state import DoneRead, PlanRead, ProposalRead, State
 from elasticd.pulses import Crossed

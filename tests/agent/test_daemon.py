@@ -35,8 +35,9 @@ from elasticd.messages import (
     Welcome,
     WorkerLost,
 )
-from elasticd.records import DoneRecord, Keys, MemberRecord, NodeRecord, Proposal, decode, encode
-from elasticd.remembered import StateFile
+from elasticd.orders import Drain, End
+from elasticd.records import DoneRecord, Keys, MemberRecord, NodeRecord, PlanRecord, Proposal, decode, encode
+from elasticd.remembered import Mark, StateFile
 from elasticd.store.memory import MemoryStore
 from tests.agent.support import CLUSTER, Leader, Node, closing_all, spec, until
 
@@ -100,6 +101,30 @@ def test_worker_is_welcomed_and_written_to_the_store(node: Node) -> None:
     assert [device.name for device in decode(found.value, NodeRecord).devices] == ["n0/0", "n0/1"]
     until(lambda: leader.bodies(Hello))
     assert isinstance(leader.heard[0], AgentHello)
+
+
+def test_workers_of_a_job_that_a_user_stops_get_one_sigterm(node: Node) -> None:
+    """This process is the worker: a second one would end a real worker at once."""
+    leader = node.leader()
+    node.agent()
+    node.trainer().welcomed(1)
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        until(lambda: leader.bodies(Hello))
+        leader.send(End(job="another", devices=("n0/1",)))
+        leader.send(End(job="job", devices=("n0/0",)))
+        leader.send(Drain(on=True))
+        until(lambda: [said for said in leader.heard if isinstance(said, AgentHello) and said.record.draining])
+        assert heard == []
+        leader.send(End(job="job", devices=("n0/1",)))
+        leader.send(End(job="job", devices=("n0/1",)))
+        leader.send(Drain(on=False))
+        until(lambda: [s for s in leader.heard if isinstance(s, AgentHello)][-1].record.draining is False)
+        until(lambda: heard)
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_every_hello_is_another_incarnation(node: Node) -> None:
@@ -227,6 +252,28 @@ def test_highest_epoch_outlasts_the_agent_and_orders_below_it_are_refused(node: 
     assert answer.proposal == record
 
 
+def test_an_agent_obeys_no_plan_of_an_old_copy_however_far_that_has_come(node: Node) -> None:
+    """The copy was written to since, far beyond the revision that the agent remembers."""
+
+    def memory() -> StateFile:
+        return StateFile(str(node.folder), CLUSTER, "agent", "n0")
+
+    leader = node.leader()
+    key = KEYS.job("job", "plan")
+    for number in (1, 2):
+        record = PlanRecord(plan=plan(number, {"n0/0": "i"}), epoch=leader.epoch, step=0)
+        node.store.put(key, encode(record))
+    found = node.store.get(key)
+    assert found is not None
+    seen = Mark(created=found.create_revision, modified=found.mod_revision - 1, changes=9)
+    memory().note(marks={key: seen})
+    running = node.agent(memory=memory())
+    running.join()
+    assert isinstance(running.error, AgentError)
+    assert "restored from an old copy" in str(running.error)
+    assert str(memory().path) in str(running.error)
+
+
 def test_end_of_a_job_reaches_the_worker_from_the_store(node: Node) -> None:
     leader = node.leader()
     node.agent()
@@ -305,7 +352,7 @@ def test_outage_of_the_store_leaves_the_workers_alone_and_the_keys_catch_up(node
 
 
 def test_lost_lease_is_replaced_and_all_keys_written_again(node: Node) -> None:
-    node.agent()
+    node.agent(ttl=3)
     node.trainer().welcomed(0)
     item = until(lambda: node.store.get(KEYS.member("job", "n0/0")))
     node.store.revoke(item.lease)

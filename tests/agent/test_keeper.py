@@ -237,7 +237,7 @@ def test_end_of_the_job_frees_everything(scene: Scene) -> None:
     assert Freed(plan=1, step=2) in heard, "what comes after the end is not kept"
 
 
-def test_failed_job_is_kept(scene: Scene) -> None:
+def test_failed_job_is_kept_until_it_is_forgotten(scene: Scene) -> None:
     leader = scene.leader()
     scene.start("n0")
     worker = scene.worker("n0")
@@ -246,6 +246,9 @@ def test_failed_job_is_kept(scene: Scene) -> None:
     scene.store.put(KEYS.job(JOB, "done"), encode(done))
     worker.trainer.hear()  # so the agent has read it
     assert worker.fetch(held) == b"state"
+    scene.store.delete(KEYS.job(JOB, "done"))
+    assert worker.trainer.hear() == Freed(plan=1, step=1)
+    assert "no snapshot of n0/0" in str(worker.fetch(held))
 
 
 def test_snapshots_outlive_the_connection_of_a_worker_that_comes_back(scene: Scene) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 
 import pytest
+from elasticd_agent.entrance import StreamFailed
 from elasticd_agent.identity import Identity
-from elasticd_agent.streams import Sender, Server, StreamFailed
+from elasticd_agent.streams import Sender, Server
 from elasticd_agent.vault import NoRoom, Snapshot, Vault
 
 from elasticd.snapshots import Held

@@ -27,13 +27,15 @@ from tests.agent.support import Trainer, spec
 from elasticd.messages import Goodbye, Hello
 job = os.environ["TORCHELASTIC_RUN_ID"]
 trainer = Trainer(sys.argv[1])
-hello = Hello(job=job, local_rank=int(os.environ["LOCAL_RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
-              pid=os.getpid(), spec=spec(job))
+rank = os.environ.get("ELASTICD_SLOT") or os.environ["LOCAL_RANK"]
+hello = Hello(job=job, local_rank=int(rank), world_size=int(os.environ["WORLD_SIZE"]), pid=os.getpid(),
+              spec=spec(job))
 trainer.say(hello)
 welcome = trainer.hear()
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 with open(os.path.join(sys.argv[2], f"{os.getpid()}.json"), "w") as file:
     json.dump({"device": getattr(welcome, "device", None), "pid": os.getpid(),
+               "threads": os.environ.get("OMP_NUM_THREADS"), "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
                **{name: int(os.environ[name]) for name in names}}, file)
 if not hasattr(welcome, "device"):
     sys.exit(welcome.reason)
@@ -41,6 +43,10 @@ if "wait" in sys.argv:
     trainer.hear()
 trainer.say(Goodbye())
 """
+
+
+#: In place of a variable's value: the program is to have no such variable.
+UNSET = "(unset)"
 
 
 class Nodes:
@@ -92,13 +98,14 @@ def environment() -> dict[str, str]:
 class Torchrun:
     """A real torchrun; what it and its workers say goes to a file in `folder`."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(
+        self, folder: Path, *options: str, program: str = "torch.distributed.run", **changed: str
+    ) -> None:
         number, name = tempfile.mkstemp(dir=folder, prefix="torchrun-")
         os.close(number)
         self._log = Path(name)
-        self.process = forkserver.start(
-            "torch.distributed.run", *options, environment=environment(), output=self._log
-        )
+        running = {name: value for name, value in {**environment(), **changed}.items() if value != UNSET}
+        self.process = forkserver.start(program, *options, environment=running, output=self._log)
 
     def ended(self) -> tuple[int, str]:
         """Waits for it; its exit code, and all that was said."""
@@ -146,6 +153,27 @@ def test_unequal_nodes_get_the_ranks_that_torch_gives_them_and_all_end_cleanly(
     assert "nothing to do: the job finished at step 9" in said
     assert "Traceback" not in said
     assert len(nodes.workers()) == 3
+
+
+def test_workers_of_elasticd_run_have_a_thread_each_and_drive_the_devices_that_their_gpus_are(
+    cluster: Callable[[int], Nodes],
+) -> None:
+    """GPU 1 is device 1 of the node, also where the job has it first: the agent reads health by that number."""
+    nodes = cluster(2)
+    options = ("run", "--job", "job", "--devices", "2", "--socket", nodes.path("alpha"))
+    script = (str(nodes.script), nodes.path("alpha"), str(nodes.folder / "out"))
+    chosen = {"OMP_NUM_THREADS": UNSET, "CUDA_VISIBLE_DEVICES": "1,0"}
+    run = Torchrun(nodes.folder, *options, *script, program="elasticd", **chosen)
+    nodes.register(run)
+    code, said = run.ended()
+    assert code == 0, said
+    assert "each of the 2 workers computes with one thread" in said
+    workers = sorted(nodes.workers(), key=lambda worker: str(worker["device"]))
+    assert [worker["device"] for worker in workers] == ["alpha/0", "alpha/1"]
+    assert [worker["gpus"] for worker in workers] == ["0", "1"]
+    assert [worker["threads"] for worker in workers] == ["1", "1"]
+    assert [(worker["LOCAL_RANK"], worker["LOCAL_WORLD_SIZE"]) for worker in workers] == [(0, 1), (0, 1)]
+    assert sorted(worker["RANK"] for worker in workers) == [0, 1]
 
 
 def test_one_torchrun_does_not_wait_for_another_to_end(cluster: Callable[[int], Nodes]) -> None:

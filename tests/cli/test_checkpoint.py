@@ -65,6 +65,11 @@ def test_verify_reads_every_byte_of_one_or_of_all(folder: Path) -> None:
     assert "step-00000020.plan-7.aa: damaged" in said
     assert "__0_0.distcp: bytes 0 to" in said
     assert "1 of 2 damaged" in said
+    done = call("checkpoint", "verify", "--json", str(folder))
+    assert done.exit_code == 1
+    told = msgspec.json.decode(done.stdout)
+    assert told["step-00000010.plan-7.aa"] == []
+    assert "__0_0.distcp: bytes 0 to" in told[newest(folder).name][0]
     assert "1 of 1 damaged" in refused("checkpoint", "verify", str(newest(folder)))
     assert call("checkpoint", "verify", str(folder / "step-00000010.plan-7.aa")).exit_code == 0
 

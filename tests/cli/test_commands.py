@@ -49,6 +49,10 @@ def test_status_for_programs_is_the_coordinators_own_answer(configured: str) -> 
     assert [device["name"] for device in status["nodes"][0]["devices"]] == ["n0/0", "n0/1"]
 
 
+def test_job_that_is_not_there_cannot_be_forgotten(configured: str) -> None:
+    assert "there is no job 'demo'; there are: none" in refused("forget", "demo", "--config", configured)
+
+
 def test_coordinator_is_found_by_its_url_too(configured: str) -> None:
     url = json.loads(call("status", "--json", "--config", configured).output)["leader"]["url"]
     assert "cluster commands-" in call("status", "--coordinator", url).output
@@ -66,10 +70,14 @@ def test_configuration_is_changed_shown_and_given_back(configured: str) -> None:
     assert call("config", "set", "policy.horizon_steps", "50", *where).exit_code == 0
     assert call("config", "get", "policy.horizon_steps", *where).output == "50\n"
     assert "replanning is paused" in call("pause", *where).output
+    for command in (("status",), ("top", "--once")):
+        assert "replanning is paused: 'elasticd resume' ends that" in call(*command, *where).output
+    assert json.loads(call("status", "--json", *where).output)["paused"] is True
     assert call("config", "get", "policy.paused", *where).output == "true\n"
     listed = " ".join(call("config", "get", *where).output.split())
     assert "policy.horizon_steps 50 changed while running" in listed
     assert call("resume", *where).exit_code == 0
+    assert "paused" not in call("status", *where).output
     assert call("config", "unset", "policy.horizon_steps", *where).exit_code == 0
     changes = call("config", "history", *where).output.splitlines()
     assert "policy.paused = true" in changes[1]
@@ -77,6 +85,36 @@ def test_configuration_is_changed_shown_and_given_back(configured: str) -> None:
     assert "did you mean 'horizon_steps'?" in refused("config", "set", "policy.horizon", "5", *where)
     told = call("logs", "--kind", "configured", *where).output
     assert told.count("configuration changed by") == 4
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        (("jobs",), {"jobs", "restarts"}),
+        (("top",), {"status", "steps", "events"}),
+        (("plan",), set()),
+        (("config", "get"), {"policy.paused"}),
+    ],
+)
+def test_what_reads_gives_programs_json(command: tuple[str, ...], keys: set[str], configured: str) -> None:
+    done = call(*command, "--json", "--config", configured)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.output)
+    assert isinstance(found, dict)
+    assert keys <= found.keys()
+
+
+def test_json_of_lists_and_of_one_value(configured: str) -> None:
+    where = ("--json", "--config", configured)
+    assert isinstance(json.loads(call("config", "history", *where).output), list)
+    assert json.loads(call("config", "get", "policy.paused", *where).output) is False
+    events = [json.loads(line) for line in call("logs", *where).output.splitlines()]
+    assert {"node_up"} <= {event["kind"] for event in events}
+
+
+def test_job_that_is_not_there_cannot_be_stopped(configured: str) -> None:
+    assert "there is no job 'none'; there are: none" in refused("stop", "none", "--config", configured)
+    assert "no job: start one with elasticd run" in call("jobs", "--config", configured).output
 
 
 def test_unknown_device_is_named_with_those_that_are_there(configured: str) -> None:

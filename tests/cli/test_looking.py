@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,9 +16,11 @@ from elasticd_planner.problem import Problem
 from elasticd_planner.slowness import Slowness
 from rich.console import Console, RenderableType
 
-from elasticd.cli import history, logs, top, why
+from elasticd.cli import history, jobs, logs, top, why
 from elasticd.cli.status import screen
-from elasticd.coordinator.journal import EventRecord, StepRecord
+from elasticd.coordinator.gains import Gain, StepRecord
+from elasticd.coordinator.journal import EVENTS_OF_A_TERM as TERM
+from elasticd.coordinator.journal import EventRecord
 from elasticd.records import HistoryRecord
 from tests.cli.test_status import PLAN, STATUS
 from tests.planner.test_search import problem
@@ -102,6 +107,26 @@ def test_why_a_device_tells_rate_use_and_what_plans_counted_with() -> None:
     assert "a/1 is slow" in text
 
 
+def test_why_tells_programs_the_same() -> None:
+    told = json.loads(msgspec.json.encode(why.plan_told(record(7, {"a/1": 3.0}), EVENTS, STEPS)))
+    assert told["plan"]["number"] == 7
+    assert told["step_seconds"] == 1.25
+    assert told["gain"] == {"before": 3.0, "after": 1.25, "pause": 0.5}
+    assert [event["kind"] for event in told["events"]] == ["swapped"]
+    assert json.loads(msgspec.json.encode(why.plan_told(record(7, {}), (), STEPS[:9])))["gain"] is None
+    records = [record(6, {}), record(7, {"a/1": 3.0})]
+    told = json.loads(msgspec.json.encode(why.device_told("a/1", "j", STATUS, EVENTS, records)))
+    assert told["device"]["rate"] == 3.0
+    assert told["connected"] is False
+    assert [(plan["number"], plan["rate"]) for plan in told["plans"]] == [(6, 1.0), (7, 3.0)]
+    assert "2 of 8 shares" in told["use"]
+
+
+def test_jobs_have_a_line_each() -> None:
+    lines = shown(jobs.listed(STATUS)).splitlines()
+    assert lines[1].split() == ["j", "running", "41", "2.5000", "1,234", "7", "3"]
+
+
 def test_why_an_unknown_device_names_those_there_are() -> None:
     with pytest.raises(why.CannotReach, match=r"no device 'z/9'; there are: a/1"):
         list(why.device("z/9", "j", STATUS, (), ()))
@@ -117,6 +142,64 @@ def test_history_has_a_line_for_each_plan() -> None:
 def test_a_log_line_has_kind_job_and_text() -> None:
     assert logs.line(EVENTS[0]).split(maxsplit=1)[1] == "slow            j: a/1 is slow"
     assert logs.line(EVENTS[2]).endswith("node_up         node b is there")
+
+
+class Over(Exception):
+    """No more answers."""
+
+
+class Leaders:
+    """What `logs -f` finds, one answer to each look at the events; None: nobody answers."""
+
+    def __init__(self, *answers: tuple[int, ...] | None) -> None:
+        self.answers = list(answers)
+
+    @contextmanager
+    def __call__(self) -> Iterator[Any]:
+        yield self
+
+    def events(self, after: int = 0) -> list[EventRecord]:
+        if not self.answers:
+            raise Over
+        found = self.answers.pop(0)
+        if found is None:
+            raise logs.CannotReach("nobody leads")
+        event = EVENTS[0]
+        return [msgspec.structs.replace(event, id=number) for number in found if number > after]
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        (((1, 2), (1, 2), (1, 2, 3)), [2, 3]),
+        (((1, 2), (1, 2), None, None, (2, 9), (2, 9)), [2, 9]),
+        (((TERM,), (TERM,), None, (1, 2), (1, 2)), [TERM, 1, 2]),
+        (((1, TERM + 5), (TERM, TERM + 5), None, (TERM,), (), (TERM, 2 * TERM)), [TERM, TERM + 5, 2 * TERM]),
+    ],
+    ids=["one leader", "another", "one whose ids begin anew", "one that lacks the last event"],
+)
+def test_logs_follow_from_leader_to_leader(
+    answers: tuple[Any, ...],
+    told: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(logs.time, "sleep", lambda seconds: None)
+    events = logs.following(Leaders(*answers), 1)
+    assert [next(events).id for _ in told] == told
+    with pytest.raises(Over):
+        next(events)
+    said = "elasticd: nobody leads; waiting for a leader\n"
+    assert capsys.readouterr().err == (said if None in answers else "")
+
+
+def test_a_gain_that_was_told_outlives_the_steps() -> None:
+    data = {"number": 7, "before": 4.0, "after": 2.0, "pause": 1.0}
+    gained = EventRecord(id=9, time=1.0, kind="gained", job="j", text="", data=data)
+    told = why.plan_told(record(7, {}), (*EVENTS, gained), ())
+    assert told["gain"] == Gain(before=4.0, after=2.0, pause=1.0)
+    text = shown(*why.plan(record(7, {}), (gained,), ()))
+    assert "gained    4.000 s a step before, 2.000 s after (2.00x)" in text
 
 
 def test_kinds_of_slowness_are_told_in_why_and_status() -> None:

@@ -140,6 +140,8 @@ def test_the_difference_and_the_plan_near_the_current_one_say_the_same_bytes(
     found = difference(*(answered(Path(path).read_bytes(), path) for path in (old, near)))
     assert found.moved == moved
     assert f"{moved / GIB:,.2f} of" in run("--diff", old, near).output
+    told = json.loads(run("--diff", old, near, "--json").output)
+    assert told["bytes"] == found.moved == sum(device["bytes"] for device in told["devices"].values())
 
 
 def test_devices_that_only_carry_state_are_in_the_answer_and_in_the_difference(tmp_path: Path) -> None:

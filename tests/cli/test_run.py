@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -14,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from elasticd.cli.app import elasticd
-from elasticd.launching import environment
+from elasticd.launching import GPUS_VARIABLE, THREADS_VARIABLE, Launch, environment, visible
 from elasticd.packets import SLOT_VARIABLE
 from tests import forkserver
 
@@ -22,13 +23,76 @@ DEADLINE = 60.0
 COMMAND = (sys.executable, "-m", "elasticd", "run", "--job", "j", "--devices", "2")
 
 
-def test_each_torchrun_sees_one_gpu_of_those_that_we_may_use() -> None:
-    assert environment(1, {"CUDA_VISIBLE_DEVICES": "4,6", "X": "1"}) == {
-        "CUDA_VISIBLE_DEVICES": "6",
+def job(gpus: Sequence[str], devices: int = 2) -> Launch:
+    return Launch(
+        job="j",
+        least=1,
+        most=1,
+        devices=devices,
+        gpus=tuple(gpus),
+        socket=None,
+        max_restarts=0,
+        command=("train.py",),
+    )
+
+
+def test_each_torchrun_has_one_gpu_and_is_the_device_of_the_node_that_this_gpu_is() -> None:
+    found = environment(job("46"), 1, {GPUS_VARIABLE: "4,6", "X": "1"})
+    assert found == {
         "X": "1",
-        SLOT_VARIABLE: "1",
+        GPUS_VARIABLE: "6",
+        SLOT_VARIABLE: "6",
+        THREADS_VARIABLE: "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }
-    assert environment(3, {})["CUDA_VISIBLE_DEVICES"] == "3"
+    named = ("GPU-aa", "GPU-bb")
+    assert [environment(job(named), index, {})[SLOT_VARIABLE] for index in range(2)] == ["0", "1"]
+    assert environment(job(named), 1, {})[GPUS_VARIABLE] == "GPU-bb"
+
+
+def test_workers_on_the_cpu_see_no_gpu_that_the_user_hid() -> None:
+    for ours in ({}, {GPUS_VARIABLE: ""}, {GPUS_VARIABLE: "-1"}):
+        assert environment(job(()), 1, ours)[GPUS_VARIABLE] == ""
+
+
+def test_several_workers_have_a_thread_each_unless_the_user_chose_a_number_or_there_is_one() -> None:
+    assert environment(job(()), 0, {})[THREADS_VARIABLE] == "1"
+    assert environment(job(()), 0, {THREADS_VARIABLE: "7"})[THREADS_VARIABLE] == "7"
+    assert THREADS_VARIABLE not in environment(job((), devices=1), 0, {})
+
+
+@pytest.mark.parametrize(
+    ("said", "gpus"),
+    [
+        (None, None),
+        ("", ()),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+        ("4, 6", ("4", "6")),
+        ("4,-1,6", ("4",)),
+        ("GPU-a,MIG-b", ("GPU-a", "MIG-b")),
+    ],
+)
+def test_visible_gpus_are_those_that_cuda_would_see(said: str | None, gpus: tuple[str, ...] | None) -> None:
+    assert visible({} if said is None else {GPUS_VARIABLE: said}) == gpus
+
+
+def test_more_workers_than_gpus_see_none_unless_the_user_named_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Launch] = []
+    monkeypatch.setattr("elasticd.launching.launch", launched.append)
+    monkeypatch.setattr("elasticd.cli.run._counted", lambda: 2)
+    (tmp_path / "train.py").write_text("")
+    command = ["run", "--job", "j", "--devices", "3", str(tmp_path / "train.py")]
+    result = CliRunner(env={GPUS_VARIABLE: "4,6"}).invoke(elasticd, command)
+    assert result.exit_code == 1
+    assert "--devices 3 needs as many GPUs, and CUDA_VISIBLE_DEVICES=4,6 names 2" in result.output
+    result = CliRunner(env={GPUS_VARIABLE: None}).invoke(elasticd, command)
+    assert "fewer GPUs (2) than workers (3): the workers see none" in result.output
+    command[4] = "2"
+    CliRunner(env={GPUS_VARIABLE: None}).invoke(elasticd, command)
+    assert [(what.devices, what.gpus) for what in launched] == [(3, ()), (2, ("0", "1"))]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticd import starter
 from elasticd.cli.app import elasticd
+from elasticd.cli.local import alone, announced, running, settings, taken
+from elasticd.config import ConfigError
+from elasticd.launching import Launch
+from elasticd.remembered import default_folder
 from tests.cli.support import call, refused
 
 DEADLINE = 120.0
@@ -24,13 +31,19 @@ def environment(place: Path) -> dict[str, str]:
     return kept | {"XDG_STATE_HOME": str(place / "state")}
 
 
-def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(tmp_path: Path) -> None:
+def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commands find it without an option or a variable."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "train.py").touch()
     configuration = tmp_path / "mine.toml"
     configuration.write_text(
         f'[coordinator]\nport = 0\n[etcd]\nendpoints = ["nowhere:1"]\n[agent]\nsocket = "{tmp_path}/a.sock"\n'
     )
     options = ("--config", str(configuration), "--devices", "2", "--memory", "1 GiB")
     epochs: list[int] = []
+    launched: list[Launch] = []
     while len(epochs) < 2:
         process = subprocess.Popen(
             [sys.executable, "-m", "elasticd", "up", *options],
@@ -47,16 +60,19 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(tmp_path: P
                 assert line, said
                 said += line
             children = psutil.Process(process.pid).children(recursive=True)
-            found = re.search(r"ELASTICD_CONFIG=(\S+)", said)
-            assert found is not None
-            assert f"elasticd run --job my-job --socket {tmp_path}/a.sock --devices 2 train.py" in said
+            assert "elasticd run --job my-job --devices 2 train.py" in said
             deadline = time.monotonic() + DEADLINE
-            while "1.0 GiB" not in (shown := call("status", "--config", found[1]).output):
+            while "1.0 GiB" not in (shown := call("status").output):
                 assert time.monotonic() < deadline, shown
                 time.sleep(0.1)
             if not epochs:
-                checked = call("doctor", "--config", found[1])
+                checked = call("doctor")
                 assert checked.exit_code == 0, checked.output
+                assert "of the 'elasticd up' that runs here" in " ".join(checked.output.split())
+                assert "another 'elasticd up' runs in" in refused("up", *options)
+                monkeypatch.setattr("elasticd.launching.launch", launched.append)
+                call("run", "--job", "j", "--devices", "2", str(tmp_path / "train.py"))
+                assert [what.socket for what in launched] == [f"{tmp_path}/a.sock"]
                 assert re.search(r"leads at .*; nodes: 1,\s+jobs: 0", checked.output)
             epochs += [int(number) for number in re.findall(r"epoch (\d+)", shown)]
             process.send_signal(signal.SIGINT)
@@ -66,7 +82,38 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(tmp_path: P
             process.wait()
         _, alive = psutil.wait_procs(children, timeout=DEADLINE)
         assert alive == []
+        assert running() == []
     assert epochs[0] < epochs[1], "etcd's data was not kept"
+
+
+def test_of_two_that_run_one_must_be_named_and_one_that_was_killed_counts_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configurations = [tmp_path / f"{name}.toml" for name in ("one", "two")]
+    for file in configurations:
+        file.write_text(f'[cluster]\nname = "{file.stem}"\n')
+    monkeypatch.delenv("ELASTICD_CONFIG", raising=False)
+    assert settings(None).cluster.name == "default"
+    with announced(configurations[0]):
+        assert settings(None).cluster.name == "one"
+        links = default_folder() / "up"
+        (links / "99-1").symlink_to(configurations[1])  # of a process that is no more
+        assert settings(None).cluster.name == "one"
+        (links / str(starter.mark(os.getppid()))).symlink_to(configurations[1])
+        with pytest.raises(ConfigError, match=r"several 'elasticd up' run .*\n.*one\.toml\n.*two\.toml"):
+            settings(None)
+        assert settings(str(configurations[1])).cluster.name == "two"
+        monkeypatch.setenv("ELASTICD_CONFIG", str(configurations[1]))
+        assert settings(None).cluster.name == "two"
+
+
+def test_a_folder_is_held_by_one_and_a_port_that_is_listened_at_is_taken(tmp_path: Path) -> None:
+    with alone(tmp_path) as first, alone(tmp_path) as second:
+        assert (first, second) == (True, False)
+    with alone(tmp_path) as again, socket.create_server(("127.0.0.1", 0)) as server:
+        assert again
+        assert "in use" in taken("127.0.0.1", server.getsockname()[1])
+    assert taken("127.0.0.1", 0) == ""
 
 
 def test_doctor_names_what_is_missing_with_the_remedy(tmp_path: Path) -> None:
@@ -79,6 +126,16 @@ def test_doctor_names_what_is_missing_with_the_remedy(tmp_path: Path) -> None:
     assert "elasticd up" in done.output
     assert "start one: elasticd-agent" in done.output
     assert "Traceback" not in done.output
+
+
+def test_doctor_gives_programs_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]  # looked for in seconds otherwise
+    (tmp_path / "e.toml").write_text("[etcd]\nendpoints = ['127.0.0.1:1']\n")
+    done = call("doctor", "--json", "--config", str(tmp_path / "e.toml"))
+    assert done.exit_code == 1
+    found = {finding["what"]: finding for finding in json.loads(done.output)}
+    assert found["etcd"]["verdict"] == "missing"
+    assert "elasticd up" in found["etcd"]["remedy"]
 
 
 def test_up_in_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-import httpx
+import httpx2
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
@@ -112,12 +112,12 @@ async def agent(
 
 
 async def get(coordinator: Coordinator, path: str) -> tuple[int, Any]:
-    async with httpx.AsyncClient(base_url=coordinator.url, trust_env=False) as client:
+    async with httpx2.AsyncClient(base_url=coordinator.url, trust_env=False) as client:
         answer = await client.get(path)
         return answer.status_code, answer.json()
 
 
 async def post(coordinator: Coordinator, path: str, body: Any) -> tuple[int, Any]:
-    async with httpx.AsyncClient(base_url=coordinator.url, trust_env=False) as client:
+    async with httpx2.AsyncClient(base_url=coordinator.url, trust_env=False) as client:
         answer = await client.post(path, content=msgspec.json.encode(body))
         return answer.status_code, answer.json()

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import msgspec
 from websockets.asyncio.client import connect
 
@@ -60,9 +60,9 @@ async def ask(
     method: str = "GET",
     headers: dict[str, str] | None = None,
     content: Any = None,
-) -> httpx.Response:
+) -> httpx2.Response:
     verify = known.context if known.context is not None else True
-    async with httpx.AsyncClient(base_url=coordinator.url, trust_env=False, verify=verify) as client:
+    async with httpx2.AsyncClient(base_url=coordinator.url, trust_env=False, verify=verify) as client:
         return await client.request(method, path, headers=known.headers() | (headers or {}), content=content)
 
 

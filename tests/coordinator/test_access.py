@@ -161,11 +161,12 @@ def test_page_of_another_site_may_change_nothing() -> None:
     asyncio.run(body())
 
 
-def test_coordinator_that_others_reach_without_tokens_warns_once(
+def test_coordinator_that_others_reach_without_tokens_serves_where_that_is_allowed_and_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from elasticd.config import with_overrides
     from elasticd.coordinator.daemon import Coordinator
+    from elasticd.coordinator.election import CannotLead
     from elasticd.store.memory import MemoryStore
     from tests.coordinator.agents import config
 
@@ -182,7 +183,10 @@ def test_coordinator_that_others_reach_without_tokens_warns_once(
         return sum("whoever reaches this" in record.getMessage() for record in caplog.records)
 
     with caplog.at_level(logging.WARNING):
-        assert asyncio.run(body(SecuritySection(), "0.0.0.0")) == 1
+        with pytest.raises(CannotLead, match=r"set viewers.* insecure = true in \[security\]"):
+            asyncio.run(body(SecuritySection(), "0.0.0.0"))
+        assert asyncio.run(body(SecuritySection(insecure=True), "0.0.0.0")) == 1
+        assert asyncio.run(body(SecuritySection(insecure=True), "127.0.0.1")) == 0
         assert asyncio.run(body(SecuritySection(), "127.0.0.1")) == 0
         assert asyncio.run(body(tokens(tmp_path), "0.0.0.0")) == 0
     assert [exposed(host) for host in ("localhost", "::1", "127.8.0.1", "::", "10.0.0.1", "head")] == [

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -22,17 +23,20 @@ from elasticd.messages import (
     Join,
     Joined,
     Prepared,
+    Rejected,
     Report,
     StoreAnswer,
     StoreCall,
     Swapped,
     Up,
+    WorkerLost,
 )
-from elasticd.records import Keys, PlanRecord, Proposal, decode
+from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
+from elasticd.rounds import Lap, Lapped, Watching
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import WatchEvent
-from tests.coordinator.agents import Agent, agent, config, coordinating, get, until
+from elasticd.store.protocol import Limits, WatchEvent
+from tests.coordinator.agents import Agent, agent, config, coordinating, get, post, until
 from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.world import World
 
@@ -147,6 +151,77 @@ def test_job_lives_from_its_join_to_its_end() -> None:
             _, events = await get(coordinator, "/v1/events")
             kinds = [event["kind"] for event in events["events"]]
             assert {"job_gathered", "planning", "proposed", "swapped", "recorded", "finished"} <= {*kinds}
+
+    asyncio.run(body())
+
+
+def test_job_that_is_over_can_be_forgotten_and_one_that_runs_cannot() -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        store = MemoryStore(server)
+        async with (
+            coordinating(server) as coordinator,
+            agent(coordinator, node_record("alpha")) as alpha,
+            agent(coordinator, node_record("beta")) as beta,
+        ):
+            path, by = f"/v1/jobs/{JOB}/forget", {"by": "alice"}
+            assert (await post(coordinator, path, by))[0] == 404
+            workers = await started(server, [alpha, beta])
+            await until(lambda: store.get(KEYS.job(JOB, "plan")) is not None)
+            status, answer = await post(coordinator, path, by)
+            assert (status, "elasticd stop" in answer["error"]) == (409, True)
+            first = workers[0]
+            this = {"alpha": alpha, "beta": beta}
+            measured = Measurement(
+                device=first.device, plan=1, step=4, tokens=5, block_seconds=1, block_work=1, step_seconds=0.5
+            )
+            await this[first.node].tell(first.up(Report(measurement=measured, loss=2.5, tokens=5)))
+            await this[first.node].tell(first.up(Finished(step=5)))
+            await until(lambda: store.get(KEYS.job(JOB, "done")) is not None)
+            record = store.get(KEYS.job(JOB, "done"))
+            assert record is not None
+            assert abs(decode(record.value, DoneRecord).at - time.time()) < 60
+            status, answer = await post(coordinator, path, by)
+            assert (status, "has not ended yet" in answer["error"]) == (409, True)
+            for worker in workers:
+                gone = WorkerLost(
+                    job=JOB, device=worker.device, incarnation=worker.incarnation, clean=True, how="over"
+                )
+                await this[worker.node].tell(gone)
+            await until(lambda: not coordinator.leading.state.jobs[JOB].workers)
+            assert (await post(coordinator, path, by))[0] == 200
+            await until(lambda: not store.snapshot(KEYS.jobs).items)
+            leading = coordinator.leading
+            assert (leading.state.jobs, leading.journal.steps(JOB), leading._stores) == ({}, [], {})
+            await until(lambda: leading.journal.events(0)[-1].kind == "forgotten")
+
+    asyncio.run(body())
+
+
+def test_rounds_of_a_job_in_restart_mode_are_cleared_in_time_or_by_a_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        store = MemoryStore(server)
+        for job in ("old", "older"):
+            store.put(KEYS.rendezvous(job) + "state", b"{}")
+        async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            by = Watching(job="laps", torchrun="t", local_rank=0, pid=1, round=1, world=2, nodes=2, least=1)
+            store.put(KEYS.rendezvous("laps") + "state", b"{}")
+            await alpha.tell(Lapped(device="alpha/0", by=by, lap=Lap(step=1, seconds=1.0, wall=1.0)))
+            await until(lambda: "laps" in coordinator.leading.restarts)
+            status, answer = await post(coordinator, "/v1/jobs/laps/forget", {"by": "alice"})
+            assert (status, "stop its torchruns" in answer["error"]) == (409, True)
+            assert (await post(coordinator, "/v1/jobs/old/forget", {"by": "alice"}))[0] == 200
+            await until(lambda: store.get(KEYS.rendezvous("old") + "state") is None)
+            leading, now = coordinator.leading, time.monotonic()
+            monkeypatch.setattr(leading, "_clock", lambda: now + leading.state.settings.keep_seconds - 100)
+            leading._clear_rounds()
+            monkeypatch.setattr(leading, "_clock", lambda: now + leading.state.settings.keep_seconds + 100)
+            leading._clear_rounds()
+            await until(lambda: not store.snapshot(KEYS.jobs).items)
+            assert leading.restarts == {}
 
     asyncio.run(body())
 
@@ -345,5 +420,89 @@ def test_leader_answers_all_while_a_plan_is_made(tmp_path: Path) -> None:
             assert not starting.done()
             gate.touch()
             await starting
+
+    asyncio.run(body())
+
+
+def test_value_that_the_store_does_not_take_is_refused_to_its_sender_and_harms_nobody() -> None:
+    def told(number: int, key: str, size: int) -> Up:
+        call = StoreCall(id=number, op="set", key=key, value=b"x" * size, seconds=5.0)
+        return Up(client="t", job=JOB, device="", incarnation="", body=call)
+
+    async def body() -> None:
+        server = MemoryServer()
+        async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            server.limits = Limits(request_bytes=100_000)
+            for number, size in ((0, 3_000_000), (1, 100_000), (2, 10)):
+                await alpha.tell(told(number, f"rdzv/{number}", size))
+            await alpha.tell(told(3, f"plan/{'9' * 5000}/x", 1))
+            await until(lambda: len(alpha.bodies("t")) == 4)
+            answers = {answer.id: answer.error for answer in alpha.bodies("t")}
+            assert answers.keys() == {0, 1, 2, 3}
+            assert "a value of 3000000 bytes: at most 1048576 are taken" in (answers[0] or "")
+            assert "set of rdzv/1: a request of" in (answers[1] or "")
+            assert "more than the store takes: 100,000 are the most" in (answers[1] or "")
+            assert answers[2] is None
+            assert "a key of 5007 characters" in (answers[3] or "")
+            check = StoreCall(id=4, op="check", key="rdzv/1", seconds=5.0)
+            await alpha.tell(Up(client="t", job=JOB, device="", incarnation="", body=check))
+            await until(lambda: len(alpha.bodies("t")) == 5)
+            assert alpha.bodies("t")[-1].number == 0, "nobody goes on as if it were there"
+            writer = coordinator.leading.writer
+            assert writer is not None
+            await asyncio.wait_for(writer.drained(), 60)
+            assert not writer.away
+            assert coordinator.ready() == ""
+        found = MemoryStore(server).snapshot(KEYS.job(JOB, "ranks/")).items
+        assert [item.key.rpartition("/")[2] for item in found] == ["rdzv:2"]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("name", ["", "team-a/run1"])
+def test_a_job_whose_name_cannot_be_a_key_is_refused_and_the_next_leader_leads(name: str) -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            join = Join(job=name, min_nodes=1, max_nodes=1, pid=1)
+            call = StoreCall(id=1, op="set", key="rdzv/1", value=b"x")
+            for told in (join, call):
+                await alpha.tell(Up(client="t", job=name, device="", incarnation="", body=told))
+            await until(lambda: len(alpha.bodies("t")) == 2)
+            refused, answer = alpha.bodies("t")
+            assert isinstance(refused, Rejected)
+            assert "--rdzv-id" in refused.reason
+            assert answer == StoreAnswer(id=1, error=refused.reason)
+            await alpha.tell(Up(client="t", job="good", device="", incarnation="", body=join))
+        async with coordinating(server) as second:
+            assert second.ready() == ""
+
+    asyncio.run(body())
+
+
+def test_write_that_the_store_refuses_ends_its_job_and_no_other() -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        async with (
+            coordinating(server) as coordinator,
+            agent(coordinator, node_record("alpha")) as alpha,
+            agent(coordinator, node_record("beta")) as beta,
+        ):
+            await asyncio.gather(*(joined(this) for this in (alpha, beta)))
+            # From here on there is room for the end of a job, and for little else.
+            server.limits = Limits(request_bytes=1200)
+            world = World()
+            worker = FakeWorker(device="alpha/0", incarnation="a")
+            await alpha.tell(worker.up(world.hello(worker)))
+            await until(lambda: MemoryStore(server).get(KEYS.job(JOB, "done")) is not None)
+            item = MemoryStore(server).get(KEYS.job(JOB, "done"))
+            assert item is not None
+            assert decode(item.value, DoneRecord).reason.startswith(
+                "the store does not take its job-spec: a request"
+            )
+            assert coordinator.ready() == ""
+            writer = coordinator.leading.writer
+            assert writer is not None
+            assert not writer.away
 
     asyncio.run(body())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from elasticd.coordinator.keyvalue import KeyValue
+import pytest
+
+from elasticd.coordinator import keyvalue
+from elasticd.coordinator.keyvalue import LARGEST_VALUE, KeyValue
 from elasticd.messages import StoreAnswer, StoreCall
 
 
@@ -42,6 +45,20 @@ def test_add_counts_in_text_as_torch_does() -> None:
     assert "whole numbers" in (ask(store, "add", "word", b"1").error or "")
 
 
+@pytest.mark.parametrize("number", ["9" * 400, str(1 << 63)])
+def test_no_number_is_too_long_for_the_keys_of_others(number: str) -> None:
+    store = KeyValue()
+    ask(store, "set", f"plan/{number}/x", b"")
+    ask(store, "set", "plan/1/x", b"")
+    store.drop_before(5)
+    assert ask(store, "check", "plan/1/x").number == 0
+    assert ask(store, "check", f"plan/{number}/x").number == 1
+    ask(store, "set", "n", b"1")
+    said = ask(store, "add", "n", number.encode()).error or ""
+    assert said.startswith("add to n: ")
+    assert ask(store, "get", "n").value == b"1"
+
+
 def test_get_waits_for_its_key() -> None:
     async def body() -> StoreAnswer:
         store = KeyValue()
@@ -74,3 +91,30 @@ def test_keys_of_plans_before_are_dropped_and_who_waits_for_them_is_told() -> No
     assert ask(store, "check", "plan/1/a").number == 0
     assert ask(store, "check", "plan/2/a").number == 1
     assert ask(store, "check", "other").number == 1
+
+
+def test_what_is_too_large_or_no_number_is_answered_with_an_error_and_harms_nothing() -> None:
+    store = KeyValue()
+    assert "characters: at most" in (ask(store, "set", "k" * 2000).error or "")
+    assert "bytes: at most" in (ask(store, "set", "k", b"x" * (LARGEST_VALUE + 1)).error or "")
+    for value in (b"9" * 5000, b"1_000", b" 1", b"+1", str(2**63).encode(), "\u0663".encode()):
+        assert "whole numbers of 64 bits" in (ask(store, "add", "n", value).error or ""), value
+    assert ask(store, "add", "n", str(2**63 - 1).encode()).number == 2**63 - 1
+    assert "64 bits" in (ask(store, "add", "n", b"1").error or ""), "the sum"
+    assert ask(store, "get", "n").value == str(2**63 - 1).encode()
+    ask(store, "set", f"plan/{'7' * 5000}/x", b"")
+    ask(store, "set", "plan/\u0663/x", b"")
+    store.drop_before(9)
+
+
+def test_a_jobs_store_is_bounded_and_what_goes_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyvalue, "LARGEST_JOB", 100)
+    store = KeyValue()
+    assert ask(store, "set", "plan/1/a", b"x" * 60).error is None
+    assert "there is no room for" in (ask(store, "set", "plan/1/b", b"x" * 60).error or "")
+    assert ask(store, "set", "plan/1/a", b"").error is None
+    assert ask(store, "set", "plan/1/b", b"x" * 60).error is None
+    store.drop_before(2)
+    assert ask(store, "set", "plan/2/a", b"x" * 90).error is None
+    ask(store, "delete", "plan/2/a")
+    assert ask(store, "set", "plan/2/a", b"x" * 90).error is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from elasticd.messages import AgentHello, encode
 from elasticd.security import SecuritySection
 from tests.coordinator.agents import until
 from tests.coordinator.secured import ask, bearer, link, refusals, secured
+from tests.descriptors import few_descriptors
 from tests.machines.cast import node_record
 
 DRAIN = "/v1/nodes/alpha/drain"
@@ -117,6 +119,31 @@ def test_connections_above_the_limit_are_dropped_and_the_others_stay() -> None:
                 await until(lambda: refusals(coordinator).get("crowded", 0) >= 1, 60)
                 assert coordinator.leading.state.nodes["alpha"].connected
             await until(lambda: not coordinator.leading.state.nodes["alpha"].connected, 60)
+
+    asyncio.run(body())
+
+
+def test_leader_outlives_the_end_of_its_descriptors() -> None:
+    async def body() -> None:
+        async with secured(SecuritySection()) as coordinator, link(coordinator, bearer("")) as socket:
+            await socket.send(encode(AgentHello(record=node_record("alpha"))))
+            await until(lambda: "alpha" in coordinator.leading.state.nodes)
+            host, port = coordinator.url.removeprefix("http://").split(":")
+            asked: list[asyncio.StreamWriter] = []
+            refused: list[dict[str, Any]] = []
+            asyncio.get_running_loop().set_exception_handler(lambda loop, context: refused.append(context))
+            with few_descriptors(spare=16):
+                with contextlib.suppress(OSError):
+                    while True:
+                        asked.append((await asyncio.open_connection(host, int(port)))[1])
+                await until(lambda: bool(refused))
+                assert coordinator.leading.state.nodes["alpha"].connected
+                for writer in asked:
+                    writer.close()
+            assert len(asked) > 4
+            assert "out of system resource" in refused[0]["message"]
+            assert (await ask(coordinator, "/readyz")).status_code == 200
+            assert coordinator.leading.state.nodes["alpha"].connected
 
     asyncio.run(body())
 

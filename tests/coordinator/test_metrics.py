@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-import httpx
+import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticd.coordinator.connections import Connections
@@ -33,7 +33,7 @@ def samples(text: str) -> Samples:
 
 
 async def scrape(coordinator: Coordinator) -> Samples:
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx2.AsyncClient(trust_env=False) as client:
         answer = await client.get(f"{coordinator.url}/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     return samples(answer.text)

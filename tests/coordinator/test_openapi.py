@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import cast
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 import schemathesis
@@ -120,9 +120,9 @@ def test_document_has_every_route_with_its_methods(open_leader: Leader) -> None:
 
 
 def test_a_method_that_a_path_lacks_is_answered_with_those_that_it_has(open_leader: Leader) -> None:
-    async def ask() -> httpx.Response:
-        there = httpx.ASGITransport(app=open_leader.app)
-        async with httpx.AsyncClient(transport=there, base_url="http://leader") as client:
+    async def ask() -> httpx2.Response:
+        there = httpx2.ASGITransport(app=open_leader.app)
+        async with httpx2.AsyncClient(transport=there, base_url="http://leader") as client:
             return await client.delete("/v1/config")
 
     answer = asyncio.run(ask())

@@ -6,7 +6,7 @@ import asyncio
 import ssl
 from pathlib import Path
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 from websockets.exceptions import InvalidStatus
@@ -41,7 +41,7 @@ def test_port_speaks_tls_and_says_so_in_its_url(tmp_path: Path) -> None:
         async with secured(encrypted(authority)) as coordinator:
             assert coordinator.url.startswith("https://127.0.0.1:")
             assert (await ask(coordinator, "/v1/status", client(authority))).status_code == 200
-            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            with pytest.raises(httpx2.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                 await ask(coordinator, "/v1/status", client(Authority(tmp_path, "others")))
             async with link(coordinator, client(authority)) as socket:
                 await socket.send(encode(AgentHello(record=node_record("alpha"))))
@@ -82,7 +82,7 @@ def test_certificate_of_another_authority_does_not_get_through_the_handshake(tmp
         pair = others.client("eve", "operator")
         known = credentials(SecuritySection(ca=authority.ca, client_cert=pair.cert, client_key=pair.key))
         async with secured(section) as coordinator:
-            with pytest.raises((httpx.ReadError, httpx.RemoteProtocolError, httpx.ConnectError)):
+            with pytest.raises((httpx2.ReadError, httpx2.RemoteProtocolError, httpx2.ConnectError)):
                 await ask(coordinator, "/livez", known)
 
     asyncio.run(body())
@@ -129,7 +129,7 @@ def test_older_versions_of_tls_are_refused(tmp_path: Path) -> None:
         known.context.minimum_version = ssl.TLSVersion.TLSv1_2
         known.context.maximum_version = ssl.TLSVersion.TLSv1_2
         async with secured(encrypted(authority)) as coordinator:
-            with pytest.raises(httpx.ConnectError):
+            with pytest.raises(httpx2.ConnectError):
                 await ask(coordinator, "/livez", known)
 
     asyncio.run(body())

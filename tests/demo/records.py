@@ -11,7 +11,8 @@ from elasticd_planner.problem import Problem
 from elasticd_planner.profiles import ModelProfile, SectionProfile
 from elasticd_planner.search import plan
 
-from elasticd.coordinator.journal import EventRecord, Pacing, StepRecord
+from elasticd.coordinator.gains import StepRecord
+from elasticd.coordinator.journal import EventRecord, Pacing
 from elasticd.demo.record import Line, Record
 from elasticd.demo.scenario import Scenario
 from elasticd.records import HistoryRecord

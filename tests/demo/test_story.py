@@ -5,7 +5,8 @@ from __future__ import annotations
 from elasticd_planner.plan import Plan
 
 from elasticd.cli.reach import JobStatus
-from elasticd.coordinator.journal import EventRecord, StepRecord
+from elasticd.coordinator.gains import StepRecord
+from elasticd.coordinator.journal import EventRecord
 from elasticd.demo.story import OVER, PATIENCE, TRANSITIONS, Action, Phase, Seen, Story, step
 from tests.demo.records import SCENARIO, history
 

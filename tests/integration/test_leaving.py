@@ -45,24 +45,34 @@ def test_one_that_is_told_to_go_leaves_and_nothing_is_lost_or_done_twice(holder:
         (lost,) = cluster.events("worker_lost")
         assert lost["data"]["clean"]
         assert "it was told to go, and the job goes on without it" in lost["text"]
+        assert {m["pid"] for m in cluster.job()["members"]} == {pids["a/0"], pids["a/1"]}
         steps = cluster.finish()
         codes = cluster.wait(120)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
         assert not cluster.events("fenced"), "nobody was lost"
-        assert {m["pid"] for m in cluster.job()["members"]} == {pids["a/0"], pids["a/1"]}
         check_exactness(cluster, steps, plans=2)
 
 
 @pytest.mark.slow
-def test_all_that_are_told_to_go_end_the_job_which_says_so() -> None:
+@pytest.mark.parametrize("how", sizes.beside(["elasticd stop"], ["elasticd stop", "SIGTERM"]))
+def test_all_that_are_told_to_go_end_the_job_which_says_so(how: str) -> None:
+    """Each by itself, or by a user who stops the job."""
+
+    async def stop() -> None:
+        cluster.coordinator.leading.stop("job", 60.0, "alice@host")
+
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT)
         cluster.runs(1, steps=5)
-        for worker in cluster.workers.values():
-            worker.send_signal(signal.SIGTERM)
+        if how == "SIGTERM":
+            for worker in cluster.workers.values():
+                worker.send_signal(signal.SIGTERM)
+        else:
+            cluster.call(stop())
         codes = cluster.wait(120)
         assert set(codes.values()) == {1}
-        assert "all workers were told to go (SIGTERM), after step" in cluster.log("a/0")
+        why = "all workers were told to go (SIGTERM)" if how == "SIGTERM" else "stopped by alice@host"
+        assert f"{why}, after step" in cluster.log("a/0")
         until(lambda: cluster.job()["phase"] == "stopped", 60, lambda: texts(cluster))
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,10 +26,20 @@ EXAMPLES = ROOT / "examples"
 
 
 class Torchrun:
-    """One torchrun and what it and its workers say."""
+    """One torchrun and what it and its workers say. `all_said`: what all torchruns of its job say."""
 
-    def __init__(self, cluster: Cluster, node: str, script: Path, options: list[str], *, nodes: str, conf: str):
-        self.node = node
+    def __init__(
+        self,
+        cluster: Cluster,
+        node: str,
+        script: Path,
+        options: list[str],
+        all_said: Callable[[], str],
+        *,
+        nodes: str,
+        conf: str,
+    ) -> None:
+        self.node, self._all_said = node, all_said
         number, name = tempfile.mkstemp(dir=cluster.folder, prefix=f"torchrun-{node}-")
         os.close(number)
         self._log = Path(name)
@@ -42,7 +53,7 @@ class Torchrun:
         self.process = forkserver.start(
             "torch.distributed.run",
             *options,
-            environment={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            environment={**environment, "LOGLEVEL": "INFO", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
             output=self._log,
         )
 
@@ -74,7 +85,7 @@ class Torchrun:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the torchrun of {self.node} did not end:\n{self.said}") from None
+            raise AssertionError(f"the torchrun of {self.node} did not end:\n{self._all_said()}") from None
 
     def close(self) -> None:
         workers = []
@@ -131,7 +142,9 @@ class RestartJob:
 
     def start(self, node: str, *more: str) -> Torchrun:
         options = [*self._options, *more, f"--folder={self.folder}"]
-        run = Torchrun(self.cluster, node, self._script, options, nodes=self._nnodes, conf=self._conf)
+        run = Torchrun(
+            self.cluster, node, self._script, options, self.said, nodes=self._nnodes, conf=self._conf
+        )
         self.torchruns.append(run)
         return run
 

@@ -27,6 +27,12 @@ class Checked:
 
     def _check(self, effect: Write) -> None:
         """Invariants 1 to 3 and 5 of the job's machine."""
+        if effect.forget:
+            assert self.store.get(KEYS.job(JOB, "done")) is not None, "only what is over is forgotten"
+            assert not effect.records
+            self.numbers.clear()
+            self.recorded.clear()
+            return
         part = {name: self.store.get(KEYS.job(JOB, name)) for name in ("plan", "proposal", "done")}
         if part["done"] is not None:
             self._check_same(decode(part["done"].value, DoneRecord), effect)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from elasticd.machines import switch as sw
 from elasticd.machines.agent_state import (
     Ended,
     FenceRead,
     LeaderRead,
     LinkDown,
     LinkUp,
+    Opened,
     PlanRead,
     ProposalRead,
     Said,
     Tell,
 )
-from elasticd.messages import Abort, Fenced, Hello, Prepared, Up, WorkerLost
+from elasticd.messages import Abort, Fenced, Hello, Prepared, Recorded, Up, WorkerLost
 from elasticd.records import Fence, PlanRecord
 from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, run, sent
 
@@ -41,6 +45,69 @@ def test_worker_that_comes_back_hears_that_it_was_fenced_off_also_after_the_faul
     state, _ = run(fence(3, {"n0/0": "i0"}), over_with)
     assert sent(run(hello(0), state=state)[1])[1:] == [("w0", EVICTED)]
     assert sent(run(hello(1), state=state)[1])[1:] == [], "the others have nothing to stand still for"
+
+
+OTHERS_WENT_ON = PlanRead(job=JOB, record=PlanRecord(plan=plan(4, {"n0/1": "i1"}), epoch=5, step=0))
+
+
+def back(rank: int) -> Opened:
+    """It has the incarnation already that the agent before this one gave it."""
+    return hello(rank, incarnation=f"i{rank}")
+
+
+def test_worker_that_missed_how_its_plan_ended_hears_it_when_it_comes_back() -> None:
+    """Its agent was started again meanwhile: it keeps a copy for a switch that is over, and waits to go."""
+    state, _ = run(OTHERS_WENT_ON)
+    assert sent(run(back(0), state=state)[1])[1:] == [("w0", Recorded(number=4))]
+    assert sent(run(back(1), state=state)[1])[1:] == [], "a member has nothing to drop"
+    assert sent(run(hello(0), state=state)[1])[1:] == [], "who is new has missed nothing"
+    left = sw.State(phase=sw.Phase.STANDBY, number=4, seen=4, holds_old=True, leaving=True)
+    assert obeyed(left, sent(run(back(0), state=state)[1])[1:]).phase is sw.Phase.STOPPED, "it departs"
+
+
+def test_worker_that_lost_the_others_and_missed_the_recovery_stands_by_for_the_next_plan() -> None:
+    """No fence names it: the leader of then never met it."""
+    state, _ = run(fence(3, {"n1/0": "x"}), OTHERS_WENT_ON)
+    _, effects = run(back(0), state=state)
+    orders = sent(effects)[1:]
+    assert orders == [("w0", Fenced(number=3, reason="it froze")), ("w0", Recorded(number=4))]
+    stands_still = sw.State(phase=sw.Phase.BEREFT, number=2, seen=2, trains=True)
+    after = obeyed(stands_still, orders)
+    assert after.phase is sw.Phase.STANDBY
+    after, effects = sw.step(after, sw.Proposed(number=5, joins=True))
+    assert effects == (sw.Prepare(number=5),)
+
+
+@pytest.mark.parametrize("phase", [sw.Phase.PREPARING, sw.Phase.MOVING, sw.Phase.SAYING, sw.Phase.DOUBT])
+def test_worker_that_joins_by_a_later_proposal_is_not_torn_out_of_it(phase: sw.Phase) -> None:
+    """It knows nothing of a fence that was over before it came."""
+    state, _ = run(fence(3, {"n1/0": "x"}), OTHERS_WENT_ON)
+    joins = sw.State(phase=phase, proposal=5, seen=5, joins=True, ok=phase is sw.Phase.DOUBT)
+    after = obeyed(joins, sent(run(back(0), state=state)[1])[1:])
+    assert (after.phase, after.proposal) == (phase, 5)
+    after, _ = sw.step(after, sw.Fenced(number=6))
+    assert after.phase is not phase, "one that closes the proposal is obeyed"
+
+
+def obeyed(state: sw.State, orders: list[tuple[str, object]]) -> sw.State:
+    """A worker's machine once it has read these."""
+    for _, order in orders:
+        event: sw.Event
+        match order:
+            case Fenced(number=number, evicted=evicted):
+                event = sw.Fenced(number=number, evicted=evicted)
+            case Recorded(number=number):
+                event = sw.Recorded(number=number)
+            case _:
+                raise AssertionError(order)
+        state, _ = sw.step(state, event)
+    return state
+
+
+def test_an_agent_that_reads_the_plan_after_its_workers_came_tells_all_of_them() -> None:
+    """It does not know what they missed."""
+    _, effects = run(hello(0), hello(1), OTHERS_WENT_ON)
+    assert sent(effects) == [("w0", Recorded(number=4)), ("w1", Recorded(number=4))]
 
 
 def test_a_new_link_does_not_call_back_a_worker_whose_device_has_another() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from elasticd.coordinator.writer import stored
 from elasticd.machines.agent_state import CheckpointsRead, LinkDown, LinkUp, Note, ProposalRead
-from elasticd.machines.job.checkpoints import MOST_PUBLISHED
+from elasticd.machines.job.checkpoints import MOST_PUBLISHED, MOST_WAITING
 from elasticd.machines.job.effects import Received
 from elasticd.machines.job.state import Phase
 from elasticd.messages import Hello, Published, Saved
@@ -106,6 +106,32 @@ def test_the_list_in_the_store_is_bounded() -> None:
     found = record(world)
     assert found is not None
     assert [one.step for one in found.published] == list(range(5, MOST_PUBLISHED + 5))
+
+
+def test_a_checkpoint_of_a_plan_that_is_not_recorded_yet_is_published_once_it_is() -> None:
+    """A fence came between the first swap and its record; the saver says what it wrote once, and waits."""
+    world = World()
+    world.start()
+    early = save(world, 10, plan=2)
+    save(world, 10, plan=2)
+    far = save(world, 10, plan=1 << 40)
+    assert record(world) is None
+    world.train(16)
+    plan = world.plan()
+    assert plan is not None
+    assert plan.number >= 2
+    found = record(world)
+    assert found is not None
+    assert [one.name for one in found.published] == [early.name]
+    assert [one.name for one in world.job.unpublished] == [far.name]
+
+
+def test_checkpoints_of_plans_to_come_are_bounded() -> None:
+    world = World()
+    world.start()
+    for step in range(100):
+        save(world, step, plan=1 << 40)
+    assert len(world.job.unpublished) == MOST_WAITING
 
 
 @pytest.mark.parametrize("who", ["another incarnation", "a plan to come", "a job that is over"])

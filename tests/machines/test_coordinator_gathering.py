@@ -8,7 +8,7 @@ from elasticd_planner.measurement import Measurement
 
 from elasticd.machines.job.effects import Received
 from elasticd.machines.job.state import Phase, Settings
-from elasticd.messages import Hello, Join, Joined, Rejected, Report, Up
+from elasticd.messages import Hello, Joined, Report, Up
 from tests.machines.asked import refused
 from tests.machines.cast import JOB
 from tests.machines.world import World
@@ -82,17 +82,6 @@ def test_nodes_beyond_the_most_are_refused() -> None:
     assert world.job.joined == ("alpha", "beta")
     (reason,) = refused(world, "tgamma")
     assert "already has all the nodes that --nnodes lets it have (alpha, beta)" in reason
-
-
-@pytest.mark.parametrize("name", ["", "a/b"])
-def test_job_name_that_cannot_be_a_key_is_refused(name: str) -> None:
-    world = World()
-    body = Join(job=name, min_nodes=1, max_nodes=1, pid=1)
-    up = Up(client="t", job=name, device="", incarnation="", body=body)
-    world.say(Received(node="alpha", message=up))
-    world.settle()
-    assert isinstance(world.told["t"][0], Rejected)
-    assert not world.state.jobs
 
 
 def test_torchrun_that_ends_before_its_workers_came_stops_the_job() -> None:

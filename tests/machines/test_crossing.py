@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from elasticd_planner.cluster import Link
 from elasticd_planner.detect import DetectSettings
 
+from elasticd.machines import coordinator, crossing
 from elasticd.machines.crossing import GATHER_SECONDS, Links, crossed, judge, moved
-from elasticd.machines.job.effects import Received
+from elasticd.machines.job.effects import Note, Received, Tick
 from elasticd.messages import Swapped, Up
 from elasticd.pulses import Crossed
 from tests.machines.test_coordinator_faults import running
@@ -52,6 +56,40 @@ def test_what_came_in_a_move_counts_by_node_and_only_where_it_is_much() -> None:
     ((kind, transfer),) = links.gathered
     assert (kind, transfer.name, transfer.size, transfer.seconds) == ("move", "n0 - n1", 16 * MIB, 0.3)
     assert moved(Links(), swapped("n0/0", {"n1/0": (MIB, float("inf"))}), RING, 1.0).gathered == ()
+
+
+HUGE = [
+    Crossed(target="n1", size=2**62, seconds=1e-320, latency=1e-320),
+    Crossed(target="n1", size=10**400, seconds=1.0, latency=1.0),
+    Crossed(target="n1", size=1, seconds=1e300, latency=1e300),
+    Crossed(target="n1", size=2**50, seconds=1e-7, latency=1e-7),
+    Crossed(target="n1", size=1, seconds=1e6, latency=1e6),
+]
+FLOWS = [{"n1/0": (2**60, 1e-320)}, {"n1/0": (10**400, 1.0)}, {"n1/0": (2**50, 1e-7)}, {"n1/0": (2**21, 1e6)}]
+
+
+@pytest.mark.parametrize("said", [*HUGE, *FLOWS], ids=lambda said: repr(said)[:60])
+def test_no_number_that_a_node_says_ends_who_judges_the_links(said: Any) -> None:
+    links = Links()
+    for turn in range(3):
+        if isinstance(said, Crossed):
+            links = crossed(links, "n0", said, RING, float(turn))
+        else:
+            links = moved(links, swapped("n0/0", said), RING, float(turn))
+        links = crossed(links, "n2", probe("n3"), RING, float(turn))
+        links, _ = judge(links, Link(), DetectSettings(), turn + GATHER_SECONDS)
+
+
+def test_a_defect_in_judging_links_costs_what_was_gathered_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("by a node")
+
+    monkeypatch.setattr(crossing, "judge", broken)
+    world = running()
+    state, effects = coordinator.step(world.state, Tick(), world.now + 1)
+    (note,) = [effect for effect in effects if isinstance(effect, Note)]
+    assert (note.kind, "ZeroDivisionError: by a node" in note.text) == ("defect", True)
+    assert state.links.gathered == ()
 
 
 def test_what_makes_no_sense_is_not_heard() -> None:

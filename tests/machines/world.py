@@ -10,7 +10,8 @@ from collections import deque
 
 from elasticd_planner.plan import Plan
 
-from elasticd.coordinator.writer import operations, stored
+from elasticd.coordinator.ledger import Ledger, Sweep
+from elasticd.coordinator.writer import stored
 from elasticd.machines import coordinator
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import (
@@ -52,6 +53,7 @@ from elasticd.messages import (
 )
 from elasticd.records import Fence, Proposal, decode
 from elasticd.store.memory import MemoryStore
+from elasticd.store.protocol import Put
 from tests.machines.cast import JOB, MEMORY, FakeWorker, Outcome, answer_to, measurement, node_record, spec
 from tests.machines.checked import KEYS, Checked
 
@@ -68,6 +70,7 @@ class World(Checked):
         self.settings = settings or Settings(prepare_seconds=10.0, retry_seconds=5.0)
         self.now = 0.0
         self.store = MemoryStore()
+        self.ledger = Ledger(KEYS, self.store.limits)
         self.records = {name: node_record(name, memory=memory) for name in nodes}
         self.state = State(epoch=1, settings=self.settings)
         self.inbox: deque[Event] = deque()
@@ -153,6 +156,7 @@ class World(Checked):
         self.planning = None
         snapshot = self.store.snapshot(KEYS.jobs)
         found = stored(KEYS, snapshot.items)
+        self.ledger = Ledger(KEYS, self.store.limits, snapshot.items)
         self.state = coordinator.takeover(self.state.epoch + 1, found, self.settings, self.now)
         self.now += 0.1
         for name in self.records:
@@ -197,7 +201,11 @@ class World(Checked):
 
     def _write(self, effect: Write) -> None:
         self._check(effect)
-        self.store.transact((), operations(KEYS, effect))
+        for asked in (effect, Sweep(job=effect.job)):
+            for ops in self.ledger.transactions(asked):
+                made = self.store.transact(self.ledger.compares(ops), ops)
+                assert made.succeeded
+                self.ledger.done(ops, {op.key: made.revision for op in ops if isinstance(op, Put)})
         self.notes += effect.notes
         for record in effect.records:
             if isinstance(record, Proposal):

@@ -97,8 +97,71 @@ def said(rules: dict[str, Rule | None], block: type[Block] = Block) -> tuple[boo
 def test_good_rules_pass_on_every_layout() -> None:
     good, text = said({})
     assert good, text
-    assert text.count("ok ") == 3
-    assert "wider than the units that follow" in text
+    assert text.count("ok ") == 8
+    for tried in (
+        "TP 2 with shares 2:1",
+        "wider than the units that follow",
+        "recomputation in all blocks",
+        "2 stages of 1 and 1 layers, over gloo",
+        "data parallel 2, ZeRO 2",
+    ):
+        assert tried in text
+
+
+class Counting(Block):
+    """Computes something else each time that it runs."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return super().forward(x) / self.runs
+
+
+def test_a_block_that_is_not_the_same_when_it_runs_again_is_found() -> None:
+    good, text = said({}, Counting)
+    assert not good
+    assert "WRONG recomputation in all blocks" in text
+
+
+class Mixing(Block):
+    """A sample's output depends on the samples beside it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.1 * x.mean(dim=0, keepdim=True)
+
+
+def test_samples_that_are_not_independent_are_noted_and_layouts_compared_all_the_same() -> None:
+    good, text = said({}, Mixing)
+    assert good, text
+    assert "note  one process gives something else where each sample is a micro-batch of its own" in text
+    assert "Do padded tokens or other samples reach what a sample gives?" in text
+
+
+class Single(nn.LayerNorm):
+    """In single precision, whatever comes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+class Streaming(Block):
+    """Norms in single precision are the first of the parameters; the stream is in double."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = Single(WIDTH), Single(WIDTH)
+
+    def double(self) -> Streaming:
+        super().double()
+        self.norm1.float()
+        self.norm2.float()
+        return self
+
+
+def test_activations_may_be_of_another_type_than_the_first_parameter() -> None:
+    good, text = said({"blocks.*.norm*": None}, Streaming)
+    assert good, text
 
 
 @pytest.mark.parametrize(
@@ -133,7 +196,7 @@ def test_a_block_with_two_outputs_is_refused_by_name() -> None:
     ("script", "code", "expected"),
     [
         ("examples/train_vit.py", 0, "ok    TP 2 with shares 2:1"),
-        ("examples/train_ddp_that_is_not_there.py", 2, "there is no file"),
+        ("examples/train_ddp_that_is_not_there.py", 2, "is not there: name the training script"),
         ("examples/ddp.py", 2, "before it made a Job"),
     ],
 )

@@ -11,9 +11,10 @@ import torch
 import elasticd
 from elasticd.models import next_token_loss
 from tests import sizes
+from tests.models.families import Whole
 from tests.models.layouts import Training
 from tests.models.precise import Course, alone, apart, under
-from tests.models.test_huggingface import Whole, made, theirs
+from tests.models.test_huggingface import made, theirs
 from tests.models.test_matrix import LAYOUTS, NEAR, OPTIMIZERS, PRECISIONS
 from tests.models.texts import Text
 

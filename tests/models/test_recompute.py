@@ -25,7 +25,7 @@ from elasticd.runtime.accepted import replace_dropouts
 from elasticd.runtime.engine import Engine, build, connect, first_state
 from elasticd.runtime.groups import Fabric
 from elasticd.runtime.in_memory import MemoryFabric, MemoryWorld, unpaced
-from elasticd.runtime.recompute import Recomputed, asked
+from elasticd.runtime.recompute import asked
 from examples import train_gpt2
 from tests.models.layouts import SEED, Training, alone, furthest, layouts_of, plan_of, stage, under
 from tests.models.texts import Text
@@ -79,16 +79,33 @@ def test_some_stages_may_recompute_and_some_blocks_by_the_users_word() -> None:
 
 
 class Drawing(nn.Module):
-    """A block that draws from torch's generator and counts its calls in a buffer that its output depends on."""
+    """A block that draws from torch's generator."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.inner = nn.Linear(width, width)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls = self.calls + 1
-        return x + F.dropout(torch.tanh(self.inner(x)), 0.3) / self.calls
+        return x + self.drawn(torch.tanh(self.inner(x)))
+
+    def drawn(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.3)
+
+
+class Seldom(Drawing):
+    """Draws for long sequences alone, of which the first is none."""
+
+    def drawn(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.3) if x.shape[1] > 11 else x
+
+
+class Beside(Drawing):
+    """Draws from another generator, as on an accelerator: the CPU's does not move."""
+
+    generator = torch.Generator()
+
+    def drawn(self, x: Tensor) -> Tensor:
+        return x * torch.empty_like(x).bernoulli_(0.7, generator=self.generator)
 
 
 class Embed(nn.Module):
@@ -101,33 +118,29 @@ class Embed(nn.Module):
         return out
 
 
-def drawing() -> Training:
+def drawing(kind: type[Drawing]) -> Training:
     torch.manual_seed(0)
-    parts = Embed(8).double(), [Drawing(8).double() for _ in range(3)], nn.Linear(8, 23).double()
+    parts = Embed(8).double(), [kind(8).double() for _ in range(3)], nn.Linear(8, 23).double()
     with pytest.warns(UserWarning, match="no tensor-parallel rules"):
         model = elasticd.Model(embed=parts[0], blocks=parts[1], head=parts[2])
     return Training(model=model, loss=next_token_loss, dataset=Text(23))
 
 
-def test_draws_without_a_key_and_buffers_that_forward_changes_are_the_same_again() -> None:
+@pytest.mark.parametrize("kind", [Drawing, Seldom, Beside])
+def test_draws_without_a_key_are_the_same_again(kind: type[Drawing], monkeypatch: pytest.MonkeyPatch) -> None:
     """On one thread: torch's generator is one for a process."""
-    training = drawing()
+    both = [torch.default_generator, Beside.generator]
+    monkeypatch.setattr("elasticd.runtime.randomness.generators", lambda: both)
     plan = plan_of((8, [stage(0, 3, ("a/0", 1))]))
-    plain, again = (under(training, each, threads=False) for each in (plan, again_in(plan)))
+    training = drawing(kind)
+    before = [generator.get_state() for generator in both]
+    plain = under(training, plan, threads=False)
+    assert all(torch.equal(generator.get_state(), was) for generator, was in zip(both, before, strict=True))
+    for generator in both:
+        generator.seed()
+    again = under(drawing(kind), again_in(plan), threads=False)
     assert again[0] == plain[0]
     assert all(torch.equal(again[1][full], weight) for full, weight in plain[1].items())
-
-
-def test_a_buffer_counts_each_micro_batch_once() -> None:
-    block = Drawing(4).double()
-    again, x = Recomputed(block), torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-    kept = [again.forward(x), again.forward(x)]
-    assert block.calls == 2
-    for number, (_, changed) in enumerate(kept):
-        ((_, name, was),) = changed
-        assert (name, was) == ("calls", number)
-        again.again(x, changed)
-    assert block.calls == 2
 
 
 class Alive:

@@ -54,7 +54,7 @@ from msgspec import inspect
 from elasticd import messages, recording
 from elasticd.checkpoints import manifest
 from elasticd.cli.moves import answered
-from elasticd.coordinator import writer
+from elasticd.coordinator import pages, writer
 from elasticd.decoding import decode_stored
 from elasticd.demo import record, report
 from elasticd.demo.scenario import Scenario
@@ -69,7 +69,10 @@ from elasticd.wire import Message
 from tests.machines.cast import model
 
 #: Whose classes are read by other releases; each module is imported, so that all subclasses are known.
-MODULES = (messages, streams, manifest, writer, record, report, memory_file, Remembered, Outcome, LeaderRecord)
+MODULES = (
+    *(messages, streams, manifest, writer, pages, record, report, memory_file),
+    *(Remembered, Outcome, LeaderRecord),
+)
 
 PLAN = Plan(
     number=3,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import zipfile
+from email import message_from_bytes
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.releases import build, kept
 
@@ -44,3 +47,16 @@ def test_the_wheel_of_a_release_is_what_its_commit_holds(version: str, tmp_path:
         for path in (tmp_path / folder).rglob("*.py")
     ]
     assert len(present) == len(modules), "no module of the commit is lacking"
+
+
+@pytest.mark.parametrize("version", kept.RELEASED)
+def test_what_a_release_needs_is_installed(version: str) -> None:
+    """Beside what we need: the tests run its programs from its wheel in our environment."""
+    with zipfile.ZipFile(kept.wheel(version)) as wheel:
+        head = message_from_bytes(wheel.read(f"elasticd-{version}.dist-info/METADATA"))
+    needed = list(map(Requirement, head.get_all("Requires-Dist", [])))
+    assert needed
+    for extra in ("", "train", "daemon", "embedded"):
+        for one in needed:
+            if one.marker is None or one.marker.evaluate({"extra": extra}):
+                assert metadata.version(one.name) in one.specifier, f"{one}: see `dev` in pyproject.toml"

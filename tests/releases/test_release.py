@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from elasticd_agent.__main__ import command
+from elasticd_agent.command import command
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import elasticd

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import default_collate
 
-from elasticd.runtime.data import Loader, expected_hash, length_of, pad, sample_tokens
+from elasticd.runtime.data import Loader, Unlike, expected_hash, length_of, pad, sample_tokens
 from elasticd.runtime.headers import empty_header, pack_header, unpack_header
 from elasticd.runtime.reader import Reader, SampleError
 from elasticd.runtime.vote import hash_samples
@@ -28,12 +34,91 @@ def test_padding_leaves_targets_out_of_the_loss() -> None:
     assert batch["targets"].tolist() == [[0, -100, -100], [2, 2, 2]]
 
 
-def test_a_header_carries_shape_and_ids() -> None:
-    header = pack_header((2, 7, 16), (5, 9))
+Point = namedtuple("Point", "x y")
+
+#: What torch's own takes, of any sample i.
+TAKEN: dict[str, Callable[[int], Any]] = {
+    "a class": lambda i: {"inputs": torch.ones(3), "label": i % 2},
+    "a class as a tensor": lambda i: {"inputs": torch.ones(3), "label": torch.tensor(i)},
+    "numbers": lambda i: {"score": i / 3, "good": bool(i % 2), "either": i if i % 2 else i / 2},
+    "images": lambda i: {"image": torch.full((3, 4, 5), float(i)), "class": torch.tensor(i)},
+    "a pair": lambda i: (torch.full((2, 2), i), i),
+    "named": lambda i: Point(torch.tensor([i, i]), i),
+    "nested": lambda i: {"a": {"b": {"c": torch.tensor([i, 2.0])}, "d": (i, torch.ones(1))}},
+    "arrays": lambda i: {"x": np.full((2, 3), i, dtype=np.float32), "y": np.int64(i)},
+    "text": lambda i: {"name": f"sample {i}", "raw": b"x"},
+    "lists": lambda i: {"three": [i, i + 1, i + 2]},
+    "a number": lambda i: i,
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_torchs_own_takes_gives_the_same_batch(name: str) -> None:
+    samples = [TAKEN[name](i) for i in range(3)]
+
+    def same(one: Any, other: Any) -> bool:
+        if isinstance(one, torch.Tensor):
+            return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        if isinstance(one, dict):
+            return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        if isinstance(one, tuple | list):  # torch makes a list of a plain tuple
+            return len(one) == len(other) and all(map(same, one, other))
+        return bool(one == other)
+
+    assert same(pad(samples), default_collate(samples))
+
+
+def test_sequences_alone_are_padded_and_labels_left_out_of_the_loss() -> None:
+    samples = [{"ids": torch.ones(n), "more": {"labels": torch.ones(n)}, "of": n} for n in (1, 3)]
+    batch = pad(samples)
+    assert batch["ids"].tolist() == [[1, 0, 0], [1, 1, 1]]
+    assert batch["more"]["labels"].tolist() == [[1, -100, -100], [1, 1, 1]]
+    assert batch["of"].tolist() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("samples", "place", "said"),
+    [
+        (
+            [{"a": {"image": torch.ones(3, 4, n)}} for n in (4, 4, 5)],
+            2,
+            r"a\.image: shape \(3, 4, 5\) beside .* 4\)",
+        ),
+        ([{"x": torch.ones(n, 2)} for n in (2, 3)], 1, r"x: shape \(3, 2\) beside shape \(2, 2\)"),
+        ([{"x": 1}, {"y": 1}], 1, "the sample: the keys y beside the keys x"),
+        ([{"x": 1}, {"x": "1"}], 1, "x: a str beside a int"),
+        ([{"x": (1, 2)}, {"x": (1,)}], 1, "x: a tuple of 1 beside a tuple of 2"),
+        ([{"x": torch.ones(2)}, {"x": None}], 1, r"x: a NoneType beside shape \(2,\)"),
+        ([{"x": [1, 2]}, {"x": [1]}], 0, "x: a list goes into no batch"),
+        ([{"x": object()}, {"x": object()}], 0, "x: a object goes into no batch"),
+        ([{"x": np.array(["a"])}] * 2, 0, "x: can't convert np.ndarray"),
+    ],
+)
+def test_what_makes_no_batch_is_refused_by_key_shape_and_sample(samples: Any, place: int, said: str) -> None:
+    with pytest.raises(Unlike, match=said + r".*: give Job\(collate=") as refused:
+        pad(samples)
+    assert refused.value.place == place
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+def test_a_header_carries_type_shape_and_ids(dtype: torch.dtype, own: torch.dtype) -> None:
+    header = pack_header(torch.empty(2, 7, 16, dtype=dtype), (5, 9), own)
     assert empty_header(2).shape == header.shape
-    assert unpack_header(header) == ((2, 7, 16), (5, 9))
+    assert unpack_header(header, own) == (dtype, (2, 7, 16), (5, 9))
+
+
+def test_what_cannot_pass_between_stages_is_refused() -> None:
     with pytest.raises(ValueError, match="4 dimensions, not 5"):
-        pack_header((1, 1, 1, 1, 1), (5,))
+        pack_header(torch.empty(1, 1, 1, 1, 1), (5,), torch.float32)
+    with pytest.raises(ValueError, match=r"not of torch\.int64"):
+        pack_header(torch.ones(1, 2, dtype=torch.int64), (5,), torch.float32)
+
+
+def test_ranks_of_the_release_before_read_the_header_of_a_model_of_one_type() -> None:
+    """They know the count of dimensions, four sizes, and the ids."""
+    header = pack_header(torch.empty(2, 7, 16, dtype=torch.bfloat16), (5, 9), torch.bfloat16)
+    assert header.tolist() == [3, 2, 7, 16, 0, 5, 9]
 
 
 def loader(dataset: object, threads: int = 0) -> Loader:
@@ -85,9 +170,14 @@ def test_the_mean_length_of_samples() -> None:
     assert sample_tokens(Numbers()) == 5.5
 
 
-@pytest.mark.parametrize("sample", [torch.zeros(3), {"name": "x"}])
-def test_a_sample_of_another_form_is_named(sample: object) -> None:
-    with pytest.raises(TypeError, match="must be a mapping of 1-D tensors"):
+@pytest.mark.parametrize("sample", [torch.zeros(3), (torch.zeros(3), 1), {"a": {"b": np.zeros(3)}, "c": 2}])
+def test_the_first_tensor_of_a_sample_has_its_tokens(sample: object) -> None:
+    assert sample_tokens([sample]) == 3
+
+
+@pytest.mark.parametrize("sample", [3, {"name": "x"}])
+def test_a_sample_without_a_tensor_is_named(sample: object) -> None:
+    with pytest.raises(TypeError, match=r"sample 0 is .* without a tensor"):
         sample_tokens([sample])
 
 
@@ -104,3 +194,33 @@ def test_lengths_are_the_datasets_own_where_it_has_them() -> None:
     assert found is not None
     assert [found(i) for i in (0, 9)] == [1, 10]
     assert length_of(Numbers()) is None
+
+
+class Mixed(Numbers):
+    """Sample 4 is of another shape than the others."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"image": torch.full((2, 3 if index == 4 else 2), index)}
+
+
+def test_a_sample_that_makes_no_batch_is_named_and_others_stand_in_until_the_vote() -> None:
+    made = loader(Mixed())
+    batch = made.batch([2, 4, 1])
+    assert batch["image"].shape == (3, 2, 2)
+    asked, failure = made.take()
+    assert asked == [2, 4, 1]
+    assert failure is not None
+    assert failure.index == 4
+    assert "image: shape (2, 3) beside shape (2, 2)" in str(failure)
+
+
+def test_a_collate_of_the_users_that_fails_names_a_sample_too() -> None:
+    def refuses(samples: Any) -> Any:
+        if any(int(sample["inputs"][0]) == 4 for sample in samples):
+            raise KeyError("mask")
+        return pad(samples)
+
+    made = Loader(Reader(Numbers(), 0), refuses)
+    made.batch([4, 3])
+    _, failure = made.take()
+    assert "collate: KeyError: 'mask'" in str(failure)

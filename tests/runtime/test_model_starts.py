@@ -113,6 +113,7 @@ def test_fused_parts_are_cut_one_by_one() -> None:
         (lambda m: nn.DataParallel(m), "embed is wrapped in DataParallel"),
         (lambda m: nn.LazyLinear(4), "embed.weight has no shape yet"),
         (lambda m: nn.Sequential(m, nn.InstanceNorm1d(4, track_running_stats=True)), "embed.1 keeps running"),
+        (lambda m: nn.Sequential(m, nn.Embedding(4, 4, max_norm=1.0)), "embed.1 has max_norm"),
     ],
 )
 def test_wraps_and_what_no_layout_trains_alike_are_refused(wrapped: object, message: str) -> None:

@@ -144,7 +144,7 @@ def test_who_loses_the_others_at_the_last_step_ends_with_the_job_and_its_script_
     fails("settle", monkeypatch)
     assert indices(trained.steps(STEPS)) == [0, 1, 2]
     agent.end()
-    assert agent.of(Bereft) == [Bereft(step=STEPS, reason="connection closed")]
+    assert agent.of(Bereft) == [Bereft(step=STEPS, reason="connection closed", plan=1)]
     assert agent.of(Goodbye) == [Goodbye()]
 
 

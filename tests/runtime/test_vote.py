@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticd.records import Vote
 from elasticd.runtime.groups import Group
 from elasticd.runtime.in_memory import MemoryFabric, run_threads
 from elasticd.runtime.vote import Booth, LedgerError, Record, fold, hash_samples
@@ -73,9 +75,23 @@ def test_ranks_at_different_steps_are_an_error() -> None:
         fold([record(), record(step=4)], [7, 7])
 
 
-def test_a_batch_without_a_single_target_is_an_error() -> None:
-    with pytest.raises(LedgerError, match="no targets"):
-        fold([record(targets=0.0)], [7])
+def test_a_batch_without_a_single_target_has_no_loss_and_is_not_applied() -> None:
+    outcome = fold([record(targets=0.0, loss=0.0, squares=0.0)], [7])
+    assert math.isnan(outcome.loss)
+    assert not outcome.apply
+
+
+def test_what_is_not_finite_reaches_who_did_not_hear_it() -> None:
+    """JSON has neither infinities nor NaN."""
+    for records in (
+        [record(squares=math.inf)],
+        [record(loss=math.nan)],
+        [record(loss=math.inf), record(loss=-math.inf)],
+    ):
+        vote = fold(records, [7] * len(records)).vote
+        assert msgspec.json.decode(msgspec.json.encode(vote), type=Vote) == vote
+    assert fold([record(squares=math.inf)], [7]).vote.norm is None
+    assert fold([record(squares=1e308), record(squares=1e308)], [7, 7]).norm == math.inf
 
 
 def test_every_rank_learns_whether_all_can_make_a_snapshot() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import msgspec
 import pytest
 from click.testing import CliRunner
@@ -160,7 +160,7 @@ def test_the_command_says_whether_it_decides_the_same(run: list[bytes], tmp_path
 def test_a_coordinator_is_recorded_from_any_moment_and_the_recording_ends_with_it() -> None:
     async def body() -> list[bytes]:
         lines: list[bytes] = []
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        async with httpx2.AsyncClient(trust_env=False, timeout=60) as client:
             async with coordinating() as coordinator:
                 coordinator.leading.apply(AgentUp(record=node_record("alpha")))
 

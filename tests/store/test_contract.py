@@ -12,10 +12,12 @@ from elasticd.store.confirm import settle
 from elasticd.store.protocol import (
     Compare,
     Delete,
+    DeletePrefix,
     LeaseLost,
     OutcomeUnknown,
     Put,
     Store,
+    StoreTooLarge,
     StoreUnavailable,
     WatchEvent,
     WatchItem,
@@ -119,6 +121,66 @@ def test_compare_and_set_lets_exactly_one_of_many_win(world):
         thread.join(PATIENCE)
     assert clients[0].get(key).value == b"20"
     assert clients[0].get(key).version == 21
+
+
+def test_all_keys_of_a_prefix_are_deleted_as_one_operation(store, world):
+    begun = store.put(world.prefix + "jobs", b"kept")
+    for at in range(0, 200, 100):
+        store.transact([], [Put(f"{world.prefix}jobs/{n:03d}", b"x") for n in range(at, at + 100)])
+    last = store.put(world.prefix + "jobs.", b"kept")
+    result = store.transact([], [DeletePrefix(world.prefix + "jobs/"), Put(world.prefix + "over", b"y")])
+    assert result.revision == last + 1
+    left = [item.key.removeprefix(world.prefix) for item in store.snapshot(world.prefix).items]
+    assert left == ["jobs", "jobs.", "over"]
+    watch = store.watch(world.prefix, last + 1)
+    events = [next_event(watch) for _ in range(201)]
+    assert {event.mod_revision for event in events} == {result.revision}
+    assert [(event.kind, event.key) for event in events] == [
+        *(("delete", f"{world.prefix}jobs/{n:03d}") for n in range(200)),
+        ("put", world.prefix + "over"),
+    ]
+    assert store.transact([], [DeletePrefix(world.prefix + "jobs/")]).revision == result.revision
+    assert begun < last
+
+
+def test_a_prefix_is_compared_with_the_revision_that_none_of_its_keys_was_changed_after(store, world):
+    prefix, out = world.prefix + "in/", world.prefix + "out"
+    assert store.transact([Compare.untouched(prefix, 0)], [Put(out, b"")]).succeeded, "nothing is there"
+    store.put(prefix + "a", b"1")
+    last = store.put(prefix + "b", b"1")
+    store.put(world.prefix + "in", b"2")
+    assert store.transact([Compare.untouched(prefix, last)], [Put(out, b"")]).succeeded
+    assert not store.transact([Compare.untouched(prefix, last - 1)], [Put(out, b"")]).succeeded
+    store.put(prefix + "a", b"2")
+    assert not store.transact([Compare.untouched(prefix, last)], [Put(out, b"")]).succeeded
+
+
+def test_a_transaction_has_at_most_so_many_operations_and_one_with_more_harms_nobody(store, world):
+    most = store.limits.operations
+    ops = [Put(f"{world.prefix}{n:04d}", b"") for n in range(most + 1)]
+    with pytest.raises(StoreTooLarge, match=f"{most + 1} operations.*{most} are the most"):
+        store.transact([], ops)
+    with pytest.raises(StoreTooLarge, match="operations"):
+        store.transact([Compare.absent(op.key) for op in ops], ops[:1])
+    assert store.snapshot(world.prefix).items == ()
+    assert store.transact([Compare.absent(op.key) for op in ops[1:]], ops[1:]).succeeded
+
+
+def test_a_request_has_at_most_so_many_bytes_and_a_larger_one_harms_nobody(store, world):
+    key, most = world.prefix + "a", store.limits.request_bytes
+    for size in (most + 1, 2 * most):
+        with pytest.raises(StoreTooLarge, match="bytes is more than the store takes"):
+            store.put(key, b"x" * size)
+    assert store.get(key) is None
+    store.put(key, b"x" * (most - 500))
+    assert len(store.get(key).value) == most - 500
+
+
+@pytest.mark.parametrize("kind", [Put, Delete])
+def test_touching_a_key_under_a_prefix_that_is_deleted_is_refused(store, world, kind):
+    op = Put(world.prefix + "a", b"1") if kind is Put else Delete(world.prefix + "a")
+    with pytest.raises(ValueError, match="twice"):
+        store.transact([], [op, DeletePrefix(world.prefix)])
 
 
 def test_touching_a_key_twice_is_refused_before_anything_is_sent(store, world):
@@ -320,6 +382,48 @@ def test_settling_a_change_that_lost_to_another_says_so(store, world):
     result = settle(lossy, [Compare.modified(key, revision)], [Put(key, b"ours")])
     assert not result.succeeded
     assert store.get(key).value == b"another's"
+
+
+class LosesOneAnswer:
+    """A store whose first change is carried out and its answer lost; `meanwhile` is what others do then."""
+
+    def __init__(self, store: Store, meanwhile) -> None:
+        self._store, self._meanwhile = store, meanwhile
+
+    def transact(self, compares, then, otherwise=()):
+        result = self._store.transact(compares, then, otherwise)
+        if self._meanwhile is not None:
+            self._meanwhile, meanwhile = None, self._meanwhile
+            meanwhile()
+            raise OutcomeUnknown("the answer was lost")
+        return result
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("with_a_put", [True, False])
+def test_settling_tells_at_which_revision_the_change_was_made_whoever_wrote_since(store, world, with_a_put):
+    key, gone, other = world.prefix + "plan", world.prefix + "gone/", world.prefix + "other"
+    before = store.put(key, b"first")
+    store.put(gone + "a", b"")
+    seen: list[int] = []
+
+    def meanwhile() -> None:
+        seen.append(store.identity().revision)
+        for _ in range(3):
+            store.put(other, b"")
+
+    ops = [Put(key, b"second")] if with_a_put else [Delete(key)]
+    lossy = LosesOneAnswer(store, meanwhile)
+    result = settle(lossy, [Compare.modified(key, before)], [*ops, DeletePrefix(gone)])
+    assert result.succeeded
+    assert store.snapshot(gone).items == ()
+    if with_a_put:
+        assert result.revision == store.get(key).mod_revision == seen[0]
+        assert store.transact([Compare.modified(key, result.revision)], [Put(key, b"third")]).succeeded
+    else:
+        assert store.get(key) is None
 
 
 def test_a_closed_store_has_cancelled_its_watches_and_refuses_calls(store, world):

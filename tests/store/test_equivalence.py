@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import Compare, Delete, LeaseLost, Op, Put, Store, WatchEvent
+from elasticd.store.protocol import Compare, Delete, DeletePrefix, LeaseLost, Op, Put, Store, WatchEvent
 from elasticd.store.session import EtcdOptions
 from tests.sizes import examples
 
@@ -19,9 +19,13 @@ _names = st.sampled_from(["a", "a/b", "ab", "b"])
 _values = st.sampled_from([b"", b"1", b"2"])
 _puts = st.builds(lambda name, value, lease: ("put", name, value, lease), _names, _values, st.integers(0, 2))
 _deletes = st.builds(lambda name: ("delete", name), _names)
-_ops = st.lists(st.one_of(_puts, _deletes), max_size=3, unique_by=lambda op: op[1])
+_folders = st.builds(lambda name: ("delete prefix", name), st.sampled_from(["a", "a/", "b"]))
+_ops = st.lists(st.one_of(_puts, _deletes, _folders), max_size=3, unique_by=lambda op: op[1])
 _compares = st.lists(
-    st.tuples(st.sampled_from(["created", "modified", "equals", "absent"]), _names, _values, st.integers(0, 8)),
+    st.tuples(
+        st.sampled_from(["created", "modified", "equals", "absent", "untouched"]),
+        *(_names, _values, st.integers(0, 8)),
+    ),
     max_size=2,
 )
 _actions = st.lists(
@@ -49,6 +53,8 @@ class Run:
                 self.seen.append(self._do(action))
             except LeaseLost:
                 self.seen.append("lease lost")
+            except ValueError:
+                self.seen.append("a key is touched twice")
             self.seen.append(self._snapshot())
         self.seen.extend(self._history())
         return self.seen
@@ -67,10 +73,14 @@ class Run:
         if kind == "absent":
             return Compare.absent(key)
         absolute = self.base + revision if revision else 0
+        if kind == "untouched":
+            return Compare.untouched(key, absolute)
         return Compare.created(key, absolute) if kind == "created" else Compare.modified(key, absolute)
 
     def _op(self, op: tuple) -> Op:
         key = self.prefix + op[1]
+        if op[0] == "delete prefix":
+            return DeletePrefix(key)
         return Put(key, op[2], self.leases[op[3]]) if op[0] == "put" else Delete(key)
 
     def _snapshot(self) -> object:

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import time
 
+import grpc
 import pytest
 
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import (
     Identity,
+    Limits,
     OutcomeUnknown,
+    Put,
     StoreRefused,
+    StoreTooLarge,
     StoreUnavailable,
     WatchEvent,
 )
@@ -97,6 +101,131 @@ def test_a_role_that_may_read_only_our_prefix_is_enough(guarded_etcd):
     store.put("/elasticd/a", b"1")
     with pytest.raises(StoreRefused, match="denies access"):
         store.put("/other", b"1")
+    store.close()
+
+
+# -- sizes -----------------------------------------------------------------------------------------------------
+
+#: Of an operator who has told nobody that etcd takes less than that.
+ANYTHING = Limits(operations=1 << 20, request_bytes=1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("ops", "says"),
+    [
+        ([Put(f"/sizes/{n}", b"") for n in range(200)], "too many operations in txn request"),
+        ([Put("/sizes/a", b"x" * 1_700_000)], "request is too large"),
+        ([Put("/sizes/a", b"x" * 4_000_000)], "larger than max"),
+    ],
+)
+def test_what_etcd_itself_refuses_for_its_size_is_no_outage(etcd_server, ops, says):
+    store = store_on(etcd_server.endpoint, limits=ANYTHING)
+    store.identity()
+    session = store._session
+    with pytest.raises(StoreTooLarge, match=says):
+        store.transact((), ops)
+    assert store.snapshot("/sizes/").items == ()
+    store.put("/sizes-after", b"")
+    assert store._session is session
+    store.close()
+
+
+def test_a_prefix_is_read_in_pages_at_one_revision(etcd_server, monkeypatch):
+    writer = store_on(etcd_server.endpoint)
+    for n in range(40):
+        writer.put(f"/pages/{n:02d}", b"x" * (40_000 if n in (7, 8, 9) else 1))
+    before = writer.snapshot("/pages/")
+    store = store_on(etcd_server.endpoint, limits=Limits(page_bytes=60_000, page_keys=8))
+    pages = []
+
+    def page(start, end, keys, revision):
+        answer = EtcdStore._page(store, start, end, keys, revision)
+        pages.append((len(answer.kvs), answer.ByteSize()))
+        if len(pages) == 2:  # what others change from now on is not of this snapshot
+            writer.put("/pages/05", b"changed")
+            writer.put("/pages/39x", b"added")
+            writer.delete("/pages/38")
+        return answer
+
+    monkeypatch.setattr(store, "_page", page)
+    assert store.snapshot("/pages/") == before
+    assert pages[1][1] > 60_000
+    assert [count for count, _ in pages[:4]] == [8, 8, 5, 8], "the page after a large one has fewer keys"
+    pages.clear()
+    assert [item.key[-3:] for item in store.snapshot("/pages/").items[-2:]] == ["/39", "39x"]
+    writer.close()
+    store.close()
+
+
+def test_a_prefix_whose_revision_is_compacted_between_two_pages_is_read_anew(etcd_server, monkeypatch):
+    store = store_on(etcd_server.endpoint, limits=Limits(page_keys=2))
+    for n in range(6):
+        store.put(f"/compacted/{n}", b"")
+    begun = []
+
+    def page(start, end, keys, revision):
+        answer = EtcdStore._page(store, start, end, keys, revision)
+        begun.append(start)
+        if len(begun) == 2:
+            newest = store.put("/compacted/7", b"")
+            session = store.open_session()
+            session.unary("kvstub", "Compact", session.rpc.CompactionRequest(revision=newest))
+        return answer
+
+    monkeypatch.setattr(store, "_page", page)
+    assert len(store.snapshot("/compacted/").items) == 7
+    assert begun.count(b"/compacted/") == 2
+    store.close()
+
+
+class Said(grpc.RpcError):
+    """What etcd answered."""
+
+    def __init__(self, code, details):
+        super().__init__()
+        self.code, self.details = lambda: code, lambda: details
+
+
+class Answers:
+    """etcd's key-value calls, of which the next one is answered so."""
+
+    def __init__(self, stub, error):
+        self._stub, self._error = stub, error
+
+    def __getattr__(self, name):
+        if self._error is None:
+            return getattr(self._stub, name)
+        error, self._error = self._error, None
+
+        def call(*_, **__):
+            raise error
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "settled"),
+    [
+        # Newer etcds say so to who logged in before users or roles were changed.
+        (grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: revision of auth store is old", True),
+        (grpc.StatusCode.UNAUTHENTICATED, "etcdserver: invalid auth token", True),
+        (grpc.StatusCode.FAILED_PRECONDITION, "etcdserver: not leader", False),
+        (grpc.StatusCode.INVALID_ARGUMENT, "etcdserver: what nobody has heard of yet", False),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded", False),
+    ],
+)
+def test_every_other_error_is_an_outage_that_a_new_session_may_end(etcd_server, code, details, settled):
+    store = store_on(etcd_server.endpoint)
+    store.identity()
+    session = store._session
+    session._client.kvstub = Answers(session._client.kvstub, Said(code, details))
+    if settled:  # nothing was done, and the new session's login is good
+        store.put("/old", b"1")
+    else:
+        with pytest.raises(OutcomeUnknown, match=details):
+            store.put("/old", b"1")
+        store.put("/old", b"1")
+    assert store._session is not session
     store.close()
 
 

@@ -13,6 +13,8 @@ from elasticd.records import CheckpointsRecord, PublishedCheckpoint
 
 #: Published checkpoints that are kept in the store for a job.
 MOST_PUBLISHED = 64
+#: Checkpoints that may wait for a plan to be recorded. A job has one under way at a time.
+MOST_WAITING = 8
 
 
 class NotShared(ValueError):
@@ -43,7 +45,10 @@ def saved(turn: Turn, body: Saved) -> None:
     the word of a leader before this one."""
     job = turn.job
     if body.plan > job.number:
-        return  # of a plan that is not recorded: the first report of its swap comes before
+        # Of a plan that a fence closed before it was recorded, or that this leader is yet to hear of.
+        waiting = tuple(one for one in job.unpublished if one.name != body.name)
+        turn.set(unpublished=(*waiting, body)[-MOST_WAITING:])
+        return
     this = PublishedCheckpoint(name=body.name, step=body.step, plan=body.plan)
     known = this in job.published
     published = job.published if known else (*job.published, this)[-MOST_PUBLISHED:]
@@ -51,3 +56,11 @@ def saved(turn: Turn, body: Saved) -> None:
     told = turn.told("checkpoint", f"checkpoint {body.name}", step=body.step, plan=body.plan, name=body.name)
     record = CheckpointsRecord(published=published, epoch=turn.epoch)
     turn.write(record, notes=() if known else (told,))
+
+
+def recorded(turn: Turn) -> None:
+    """A plan was recorded. What waited for it is published: its saver says it once, and is busy until then."""
+    waiting = turn.job.unpublished
+    turn.set(unpublished=())
+    for body in waiting:
+        saved(turn, body)

@@ -16,8 +16,8 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.orders import Drain, Harm
-from elasticd.pulses import Frozen
+from elasticd.orders import Drain, End, Harm, TryReach
+from elasticd.pulses import Frozen, Unreached
 from elasticd.records import (
     CheckpointsRecord,
     DoneRecord,
@@ -58,11 +58,15 @@ EventKind = Literal[
     "chaos",
     "drained",
     "leaving",
+    "stopping",
     "excluded",
+    "defect",
+    "gained",
     "checkpoint",
     "snapshot",
     "finished",
     "stopped",
+    "forgotten",
 ]
 
 #: What a leader writes of a job.
@@ -92,7 +96,7 @@ class Received(Value, frozen=True, kw_only=True):
     """A message from a connected agent."""
 
     node: str
-    message: Up | WorkerLost | Frozen | OfNode | Keeps
+    message: Up | WorkerLost | Frozen | Unreached | OfNode | Keeps
 
 
 class Planned(Value, frozen=True, kw_only=True):
@@ -102,6 +106,14 @@ class Planned(Value, frozen=True, kw_only=True):
     token: int
     answer: Answer | None = None
     error: str = ""
+
+
+class Unwritten(Value, frozen=True, kw_only=True):
+    """The store does not take a write of this job, and never will: the tags of its records, and why."""
+
+    job: str
+    records: tuple[str, ...]
+    reason: str
 
 
 class Paced(Value, frozen=True, kw_only=True):
@@ -140,18 +152,49 @@ class Drained(Value, frozen=True, kw_only=True):
     on: bool
 
 
+class StopAsked(Value, frozen=True, kw_only=True):
+    """A user stops this job: its workers have so many seconds (0: none) for a last checkpoint. `by` names the
+    user."""
+
+    job: str
+    by: str
+    seconds: float
+
+
+class ForgetAsked(Value, frozen=True, kw_only=True):
+    """A user wants nothing of this job kept, which is over. `by` names the user."""
+
+    job: str
+    by: str
+
+
 class Tick(Value, frozen=True, kw_only=True):
     """Time has passed."""
 
 
-Event = AgentUp | AgentDown | Received | Planned | Paced | Harmed | Reread | Configured | Drained | Tick
+Event = (
+    AgentUp
+    | AgentDown
+    | Received
+    | Planned
+    | Unwritten
+    | Paced
+    | Harmed
+    | Reread
+    | Configured
+    | Drained
+    | StopAsked
+    | ForgetAsked
+    | Tick
+)
 
 # -- effects -------------------------------------------------------------------------------------------------
 
 
 class Stored(Value, frozen=True, kw_only=True):
     """A job's records as the store holds them: all that a new leader starts from. `highest` is the highest
-    number in its history; `history` tells why the proposal, else the plan, was made."""
+    number in its history; `history` tells why the proposal, else the plan, was made. over_seconds: since its
+    end, as far as its record says when that was."""
 
     job: str
     spec: JobSpec | None = None
@@ -162,6 +205,7 @@ class Stored(Value, frozen=True, kw_only=True):
     history: HistoryRecord | None = None
     checkpoints: CheckpointsRecord | None = None
     highest: int = 0
+    over_seconds: float = 0.0
 
 
 class Note(Value, frozen=True, kw_only=True):
@@ -177,16 +221,18 @@ class Send(Value, frozen=True, kw_only=True):
     """To the agent of `node`, if it is connected."""
 
     node: str
-    message: Down | Harm | Drain | Whole
+    message: Down | Harm | Drain | End | TryReach | Whole
 
 
 class Write(Value, frozen=True, kw_only=True):
     """One transaction under the leader's key, in the order in which such effects were made; `notes` are told
-    when it is done. `close` deletes the proposal: the plan recorded with it took its place."""
+    when it is done. `close` deletes the proposal: the plan recorded with it took its place. `forget` deletes
+    all that leaders wrote of the job, which is over; there are no records then."""
 
     job: str
     records: tuple[Record, ...]
     close: bool = False
+    forget: bool = False
     notes: tuple[Note, ...] = ()
 
 

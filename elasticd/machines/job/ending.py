@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import msgspec
 
-from elasticd.machines.job.effects import CancelPlan
+from elasticd.decoding import tag_of
+from elasticd.machines.job.effects import CancelPlan, Unwritten
 from elasticd.machines.job.state import OVER, Phase
 from elasticd.machines.job.turn import Turn
-from elasticd.messages import Finished
+from elasticd.messages import Closed, Finished, Rejected
 from elasticd.records import DoneRecord, Proposal
 
 
@@ -22,9 +23,13 @@ def finished(turn: Turn, body: Finished) -> None:
     progress = msgspec.structs.replace(job.progress, step=body.step)
     turn.enter(Phase.DONE, proposal=None, asked=None, progress=progress, done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
+    _answer_waiting(turn, Closed(reason=f"job {job.job} is over: it finished at step {body.step}; {AGAIN}"))
     told = turn.told("finished", f"finished at step {body.step}", step=body.step)
     turn.write(DoneRecord(step=body.step, epoch=turn.epoch), notes=(told,))
 
+
+#: Characters of why a job ended: what says so is written in any case, whatever a worker gave as its reason.
+MOST_REASON = 2000
 
 AGAIN = "start the job again under another --rdzv-id"
 
@@ -34,14 +39,35 @@ def stop(turn: Turn, why: str) -> None:
     job = turn.job
     if job.phase in OVER:
         return
-    reason = f"{why}; {AGAIN}"
+    reason = f"{_shortened(why)}; {AGAIN}"
     records: list[Proposal | DoneRecord] = [DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=reason)]
     if job.proposal is not None and job.proposal.status == "open":
         records.insert(0, aborted(job.proposal, turn.epoch, why))
     turn.enter(Phase.STOPPED, reason=reason, proposal=None, asked=None, done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
+    _answer_waiting(turn, Rejected(reason=f"job {job.job} is over: {reason}"))
     told = turn.told("stopped", f"stopped: {reason}", step=job.progress.step)
     turn.write(*records, notes=(told,))
+
+
+def unwritten(turn: Turn, event: Unwritten) -> None:
+    """The store does not take a record of the job, for its size. The members would never read what they are to
+    go by, so the job ends, with the reason; the leader and other jobs go on."""
+    job = turn.job
+    if job.phase not in OVER:
+        turn.set(proposal=None)  # the store may lack it, and may not take it as aborted either
+        stop(turn, f"the store does not take its {' and '.join(event.records)}: {event.reason}")
+    elif len(event.records) > 1 and tag_of(DoneRecord) in event.records:  # the end itself is small
+        turn.write(DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason))
+
+
+def _answer_waiting(turn: Turn, body: Rejected | Closed) -> None:
+    """To the torchruns that wait for their workers' start: nobody else would tell them that there is none. One
+    that has workers is not waiting, but was heard of again."""
+    started = {place for worker in turn.job.workers.values() for place in (worker.node, worker.device)}
+    for place, joiner in turn.job.joiners.items():
+        if not joiner.answered and place not in started:
+            turn.send(joiner.node, joiner.client, body)
 
 
 def affirm(turn: Turn) -> None:
@@ -51,6 +77,10 @@ def affirm(turn: Turn) -> None:
     if job.phase in OVER and job.done_epoch < turn.epoch:
         turn.set(done_epoch=turn.epoch)
         turn.write(DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason))
+
+
+def _shortened(why: str) -> str:
+    return why if len(why) <= MOST_REASON else f"{why[:MOST_REASON]}..."
 
 
 def aborted(proposal: Proposal, epoch: int, why: str) -> Proposal:

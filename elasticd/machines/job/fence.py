@@ -41,6 +41,7 @@ def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
         highest=number,
         proposal=proposal,
         give_up="",
+        unmet={device: one for device, one in job.unmet.items() if device not in gone},
         asked=None,
         remedy=None,
         decided=None,

@@ -70,7 +70,7 @@ def answer_late(turn: Turn) -> None:
     """Lets those start their workers who came late, and have none. These stand by, and the next plan may use
     them."""
     job = turn.job
-    if job.phase not in FALLIBLE or job.settle_until is not None:
+    if job.phase not in FALLIBLE or job.settle_until is not None or job.stopping:
         return
     for place, joiner in job.joiners.items():
         # One that has workers may only have been heard of again; if it has not, its workers are about to end.
@@ -253,22 +253,22 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
         if job.phase is Phase.ASSEMBLING:  # one of those that all others wait for: they would wait for ever
             stop(turn, refusal)
         return
+    worker = Worker(
+        device=up.device,
+        incarnation=up.incarnation,
+        node=node,
+        client=up.client,
+        pid=body.pid,
+        checkpoints=body.checkpoints,
+        probe_by=turn.now + turn.settings.probe_seconds if body.probes else None,
+    )
     if job.phase in OVER:
+        turn.worker(worker)  # it lives still: see `forgetting`
         return
     if job.spec is None:
         turn.write(body.spec)
     turn.set(spec=body.spec, world_size=job.world_size or body.world_size, arrived=turn.now)
-    turn.worker(
-        Worker(
-            device=up.device,
-            incarnation=up.incarnation,
-            node=node,
-            client=up.client,
-            pid=body.pid,
-            checkpoints=body.checkpoints,
-            probe_by=turn.now + turn.settings.probe_seconds if body.probes else None,
-        )
-    )
+    turn.worker(worker)
     turn.set(probes=job.probes.forgotten(up.device))
     if job.phase not in (Phase.GATHERING, Phase.ASSEMBLING):
         turn.set(decided=None)

@@ -46,7 +46,8 @@ def all_told(turn: Turn) -> None:
     there = [worker for worker in job.workers.values() if not worker.left]
     if there and all(worker.leaving for worker in there) and not _saving(job):
         reasons = ", ".join(dict.fromkeys(worker.leaving for worker in there))
-        stop(turn, f"all workers were told to go ({reasons}), after step {job.progress.step}")
+        why = job.stopping or f"all workers were told to go ({reasons})"
+        stop(turn, f"{why}, after step {job.progress.step}")
 
 
 def _saving(job: JobState) -> bool:

@@ -17,6 +17,8 @@ def lost(turn: Turn, gone: WorkerLost) -> None:
     """A worker's process is gone: cleanly, after the end or by its script's choice, or it died."""
     worker = turn.job.workers.get(gone.device)
     known = worker is not None and worker.incarnation == gone.incarnation
+    if turn.over and known:
+        turn.drop(gone.device)  # nobody of the job is left in the end: see `forgetting`
     if turn.over or not (known or bound(turn, gone.device, gone.incarnation)):
         return
     if known and worker is not None and worker.left:
@@ -71,6 +73,20 @@ def vanished(turn: Turn, devices: Sequence[str]) -> None:
     names = ", ".join(sorted(gone))
     if gone and turn.job.phase in FALLIBLE:
         fault(turn, gone, f"worker {names} is gone: it ended while no coordinator led")
+
+
+def absent(turn: Turn) -> None:
+    """Members that this leader has never heard of, on nodes whose agents have been back for long enough to tell
+    of all that live there."""
+    job = turn.job
+    if not job.unmet or job.phase not in FALLIBLE or job.settle_until is not None:
+        return
+    patience = turn.settings.reconnect_seconds
+    returned = {
+        name for name, node in turn.nodes.items() if node.connected and turn.now - node.since >= patience
+    }
+    if gone := [device for device in job.unmet if device.rpartition("/")[0] in returned]:
+        vanished(turn, gone)
 
 
 def called(worker: Worker) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from elasticd.health import OfNode
 from elasticd.machines.job import (
@@ -11,15 +11,27 @@ from elasticd.machines.job import (
     gather,
     leaving,
     losses,
+    parted,
     probing,
     recovery,
     replan,
     reread,
     snapshots,
+    stopping,
     switch,
 )
-from elasticd.machines.job.effects import AgentDown, AgentUp, Effect, Event, Planned, Received, Reread
-from elasticd.machines.job.state import LIVE, JobState, NodeState, Phase, Settings, Worker
+from elasticd.machines.job.effects import (
+    AgentDown,
+    AgentUp,
+    Effect,
+    Event,
+    Planned,
+    Received,
+    Reread,
+    StopAsked,
+    Unwritten,
+)
+from elasticd.machines.job.state import LIVE, OVER, JobState, NodeState, Phase, Settings, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import (
     Bereft,
@@ -39,7 +51,7 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.pulses import Frozen, Probed
+from elasticd.pulses import Frozen, Probed, Unreached
 from elasticd.snapshots import Keeps
 
 
@@ -59,16 +71,54 @@ def step(
             return turn.job, tuple(turn.effects)
     elif isinstance(event, Planned):
         replan.answered(turn, event)
+    elif isinstance(event, Unwritten):
+        ending.unwritten(turn, event)
     elif isinstance(event, Reread):
         reread.ordered(turn, event)
+    elif isinstance(event, StopAsked):
+        stopping.asked(turn, event)
     elif isinstance(event, AgentDown):
         gather.forget(turn, event.node)
-    elif isinstance(event, AgentUp) and event.anew:
-        turn.set(snapshots=turn.job.snapshots.forgotten(event.record.node))
-        losses.orphaned(turn, event.record.node)
+    elif isinstance(event, AgentUp):
+        stopping.remind(turn, event.record.node)
+        if event.anew:
+            turn.set(snapshots=turn.job.snapshots.forgotten(event.record.node))
+            losses.orphaned(turn, event.record.node)
     # What else an agent's arrival means for a job, its workers' messages tell.
     _due(turn)
     return turn.job, tuple(turn.effects)
+
+
+def failed(
+    job: JobState,
+    event: Event,
+    error: Exception,
+    nodes: Mapping[str, NodeState],
+    epoch: int,
+    settings: Settings,
+    now: float,
+) -> tuple[JobState, tuple[Effect, ...]]:
+    """A step of the job raised this: a defect of elasticd, whoever brought it about. A message costs itself;
+    what no message asked for would come again with each tick, and costs the job."""
+    turn = Turn(job, nodes, epoch, settings, now)
+    what = f"{type(error).__name__}: {error}"
+    trace = "\n".join(_frames(error))
+    if isinstance(event, Received):
+        text = f"a message of node {event.node} was dropped: elasticd failed on it ({what})"
+        turn.effects.append(turn.told("defect", text, node=event.node, traceback=trace))
+    elif job.phase not in OVER:
+        turn.effects.append(turn.told("defect", f"elasticd failed on the job ({what})", traceback=trace))
+        ending.stop(turn, f"elasticd failed on the job ({what}); please report it with the leader's log")
+    return turn.job, tuple(turn.effects)
+
+
+def _frames(error: Exception) -> Iterator[str]:
+    """Where it was raised, the innermost call last."""
+    at = error.__traceback__
+    while at is not None:
+        code = at.tb_frame.f_code
+        yield f"{code.co_filename}:{at.tb_lineno} in {code.co_name}"
+        at = at.tb_next
 
 
 def turned_away(
@@ -95,7 +145,7 @@ def _alike(before: JobState, after: JobState) -> bool:
     return same and before.phase is after.phase and len(before.workers) == len(after.workers)
 
 
-def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Keeps) -> None:
+def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Unreached | Keeps) -> None:
     if isinstance(message, Keeps):
         snapshots.keeps(turn, node, message)
         return
@@ -105,6 +155,9 @@ def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Keeps) -
     if isinstance(message, Frozen):
         recovery.froze(turn, message)
         return
+    if isinstance(message, Unreached):
+        parted.heard(turn, node, message)
+        return
     body = message.body
     if isinstance(body, Join):
         gather.join(turn, node, message, body)
@@ -112,6 +165,7 @@ def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Keeps) -
         gather.leave(turn, node, message)
     elif isinstance(body, Hello):
         gather.hello(turn, node, message, body)
+        stopping.remind(turn, node)
     else:
         _report(turn, message)
 
@@ -149,7 +203,8 @@ def _report(turn: Turn, up: Up) -> None:
     elif isinstance(body, Saved):
         checkpoints.saved(turn, body)
     elif isinstance(body, Finished):
-        ending.finished(turn, body)
+        if losses.bound(turn, up.device, up.incarnation):
+            ending.finished(turn, body)
     elif isinstance(body, Leaving):
         leaving.told(turn, worker, body)
     elif isinstance(body, Probed):
@@ -164,14 +219,18 @@ def _due(turn: Turn) -> None:
     _settle(turn)
     gather.answer_late(turn)
     losses.deserted(turn)
+    losses.absent(turn)
     leaving.all_told(turn)
+    stopping.due(turn)
     recovery.suspect(turn)
+    parted.due(turn)
     switch.overdue(turn)
     switch.unrecovered(turn)
     switch.abort(turn)
     switch.all_kept(turn)
     reread.due(turn)
-    replan.request(turn)
+    if not turn.job.stopping:
+        replan.request(turn)
     recovery.recover(turn)
 
 

@@ -12,10 +12,13 @@ Another loss at any of these begins anew at 1, under a higher number.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from elasticd.machines.job.ending import stop
 from elasticd.machines.job.fence import FALLIBLE, fault
 from elasticd.machines.job.holdings import lost_boxes
 from elasticd.machines.job.older import Wait, older, older_state, waits
+from elasticd.machines.job.parted import divided, regroup
 from elasticd.machines.job.source import Source
 from elasticd.machines.job.state import Phase, Worker
 from elasticd.machines.job.switch import propose
@@ -26,8 +29,13 @@ from elasticd.records import Recovery, Vote
 
 
 def bereft(turn: Turn, worker: Worker, body: Bereft) -> None:
-    """A member lost the others: most likely one of them died, and the word of it is on its way."""
-    if turn.job.phase in FALLIBLE and worker.bereft_at is None:
+    """A member lost the others: most likely one of them died, and the word of it is on its way. Of who is no
+    member, or lost those of another plan, the job lacks nothing: such words are said again to a new leader."""
+    job = turn.job
+    if job.phase not in FALLIBLE or worker.bereft_at is not None:
+        return
+    member = job.plan is not None and job.plan.binding.get(worker.device) == worker.incarnation
+    if member and body.plan in (0, job.number):
         turn.worker(worker, bereft_at=turn.now)
 
 
@@ -39,7 +47,9 @@ def froze(turn: Turn, message: Frozen) -> None:
 
 
 def stands(turn: Turn, worker: Worker, body: Standing) -> None:
-    turn.worker(worker, standing=body, bereft_at=None)
+    """A worker's answer to a fence. One to a fence that is over is an old word, said again."""
+    if turn.job.fence is not None and body.fence == turn.job.fence.number:
+        turn.worker(worker, standing=body, bereft_at=None)
 
 
 def suspect(turn: Turn) -> None:
@@ -63,7 +73,7 @@ def suspect(turn: Turn) -> None:
         return
     if since is not None and turn.now - since >= turn.settings.bereft_seconds:
         who = ", ".join(device for device, w in job.workers.items() if w.bereft_at is not None)
-        fault(turn, {}, f"{who} lost the other members, of whom none is known to have died")
+        regroup(turn, f"{who} lost the other members, of whom none is known to have died", at_once=True)
 
 
 def _unreachable(turn: Turn) -> dict[str, str]:
@@ -94,6 +104,8 @@ def recover(turn: Turn) -> None:
     if silent:
         _silent(turn, silent)
         return
+    if divided(turn, owners, lambda nodes: isinstance(survey(turn, nodes), Source)):
+        return
     source = survey(turn)
     if isinstance(source, str):
         _go_back(turn, source, survivors=bool(owners))
@@ -111,7 +123,7 @@ def _go_on(turn: Turn, source: Source) -> None:
 def _silent(turn: Turn, silent: list[Worker]) -> None:
     """Who does not answer a fence is gone, too: frozen, or with a node that is away. An agent that is being
     started again has the time for that; and who may hold what nobody else does is waited for."""
-    late = [worker for worker in silent if turn.now - _silent_since(turn, worker) >= _patience(turn, worker)]
+    late = [worker for worker in silent if _late(turn, worker)]
     if not late:
         return
     names = ", ".join(sorted(worker.device for worker in late))
@@ -123,15 +135,15 @@ def _silent(turn: Turn, silent: list[Worker]) -> None:
     fault(turn, gone, f"no answer to fence {turn.job.highest} from {names}")
 
 
-def _silent_since(turn: Turn, worker: Worker) -> float:
-    node = turn.nodes.get(worker.node)
-    return turn.job.since if node is None or node.connected else max(turn.job.since, node.since)
-
-
-def _patience(turn: Turn, worker: Worker) -> float:
-    node = turn.nodes.get(worker.node)
+def _late(turn: Turn, worker: Worker) -> bool:
+    """Whether it has had its time to answer. One that this leader never met had it while agents came back."""
+    job, settings, node = turn.job, turn.settings, turn.nodes.get(worker.node)
     here = node is not None and node.connected
-    return turn.settings.stand_seconds if here else turn.settings.reconnect_seconds
+    if worker.device in job.unmet:
+        since = max(node.since if node is not None else 0.0, job.patient_until - settings.reconnect_seconds)
+        return turn.now - since >= settings.reconnect_seconds
+    since = job.since if node is None or here else max(job.since, node.since)
+    return turn.now - since >= (settings.stand_seconds if here else settings.reconnect_seconds)
 
 
 def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
@@ -158,17 +170,17 @@ def _go_back(turn: Turn, lost: str, *, survivors: bool) -> None:
     )
 
 
-def survey(turn: Turn) -> Source | str:
-    """The plan that survivors are farthest under and hold all of, or what is lacking of the best."""
+def survey(turn: Turn, nodes: Collection[str] | None = None) -> Source | str:
+    """The plan that survivors (on these nodes) are farthest under and hold all of, or what is lacking of the
+    best."""
     job = turn.job
     assert job.fence is not None
     assert job.spec is not None
     lacking = "no member that lives holds any copy"
     options = []
     for plan in job.candidates:
-        held = {
-            w.device: copy for w in job.bound(plan) for copy in _copies(turn, w) if copy.number == plan.number
-        }
+        bound = [worker for worker in job.bound(plan) if nodes is None or worker.node in nodes]
+        held = {w.device: copy for w in bound for copy in _copies(turn, w) if copy.number == plan.number}
         if held:
             options.append((max(copy.step for copy in held.values()), plan.number, plan, held))
     for step, _, plan, held in sorted(options, key=lambda option: option[:2], reverse=True):
@@ -195,7 +207,11 @@ def survey(turn: Turn) -> Source | str:
 
 def _vote(turn: Turn, step: int) -> Vote | None:
     """The outcome of the vote that led to `step`, where one that lives heard it."""
-    heard = (w.standing.vote for w in turn.job.workers.values() if w.standing is not None)
+    fence = turn.job.fence
+    said = (worker.standing for worker in turn.job.workers.values())
+    heard = (
+        word.vote for word in said if word is not None and fence is not None and word.fence == fence.number
+    )
     return next((vote for vote in heard if vote is not None and vote.step == step - 1), None)
 
 
@@ -208,7 +224,12 @@ def _copies(turn: Turn, worker: Worker) -> tuple[Copy, ...]:
 
 
 def _owners(turn: Turn) -> list[Worker]:
-    """The living workers that may hold a copy of some plan."""
+    """The living workers that may hold a copy of some plan: those that this leader knows, and those that it has
+    not met yet, of which it knows the names."""
     job = turn.job
     found = {worker.device: worker for plan in job.candidates for worker in job.bound(plan)}
-    return [worker for worker in found.values() if not worker.left]
+    unmet = [
+        Worker(device=device, incarnation=one, node=device.rpartition("/")[0], client="", pid=0)
+        for device, one in job.unmet.items()
+    ]
+    return [*(worker for worker in found.values() if not worker.left), *unmet]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import msgspec
 from elasticd_planner.cluster import Cluster, Device, Node
@@ -24,6 +25,7 @@ from elasticd.machines.job.effects import CancelPlan, Planned, RequestPlan
 from elasticd.machines.job.ending import stop
 from elasticd.machines.job.leaving import to_leave, words
 from elasticd.machines.job.older import waits
+from elasticd.machines.job.parted import stepped, unplanned, usable
 from elasticd.machines.job.state import (
     NOTHING,
     Asked,
@@ -63,6 +65,8 @@ def measured(turn: Turn, report: Report) -> None:
             tokens_per_second=speed,
         )
         turn.set(progress=progress)
+        if measurement.plan == job.number:
+            stepped(turn)
     if turn.now > turn.job.progress.at:
         turn.set(progress=msgspec.structs.replace(turn.job.progress, at=turn.now))
     plan = job.plan
@@ -230,7 +234,8 @@ def answered(turn: Turn, event: Planned) -> None:
     if answer is None or answer.plan is None:
         why = event.error if answer is None else answer.refusal
         if job.phase is Phase.RECOVERING:
-            waits(turn, why)
+            if not unplanned(turn, why):
+                waits(turn, why)
         elif job.plan is None:
             stop(turn, f"there is no plan for this job: {why}{_remedy(job.spec, why)}")
         else:
@@ -316,6 +321,8 @@ def _devices(turn: Turn) -> tuple[Device, ...]:
     there = {worker.device for worker in turn.job.workers.values() if not worker.left and not worker.leaving}
     nodes = {worker.node for worker in turn.job.workers.values()} & turn.nodes.keys()
     nodes = {node for node in nodes if not turn.nodes[node].record.draining}
+    weights = Counter(worker.node for worker in turn.job.workers.values() if worker.node in nodes)
+    nodes = usable(turn, weights)
     found = [device for node in sorted(nodes) for device in turn.nodes[node].record.devices]
     if turn.job.phase is Phase.RUNNING:  # elsewhere speed matters more than how fast a newcomer is
         there -= probing.awaited(turn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elasticd_planner.plan import Plan
 from elasticd_planner.problem import Problem
 from elasticd_planner.rates import DeviceRate, RateState
 from elasticd_planner.stability import Stability
@@ -22,11 +23,12 @@ def restored(stored: Stored, now: float, settings: Settings) -> JobState:
     last = stored.done or stored.plan
     fence = _unresolved(stored)
     problem = stored.history.problem if stored.history is not None else None
+    gone = stored.fence.gone if stored.fence is not None else {}
     newest = proposal.plan if proposal is not None and proposal.status == "open" else plan
     return JobState(
         job=stored.job,
         phase=phase,
-        since=now,
+        since=now - stored.over_seconds,
         reason=reason,
         spec=stored.spec,
         plan=plan,
@@ -38,7 +40,8 @@ def restored(stored: Stored, now: float, settings: Settings) -> JobState:
             stored.proposal.number if stored.proposal is not None else 0,
         ),
         fence=None if phase in OVER else fence,
-        gone=stored.fence.gone if stored.fence is not None else {},
+        gone=gone,
+        unmet={} if phase in OVER else _unmet(plan, proposal, gone),
         settle_until=None if phase in OVER else now + settings.reconnect_seconds,
         patient_until=now + settings.reconnect_seconds,
         sequence=newest.sequence if newest is not None else 0,
@@ -46,11 +49,24 @@ def restored(stored: Stored, now: float, settings: Settings) -> JobState:
         rates=_restored_rates(problem),
         stability=Stability(planned=dict(problem.rates) if problem is not None else {}),
         decided=_restored_basis(problem) if phase in (Phase.RUNNING, Phase.PROPOSED, Phase.ABORTING) else None,
-        progress=Progress(step=last.step if last is not None else 0),
+        progress=Progress(step=last.step if last is not None else 0, at=now, slowest=_step_seconds(plan)),
         done_epoch=stored.done.epoch if stored.done is not None else 0,
         snapshots=Snapshots(begun={plan.number: stored.plan.step} if plan is not None and stored.plan else {}),
         published=stored.checkpoints.published if stored.checkpoints is not None else (),
     )
+
+
+def _unmet(plan: Plan | None, proposal: Proposal | None, gone: dict[str, str]) -> dict[str, str]:
+    """By device the incarnations that may hold a copy; of two of one device, the later one."""
+    plans = (plan, proposal.plan if proposal is not None else None)
+    bound = {device: one for plan in plans if plan is not None for device, one in plan.binding.items()}
+    return {device: one for device, one in bound.items() if gone.get(device) != one}
+
+
+def _step_seconds(plan: Plan | None) -> float:
+    """How long a step may take, until the first is reported."""
+    prediction = plan.prediction if plan is not None else None
+    return prediction.step_seconds if prediction is not None else 0.0
 
 
 def _unresolved(stored: Stored) -> Fence | None:

@@ -49,8 +49,9 @@ from elasticd_planner.stability import Stability
 from elasticd_planner.value import Value, refuse
 
 from elasticd.health import Health
+from elasticd.machines.job.network import Network
 from elasticd.machines.job.vaults import Snapshots
-from elasticd.messages import Standing
+from elasticd.messages import Saved, Standing
 from elasticd.records import Fence, JobSpec, NodeRecord, Proposal, PublishedCheckpoint
 
 
@@ -99,9 +100,9 @@ class Settings(Value, frozen=True, kw_only=True):
     others to the fence, if nobody is known to have died; node: for a node that cannot be reached to be back,
     if the job's steps have stopped too; hang: beyond twice the slowest step of late without one, until a
     worker that does not answer counts as lost; probe: for a worker that said so to tell how fast its device is,
-    before it is given work; fit: measured steps that a profile is fitted from. flops (of a
-    normal device, per second) and the links inside a node and between nodes are what plans count with until
-    something was measured."""
+    before it is given work; fit: measured steps that a profile is fitted from; keep: until a job that is over
+    is forgotten, or sooner where more than keep_jobs are over. flops (of a normal device, per second) and the
+    links inside a node and between nodes are what plans count with until something was measured."""
 
     gather_seconds: float = 1.0
     prepare_seconds: float = 30.0
@@ -115,6 +116,8 @@ class Settings(Value, frozen=True, kw_only=True):
     hang_seconds: float = 0.4
     probe_seconds: float = 3.0
     fit_steps: int = STEPS
+    keep_seconds: float = 7 * 86_400.0
+    keep_jobs: int = 1000
     detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
     policy: PolicySettings = msgspec.field(default_factory=PolicySettings)
     flops: float = GUESSED_FLOPS
@@ -126,7 +129,7 @@ class Settings(Value, frozen=True, kw_only=True):
             *(self.gather_seconds, self.prepare_seconds, self.reconnect_seconds),
             *(self.retry_seconds, self.most_retry_seconds, self.leave_seconds),
             *(self.stand_seconds, self.bereft_seconds, self.node_seconds, self.hang_seconds),
-            self.probe_seconds,
+            *(self.probe_seconds, self.keep_seconds, self.keep_jobs),
         )
         if min(times) < 0 or self.fit_steps < STEPS:
             refuse(f"coordinator: times must not be negative and fit_steps at least {STEPS}, not {self}")
@@ -284,9 +287,14 @@ class JobState(Value, frozen=True, kw_only=True):
         profile is for such as `lengths` (None: as the spec says, all alike).
     chaos: the data is to be read in sequences of `sequence` tokens (0: as they are); `reread`: that was
         ordered, and no plan with it was proposed yet.
-    end: `done_epoch` is that of the record in the store.
-    older state: `snapshots` in the agents' memory, checkpoints `published`, the newest last; when a worker last
-        `arrived`. Until `patient_until` a new leader takes nothing for lost that it has not heard of.
+    end: `done_epoch` is that of the record in the store. `stopping` says who stops the job (empty: nobody),
+        which ends by `stop_at`.
+    older state: `snapshots` in the agents' memory, checkpoints `published`, the newest last, and `unpublished`
+        ones of a plan that is not recorded yet; when a worker last `arrived`. Until `patient_until` a new
+        leader takes nothing for lost that it has not heard of.
+    takeover: `unmet` are the members, by device their incarnations, that a leader before this one bound and
+        that this one has not heard of yet. They may live, and hold copies.
+    network: what is known of who reaches whom, and how often the members could not go on together.
     """
 
     job: str
@@ -329,10 +337,15 @@ class JobState(Value, frozen=True, kw_only=True):
     lengths: Lengths | None = None
     progress: Progress = Progress()
     done_epoch: int = 0
+    stopping: str = ""
+    stop_at: float = 0.0
     snapshots: Snapshots = msgspec.field(default_factory=Snapshots)
     published: tuple[PublishedCheckpoint, ...] = ()
+    unpublished: tuple[Saved, ...] = ()
     arrived: float = -math.inf
     patient_until: float = 0.0
+    unmet: dict[str, str] = msgspec.field(default_factory=dict)
+    network: Network = Network()
 
     @property
     def number(self) -> int:

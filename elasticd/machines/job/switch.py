@@ -11,19 +11,21 @@ from elasticd_planner.problem import Problem
 from elasticd_planner.sharding import with_carriers
 from elasticd_planner.stability import switched as answered_by
 
+from elasticd.machines.job import checkpoints
 from elasticd.machines.job.checkpoints import NotShared, offered
 from elasticd.machines.job.ending import aborted, stop
 from elasticd.machines.job.fence import FALLIBLE, fault, resolved
 from elasticd.machines.job.fitting import fit
 from elasticd.machines.job.leaving import hurried
 from elasticd.machines.job.older import waits
+from elasticd.machines.job.parted import regroup
 from elasticd.machines.job.source import Source, called
 from elasticd.machines.job.state import Phase, Progress, Setback, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Doubt, Kept, Prepared, Refused, Swapped
 from elasticd.records import HistoryRecord, PlanRecord, Proposal
 
-#: Seconds from a recovery that was given up to the next, and from a switch that a worker waits for to leave.
+#: Seconds from a switch that was given up to the next, where a worker waits for it to leave.
 AGAIN_SECONDS = 1.0
 
 #: Switches whose measured cost the next one is expected to have.
@@ -36,7 +38,7 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Sourc
     job = turn.job
     plan = with_carriers(plan)
     try:
-        checkpoints = source.checkpoints if source is not None else offered(job)
+        names = source.checkpoints if source is not None else offered(job)
     except NotShared as error:
         stop(turn, str(error))
         return
@@ -67,7 +69,7 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Sourc
         plan=plan,
         old=source.plan if source is not None else job.plan,
         recovery=source.recovery if source is not None else None,
-        checkpoints=checkpoints,
+        checkpoints=names,
         in_place=bool(fits.in_place),
     )
     turn.enter(Phase.PROPOSED, proposal=proposal, highest=number, give_up="")
@@ -182,6 +184,7 @@ def _record(turn: Turn, proposal: Proposal, step: int) -> None:
         partial={},
         first_step=None,
         deferred=None,
+        unmet={d: one for d, one in job.unmet.items() if proposal.plan.binding.get(d) == one},
         stability=answered_by(job.stability, rates, step, turn.settings.policy.horizon_steps),
     )
     text = f"plan {proposal.number} is recorded"
@@ -190,6 +193,7 @@ def _record(turn: Turn, proposal: Proposal, step: int) -> None:
     told = turn.told("recorded", text, number=proposal.number, step=step)
     turn.write(PlanRecord(plan=proposal.plan, epoch=turn.epoch, step=step), notes=(told,), close=True)
     resolved(turn)
+    checkpoints.recorded(turn)
     if kept_it:  # they hold the copy that they verified no more: what the others hold must do
         who = ", ".join(kept_it)
         fault(turn, {}, f"{who} kept the plan before {proposal.number} while others swapped to it")
@@ -244,8 +248,7 @@ def unrecovered(turn: Turn) -> None:
         why, older_state = job.give_up, called(job.proposal)
         if older_state:
             turn.set(snapshots=job.snapshots.failing(older_state))
-        fault(turn, {}, f"the recovery {job.proposal.number} failed: {why}")
-        turn.set(not_before=turn.now + AGAIN_SECONDS)
+        regroup(turn, f"the recovery {job.proposal.number} failed: {why}")
 
 
 def abort(turn: Turn) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from elasticd.machines.job.effects import Effect, EventKind, Note, Record, Send, Write
 from elasticd.machines.job.state import OVER, TRANSITIONS, JobState, NodeState, Phase, Settings, Worker
 from elasticd.messages import Closed, Down, Joined, Rejected
+from elasticd.orders import TryReach
 
 
 class IllegalTransition(RuntimeError):
@@ -42,10 +43,17 @@ class Turn:
         """`worker` with changes, put in its place."""
         changed = msgspec.structs.replace(worker, **changes)
         self.set(workers={**self.job.workers, worker.device: changed})
+        self._met(worker.device)
         return changed
 
     def drop(self, device: str) -> None:
         self.set(workers={name: worker for name, worker in self.job.workers.items() if name != device})
+        self._met(device)
+
+    def _met(self, device: str) -> None:
+        """A device has one process at a time: of one that is heard of, none before it is waited for."""
+        if device in self.job.unmet:
+            self.set(unmet={name: known for name, known in self.job.unmet.items() if name != device})
 
     def note(self, kind: EventKind, text: str, **data: Any) -> None:
         self.effects.append(self.told(kind, text, **data))
@@ -53,6 +61,10 @@ class Turn:
     def told(self, kind: EventKind, text: str, **data: Any) -> Note:
         """A note to be told later, as when a write is done."""
         return Note(kind=kind, job=self.job.job, text=text, data=data)
+
+    def order(self, node: str, message: TryReach) -> None:
+        """To the agent itself."""
+        self.effects.append(Send(node=node, message=message))
 
     def send(self, node: str, client: str, body: Rejected | Joined | Closed) -> None:
         self.effects.append(Send(node=node, message=Down(client=client, body=body)))

@@ -15,32 +15,60 @@ import torch
 
 from elasticd.runtime.accepted import ModelError
 from elasticd.runtime.checking import layouts
+from elasticd.runtime.checking.layouts import Variation
 from elasticd.runtime.checking.script import CannotCheck, subject_of
-from elasticd.runtime.checking.trial import Subject, tried
+from elasticd.runtime.checking.trial import Subject, Trial, tried
 from elasticd.runtime.checking.verdict import findings
 
-#: Samples of the one micro-batch.
-_SAMPLES = 2
+#: Samples of the step: of two replicas the second has two micro-batches.
+_SAMPLES = 3
 
 
 def compared(subject: Subject, say: Callable[[str], None]) -> bool:
-    """Tries every layout; whether all are as one process."""
+    """Tries every layout; whether all are as one process. What deals samples to several micro-batches is tried
+    where the rules are right, and compared with one process that takes them one by one."""
     model, samples = subject.model, min(_SAMPLES, len(subject.dataset))
-    one = tried(subject, layouts.alone(model.spec, samples))
-    if one.failed is not None:
-        where, error = one.failed
-        raise CannotCheck(
-            f"one process fails{' in ' + where if where else ''}: {type(error).__name__}: {error}"
-        )
+    one = _one_process(subject, layouts.alone(model.spec, samples))
     say(f"{model.name}: {model.layers} blocks; one process has a loss of {one.loss:.6g}")
-    good = True
-    for said, plan in layouts.layouts(model.spec, samples).items():
-        wrong = list(dict.fromkeys(findings(model, one, tried(subject, plan))))
+    if model.proved:
+        say(f"ok    {model.proved}")
+
+    def right(said: str, variation: Variation, alone: Trial, outputs: bool) -> bool:
+        found = findings(model, alone, tried(subject, variation), outputs=outputs)
+        wrong = list(dict.fromkeys(found))
         say(f"{'WRONG' if wrong else 'ok   '} {said}")
         for line in wrong:
             say(f"      {line}")
-        good = good and not wrong
-    return good
+        return not wrong
+
+    good = [right(said, each, one, True) for said, each in layouts.layouts(model.spec, samples).items()]
+    if not all(good):
+        return False
+    good = [right(said, each, one, True) for said, each in layouts.others(model.spec, samples).items()]
+    if dealt := layouts.dealt(model.spec, samples):
+        by_sample = _one_process(subject, layouts.by_sample(model.spec, samples))
+        if apart := list(findings(model, one, by_sample, outputs=False)):
+            say("note  one process gives something else where each sample is a micro-batch of its own:")
+            say(f"      {apart[0]}. Do padded tokens or other samples reach what a sample gives?")
+        good += [right(said, each, by_sample, False) for said, each in dealt.items()]
+    return all(good)
+
+
+def _one_process(subject: Subject, variation: Variation) -> Trial:
+    one = tried(subject, variation)
+    if one.failed is not None:
+        where, error = one.failed
+        if isinstance(error, ModelError):
+            raise error
+        raise CannotCheck(
+            f"one process fails{' in ' + where if where else ''}: {type(error).__name__}: {error}"
+        )
+    if not one.applied:
+        raise CannotCheck(
+            "one process's step has no finite gradients, so that nothing can be compared: look at its samples "
+            "and loss, and at precision's scale where there is one"
+        )
+    return one
 
 
 def main() -> int:

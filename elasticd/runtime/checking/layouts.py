@@ -1,34 +1,89 @@
-"""The layouts that `elasticd check` tries: small, and such that every kind of rule shows."""
+"""The layouts that `elasticd check` tries: small, and such that every kind of rule and of parallelism shows."""
 
 from __future__ import annotations
 
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from dataclasses import dataclass
+
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
 from elasticd_planner.rules import ModelSpec
 
 
-def alone(spec: ModelSpec, samples: int) -> Plan:
-    """One process."""
-    return _plan([_stage(0, len(spec.layers), 0, (1,))], samples)
+@dataclass(frozen=True, kw_only=True)
+class Variation:
+    """One way to train a step. recompute: all blocks make their activations again. gloo: members talk over
+    sockets, as in a job; else through memory."""
+
+    plan: Plan
+    recompute: bool = False
+    gloo: bool = False
+
+    @property
+    def one_pass(self) -> bool:
+        """All samples go through together, so that the sections' outputs can be compared with one process's."""
+        pipelines = self.plan.modules[0].pipelines
+        return len(pipelines) == 1 and pipelines[0].micro_batches == 1
 
 
-def layouts(spec: ModelSpec, samples: int) -> dict[str, Plan]:
-    """Plans by what is said of them. One pipeline, one micro-batch: its parts can be compared one by one."""
+def alone(spec: ModelSpec, samples: int) -> Variation:
+    """One process, all samples in one micro-batch."""
+    return Variation(plan=_plan([_pipeline(_stage(0, len(spec.layers), 0, (1,)))], samples))
+
+
+def by_sample(spec: ModelSpec, samples: int) -> Variation:
+    """One process, each sample in a micro-batch of its own."""
+    stage = _stage(0, len(spec.layers), 0, (1,))
+    return Variation(plan=_plan([_pipeline(stage, micro_batches=samples)], 1))
+
+
+def layouts(spec: ModelSpec, samples: int) -> dict[str, Variation]:
+    """Tensor and pipeline parallelism, by what is said of them."""
     layers, most = len(spec.layers), widest(spec)
-    found: dict[str, Plan] = {}
+    found: dict[str, Variation] = {}
     if most > 1:
         shares: tuple[int, ...] = (2, 1) if most > 2 else (1, 1)
-        found[_tensor(shares)] = _plan([_stage(0, layers, 0, shares)], samples)
+        found[_tensor(shares)] = Variation(plan=_plan([_pipeline(_stage(0, layers, 0, shares))], samples))
     followers = [units.count for units in spec.units if units.follows is not None]
     wide = min(followers, default=most) + 1
     if 2 < wide <= min(most, 8):
         shares = (2 if most > wide else 1, *[1] * (wide - 1))
-        found[f"{_tensor(shares)}: wider than the units that follow others"] = _plan(
-            [_stage(0, layers, 0, shares)], samples
+        found[f"{_tensor(shares)}: wider than the units that follow others"] = Variation(
+            plan=_plan([_pipeline(_stage(0, layers, 0, shares))], samples)
         )
     if layers > 1:
         second = (1, 1) if most > 1 else (1,)
         said = f"2 stages of 1 and {layers - 1} layers" + (", the second with TP 2" if most > 1 else "")
-        found[said] = _plan([_stage(0, 1, 0, (1,)), _stage(1, layers, 1, second)], samples)
+        stages = _stage(0, 1, 0, (1,)), _stage(1, layers, 1, second)
+        found[said] = Variation(plan=_plan([_pipeline(*stages)], samples))
+    return found
+
+
+def others(spec: ModelSpec, samples: int) -> dict[str, Variation]:
+    """What else a job may do with a model whose rules are right: compared with `alone`."""
+    layers = len(spec.layers)
+    found = {"recomputation in all blocks": Variation(plan=alone(spec, samples).plan, recompute=True)}
+    if layers > 1:
+        stages = _stage(0, layers - 1, 0, (1,)), _stage(layers - 1, layers, 1, (1,))
+        plan = _plan([_pipeline(*stages)], samples)
+        found[f"2 stages of {layers - 1} and 1 layers, over gloo"] = Variation(plan=plan, gloo=True)
+    return found
+
+
+def dealt(spec: ModelSpec, samples: int) -> dict[str, Variation]:
+    """What deals the samples to several micro-batches or replicas: compared with `by_sample`."""
+    layers, found = len(spec.layers), dict[str, Variation]()
+    if samples < 2:
+        return found
+    whole = [_pipeline(_stage(0, layers, i, (1,)), micro_batches=samples - 1 if i else 1) for i in range(2)]
+    for zero in range(3):
+        plan = _plan(whole, 1).replace(state=StatePolicy(zero=zero, replicas=1 if zero else None))
+        found["data parallel 2" + (f", ZeRO {zero}" if zero else "")] = Variation(plan=plan)
+    if layers > 3:
+        stages = (
+            Stage(start=0, stop=1, devices=("check/0",), shares=(1,), later=((2, 3),)),
+            Stage(start=1, stop=2, devices=("check/1",), shares=(1,), later=((3, layers),)),
+        )
+        plan = _plan([_pipeline(*stages, micro_batches=samples)], 1)
+        found["interleaved: 2 stages of 2 chunks"] = Variation(plan=plan)
     return found
 
 
@@ -49,7 +104,11 @@ def _stage(start: int, stop: int, first: int, shares: tuple[int, ...]) -> Stage:
     return Stage(start=start, stop=stop, devices=devices, shares=shares)
 
 
-def _plan(stages: list[Stage], samples: int) -> Plan:
-    pipeline = Pipeline(stages=tuple(stages), micro_batches=1)
-    strategy = Strategy(modules=(ModulePlan(module="model", pipelines=(pipeline,)),))
-    return Plan(number=1, strategies=(strategy,), micro_batch=samples, global_batch=samples)
+def _pipeline(*stages: Stage, micro_batches: int = 1) -> Pipeline:
+    return Pipeline(stages=stages, micro_batches=micro_batches)
+
+
+def _plan(pipelines: list[Pipeline], micro_batch: int) -> Plan:
+    strategy = Strategy(modules=(ModulePlan(module="model", pipelines=tuple(pipelines)),))
+    samples = micro_batch * sum(pipeline.micro_batches for pipeline in pipelines)
+    return Plan(number=1, strategies=(strategy,), micro_batch=micro_batch, global_batch=samples)

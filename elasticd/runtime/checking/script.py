@@ -6,12 +6,15 @@ import inspect
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from elasticd.runtime import job as jobs
+from elasticd.runtime.accepted import ModelError
 from elasticd.runtime.checking.trial import Subject
+from elasticd.runtime.options import Options
 from elasticd.runtime.stream import Stream, first_samples
 
 #: Of a stream, what is tried.
@@ -48,10 +51,7 @@ def subject_of(script: str, arguments: Sequence[str]) -> Subject:
     try:
         runpy.run_path(script, run_name="__main__")
     except _Given as given:
-        found = {key: given.arguments[key] for key in ("model", "loss", "dataset", "collate", "seed")}
-        if isinstance(found["dataset"], Stream):
-            found["dataset"] = first_samples(found["dataset"], _SAMPLES)
-        return Subject(**found)
+        return _subject(given.arguments)
     except SystemExit as error:
         raise CannotCheck(f"{script} ended before it made a Job: {error}") from None
     except Exception as error:
@@ -63,3 +63,24 @@ def subject_of(script: str, arguments: Sequence[str]) -> Subject:
     finally:
         jobs.Job, sys.argv, sys.path[:] = real, argv, path  # type: ignore[misc]
     raise CannotCheck(f"{script} ended without making an elasticd.Job")
+
+
+def _subject(arguments: Mapping[str, Any]) -> Subject:
+    """Raises CannotCheck where the Job would refuse its arguments."""
+    try:
+        options = Options(**{each.name: arguments[each.name] for each in fields(Options)})
+        model, precision = options.trained, options.numbers
+    except ModelError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise CannotCheck(str(error)) from error
+    dataset = options.dataset
+    return Subject(
+        model=model,
+        loss=options.loss,
+        dataset=first_samples(dataset, _SAMPLES) if isinstance(dataset, Stream) else dataset,
+        collate=options.collate,
+        seed=options.seed,
+        optimizer=options.optimizer,
+        precision=precision,
+    )

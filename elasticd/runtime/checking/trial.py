@@ -4,44 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from elasticd_planner.batch import Sampler
 from elasticd_planner.boxes import Box
 from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan
 from torch import Tensor, nn
 
+from elasticd.runtime.checking.layouts import Variation
 from elasticd.runtime.data import Collate, Dataset
-from elasticd.runtime.engine import first_state, make_engine
+from elasticd.runtime.engine import Engine, first_state, make_engine
 from elasticd.runtime.groups import Fabric, PeerLost
 from elasticd.runtime.in_memory import MemoryFabric, run_threads, unpaced
 from elasticd.runtime.model import Model
-from elasticd.runtime.recipe import Recipe
+from elasticd.runtime.precision import Precision
+from elasticd.runtime.recipe import MakeOptimizer, Recipe
 from elasticd.runtime.stage import Loss
+from elasticd.runtime.torch_store import TorchStore
 
-MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+def _plain(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Where a script has none to try."""
+    return torch.optim.SGD(named, lr=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a script gave its Job."""
+    """What a script gave its Job. model: as its modules compute."""
 
     model: Model
     loss: Loss
     dataset: Dataset
     collate: Collate
     seed: int
+    optimizer: MakeOptimizer = _plain
+    precision: Precision | None = None
 
-    def recipe(self, batch: int) -> Recipe:
+    def recipe(self, variation: Variation) -> Recipe:
         return Recipe(
             model=self.model,
             loss=self.loss,
-            optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
+            optimizer=self.optimizer,
             dataset=self.dataset,
             collate=self.collate,
-            sampler=Sampler(size=len(self.dataset), global_batch=batch, seed=self.seed),
+            sampler=Sampler(size=len(self.dataset), global_batch=variation.plan.global_batch, seed=self.seed),
+            recomputed=tuple(range(self.model.layers)) if variation.recompute else (),
+            precision=self.precision,
         )
 
 
@@ -56,57 +66,43 @@ class Held:
 
 @dataclass(kw_only=True)
 class Member:
-    """What one member saw in the step: its sections' outputs, its gradients, sections that drew random numbers
-    and buffers that changed, and the modules that it was in when it ended."""
+    """What one member saw in the step: its sections' outputs, the gradients that its optimizer stepped by, how
+    far that moved its parameters, sections that drew random numbers, the modules that it was in at the end."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Held] = field(default_factory=dict)
+    gradients: dict[str, list[Held]] = field(default_factory=dict)
+    updates: dict[str, tuple[Box, Tensor]] = field(default_factory=dict)
     drew: set[str] = field(default_factory=set)
-    changed: list[str] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A step under a plan. failed: in which module, and how, where it did."""
+    """A step under a plan. applied: whether its gradients were finite. failed: in which module and how, where
+    it did."""
 
     loss: float = float("nan")
+    applied: bool = True
     members: dict[str, Member]
     failed: tuple[str, BaseException] | None = None
 
 
-def tried(subject: Subject, plan: Plan) -> Trial:
-    """Takes one step under the plan."""
+def tried(subject: Subject, variation: Variation) -> Trial:
+    """Takes one step."""
+    plan = variation.plan
     layouts = Layouts(subject.model.spec, plan)
     members = {name: Member() for name in plan.members}
+    store = TorchStore(torch.distributed.HashStore())  # type: ignore[attr-defined]
 
-    def worker(memory: MemoryFabric) -> float:
-        fabric, recipe, seen = cast(Fabric, memory), subject.recipe(plan.global_batch), members[memory.me]
-        engine = make_engine(recipe, layouts, fabric, unpaced)
-        engine.adopt(first_state(recipe.model, layouts, memory.me, subject.seed))
-        terms: dict[str, Tensor] = {}
-        for name, (_, parameter) in engine.local.parameters.items():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_keep(terms, name))
-        for section, module in engine.local.modules.items():
-            _follow(section, module, seen)
-
-        def reduced(*_: Any) -> None:
-            for name, (box, parameter) in engine.local.parameters.items():
-                if parameter.grad is not None:
-                    term = terms.get(name, torch.zeros_like(parameter))
-                    seen.gradients[name] = Held(box, parameter.grad.detach().clone(), term)
-
-        engine.optimizer.register_step_pre_hook(reduced)
-        outcome = engine.step(0, lambda: 0, lambda: 0).outcome
-        for held in seen.gradients.values():
-            held.reduced.mul_(outcome.vote.count)
-        seen.drew = engine.local.drawing.drew
-        for name, buffer in engine.local.buffers.items():
-            first = recipe.model.first_value(name, Box.whole(tuple(buffer.shape)), subject.seed)
-            if not torch.equal(buffer, first):
-                seen.changed.append(name)
-        return outcome.loss
+    def worker(memory: MemoryFabric) -> tuple[float, bool]:
+        recipe, seen = subject.recipe(variation), members[memory.me]
+        fabric = Fabric("check", memory.me, "127.0.0.1", store) if variation.gloo else cast(Fabric, memory)
+        try:
+            return _step(subject, layouts, fabric, recipe, seen)
+        finally:
+            if variation.gloo:
+                fabric.shut()  # frees the others where this one failed
+                fabric.park().join()
 
     try:
         losses = run_threads(plan.members, worker)
@@ -115,7 +111,48 @@ def tried(subject: Subject, plan: Plan) -> Trial:
     except Exception as error:
         inside = next((m.inside[-1] for m in members.values() if m.inside), "")
         return Trial(members=members, failed=(inside, error))
-    return Trial(loss=losses[plan.members[0]], members=members)
+    loss, applied = losses[plan.members[0]]
+    return Trial(loss=loss, applied=applied, members=members)
+
+
+def _step(
+    subject: Subject, layouts: Layouts, fabric: Fabric, recipe: Recipe, seen: Member
+) -> tuple[float, bool]:
+    """One member's step: its loss, and whether its updates were applied."""
+    engine = make_engine(recipe, layouts, fabric, unpaced)
+    engine.adopt(first_state(recipe.model, layouts, fabric.me, subject.seed, recipe.master))
+    first = {name: p.detach().clone() for name, (_, p) in engine.local.parameters.items()}
+    terms: dict[str, Tensor] = {}
+    for name, (_, parameter) in engine.local.parameters.items():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_keep(terms, name))
+    for section, module in engine.local.modules.items():
+        _follow(section, module, seen)
+
+    def reduced(*_: Any) -> None:
+        for name, box, parameter in engine.owned:
+            if parameter.grad is not None:
+                made = Held(box, parameter.grad.detach().clone(), _cut(engine, terms, name, box))
+                seen.gradients.setdefault(name, []).append(made)
+
+    engine.optimizer.register_step_pre_hook(reduced)
+    outcome = engine.step(0, lambda: 0, lambda: 0).outcome
+    engine.settle()
+    for held in chain.from_iterable(seen.gradients.values()):
+        held.reduced.mul_(outcome.vote.count)
+    seen.drew = engine.local.drawing.drew
+    for name, (box, parameter) in engine.local.parameters.items():
+        if parameter.requires_grad:
+            seen.updates[name] = box, parameter.detach() - first[name]
+    return outcome.loss, outcome.vote.apply
+
+
+def _cut(engine: Engine, terms: dict[str, Tensor], name: str, box: Box) -> Tensor:
+    """What the member computed of a box; nothing where it computes with another one."""
+    around = engine.local.parameters[name][0] if name in terms else None
+    if around is None or not around.contains(box):
+        return torch.zeros(box.shape)
+    return terms[name][box.slices(around)]
 
 
 def _keep(terms: dict[str, Tensor], name: str) -> Callable[[Tensor], None]:

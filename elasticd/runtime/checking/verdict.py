@@ -9,7 +9,7 @@ import torch
 from elasticd_planner.boxes import Box
 from torch import Tensor
 
-from elasticd.runtime.checking.trial import Trial
+from elasticd.runtime.checking.trial import Member, Trial
 from elasticd.runtime.model import Model
 from elasticd.runtime.randomness import Dropout
 from elasticd.runtime.rules import Add
@@ -18,8 +18,9 @@ from elasticd.runtime.rules import Add
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 0.1, torch.bfloat16: 0.2}
 
 
-def findings(model: Model, alone: Trial, other: Trial) -> Iterator[str]:
-    """One line for each thing that is wrong, the first causes first; none where all is as in one process."""
+def findings(model: Model, alone: Trial, other: Trial, *, outputs: bool) -> Iterator[str]:
+    """One line for each thing that is wrong, the first causes first; none where all is as in one process.
+    outputs: those of sections can be compared, since all samples went through together."""
     if other.failed is not None:
         yield _failure(model, *other.failed)
         return
@@ -29,45 +30,68 @@ def findings(model: Model, alone: Trial, other: Trial) -> Iterator[str]:
             f"{section}: draws random numbers that no other layout repeats (F.dropout, torch.rand): use "
             "nn.Dropout, which is keyed by step, sample and place"
         )
-    for name in one.changed:
-        yield f"{name}: forward changes this buffer, so that replicas' copies would differ: keep it constant"
-    if one.drew or one.changed:
+    if one.drew:
         return
     near = _ROUNDING.get(model.dtype, 1e-2)
+    wrong = list(_outputs(model, alone, other, near)) if outputs else []
+    wrong = wrong or list(_gradients(model, alone, other, near))
+    yield from wrong or _updates(alone, other, near)
+    if not math.isclose(alone.loss, other.loss, rel_tol=near):
+        yield f"the loss is {other.loss:.6g}, not {alone.loss:.6g}" + (
+            "" if wrong else ", though all else agrees"
+        )
+
+
+def _outputs(model: Model, alone: Trial, other: Trial, near: float) -> Iterator[str]:
+    """The first section whose output went wrong."""
+    (one,) = alone.members.values()
     for section in model.sections:
-        outputs = [m.outputs[section] for m in other.members.values() if section in m.outputs]
+        found = [m.outputs[section] for m in other.members.values() if section in m.outputs]
         expected = one.outputs[section]
-        if any(out.shape != expected.shape for out in outputs):
-            shapes = sorted({tuple(out.shape) for out in outputs})
+        if any(out.shape != expected.shape for out in found):
+            shapes = sorted({tuple(out.shape) for out in found})
             yield (
                 f"{section}: its output is of shape {shapes[0]}, not {tuple(expected.shape)}: what a Column "
                 f"rule cut, a Row rule must sum (or gather=True). {_rules(model, section)}"
             )
             return
-        worst = max((_apart(out, expected) for out in outputs), default=0.0)
+        worst = max((_apart(out, expected) for out in found), default=0.0)
         if worst > near:
             yield (
                 f"{section}: its output differs from one process's by {worst:.1e} of its size, and its input "
                 f"did not. {_rules(model, section)}{_dropouts(model, section)}"
             )
             return
-    yield from _gradients(model, alone, other, near)
-    if not math.isclose(alone.loss, other.loss, rel_tol=near):
-        yield f"the loss is {other.loss:.6g}, not {alone.loss:.6g}, though all outputs agree"
+
+
+def _updates(alone: Trial, other: Trial, near: float) -> Iterator[str]:
+    """The first parameter that the optimizer moved elsewhere, though its gradient agrees. Elements whose
+    gradient is nearly zero are left out: its sign, which Adam's first step follows, may be rounding."""
+    (one,) = alone.members.values()
+    scales = _scales(one)
+    for name, (_, whole) in one.updates.items():
+        gradient = one.gradients[name][0].reduced if name in one.gradients else None
+        clear = torch.ones_like(whole, dtype=torch.bool)
+        if gradient is not None:
+            clear = gradient.abs() > 2 * near * scales[name]
+        for box, moved in (m.updates[name] for m in other.members.values() if name in m.updates):
+            place = box.slices(Box.whole(tuple(whole.shape)))
+            expected, told = whole[place], clear[place]
+            apart = float(((moved - expected).abs() * told).max()) if moved.numel() else 0.0
+            scale = float(whole.abs().max())
+            if apart > near * scale:
+                off = apart / max(scale, 1e-300)
+                yield f"{name}: its gradient is right, the optimizer's update is off by {off:.1e} of its size"
+                return
 
 
 def _gradients(model: Model, alone: Trial, other: Trial, near: float) -> Iterator[str]:
     """Of gradients that went wrong, those of the last section: the backward pass carries them to the rest."""
     (one,) = alone.members.values()
-    largest: dict[str, float] = {}
-    for name, whole in one.gradients.items():
-        section = _section(name)
-        largest[section] = max(largest.get(section, 0.0), float(whole.reduced.abs().max()))
+    scales = _scales(one)
     wrong: dict[str, list[str]] = {}
-    for name, whole in one.gradients.items():
-        # One that is zero but for rounding, of a bias of keys say, is measured by its neighbours.
-        scale = max(float(whole.reduced.abs().max()), 1e-3 * largest[_section(name)])
-        for line in _gradient(model, name, whole.reduced, other, near, scale):
+    for name, (whole,) in one.gradients.items():
+        for line in _gradient(model, name, whole.reduced, other, near, scales[name]):
             wrong.setdefault(_section(name), []).append(line)
     for section in reversed(model.sections):
         if section in wrong:
@@ -75,8 +99,18 @@ def _gradients(model: Model, alone: Trial, other: Trial, near: float) -> Iterato
             return
 
 
+def _scales(one: Member) -> dict[str, float]:
+    """What each gradient is measured by: its largest element; where that is zero but for rounding, as of a bias
+    of keys, its section's other gradients."""
+    largest = {name: float(held.reduced.abs().max()) for name, (held,) in one.gradients.items()}
+    sections: dict[str, float] = {}
+    for name, size in largest.items():
+        sections[_section(name)] = max(sections.get(_section(name), 0.0), size)
+    return {name: max(size, 1e-3 * sections[_section(name)]) for name, size in largest.items()}
+
+
 def _gradient(model: Model, name: str, whole: Tensor, other: Trial, near: float, scale: float) -> Iterator[str]:
-    held = [m.gradients[name] for m in other.members.values() if name in m.gradients]
+    held = [part for member in other.members.values() for part in member.gradients.get(name, ())]
     apart = 0.0
     for part in held:
         expected = whole[part.box.slices(Box.whole(tuple(whole.shape)))]

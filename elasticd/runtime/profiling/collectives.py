@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
@@ -27,6 +26,7 @@ from elasticd.measuring import Request
 from elasticd.runtime.groups import Fabric
 from elasticd.runtime.model import Model
 from elasticd.runtime.profiling.orphans import end_at_eof
+from elasticd.runtime.torch_store import TorchStore
 
 #: Seconds that the processes of one width may take in all.
 PATIENCE = 300.0
@@ -47,29 +47,6 @@ class Errand(Value, frozen=True, kw_only=True):
     counts: tuple[int, ...]
     dtype: str
     repeats: int
-
-
-class _Files:
-    """Bootstrap through a file that all processes of a group see."""
-
-    def __init__(self, path: Path, width: int) -> None:
-        self._store = distributed.FileStore(str(path), width)  # type: ignore[attr-defined]
-
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)  # type: ignore[arg-type]  # bytes, whatever its stub says
-
-    def get(self, key: str, seconds: float) -> bytes:
-        try:
-            self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
-        except RuntimeError:
-            raise TimeoutError(key) from None
-        return self._store.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check(list(keys))
 
 
 def measure(model: Model, request: Request) -> tuple[Collective, ...]:
@@ -137,7 +114,8 @@ def _until_done(processes: Sequence[subprocess.Popen[bytes]], folder: Path) -> N
 def perform(errand: Errand) -> list[list[float]]:
     """The seconds of each all-reduce as this member saw it, by size."""
     names = [f"n/{rank}" for rank in range(errand.width)]
-    store = _Files(Path(errand.folder) / "store", errand.width)
+    files = distributed.FileStore(str(Path(errand.folder) / "store"), errand.width)  # type: ignore[attr-defined]
+    store = TorchStore(files)
     fabric = Fabric("profile", names[errand.rank], "127.0.0.1", store)
     group = fabric.group(names, "tensor")
     times = []

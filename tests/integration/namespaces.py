@@ -48,7 +48,7 @@ class Namespaces:
         """The command's beginning that runs the rest of it on a node."""
         found = shutil.which("ip")
         assert found is not None
-        return (os.path.abspath(found), "netns", "exec", self._name(node))
+        return (os.path.abspath(found), "netns", "exec", self.name(node))
 
     def cut(self, node: str) -> None:
         _ip("link", "set", self._link(node), "down")
@@ -61,7 +61,7 @@ class Namespaces:
         _ip("address", "add", f"{HOST}/24", "dev", _TAG)
         _ip("link", "set", _TAG, "up")
         for node in self._nodes:
-            name, link = self._name(node), self._link(node)
+            name, link = self.name(node), self._link(node)
             _ip("netns", "add", name)
             _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
             _ip("link", "set", link, "master", _TAG, "up")
@@ -72,11 +72,12 @@ class Namespaces:
     def close(self) -> None:
         for node in self._nodes:
             with contextlib.suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", self._name(node))
+                _ip("netns", "del", self.name(node))
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("link", "del", _TAG)
 
-    def _name(self, node: str) -> str:
+    def name(self, node: str) -> str:
+        """Of the namespace, as `ip netns` has it."""
         return f"{_TAG}-{node}"
 
     def _link(self, node: str) -> str:

@@ -1,0 +1,119 @@
+"""`elasticd jobs`, `stop` and `forget`: the jobs in a line each, the end of one, and what is kept of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from elasticd.cli.options import asker, config_option, coordinator_option, json_option, write_json
+from elasticd.cli.reach import Api, CannotReach, ClusterStatus, JobStatus, reach
+from elasticd.plain import in_one_line
+
+#: Phases after which nothing follows.
+OVER = ("done", "stopped")
+#: Seconds beyond those that the job has, until its end is known to whoever asks.
+_MARGIN = 10.0
+_POLL = 0.5
+
+
+@click.command()
+@config_option
+@coordinator_option
+@json_option("The status of each job.")
+def jobs(config: str | None, coordinator: str | None, as_json: bool) -> None:
+    """Show each job in a line: its phase, step, loss, speed and plan."""
+    with reach(config, coordinator) as api:
+        found = api.status()
+    if as_json:
+        write_json({"jobs": found.jobs, "restarts": found.restarts})
+        return
+    if not found.jobs and not found.restarts:
+        click.echo("no job: start one with elasticd run --job NAME SCRIPT")
+        return
+    Console(highlight=False, markup=False).print(listed(found))
+
+
+def listed(found: ClusterStatus) -> Table:
+    """One line for each job, those in restart mode last."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in ("job", "phase"):
+        table.add_column(name, no_wrap=True)
+    for name in ("step", "loss", "tokens/s", "plan", "devices"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for row in _rows(found):
+        table.add_row(*row)
+    return table
+
+
+def _rows(found: ClusterStatus) -> Iterator[tuple[str, ...]]:
+    for job in found.jobs:
+        loss = "-" if job.loss is None else f"{job.loss:.4f}"
+        speed = "-" if job.tokens_per_second is None else f"{job.tokens_per_second:,.0f}"
+        plan = ("-", "-") if job.plan is None else (str(job.plan.number), str(len(job.plan.members)))
+        yield (job.job, job.phase, str(job.step), loss, speed, *plan, in_one_line(job.reason))
+    for restarting in found.restarts:
+        count = str(len(restarting.devices))
+        yield (restarting.job, "restart mode", str(restarting.step), "-", "-", "-", count, "")
+
+
+@click.command()
+@config_option
+@coordinator_option
+@click.option("--now", is_flag=True, help="End it at once, without a last checkpoint.")
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=0, min_open=True, max=86_400),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Longest time for the last checkpoint; the job ends then in any case.",
+)
+@click.argument("job")
+def stop(config: str | None, coordinator: str | None, now: bool, wait: float, job: str) -> None:
+    """End JOB, and wait until it has ended.
+
+    Its workers get SIGTERM from their agents. They make a last checkpoint, if the job has a folder for it, and
+    leave. A job cannot be continued under the same name; its checkpoints can be, under another one.
+    """
+    with reach(config, coordinator) as api:
+        api.stop(job, 0.0 if now else wait, by=asker())
+        found = _ended(api, job, _MARGIN + (0.0 if now else wait))
+    click.echo(f"job {job} is {found.phase}: {found.reason or f'at step {found.step}'}")
+
+
+@click.command()
+@config_option
+@coordinator_option
+@click.argument("job")
+def forget(config: str | None, coordinator: str | None, job: str) -> None:
+    """Delete all that the cluster keeps of JOB, which is over.
+
+    That is its plans and their history, and its snapshots in the agents' memory. Checkpoints on disk stay. The
+    name can be used again. Without this command a job is forgotten a week after its end (keep_days in section
+    [coordinator]).
+    """
+    with reach(config, coordinator) as api:
+        api.forget(job, by=asker())
+    click.echo(f"job {job} is forgotten")
+
+
+def _ended(api: Api, job: str, seconds: float) -> JobStatus:
+    """The job once it is over. Raises `CannotReach` where that takes too long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = api.status().job(job)
+        if found is None:
+            raise CannotReach(f"job {job} is gone: another coordinator leads, which does not know it")
+        if found.phase in OVER:
+            return found
+        if time.monotonic() >= deadline:
+            raise CannotReach(
+                f"job {job} is {found.phase} still: 'elasticd status' says what it waits for, and "
+                f"'elasticd stop --now {job}' ends it without a checkpoint"
+            )
+        time.sleep(_POLL)

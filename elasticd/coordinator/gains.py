@@ -1,0 +1,56 @@
+"""What a switch to a plan gained, from the seconds of the steps around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from elasticd_planner.value import Value
+
+#: Steps before a switch, and after it, that its gain is the median of. Few before: the reason for the switch is
+#: often no older than that.
+BEFORE, AFTER = 3, 20
+
+
+class StepRecord(Value, frozen=True, kw_only=True):
+    """A step as rank 0 reported it: mean loss per token, tokens of all ranks, seconds of wall time, and the
+    unix time at which the report came."""
+
+    step: int
+    plan: int
+    loss: float | None
+    tokens: int | None
+    seconds: float
+    time: float
+
+
+class Gain(Value, frozen=True, kw_only=True):
+    """What a switch to a plan changed: seconds a step before and after it, and of the switch's own pause."""
+
+    before: float
+    after: float
+    pause: float
+
+    @property
+    def words(self) -> str:
+        """As people read it."""
+        told = (
+            f"{self.before:.3f} s a step before, {self.after:.3f} s after ({self.before / self.after:.2f}x); "
+            f"the switch took {self.pause:.2f} s, "
+        )
+        if self.before <= self.after:
+            return told + "not paid back by speed"
+        return told + f"paid back in {self.pause / (self.before - self.after):.0f} steps"
+
+
+def gain_of(number: int, steps: Sequence[StepRecord]) -> Gain | None:
+    """The last steps before the switch beside the first after it; None where they are few, or steps between are
+    not known."""
+    after = [step for step in steps if step.plan == number][: AFTER + 1]
+    before = [step for step in steps if after and step.step < after[0].step][-BEFORE:]
+    if len(after) < 4 or len(before) < BEFORE or before[-1].step + 1 != after[0].step:
+        return None
+    was, now = median(step.seconds for step in before), median(step.seconds for step in after[1:])
+    if not now > 0.0:
+        return None
+    return Gain(before=was, after=now, pause=max(0.0, after[0].time - before[-1].time - now))

@@ -1,0 +1,65 @@
+"""What a leader takes from a connection: names in the one grammar, and a node's word about itself alone.
+
+An agent's token or certificate is worth its node. Whoever has stolen one can say of that node's devices what he
+likes, and nothing of any other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+from elasticd.decoding import tag_of
+from elasticd.health import Health
+from elasticd.messages import AgentHello, Join, Leave, Report, StoreCall, ToLeader, Up, WorkerLost
+from elasticd.names import LONGEST, MOST_DEVICES, device_of, name_refusal
+from elasticd.pulses import Crossed, Frozen, Unreached
+from elasticd.records import NodeRecord
+from elasticd.rounds import Lapped
+from elasticd.snapshots import Keeps
+
+#: What a torchrun says, which drives no device.
+OF_TORCHRUNS = (Join, Leave, StoreCall)
+
+
+def refusal(node: str, message: ToLeader, jobs: Container[str]) -> str:
+    """Why a message that came over this node's connection is not heard, or nothing. jobs: those that there are
+    already, whatever they are called: a release before this one may have let them in."""
+    if isinstance(message, AgentHello):
+        return record_refusal(message.record)
+    if isinstance(message, Crossed | Health):
+        return ""  # of the connection's own node, whatever they name
+    job = message.by.job if isinstance(message, Lapped) else message.job
+    if job not in jobs and (why := name_refusal("the job's name (--rdzv-id)", job)):
+        return why
+    if isinstance(message, Up) and not message.device and not isinstance(message.body, OF_TORCHRUNS):
+        return f"a process without a device has no say of {tag_of(message.body)!r}"
+    for device in _spoken_for(message):
+        if not device_of(node, device):
+            return f"node {node} has no say about {device[:LONGEST]!r}"
+    return ""
+
+
+def record_refusal(record: NodeRecord) -> str:
+    """Why a node's record is none, or nothing."""
+    if why := name_refusal("[agent] node", record.node):
+        return why
+    if len(record.devices) > MOST_DEVICES:
+        return f"node {record.node} has {len(record.devices)} devices: at most {MOST_DEVICES} are taken"
+    for device in record.devices:
+        if not device_of(record.node, device.name):
+            return (
+                f"node {record.node} names a device {device.name[:LONGEST]!r}, not {record.node}/0 or the like"
+            )
+    return ""
+
+
+def _spoken_for(message: Up | WorkerLost | Frozen | Unreached | Keeps | Lapped) -> Iterator[str]:
+    """The devices about which a message is their own node's word. A torchrun has none."""
+    if isinstance(message, Up):
+        if message.device:
+            yield message.device
+        if isinstance(message.body, Report):
+            yield message.body.measurement.device
+    elif isinstance(message, WorkerLost | Frozen | Lapped):
+        yield message.device
+    # Keeps: an agent keeps snapshots of other nodes' devices. Unreached: of the connection's own node.

@@ -1,0 +1,124 @@
+"""Causal language models of Hugging Face's transformers, as they are: cut by the plans that they carry.
+
+Every section runs the model's own forward (`sections`), which is proved on a small copy (`proof`); the rules
+come from the model's tensor-parallel plan (`plans`). Padding belongs at the end of a sample: causal attention
+then never sees it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from elasticd.models.huggingface.anatomy import REMEDY, text_of
+from elasticd.models.huggingface.plans import cuts_of
+from elasticd.models.huggingface.proof import prove
+from elasticd.models.huggingface.sections import sections_of
+from elasticd.models.huggingface.values import on_meta, own_init, with_buffers
+from elasticd.runtime.accepted import ModelError
+from elasticd.runtime.model import Init, Model
+
+__all__ = ["from_hf", "refuse_at_sight", "their_name"]
+
+#: Classes of modules that send a token to some of several experts, by the last words of their names.
+_EXPERTS = re.compile(r"Expert|Mo[eE](Block)?$|MoA$")
+
+
+def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> Model:
+    """A `...ForCausalLM` as elasticd trains it: its own forward, cut by the `base_model_tp_plan` of its
+    configuration and the class's own `_tp_plan`. It is not changed.
+
+    A model with values, from_pretrained's say, starts from them (every rank must load the same); one that was
+    made on the meta device from its own `_init_weights`, keyed by (seed, module). Raises ModelError for a model
+    whose layers and what is around them cannot run on different stages, or not with the same result.
+    """
+    refuse_at_sight(model)
+    _warn_of_lengths(model)
+    proof, width = prove(model), text_of(model.config).hidden_size
+    blank = on_meta(model)
+    made = with_buffers(model) if blank else model
+    sections = sections_of(made, proof.anatomy)
+    cuts = cuts_of(made, sections, proof.anatomy)
+    name = f"{model.config.model_type}-{len(sections.blocks)}x{width}"
+    if proof.anatomy.unused:
+        idle = ", ".join(proof.anatomy.unused)
+        warnings.warn(f"elasticd: {name} does not train {idle}, which its forward does not call", stacklevel=3)
+    return Model(
+        name=name,
+        embed=sections.embed,
+        blocks=sections.blocks,
+        head=sections.head,
+        width=width,
+        rules=cuts.rules,
+        units=cuts.units,
+        init=own_init(made, sections.theirs) if init is None and blank else init,
+        proved=str(proof)
+        + "".join(f"; whole in a TP group: {name} ({why})" for name, why in cuts.whole.items()),
+    )
+
+
+def their_name(model: Model, name: str) -> str:
+    """The name that a parameter of `from_hf`'s model has in the model itself."""
+    for section, module in model.sections.items():
+        for child, path in getattr(module, "paths", {}).items():
+            if name.startswith(f"{section}.{child}."):
+                return f"{path}{name.removeprefix(f'{section}.{child}')}"
+    raise KeyError(name)
+
+
+def refuse_at_sight(model: Any) -> None:
+    """Raises ModelError for what no small copy would show."""
+    kind, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_input_embeddings"):
+        raise ModelError(f"{kind} is no model of transformers, a ...ForCausalLM say")
+    if not isinstance(getattr(model.get_input_embeddings(), "weight", None), Tensor):
+        raise ModelError(f"{kind} has no embedding that takes one stream of tokens: {REMEDY}")
+    for path, module in model.named_modules():
+        if _EXPERTS.search(type(module).__name__):
+            raise ModelError(
+                f"{path} of {kind} has experts ({type(module).__name__}). elasticd trains dense models of "
+                "transformers only: it cuts no experts, and the losses that balance them are no part of a stage"
+            )
+    if "dynamic" in _rope_types(model):
+        raise ModelError(
+            f"rope_type = 'dynamic' of {kind} keeps the longest sequence that it has seen, so that what a "
+            "sample gives depends on those before it: take another, 'yarn' say"
+        )
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ModelError(
+            f"{kind} checkpoints its gradients: turn that off and give Job(recompute=True), which repeats its "
+            "dropouts"
+        )
+
+
+def _warn_of_lengths(model: Any) -> None:
+    """Of frequencies that are others from some length on: that of the micro-batch, padding included."""
+    if "longrope" in _rope_types(model):
+        config = text_of(model.config)
+        rope = dict(_flat(getattr(config, "rope_parameters", None)))
+        length = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        warnings.warn(
+            f"elasticd: {type(model).__name__} has other rotary frequencies where a micro-batch is padded to "
+            f"more than {length} tokens, and a layout decides which samples are in a micro-batch: let all "
+            "samples be shorter. Training refuses the first micro-batch that is longer",
+            stacklevel=4,
+        )
+
+
+def _rope_types(model: Any) -> set[Any]:
+    """Of the configuration, and of the rotary tables that the model has."""
+    rope = _flat(getattr(text_of(model.config), "rope_parameters", None))
+    types = {value for name, value in rope if name == "rope_type"}
+    for module in model.modules():
+        found = getattr(module, "rope_type", None)
+        types |= set(found.values()) if isinstance(found, dict) else {found}
+    return types
+
+
+def _flat(rope: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in rope.items() if isinstance(rope, Mapping) else ():
+        yield from _flat(value) if isinstance(value, Mapping) else [(name, value)]

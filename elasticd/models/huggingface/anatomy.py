@@ -1,0 +1,232 @@
+"""What a causal language model of transformers is made of: its layers, and what runs before and after them.
+
+It is found by watching one forward pass of a small copy (`proof`), not by names: which modules are called
+before the first layer, which after the last, and how each layer is called.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elasticd.runtime.accepted import ModelError
+
+#: What a refusal ends with.
+REMEDY = "describe it with elasticd.Model(embed=..., blocks=..., head=...)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """Paths of modules in a `...ForCausalLM`, in the order in which they are first called."""
+
+    layers: str  # the list of layers: "model.layers"
+    before: tuple[str, ...]  # make the first layer's input: embeddings, their norms, their dropouts
+    after: tuple[str, ...]  # make the logits of the last layer's output: the final norm, the projection
+    anywhere: tuple[str, ...]  # have no parameters and may run in any section: rotary tables
+    unused: tuple[str, ...]  # have parameters, and forward does not call them
+    returns: Mapping[type, int]  # of a layer's class: it gives a tuple of so many; 0: a tensor
+
+
+@dataclass(kw_only=True)
+class Watched:
+    """One forward pass: the logits, and what each layer was called with."""
+
+    anatomy: Anatomy
+    logits: Tensor
+    inputs: list[Tensor] = field(default_factory=list)
+    others: list[dict[str, Any]] = field(default_factory=list)
+
+
+def text_of(config: Any) -> Any:
+    """The configuration of the language model, where it is one of several."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def arguments(model: nn.Module) -> dict[str, Any]:
+    """What forward is called with beside the tokens: no cache, and an output with names."""
+    known = inspect.signature(type(model).forward).parameters
+    if "input_ids" not in known:
+        raise ModelError(f"the forward of {type(model).__name__} takes no input_ids: {REMEDY}")
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    found: dict[str, Any] = {"use_cache": False} if anything or "use_cache" in known else {}
+    return found | ({"return_dict": True} if "return_dict" in known else {})
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in what a forward gave."""
+    found = getattr(output, "logits", None)
+    if found is None:
+        found = output[0] if isinstance(output, tuple) else output
+    if not isinstance(found, Tensor):
+        raise ModelError(f"its forward gave a {type(output).__name__} without logits: {REMEDY}")
+    return found
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The activation among the arguments of a layer: the first, or the one of that name."""
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+def layers_path(model: Any) -> str:
+    """Of the lists of modules in a model that are in no other list: the one with the most parameters, of those
+    that are as long as the language model has layers where there are such."""
+    count = getattr(text_of(model.config), "num_hidden_layers", None)
+    found: list[tuple[bool, int, str]] = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(
+            isinstance(model.get_submodule(outer), nn.ModuleList) for outer in _outer(path)
+        ):
+            size = sum(parameter.numel() for parameter in module.parameters())
+            found.append((len(module) == count, size, path))
+    if not found or not max(found)[1]:
+        raise ModelError(f"{type(model).__name__} keeps its layers in no nn.ModuleList: {REMEDY}")
+    return max(found)[2]
+
+
+def parts(model: nn.Module, layers: str) -> dict[str, nn.Module]:
+    """The modules beside the layers, by path: those that a forward calls as one."""
+
+    def below(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in module.named_children():
+            full = f"{path}.{name}" if path else name
+            if full == layers:
+                continue
+            if is_outer(full, child, layers):
+                yield from below(child, full)
+            else:
+                yield full, child
+
+    return dict(below(model, ""))
+
+
+def is_outer(path: str, module: nn.Module, layers: str) -> bool:
+    """Whether a module is around the layers, or a list of modules beside them: no part by itself."""
+    return layers.startswith(f"{path}.") or isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def watch(model: Any, ids: Tensor) -> Watched:
+    """Runs the model's own forward and notes what it calls. Raises ModelError for what no stage could do."""
+    layers = layers_path(model)
+    watching = _Watching(model, layers)
+    try:
+        logits = logits_of(model(input_ids=ids, **arguments(model)))
+    finally:
+        watching.end()
+    return Watched(anatomy=watching.anatomy(), logits=logits, inputs=watching.inputs, others=watching.others)
+
+
+class _Watching:
+    """Hooks on the layers and on the parts beside them."""
+
+    def __init__(self, model: nn.Module, layers: str) -> None:
+        self._name, self._layers = type(model).__name__, layers
+        self._list = list(model.get_submodule(layers).children())
+        self._parts = parts(model, layers)
+        self._inside = 0
+        self._order: list[int] = []
+        self._phases: dict[str, set[str]] = {}
+        self._returns: dict[type, int] = {}
+        self.inputs: list[Tensor] = []
+        self.others: list[dict[str, Any]] = []
+        self._hooks: list[Any] = []
+        for index, layer in enumerate(self._list):
+            self._hooks.append(layer.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True))
+            self._hooks.append(layer.register_forward_hook(self._leave))
+        for path, part in self._parts.items():
+            for module in part.modules():
+                self._hooks.append(module.register_forward_pre_hook(partial(self._call, path)))
+
+    def end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter(self, index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._inside += 1
+        if self._inside > 1:
+            return
+        hidden = hidden_of(args, kwargs)
+        if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            shape = tuple(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+            raise ModelError(
+                f"the layers of {self._name} are called with {shape}, not with one activation of samples, "
+                f"tokens and width: {REMEDY}"
+            )
+        self._order.append(index)
+        self.inputs.append(hidden.detach())
+        named = {f"argument {i}": value for i, value in enumerate(args) if i}
+        self.others.append(named | {k: v for k, v in kwargs.items() if v is not hidden})
+
+    def _leave(self, layer: nn.Module, args: object, output: Any) -> None:
+        self._inside -= 1
+        if self._inside:
+            return
+        if not isinstance(output, Tensor) and not (isinstance(output, tuple) and output):
+            raise ModelError(f"a layer of {self._name} gave a {type(output).__name__}: {REMEDY}")
+        self._returns[type(layer)] = 0 if isinstance(output, Tensor) else len(output)
+
+    def _call(self, path: str, *_: object) -> None:
+        if self._inside:
+            phase = "inside"
+        elif not self._order:
+            phase = "before"
+        else:
+            phase = "after" if len(self._order) >= len(self._list) else "between"
+        self._phases.setdefault(path, set()).add(phase)
+
+    def anatomy(self) -> Anatomy:
+        if self._order != list(range(len(self._list))):
+            said = f"in the order {', '.join(map(str, self._order))}" if self._order else "not at all"
+            raise ModelError(
+                f"{self._name} calls the {len(self._list)} layers of {self._layers} {said}. Each is to be "
+                f"called once, in order: {REMEDY}"
+            )
+        found: dict[str, list[str]] = {"before": [], "after": [], "anywhere": [], "unused": []}
+        for path in [*self._phases, *(path for path in self._parts if path not in self._phases)]:
+            part, phases = self._parts[path], self._phases.get(path, set())
+            trained = any(True for _ in part.parameters())
+            if not phases:
+                found["unused"] += [path] * trained
+            elif not trained and not _draws(part):
+                found["after" if phases == {"after"} else "anywhere"].append(path)
+            elif phases & {"inside", "between"}:
+                raise ModelError(f"{self._name} calls {path} between its layers or in them: {REMEDY}")
+            else:
+                for phase in phases:
+                    found[phase].append(path)
+        listed = {name: tuple(paths) for name, paths in found.items()}
+        return Anatomy(
+            layers=self._layers,
+            before=listed["before"],
+            after=listed["after"],
+            anywhere=listed["anywhere"],
+            unused=listed["unused"],
+            returns=self._returns,
+        )
+
+
+def _draws(part: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.dropout._DropoutNd) for module in part.modules())
+
+
+def _outer(path: str) -> Iterator[str]:
+    """The paths of the modules that a module is in, the model itself left out."""
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two arguments of a layer are alike, tensors by their values."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return type(a) is type(b)

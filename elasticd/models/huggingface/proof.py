@@ -1,0 +1,394 @@
+"""Whether the sections of a model compute what the model computes, tried on a small copy of it.
+
+The copy has the model's class and its configuration with few layers and small widths (`shrunken`), and weights
+so large that caps act. Its own forward and backward pass are compared with those of its sections: once with the
+configuration's numbers, and once with all of them changed, so that a number that is neutral now is seen, too,
+where it is lost. What differs is looked for number by number and refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elasticd.models.huggingface import shrunken
+from elasticd.models.huggingface.anatomy import (
+    REMEDY,
+    Anatomy,
+    Watched,
+    arguments,
+    layers_path,
+    logits_of,
+    parts,
+    same,
+    text_of,
+    watch,
+)
+from elasticd.models.huggingface.sections import Sections, sections_of
+from elasticd.runtime.accepted import ModelError, replace_dropouts
+
+#: Of the micro-batch that is tried.
+SAMPLES, TOKENS = 2, 7
+#: Parameters of a small copy: more would take seconds and gigabytes.
+MOST = 20_000_000
+#: How far results may be apart where they are not equal to the bit, in units of the largest value.
+NEAR = {torch.float64: 1e-6, torch.float32: 1e-4}
+#: Modules that a probability of 0, which a copy has, may turn into each other.
+_NOTHING = (nn.Dropout, nn.Identity)
+#: Standard deviations of outputs of a matrix whose inputs have one of 1.
+GAINS = (3.0, 1.0, 0.2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was found of a model. exact: logits and gradients are equal to the bit."""
+
+    model: str
+    anatomy: Anatomy
+    exact: bool
+    numbers: tuple[str, ...]  # of the configuration: those that were changed, and that change the logits
+
+    def __str__(self) -> str:
+        said = f"the model's own forward: {self.model}, on a small copy "
+        said += "equal to the bit" if self.exact else f"within {NEAR[torch.float64]:.0e}"
+        if self.numbers:
+            said += f", also with {', '.join(self.numbers)} changed"
+        return said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """A small model with random weights, tokens for it, and its own logits."""
+
+    model: Any
+    ids: Tensor
+    logits: Tensor
+
+    @property
+    def name(self) -> str:
+        return type(self.model).__name__
+
+    @property
+    def near(self) -> float:
+        return NEAR.get(self.logits.dtype, 1e-3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A comparison in which nothing was further apart than rounding explains. exact: not even that."""
+
+    anatomy: Anatomy
+    exact: bool
+
+
+def prove(model: Any) -> Proof:
+    """Tries a model's sections on small copies. Raises ModelError where they are not the model."""
+    kind, config = type(model), model.config
+    with _on_the_side():
+        copy = _small(model)
+        refuse_other_tokens(copy)
+        first = compared(copy)
+        exact, numbers = _with_changed_numbers(kind, copy.model.config)
+        numbers = [name for name in numbers if acts(copy, name)]
+        _refuse_draws(kind, copy.model.config, shrunken.dropouts(config))
+    return Proof(
+        model=kind.__name__, anatomy=first.anatomy, exact=first.exact and exact, numbers=tuple(numbers)
+    )
+
+
+def _with_changed_numbers(kind: Any, base: Any) -> tuple[bool, list[str]]:
+    """All numbers changed at once; one by one where such a model cannot be made or is not its sections."""
+    changed = shrunken.numbers(base)
+    if not changed:
+        return True, []
+    lost: ModelError | None = None
+    try:
+        return compared(copy_of(kind, shrunken.with_numbers(base, changed))).exact, list(changed)
+    except Exception as error:
+        lost = error if isinstance(error, ModelError) else None
+    alone = {name: changed_alone(kind, base, name, value) for name, value in changed.items()}
+    if lost is not None:  # by some of them together
+        raise ModelError(f"with {', '.join(changed)} changed: {lost}") from lost
+    return all(exact is not False for exact in alone.values()), [k for k, v in alone.items() if v is not None]
+
+
+def changed_alone(kind: Any, base: Any, name: str, value: Any) -> bool | None:
+    """Whether a model with this one number changed is equal to the bit; None: there is no such model. Raises
+    ModelError where it is not its sections."""
+    try:
+        copy = copy_of(kind, shrunken.with_numbers(base, {name: value}))
+    except Exception:
+        return None
+    try:
+        return compared(copy).exact
+    except ModelError as error:
+        raise ModelError(
+            f"{name} of the configuration of {kind.__name__} would be lost between stages: {error}"
+        ) from error
+
+
+def acts(copy: Copy, name: str) -> bool:
+    """Whether the copy's logits are others with this number of its configuration changed."""
+    config = copy.model.config
+    try:
+        other = copy_of(type(copy.model), shrunken.with_numbers(config, {name: shrunken.numbers(config)[name]}))
+    except Exception:  # it cannot be changed alone
+        return True
+    return not torch.equal(other.logits, copy.logits)
+
+
+def copy_of(kind: Any, config: Any) -> Copy:
+    """A model of the configuration. Raises what its forward raises."""
+    failure: Exception | None = None
+    for dtype in NEAR:
+        model = kind(config).to(dtype).train()
+        rows = model.get_input_embeddings().weight.shape[0]
+        ids = torch.randint(0, rows, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
+        for place, mark in enumerate(_marks(config, rows), start=2):
+            ids[0, place] = mark
+        for gain in GAINS:
+            fill(model, gain)
+            try:
+                with torch.no_grad():
+                    logits = logits_of(model(input_ids=ids, **arguments(model)))
+            except RuntimeError as error:  # kernels that have no double precision
+                failure = error
+                break
+            if bool(logits.isfinite().all()):
+                return Copy(model=model, ids=ids, logits=logits)
+    raise failure or ModelError(f"the logits of a small copy of {kind.__name__} are not finite: {REMEDY}")
+
+
+def _marks(config: Any, rows: int) -> Iterable[int]:
+    """Tokens that a model may treat in a way of their own. It shall be seen, also where it is padding."""
+    given = [getattr(text_of(config), f"{mark}_token_id", None) for mark in ("pad", "bos", "eos")]
+    return [mark for mark in given if isinstance(mark, int) and 0 <= mark < rows]
+
+
+def compared(copy: Copy) -> Compared:
+    """A copy's own forward and backward pass beside those of its sections.
+
+    Raises ModelError where they differ."""
+    model, name = copy.model, copy.name
+    watched = watch(model, copy.ids)
+    width = getattr(text_of(model.config), "hidden_size", None)
+    if watched.inputs[0].shape[-1] != width:
+        raise ModelError(
+            f"the layers of {name} pass {watched.inputs[0].shape[-1]} on, not its {width}: {REMEDY}"
+        )
+    weights = torch.randn(watched.logits.shape, generator=torch.Generator().manual_seed(2)).to(watched.logits)
+    own = _gradients(model, watched.logits, weights)
+    sections = sections_of(model, watched.anatomy)
+    logits, exact = _outputs(copy, sections, watched)
+    held = {id(parameter) for _, section in sections for parameter in section.parameters()}
+    for full, parameter in model.named_parameters():
+        if full in own and id(parameter) not in held:
+            raise ModelError(f"{full} of {name} acts where no module that has it is called: {REMEDY}")
+    found = _gradients(model, logits, weights)
+    for full in own.keys() | found.keys():
+        apart = _apart(found.get(full), own.get(full))
+        exact = exact and apart == 0
+        if apart > copy.near:
+            raise ModelError(f"the gradient of {full} of {name} is {apart:.0e} off in its section: {REMEDY}")
+    return Compared(anatomy=watched.anatomy, exact=exact)
+
+
+def _outputs(copy: Copy, sections: Sections, watched: Watched) -> tuple[Tensor, bool]:
+    """The sections' logits, and whether all outputs on the way are equal to the bit."""
+    given: list[dict[str, Any]] = []
+    hooks = [
+        layer.register_forward_pre_hook(partial(_note, given), with_kwargs=True)
+        for layer in copy.model.get_submodule(watched.anatomy.layers).children()
+    ]
+    x: Any = {"inputs": copy.ids}
+    exact = True
+    try:
+        for (section, module), wanted in zip(sections, [*watched.inputs, None, watched.logits], strict=True):
+            try:
+                x = module(x)
+            except Exception as error:
+                raise ModelError(
+                    f"{section} of {copy.name} cannot run by itself "
+                    f"({type(error).__name__}: {_first_line(error)}): {REMEDY}"
+                ) from error
+            apart = 0.0 if wanted is None else _apart(x.detach(), wanted.detach())
+            exact = exact and apart == 0
+            if apart > copy.near:
+                raise ModelError(f"{_why(copy.name, section, given, watched)}: {REMEDY}")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return x, exact
+
+
+def _note(given: list[dict[str, Any]], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    named = {f"argument {i}": value for i, value in enumerate(args) if i}
+    given.append(named | {key: value for key, value in kwargs.items() if key != "hidden_states"})
+
+
+def _why(name: str, section: str, given: Sequence[Mapping[str, Any]], watched: Watched) -> str:
+    if section == "embed":
+        return f"what {name} gives its first layer is not what its embedding gives"
+    index = len(given) - 1
+    mine, theirs = given[index], watched.others[index]
+    names = [key for key in theirs if not same(mine.get(key), theirs[key])]
+    if names:
+        return (
+            f"{', '.join(names)} of layer {index} of {name} depend on the tokens or on other layers, and one "
+            "activation passes between stages"
+        )
+    if section == "head":
+        return f"the logits of {name} are no function of its last layer's output"
+    return f"{name} changes the activation between layers {index} and {index + 1}"
+
+
+def refuse_other_tokens(copy: Copy) -> None:
+    """A layout decides how much padding is at the end of a sample, and which samples a micro-batch has."""
+    model, other = copy.model, copy.ids.clone()
+    other[-1, -1] = (other[-1, -1] + 1) % model.get_input_embeddings().weight.shape[0]
+    with torch.no_grad():
+        found = logits_of(model(input_ids=other, **arguments(model)))
+    if _apart(found[:-1], copy.logits[:-1]) > copy.near:
+        raise ModelError(
+            f"what {copy.name} gives for a sample depends on the others of the micro-batch: {REMEDY}"
+        )
+    if _apart(found[:, :-1], copy.logits[:, :-1]) > copy.near:
+        raise ModelError(
+            f"{copy.name} attends to later tokens, as an encoder does, so that padding at the end of a sample "
+            "would change its output: make it causal (is_decoder=True, where its configuration has that)"
+        )
+
+
+def _refuse_draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> None:
+    """Raises ModelError for dropouts of functions, whose masks a layout would change."""
+    if not dropouts or not _draws(kind, base, dropouts):
+        return
+    drawn = [name for name, value in dropouts.items() if _draws(kind, base, {name: value})] or list(dropouts)
+    said = " and ".join(f"{name} = {dropouts[name]}" for name in drawn)
+    one = len(drawn) == 1
+    raise ModelError(
+        f"{said} of {kind.__name__} {'is' if one else 'are'} drawn inside its functions, not by an nn.Dropout, "
+        f"where a layout changes what is dropped: set {'it' if one else 'them'} to 0"
+    )
+
+
+def _draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> bool:
+    """Whether the sections draw random numbers once every nn.Dropout is a keyed one."""
+    copy = copy_of(kind, shrunken.with_numbers(base, dropouts))
+    for layer in copy.model.modules():  # layers that are dropped whole are not called
+        layer.training = False
+    anatomy = watch(copy.model, copy.ids).anatomy
+    before = torch.default_generator.get_state()
+    x: Any = {"inputs": copy.ids}
+    try:
+        with torch.no_grad():
+            for section, module in sections_of(copy.model, anatomy):
+                x = replace_dropouts(section, module).train()(x)
+    except Exception:  # a layer was dropped whole
+        return True
+    return not torch.equal(before, torch.default_generator.get_state())
+
+
+def _small(model: Any) -> Copy:
+    """A small copy that has layers of every kind that the model has, and the same modules around them."""
+    kind, wanted = type(model), _kinds(model)
+    try:
+        base = shrunken.small(model.config)
+        with torch.device("meta"):
+            blank = kind(base)
+            if wanted - _kinds(blank):
+                base = shrunken.small(model.config, shrunken.MOST_LAYERS)
+                blank = kind(base)
+        if why := _another_model(model, blank):
+            raise ModelError(f"a small copy of {kind.__name__} {why}, and cannot be compared: {REMEDY}")
+        return copy_of(kind, base)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"no small copy of {kind.__name__} can be made to compare it with its stages "
+            f"({type(error).__name__}: {_first_line(error)}): {REMEDY}"
+        ) from error
+
+
+def _another_model(model: nn.Module, copy: nn.Module) -> str:
+    """Why what is found of a copy says nothing of the model; empty where it does."""
+    size = sum(parameter.numel() for parameter in copy.parameters())
+    if size > MOST:
+        return f"has {size / 1e6:.0f} million parameters"
+    if _kinds(model) - _kinds(copy):
+        return "lacks a kind of its layers"
+    others = sorted({path for path, _ in _around(model) ^ _around(copy)})
+    return f"has not the same {', '.join(others)}" if others else ""
+
+
+def _kinds(model: nn.Module) -> set[frozenset[tuple[str, type]]]:
+    """The kinds of layers of a model, by the modules that they have."""
+    return {
+        frozenset(
+            (re.sub(r"\d+", "*", path), type(module))
+            for path, module in layer.named_modules()
+            if not isinstance(module, _NOTHING)
+        )
+        for layer in model.get_submodule(layers_path(model)).children()
+    }
+
+
+def _around(model: nn.Module) -> set[tuple[str, type]]:
+    """The modules beside the layers: a module that only the model has would be in no section of it."""
+    return {
+        (re.sub(r"\d+", "*", f"{path}.{inner}".strip(".")), type(module))
+        for path, part in parts(model, layers_path(model)).items()
+        for inner, module in part.named_modules()
+        if not isinstance(module, _NOTHING)
+    }
+
+
+def fill(model: nn.Module, gain: float) -> None:
+    """Random weights: matrices and embeddings by `gain`, vectors around what they begin with."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * gain / max(1, parameter.shape[-1]) ** 0.5)
+            elif name.endswith("weight"):
+                parameter.copy_(1 + 0.3 * noise)
+            else:
+                parameter.copy_(0.3 * noise)
+
+
+def _gradients(model: nn.Module, logits: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad((logits * weights).sum(), list(named.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+
+
+def _apart(found: Tensor | None, expected: Tensor | None) -> float:
+    """The largest difference, in units of the largest value."""
+    if found is None or expected is None or found.shape != expected.shape:
+        return float("inf")
+    if torch.equal(found, expected):
+        return 0.0
+    size = float(expected.abs().max()) or 1.0
+    gap = float((found - expected).abs().max()) / size
+    return gap if gap == gap else float("inf")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+@contextmanager
+def _on_the_side() -> Iterator[None]:
+    """On the CPU, whatever the default device is, and without a trace in the generator."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        yield

@@ -1,0 +1,376 @@
+"""The sections of a model of transformers, each of which runs the model's own forward.
+
+A section holds some of the model's modules: the embedding, one layer, or what makes the logits. Around them is
+a shell, a copy of the model's outer modules without parameters, in which
+
+    the section's own modules               are where the model has them,
+    modules that run before the layers      give zeros, shaped as the activation, in blocks and head,
+    other modules of other sections         are not called,
+    layers of other sections                give what they are given.
+
+So positions, rotary tables, masks, multipliers, logit scales and soft caps are the model's own code. The
+embedding ends the forward at the first layer, whose input it gives. A block ends it at its own layer, which
+takes the activation of the stage before it, and everything else as the model gives it. The head lets the first
+layer give the activation, and goes on to the end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elasticd.models.huggingface.anatomy import (
+    REMEDY,
+    Anatomy,
+    arguments,
+    hidden_of,
+    is_outer,
+    logits_of,
+    parts,
+    text_of,
+)
+from elasticd.runtime.accepted import ModelError
+
+#: Where nn.Module keeps its hooks.
+_HOOKS = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_pre_hooks"),
+)
+
+
+class _Reached(BaseException):
+    """The forward came to where its section ends. No Exception, so that no forward catches it."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+class _Pass:
+    """The forward of a layer of another section: its input is its output."""
+
+    def __init__(self, returns: int) -> None:
+        self._returns = returns
+
+    def __deepcopy__(self, memo: object) -> _Pass:
+        return self
+
+    def form(self, hidden: Any) -> Any:
+        """`hidden` as the layer gives it: a tensor, or the first of a tuple."""
+        return (hidden, *[None] * (self._returns - 1)) if self._returns else hidden
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.form(hidden_of(args, kwargs))
+
+
+class _End:
+    """The first layer in the embedding's shell."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Reached(hidden_of(args, kwargs))
+
+
+class _Begin:
+    """The first layer in the head's shell: gives the activation."""
+
+    def __init__(self, form: _Pass) -> None:
+        self._form = form
+        self.x: Tensor | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._form.form(self.x)
+
+
+class _Call:
+    """A block's layer in its shell: called with the activation, and with all else as the model gives it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+        self.x: Tensor | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args:
+            output = self._layer(self.x, *args[1:], **kwargs)
+        else:
+            output = self._layer(**kwargs | {"hidden_states": self.x})
+        raise _Reached(output)
+
+
+class _Zeros(nn.Module):
+    """Stands for a module of another section. like: what it gives as zeros; None where none may be called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.like: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.like is None:
+            raise ModelError("the model's forward called a module of another section")
+        return self.like
+
+    @property
+    def weight(self) -> Tensor | None:
+        """Of the device and the type that the module's is of, which some forwards ask for."""
+        return self.like
+
+
+class Section(nn.Module):
+    """Modules of a model, as children, in a shell of it. paths: the children's, in the model. ends: the forward
+    ends at a layer, before its own end."""
+
+    ends = True
+
+    def __init__(
+        self, model: Any, anatomy: Anatomy, held: Mapping[str, nn.Module], layers: Sequence[nn.Module]
+    ) -> None:
+        super().__init__()
+        names = _names(list(held))
+        for path, module in held.items():
+            self.add_module(names[path], module)
+        self.paths = {name: path for path, name in names.items()}
+        zeros, absent = _Zeros(), _Zeros()
+        self._arguments, pad = arguments(model), getattr(text_of(model.config), "pad_token_id", None)
+        self._id = 1 if pad == 0 else 0  # some warn of padding
+        self._outer: list[nn.Module] = []
+        self._bound: list[tuple[dict[str, Any], str, str]] = []
+        self._bound_buffers: list[tuple[dict[str, Any], str, str]] = []
+        inner = bare(model.get_submodule(anatomy.layers))
+        inner._modules.update({str(i): layer for i, layer in enumerate(layers)})
+        made = {id(model.get_submodule(anatomy.layers)): inner}  # a module may have two names
+        mine = {id(model.get_submodule(path)): name for path, name in names.items()}
+        standing = dict.fromkeys(parts(model, anatomy.layers), absent) | dict.fromkeys(anatomy.before, zeros)
+        shell = self._shell_of(model, "", anatomy.layers, mine, made, standing)
+        self._hidden = (shell, zeros)  # no submodules: the parameters are named once
+
+    def _shell_of(
+        self,
+        module: Any,
+        path: str,
+        layers: str,
+        mine: Mapping[int, str],
+        done: dict[int, nn.Module],
+        standing: Mapping[str, nn.Module],
+    ) -> nn.Module:
+        made = done[id(module)] = bare(module)
+        made.__dict__.pop("generation_config", None)
+        self._outer.append(made)
+        made._buffers = dict(module._buffers)
+        for name, buffer in module._buffers.items():
+            mine_name = "_".join(["outer", *path.split("."), name])
+            self.register_buffer(mine_name, buffer, persistent=False)  # goes where the section goes
+            self._bound_buffers.append((made._buffers, name, mine_name))
+        for name, child in module._modules.items():
+            full = f"{path}.{name}" if path else name
+            if child is None or id(child) in done:
+                made._modules[name] = None if child is None else done[id(child)]
+            elif id(child) in mine:
+                made._modules[name] = getattr(self, mine[id(child)])
+                self._bound.append((made._modules, name, mine[id(child)]))
+            elif is_outer(full, child, layers):
+                made._modules[name] = self._shell_of(child, full, layers, mine, done, standing)
+            else:
+                made._modules[name] = standing[full]
+        return made
+
+    def run(self, ids: Tensor | None, x: Tensor | None) -> Any:
+        """The model's forward in the shell, to where the section ends."""
+        shell, zeros = self._hidden
+        for modules, name, mine in self._bound:  # a child may have been replaced
+            modules[name] = self._modules[mine]
+        for buffers, name, mine in self._bound_buffers:
+            buffers[name] = self._buffers[mine]
+        for outer in self._outer:
+            outer.training = self.training
+        if x is not None:
+            ids = torch.full(x.shape[:2], self._id, dtype=torch.long, device=x.device)
+            zeros.like = x.new_zeros(x.shape)
+        try:
+            output = shell(input_ids=ids, **self._arguments)
+        except _Reached as reached:
+            return reached.value
+        else:
+            if self.ends:
+                raise ModelError("the model's forward ended before it came to the layer of this section")
+            return output
+        finally:
+            zeros.like = None
+
+
+class Embed(Section):
+    """batch["inputs"] [samples, tokens] to the first layer's input [samples, tokens, width]."""
+
+    def __init__(self, model: Any, anatomy: Anatomy, husks: Sequence[nn.Module]) -> None:
+        first = _with_forward(husks[0], _End())
+        held = {path: model.get_submodule(path) for path in anatomy.before}
+        super().__init__(model, anatomy, held | _anywhere(model, anatomy), [first, *husks[1:]])
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        out: Tensor = self.run(batch["inputs"], None)
+        return out
+
+
+class Block(Section):
+    """One layer: its input to its output, both [samples, tokens, width]."""
+
+    def __init__(self, model: Any, anatomy: Anatomy, husks: Sequence[nn.Module], index: int) -> None:
+        layer = model.get_submodule(f"{anatomy.layers}.{index}")
+        self_, mine = list(husks), _Call(layer)
+        self_[index] = _with_forward(layer, mine)
+        super().__init__(model, anatomy, _anywhere(model, anatomy), self_)
+        self.layer = layer
+        self.paths["layer"] = f"{anatomy.layers}.{index}"
+        self._mine = mine
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._mine.x = x
+        try:
+            output = self.run(None, x)
+        finally:
+            self._mine.x = None
+        out: Tensor = output[0] if isinstance(output, tuple) else output
+        return out
+
+
+class Head(Section):
+    """The last layer's output [samples, tokens, width] to the logits [samples, tokens, vocabulary]."""
+
+    ends = False
+
+    def __init__(self, model: Any, anatomy: Anatomy, husks: Sequence[nn.Module]) -> None:
+        passing: Any = husks[0].forward
+        begin = _Begin(passing)
+        held = {path: model.get_submodule(path) for path in anatomy.after}
+        first = _with_forward(husks[0], begin)
+        super().__init__(model, anatomy, _anywhere(model, anatomy) | held, [first, *husks[1:]])
+        self._begin = begin
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._begin.x = x
+        try:
+            return logits_of(self.run(None, x))
+        finally:
+            self._begin.x = None
+
+
+@dataclass(frozen=True)
+class Sections:
+    """A model in elasticd's one shape."""
+
+    embed: Embed
+    blocks: list[Block]
+    head: Head
+
+    def __iter__(self) -> Any:
+        yield "embed", self.embed
+        for index, block in enumerate(self.blocks):
+            yield f"blocks.{index}", block
+        yield "head", self.head
+
+    def theirs(self, name: str) -> str:
+        """The name in the model of a parameter that elasticd calls `name`."""
+        for section, module in self:
+            for child, path in module.paths.items():
+                if name.startswith(f"{section}.{child}."):
+                    return path + name.removeprefix(f"{section}.{child}")
+        raise KeyError(name)
+
+    def ours(self, path: str) -> str:
+        """The name in elasticd of a module of the model; empty where no section has it."""
+        for section, module in self:
+            for child, theirs in module.paths.items():
+                if f"{path}.".startswith(f"{theirs}."):
+                    return f"{section}.{child}{path.removeprefix(theirs)}"
+        return ""
+
+
+def sections_of(model: Any, anatomy: Anatomy) -> Sections:
+    """The sections of a model, which share its modules."""
+    _refuse_outer(model, anatomy)
+    layers = list(model.get_submodule(anatomy.layers).children())
+    husks = [_husk(layer, anatomy.returns.get(type(layer), 0)) for layer in layers]
+    sections = Sections(
+        embed=Embed(model, anatomy, husks),
+        blocks=[Block(model, anatomy, husks, index) for index in range(len(layers))],
+        head=Head(model, anatomy, husks),
+    )
+    _refuse_two_names(model, sections)
+    return sections
+
+
+def bare(module: Any) -> Any:
+    """A copy of a module without its children and without hooks; its settings are the module's."""
+    made = copy.copy(module)
+    made._modules = {}
+    for name in _HOOKS:
+        made.__dict__[name] = OrderedDict()
+    return made
+
+
+def _husk(layer: nn.Module, returns: int) -> nn.Module:
+    """A layer without parameters that gives what it is given. It has no state, and a copy is itself: the shell
+    of each block has all of them."""
+    made = bare(layer)
+    made._parameters, made._buffers = {}, {}
+    made.forward = _Pass(returns)
+    made.__deepcopy__ = lambda memo: made
+    return made
+
+
+def _with_forward(layer: Any, forward: Any) -> nn.Module:
+    """What stands at a layer's place: it has the layer's settings and modules, and this forward."""
+    made = bare(layer)
+    made.__dict__.pop("__deepcopy__", None)
+    made._modules = layer._modules
+    made.forward = forward
+    return made
+
+
+def _anywhere(model: Any, anatomy: Anatomy) -> dict[str, nn.Module]:
+    """Each section has its own copy of what all need."""
+    return {path: copy.deepcopy(model.get_submodule(path)) for path in anatomy.anywhere}
+
+
+def _names(paths: Sequence[str]) -> dict[str, str]:
+    """Short names of children by path: the last word, or all of it where two have the same."""
+    short = [path.rpartition(".")[2] for path in paths]
+    return {
+        path: name if short.count(name) == 1 and name != "layer" else path.replace(".", "_")
+        for path, name in zip(paths, short, strict=True)
+    }
+
+
+def _refuse_two_names(model: Any, sections: Sections) -> None:
+    """Raises ModelError for a parameter that one section has under two names."""
+    for section, module in sections:
+        first: dict[int, str] = {}
+        for name, parameter in module.named_parameters(prefix=section, remove_duplicate=False):
+            other = first.setdefault(id(parameter), name)
+            if other != name:
+                raise ModelError(
+                    f"{sections.theirs(other)} and {sections.theirs(name)} of {type(model).__name__} are one "
+                    f"parameter of one section: {REMEDY}"
+                )
+
+
+def _refuse_outer(model: Any, anatomy: Anatomy) -> None:
+    """Raises ModelError for what a shell, a copy of the outer modules, would lose."""
+    for path, module in model.named_modules():
+        if path and not is_outer(path, module, anatomy.layers):
+            continue
+        name = path or type(model).__name__
+        if path.startswith(f"{anatomy.layers}."):
+            continue
+        if "forward" in module.__dict__:
+            raise ModelError(
+                f"the forward of {name} is replaced on the instance: give elasticd the model as made"
+            )
+        if any(getattr(module, hooks) for hooks in _HOOKS):
+            raise ModelError(f"{name} has hooks, which no stage could run: remove them")
+        for leaf, _ in module.named_parameters(recurse=False):
+            raise ModelError(f"{leaf} of {name} is a parameter of no module that a stage holds")

@@ -1,0 +1,95 @@
+"""What an agent reads of the store's records, whole or in parts, from a snapshot and by its watch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from elasticd_agent.watch import Records
+
+from elasticd import parts
+from elasticd.machines.agent_state import Event, PlanRead, ProposalRead
+from elasticd.parts import cut
+from elasticd.records import Keys, PlanRecord, Proposal, encode
+from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.store.protocol import Delete, Put
+from tests.releases.samples import PLAN
+
+KEYS = Keys(cluster="test")
+PROPOSAL = Proposal(number=4, epoch=1, plan=PLAN.replace(number=4), old=PLAN)
+RECORDED = PlanRecord(plan=PLAN.replace(number=4), epoch=1, step=9)
+
+
+class Reader:
+    """An agent's records, and what became of them."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.events: list[Event] = []
+        self._records = Records(
+            *(store, KEYS, self.events.append),
+            follow=lambda url: None,
+            node_read=lambda node, record: None,
+            refuse=lambda why: None,
+        )
+
+    async def read(self, come: Callable[[list[Event]], bool], do: Callable[[], None] = lambda: None) -> None:
+        await self._records.start()
+        do()
+        async with asyncio.timeout(30):
+            while not come(self.events):
+                await asyncio.sleep(0.005)
+        self._records.close()
+
+
+def put(store: MemoryStore, job: str, part: str, record: Proposal | PlanRecord) -> None:
+    """As a leader writes it: the parts first."""
+    index, made = cut(encode(record), index_of(part))
+    for name, value in made.items():
+        store.put(KEYS.job(job, "parts/") + name, value)
+    store.put(f"{KEYS.jobs}{job}/{part}", encode(index))
+
+
+def index_of(part: str) -> str:
+    return {"proposal": "proposal", "plan": "running-plan"}[part]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    monkeypatch.setattr(parts, "PART_BYTES", 200)
+    return MemoryStore(MemoryServer())
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_records_in_parts_are_read_as_those_that_are_whole(store: MemoryStore, watched: bool) -> None:
+    def write() -> None:
+        put(store, "large", "proposal", PROPOSAL)
+        put(store, "large", "plan", RECORDED)
+        store.put(KEYS.job("small", "proposal"), encode(PROPOSAL))
+
+    reader = Reader(store)
+    if not watched:
+        write()
+    asyncio.run(reader.read(lambda events: len(events) == 3, write if watched else lambda: None))
+    read = {(type(event), event.job) for event in reader.events if isinstance(event, ProposalRead | PlanRead)}
+    assert read == {(ProposalRead, "large"), (PlanRead, "large"), (ProposalRead, "small")}
+    assert all(event.proposal == PROPOSAL for event in reader.events if isinstance(event, ProposalRead))
+    assert all(event.record == RECORDED for event in reader.events if isinstance(event, PlanRead))
+
+
+def test_a_part_that_was_deleted_is_missed_by_the_record_that_needs_it_alone(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(store, "large", "plan", RECORDED)
+    part = store.snapshot(KEYS.job("large", "parts/")).items[0]
+
+    def write() -> None:
+        index = store.get(KEYS.job("large", "plan"))
+        assert index is not None
+        store.transact((), (Delete(part.key), Put(index.key, index.value)))
+        store.put(KEYS.job("small", "proposal"), encode(PROPOSAL))
+
+    reader = Reader(store)
+    asyncio.run(reader.read(lambda events: isinstance(events[-1], ProposalRead), write))
+    assert [type(event) for event in reader.events] == [PlanRead, ProposalRead]
+    assert f"its part {part.key.rpartition('/')[2]} is not in the store" in caplog.text

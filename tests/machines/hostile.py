@@ -1,0 +1,101 @@
+"""Messages that no honest agent sends, from a seed: samples of every message with other values than meant."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any, get_args
+
+import msgspec
+
+from elasticd.messages import FromWorker, ToLeader, Up, several_to_leader
+from tests.releases.samples import sample
+
+NUMBERS = (-(2**62), -7, -1, 0, 1, 2, 3, 5, 7, 2**31, 2**53, 2**62)
+FLOATS = (-1e308, -1.0, -0.0, 0.0, 1e-308, 0.5, 1.0, 3.0, 1e18, 1e308)
+TEXTS = ("", "/", "a\nb", "\x1b[2J", "x" * 3000, "9" * 5000, "plan/1/x", "rdzv/torchelastic/role_info/0")
+
+
+class Hostile:
+    """What a node's agent may say, which speaks for its own devices and of these jobs."""
+
+    def __init__(
+        self, seed: int, devices: Sequence[str], jobs: Sequence[str], incarnations: Sequence[str]
+    ) -> None:
+        self._draw = Random(seed)
+        self._known = {"device": [*devices], "job": [*jobs, "other"], "incarnation": [*incarnations, "gone"]}
+        kinds = {kind for kind in get_args(ToLeader) if kind is not Up}
+        self._kinds = sorted(kinds, key=lambda kind: kind.__name__)
+        self._bodies = sorted(get_args(FromWorker), key=lambda kind: kind.__name__)
+
+    def messages(self, count: int) -> Iterator[ToLeader]:
+        """As many as can be decoded of this many."""
+        for _ in range(count):
+            yield from several_to_leader(b"[" + self.raw() + b"]")
+
+    def raw(self) -> bytes:
+        """One of them, as JSON."""
+        draw = self._draw
+        if draw.random() < 0.8:  # of a worker
+            body = plain(draw.choice(self._bodies))
+            made = plain(Up) | {"body": body}
+        else:
+            made = plain(draw.choice(self._kinds))
+        for _ in range(draw.choice((0, 1, 1, 2, 5))):
+            self._change(made)
+        self._name(made)
+        return msgspec.json.encode(made)
+
+    def _name(self, made: dict[str, Any]) -> None:
+        """Names that there are, in most messages: else none gets far."""
+        for part in _parts(made):
+            for key in part.keys() & self._known.keys():
+                if isinstance(part[key], str) and self._draw.random() < 0.95:
+                    part[key] = self._draw.choice(self._known[key])
+
+    def _change(self, made: dict[str, Any]) -> None:
+        draw = self._draw
+        part = draw.choice(list(_parts(made)))
+        if not part:
+            return
+        key = draw.choice([*part])
+        if key == "type":
+            return
+        value = part[key]
+        if isinstance(value, bool):
+            part[key] = not value
+        elif isinstance(value, int):
+            part[key] = draw.choice(NUMBERS)
+        elif isinstance(value, float):
+            part[key] = draw.choice(FLOATS)
+        elif isinstance(value, str):
+            part[key] = draw.choice(TEXTS)
+        elif isinstance(value, list):
+            part[key] = draw.choice(([], value * 3, value[:1] * 200))
+        elif isinstance(value, dict):
+            part[key] = draw.choice(({}, value, {f"{name}x": inner for name, inner in value.items()}))
+        if draw.random() < 0.05:
+            part.pop(key, None)
+
+
+def plain(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """A sample of a message, as JSON that the caller may change."""
+    found: dict[str, Any] = msgspec.json.decode(_encoded(kind))
+    return found
+
+
+@functools.cache
+def _encoded(kind: type[msgspec.Struct]) -> bytes:
+    return msgspec.json.encode(sample(kind))
+
+
+def _parts(value: Any) -> Iterator[dict[str, Any]]:
+    """All JSON objects inside."""
+    if isinstance(value, dict):
+        yield value
+        for inner in value.values():
+            yield from _parts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _parts(inner)

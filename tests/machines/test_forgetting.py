@@ -1,0 +1,189 @@
+"""Jobs that are over leave the leader's state and the store: in time, by number, and when a user asks."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from elasticd.machines import coordinator, forgetting
+from elasticd.machines.job.effects import AgentDown, AgentUp, ForgetAsked, Received, Stored, Tick, Write
+from elasticd.machines.job.state import LIVE, OVER, Phase, Settings, fresh
+from elasticd.messages import Join, Rejected, Up, WorkerLost
+from elasticd.records import DoneRecord
+from tests.machines.cast import JOB, node_record
+from tests.machines.checked import KEYS
+from tests.machines.test_coordinator_faults import running
+from tests.machines.test_coordinator_lives import started
+from tests.machines.world import World
+
+WEEK = 7 * 86_400.0
+
+
+def ended(world: World) -> World:
+    """All workers' processes end too."""
+    world.finish()
+    world.settle()
+    for device in list(world.workers):
+        world.leave_cleanly(device, "the job is over")
+    world.settle()
+    return world
+
+
+def kept(world: World) -> list[str]:
+    """What the store holds of the job."""
+    return [item.key.removeprefix(KEYS.job(JOB, "")) for item in world.store.snapshot(KEYS.jobs).items]
+
+
+def ask(world: World) -> None:
+    world.say(ForgetAsked(job=JOB, by="alice"))
+    world.settle()
+
+
+def test_job_is_forgotten_in_time_and_its_name_is_free_then() -> None:
+    world = ended(running())
+    assert {"plan", "done", "spec"} <= {*kept(world)}
+    world.tick(WEEK - 100)
+    assert JOB in world.state.jobs
+    world.notes.clear()
+    world.tick(200)
+    assert JOB not in world.state.jobs
+    assert kept(world) == []
+    (note,) = world.notes
+    assert (note.kind, note.job, note.text) == ("forgotten", JOB, "forgotten: it was over for 7.0 days")
+    world.workers.clear()
+    world.start()
+    assert world.phase is Phase.RUNNING
+    assert world.job.number == 1
+
+
+def test_a_later_leader_counts_from_the_end() -> None:
+    done = Stored(job=JOB, done=DoneRecord(step=5, epoch=1, at=1.0), over_seconds=WEEK - 10)
+    state = coordinator.takeover(7, [done], Settings(), 1000.0)
+    state, effects = coordinator.step(state, Tick(), 1005.0)
+    assert effects == ()
+    state, effects = coordinator.step(state, Tick(), 1011.0)
+    assert [effect.forget for effect in effects if isinstance(effect, Write)] == [True]
+    assert state.jobs == {}
+
+
+def test_of_more_than_may_be_kept_the_oldest_go_a_few_at_a_time() -> None:
+    settings = Settings(keep_jobs=3)
+    over = [Stored(job=f"j{n:02}", done=DoneRecord(step=n, epoch=1), over_seconds=n) for n in range(20)]
+    state = coordinator.takeover(7, over, settings, 1000.0)
+    live = fresh("old", Phase.ASSEMBLING, 0.0)
+    state = msgspec.structs.replace(state, jobs={**state.jobs, "old": live})
+    state, effects = coordinator.step(state, Tick(), 1001.0)
+    assert len([effect for effect in effects if isinstance(effect, Write)]) == forgetting.AT_ONCE
+    for _ in range(5):
+        state, effects = coordinator.step(state, Tick(), 1001.0)
+    assert sorted(state.jobs) == ["j00", "j01", "j02", "old"]
+    assert effects == ()
+
+
+@pytest.mark.parametrize("phase", sorted(LIVE | {Phase.GATHERING}, key=lambda phase: phase.value))
+def test_job_that_lives_is_not_forgotten(phase: Phase) -> None:
+    job = fresh(JOB, phase, 0.0)
+    assert f"end it first, with 'elasticd stop {JOB}'" in forgetting.refusal(job, {})
+    assert forgetting.asked({JOB: job}, {}, ForgetAsked(job=JOB, by="alice")) is None
+    assert forgetting.due({JOB: job}, {}, Settings(keep_jobs=0, keep_seconds=0), 500.0) is None
+
+
+def test_user_has_it_forgotten_once_its_workers_have_ended() -> None:
+    world = running()
+    world.finish()
+    world.settle()
+    before = kept(world)
+    ask(world)
+    assert world.phase is Phase.DONE
+    assert kept(world) == before
+    assert "has not ended yet" in forgetting.refusal(world.job, world.state.nodes)
+    world.tick(10 * WEEK)
+    assert JOB in world.state.jobs, "nor does time forget it then"
+    ended(world)
+    ask(world)
+    assert kept(world) == []
+    assert world.notes[-1].text == "forgotten: alice wants it"
+
+
+def test_worker_that_outlives_a_leader_is_waited_for() -> None:
+    world = running()
+    world.finish()
+    world.settle()
+    world.new_leader()
+    world.settle()
+    assert world.phase is Phase.DONE
+    assert forgetting.living(world.job, world.state.nodes) == sorted(world.workers)
+    ended(world)
+    assert forgetting.refusal(world.job, world.state.nodes) == ""
+
+
+def test_node_that_is_gone_or_came_back_without_its_worker_holds_nothing_up() -> None:
+    for event in (AgentDown(node="beta"), AgentUp(record=node_record("beta"))):
+        world = running()
+        world.finish()
+        world.settle()
+        for worker in [worker for worker in world.workers.values() if worker.node == "alpha"]:
+            world.leave_cleanly(worker.device, "over")
+        world.say(AgentDown(node="beta"))
+        world.say(event)
+        world.settle()
+        assert forgetting.refusal(world.job, world.state.nodes) == ""
+
+
+def test_record_of_a_node_that_changes_leaves_its_workers_known() -> None:
+    world = running()
+    world.finish()
+    world.settle()
+    record = msgspec.structs.replace(world.records["beta"], draining=True)
+    world.say(AgentUp(record=record))
+    world.settle()
+    assert forgetting.living(world.job, world.state.nodes) == sorted(world.workers)
+
+
+def test_stopped_job_is_forgotten_too_and_words_about_it_change_nothing() -> None:
+    world = started()
+    world.kill("beta/1")
+    world.settle()
+    assert world.phase in OVER
+    for device in [device for device, worker in world.workers.items() if worker.alive]:
+        world.leave_cleanly(device, "over")
+    world.settle()
+    ask(world)
+    assert kept(world) == []
+    worker = world.workers["beta/1"]
+    lost: WorkerLost = world.lost(worker)
+    world.say(ForgetAsked(job=JOB, by="alice"))
+    world.say(Received(node="beta", message=lost))
+    world.tick()
+    assert world.state.jobs == {}
+    assert kept(world) == []
+
+
+def test_job_that_nobody_waits_for_any_more_before_it_began_is_forgotten() -> None:
+    world = World()
+    world.join("alpha")
+    world.settle()
+    world.tick(10_000)
+    assert world.phase is Phase.GATHERING, "its torchrun waits for another node"
+    world.leave("alpha")
+    world.tick()
+    assert world.state.jobs == {}
+    world.join("alpha")
+    world.tick(10)
+    world.leave("alpha")
+    world.tick(10)
+    assert JOB in world.state.jobs, "it may only be coming anew"
+
+
+def test_jobs_that_a_leader_knows_are_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "MOST_JOBS", 1)
+    world = running()
+    body = Join(job="another", min_nodes=1, max_nodes=1, pid=3)
+    world.say(
+        Received(node="alpha", message=Up(client="t9", job="another", device="", incarnation="", body=body))
+    )
+    world.settle()
+    assert "another" not in world.state.jobs
+    (refused,) = world.told["t9"]
+    assert isinstance(refused, Rejected)
+    assert "has 1 jobs already" in refused.reason

@@ -1,0 +1,62 @@
+"""A node that says anything of itself ends no leader, and no job but its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+
+from elasticd.machines import coordinator, doors, restarts
+from elasticd.machines.job.effects import Note, Received, Send, Tick, Write
+from elasticd.machines.job.state import Phase
+from elasticd.messages import AgentHello, encode
+from elasticd.records import encode as record
+from elasticd.rounds import Lapped
+from tests import sizes
+from tests.machines.hostile import Hostile
+from tests.machines.test_coordinator_faults import running
+
+MESSAGES = sizes.number(full=20_000, quick=1_500)
+
+
+@pytest.mark.parametrize("round_", range(sizes.number(full=8, quick=2)))
+def test_whatever_a_node_says_is_heard_or_skipped(round_: int, seed: int) -> None:
+    """Its job may end by it; what is to be done then can be written and sent."""
+    world = running()
+    state, now = world.state, world.now
+    incarnations = [
+        worker.incarnation for worker in world.workers.values() if worker.device.startswith("alpha")
+    ]
+    hostile = Hostile(seed * 100 + round_, ("alpha/0", "alpha/1"), ("demo",), incarnations)
+    restarting = restarts.RestartJob(job="demo")
+    heard = Counter[str]()
+    for number, message in enumerate(hostile.messages(MESSAGES)):
+        if doors.refusal("alpha", message, state.jobs):
+            heard["refused"] += 1
+            continue
+        if isinstance(message, AgentHello):
+            continue  # a connection's first word
+        if isinstance(message, Lapped):  # of a job in restart mode, which another machine leads
+            restarting, effects = restarts.lap(
+                restarting, message, state.settings.detect, state.settings.policy, 1, now
+            )
+        else:
+            state, effects = coordinator.step(state, Received(node="alpha", message=message), now)
+        heard["heard"] += 1
+        if number % 20 == 0:
+            now += 0.5
+            state, more = coordinator.step(state, Tick(), now)
+            effects = (*effects, *more)
+        for effect in effects:
+            if isinstance(effect, Write):
+                assert all(len(record(each)) < 1 << 20 for each in effect.records)
+            elif isinstance(effect, Send):
+                encode(effect.message)
+            elif isinstance(effect, Note):
+                msgspec.json.encode(effect.data)
+                assert len(effect.text) < 20_000
+        if state.jobs["demo"].phase in (Phase.DONE, Phase.STOPPED):
+            state = msgspec.structs.replace(state, jobs={**state.jobs, "demo": world.state.jobs["demo"]})
+            heard["ended"] += 1
+    assert heard["heard"] > MESSAGES / 4, heard

@@ -1,0 +1,133 @@
+"""A user stops a job: agents are told, a last checkpoint is made, and the job ends, whatever comes between."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticd.machines.job.effects import StopAsked
+from elasticd.machines.job.state import Phase
+from elasticd.messages import Rejected
+from elasticd.orders import End
+from elasticd.records import DoneRecord
+from tests.machines.cast import JOB
+from tests.machines.test_coordinator_faults import running
+from tests.machines.test_leaving import tell
+from tests.machines.world import World
+
+
+def ask(world: World, seconds: float = 60.0) -> None:
+    world.say(StopAsked(job=JOB, by="alice@host", seconds=seconds))
+    world.settle()
+
+
+def ended(world: World) -> str:
+    """Why it is over."""
+    assert world.phase is Phase.STOPPED
+    done = world.done()
+    assert isinstance(done, DoneRecord)
+    return done.reason
+
+
+def told(world: World) -> list[str]:
+    """The nodes whose agents are to pass the order on."""
+    return [sent.node for sent in world.sent if isinstance(sent.message, End)]
+
+
+def test_all_agents_are_told_and_the_job_ends_once_all_workers_have_their_last_checkpoint() -> None:
+    world = running()
+    ask(world)
+    assert told(world) == ["alpha", "beta"]
+    assert world.phase is Phase.RUNNING
+    assert "stopping" in world.kinds()
+    devices = [*world.workers]
+    tell(world, *devices, saves=True)
+    world.settle()
+    assert world.phase is Phase.RUNNING, "the checkpoint is being made"
+    tell(world, *devices)
+    world.settle()
+    assert ended(world).startswith(f"stopped by alice@host, after step {world.steps}")
+
+
+def test_no_plan_is_made_for_those_who_have_not_heard_yet() -> None:
+    world = running()
+    before = world.kinds().count("planning")
+    ask(world)
+    tell(world, "beta/0", "beta/1")
+    world.settle()
+    world.train(3)
+    assert world.kinds().count("planning") == before
+
+
+def test_without_time_for_a_checkpoint_it_ends_at_once_and_else_when_the_time_is_up() -> None:
+    world = running()
+    ask(world, 0.0)
+    assert "stopped by alice@host" in ended(world)
+    assert told(world) == []
+    world = running()
+    ask(world, 5.0)
+    world.tick(4.0)
+    assert world.phase is Phase.RUNNING
+    world.tick(2.0)
+    assert "stopped by alice@host" in ended(world)
+
+
+def test_torchruns_that_wait_for_others_are_told_that_there_is_no_job() -> None:
+    world = World(("alpha", "beta"))
+    world.join("alpha", 2, 2)
+    world.settle()
+    ask(world)
+    assert "stopped by alice@host" in ended(world)
+    (said,) = [body for body in world.told["talpha"] if isinstance(body, Rejected)]
+    assert f"job {JOB} is over: stopped by alice@host" in said.reason
+
+
+def test_an_agent_that_comes_back_and_a_worker_that_torchrun_starts_meanwhile_are_told_too() -> None:
+    world = running()
+    world.disconnect("beta")
+    ask(world)
+    assert told(world) == ["alpha"]
+    world.reconnect("beta")
+    world.settle()
+    assert "beta" in told(world)
+    before = len(told(world))
+    world.up("beta/1", world.hello(world.workers["beta/1"]))
+    world.settle()
+    assert len(told(world)) > before
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_new_leader_ends_it_if_the_workers_had_heard_and_is_asked_again_else(heard: bool) -> None:
+    world = running()
+    ask(world)
+    if heard:
+        tell(world, *world.workers)
+        world.inbox.clear()  # the leader dies before it hears them
+    world.new_leader()
+    world.settle()
+    if not heard:
+        world.train(3)
+        assert world.phase is Phase.RUNNING
+        ask(world)
+        assert len(told(world)) == 4
+        tell(world, *world.workers)
+        world.settle()
+    assert world.phase is Phase.STOPPED
+
+
+def test_workers_whose_grace_is_over_before_their_checkpoint_is_made_leave_a_job_that_ends() -> None:
+    world = running()
+    ask(world)
+    devices = [*world.workers]
+    tell(world, *devices, saves=True)
+    for device in devices:
+        world.kill(device)
+    world.settle()
+    assert "stopped by alice@host" in ended(world)
+
+
+def test_a_job_that_is_over_stays_as_it_ended() -> None:
+    world = running()
+    world.finish()
+    world.settle()
+    ask(world)
+    assert world.phase is Phase.DONE

@@ -1,0 +1,189 @@
+"""Members that a new leader has never met: their node is cut off while it takes over. They may come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from elasticd.machines.job.effects import AgentDown
+from elasticd.machines.job.state import Phase
+from elasticd.messages import Bereft, Standing
+from elasticd.records import Fence, decode
+from tests.machines.test_coordinator_faults import recovered, running
+from tests.machines.world import World
+
+BETA = {"beta/0": "i0-beta/0", "beta/1": "i0-beta/1"}
+
+
+def taken_over(world: World) -> World:
+    """beta is cut off, its workers with it, and another leader comes, which alpha alone finds."""
+    world.cut = {"beta"}
+    world.new_leader()
+    world.inbox.clear()
+    world.reconnect("alpha")
+    world.settle()
+    return world
+
+
+def lose(world: World, device: str = "alpha/0") -> None:
+    """This member lost the others."""
+    plan = world.plan()
+    assert plan is not None
+    word = Bereft(step=world.steps, reason="connection reset", plan=plan.number)
+    world.outcome(world.workers[device], word)
+    world.settle()
+
+
+def wait(world: World, seconds: float) -> None:
+    for _ in range(int(seconds)):
+        world.tick(1.0)
+
+
+def back(world: World) -> None:
+    """beta's agent finds the leader again, and its workers hear the last fence."""
+    world.cut.clear()
+    world.reconnect("beta")
+    world.thaw("beta")
+    world.settle()
+
+
+def fence(world: World) -> Fence:
+    return decode(world.fence_record, Fence)
+
+
+def test_a_recovery_without_a_member_that_the_leader_never_met_fences_it_off() -> None:
+    world = taken_over(running())
+    world.train(4)
+    lose(world)
+    wait(world, 4)
+    assert recovered(world), f"{world.phase} {world.job.reason}"
+    assert fence(world).gone == BETA
+    assert world.kinds().count("fenced") == 1
+    back(world)
+    assert world.workers["beta/0"].incarnation == "i0-beta/0+", "it comes again as another"
+    for _ in range(40):
+        world.train(1)
+    plan = world.plan()
+    assert plan is not None
+    assert {"beta/0", "beta/1"} & {*plan.members}, "and is used again"
+    assert world.kinds().count("fenced") == 1
+
+
+def test_a_fault_that_began_before_the_takeover_is_not_ended_without_their_word() -> None:
+    """The leader before wrote the fence, and beta has not read it."""
+    world = running()
+    world.cut = {"beta"}
+    lose(world)
+    world.tick(0.6)
+    assert world.phase is Phase.RECOVERING
+    assert fence(world).gone == {}
+    world = taken_over(world)
+    world.tick(1.0)
+    assert not any(proposal.recovery for proposal in world.proposals), "agents are on their way still"
+    wait(world, 5)
+    assert recovered(world), f"{world.phase} {world.job.reason}"
+    assert fence(world).gone == BETA
+
+
+def test_state_that_they_alone_may_hold_is_waited_for() -> None:
+    world = running(memory=3_000_000)  # no room for replicas
+    world.cut = {"beta"}
+    lose(world)
+    world.tick(0.6)
+    world = taken_over(world)
+    wait(world, 20)
+    assert world.phase is Phase.RECOVERING
+    assert "beta/0, beta/1 may live, and hold what nobody else does" in world.job.reason
+    back(world)
+    wait(world, 5)
+    assert recovered(world), f"{world.phase} {world.job.reason}"
+    assert world.workers["beta/0"].incarnation == "i0-beta/0"
+
+
+def test_nobody_is_fenced_off_while_the_steps_go_on() -> None:
+    world = taken_over(running())
+    for _ in range(20):
+        world.train(1)
+    assert "fenced" not in world.kinds()
+    world.cut.clear()
+    world.reconnect("beta")
+    world.settle()
+    assert world.job.unmet == {}
+    assert world.job.all_reported
+
+
+@pytest.mark.parametrize("when", ["while the job runs", "after a fence"])
+def test_those_that_ended_before_their_agent_came_back_are_lost(when: str) -> None:
+    world = running()
+    if when == "after a fence":
+        world.cut = {"beta"}
+        lose(world)
+        world.tick(0.6)
+    world = taken_over(world)
+    if when == "after a fence":
+        wait(world, 2)
+    else:
+        world.train(4)
+    world.cut.clear()
+    world.forgotten = set(BETA)
+    for device in BETA:
+        world.workers[device].alive = False
+    world.reconnect("beta")
+    wait(world, 5)
+    assert recovered(world), f"{world.phase} {world.job.reason}"
+    assert fence(world).gone == BETA
+    assert "it ended while no coordinator led" in fence(world).reason
+
+
+def test_a_second_takeover_knows_them_still() -> None:
+    world = taken_over(running())
+    world = taken_over(world)
+    assert world.job.unmet == BETA
+    world.say(AgentDown(node="alpha"))
+    world.settle()
+    wait(world, 20)
+    assert "fenced" not in world.kinds(), "it may be this leader that is cut off"
+
+
+def alone() -> World:
+    """alpha goes on without beta, which is back as two workers that stand by."""
+    world = taken_over(running())
+    world.train(4)
+    lose(world)
+    wait(world, 4)
+    back(world)
+    assert recovered(world)
+    return world
+
+
+def quiet(world: World) -> None:
+    before = world.kinds().count("fenced")
+    for _ in range(3):
+        world.tick(1.0)
+    assert world.phase is Phase.RUNNING
+    assert world.kinds().count("fenced") == before
+
+
+def test_who_is_no_member_of_the_plan_lost_nobody() -> None:
+    world = alone()
+    world.outcome(world.workers["beta/0"], Bereft(step=world.steps, reason="reset"))
+    quiet(world)
+
+
+def test_a_member_that_lost_others_under_a_plan_before_lost_nobody_now() -> None:
+    world = alone()
+    plan = world.plan()
+    assert plan is not None
+    world.outcome(world.workers["alpha/0"], Bereft(step=1, reason="reset", plan=plan.number - 2))
+    quiet(world)
+    world.outcome(world.workers["alpha/0"], Bereft(step=world.steps, reason="reset", plan=plan.number))
+    world.settle()
+    world.tick(1.0)
+    assert world.kinds().count("fenced") == 2
+
+
+def test_an_answer_to_a_fence_that_is_over_takes_back_no_word_of_a_loss() -> None:
+    world = alone()
+    lose(world)
+    world.outcome(world.workers["alpha/0"], Standing(fence=fence(world).number - 1, copies=()))
+    world.tick(1.0)
+    assert world.kinds().count("fenced") == 2

@@ -1,0 +1,283 @@
+"""Every `...ForCausalLM` of the installed transformers: trained like one process, or refused by name.
+
+`python -m tests.models.families` tries them all and writes the table of docs/huggingface.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import multiprocessing
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import elasticd
+from elasticd.models import next_token_loss
+from elasticd.models.huggingface import refuse_at_sight, shrunken, their_name
+from elasticd.models.huggingface.anatomy import arguments, logits_of, text_of
+from elasticd.models.huggingface.proof import (
+    MOST,
+    NEAR,
+    changed_alone,
+    copy_of,
+    fill,
+    refuse_other_tokens,
+)
+from elasticd.runtime.accepted import ModelError
+from elasticd.runtime.rules import Column
+from tests.models.layouts import Training, alone, furthest, plan_of, stage, under
+from tests.models.texts import Text
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "huggingface.md"
+START, END = "<!-- families: written by tests/models/families.py -->\n", "<!-- end of families -->\n"
+LIMIT = 180.0  # seconds for a class
+
+#: The families that `make test` tries.
+USUAL = (
+    *("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Granite", "Cohere", "Cohere2", "Phi"),
+    *("Phi3", "Olmo2", "StableLm", "Starcoder2", "GPTNeoX", "OPT", "Glm", "SmolLM3"),
+)
+#: What some default configurations leave open.
+LACKING = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "default_language": "en_XX",
+}
+#: Causal language models that are not called so.
+OTHERS = ("GPT2LMHeadModel",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What becomes of a class, and why: `trains`, `refused`, or `not made` where its default configuration
+    gives no small model. cut: what a TP group cuts."""
+
+    name: str
+    outcome: str
+    why: str = ""
+    cut: str = ""
+
+    def row(self) -> str:
+        return f"| {self.name} | {self.outcome} | {self.cut} | {self.why} |\n"
+
+
+class Whole(nn.Module):
+    """The model as it is, called as transformers wants it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return logits_of(self.model(input_ids=batch["inputs"], **arguments(self.model)))
+
+
+@functools.cache
+def classes() -> dict[str, str]:
+    """The names of the classes, and of the modules that have them."""
+    return dict(_classes())
+
+
+def _classes() -> Iterator[tuple[str, str]]:
+    import transformers
+
+    folder = Path(transformers.__file__).parent / "models"
+    for path in sorted(folder.glob("*/modeling_*.py")):
+        for name in re.findall(r"^class (\w+)\(", path.read_text(), re.MULTILINE):
+            if (name.endswith("ForCausalLM") and name != "AutoModelForCausalLM") or name in OTHERS:
+                yield name, f"transformers.models.{path.parent.name}.{path.stem}"
+
+
+def found(name: str) -> Any:
+    """The class of that name."""
+    return getattr(importlib.import_module(classes()[name]), name)
+
+
+def small_config(kind: Any) -> Any:
+    """Its default configuration made small; as a decoder, where it is an encoder and can be one."""
+    config = _small_default(kind)
+    return shrunken.remade(config, {"is_decoder": True}) if is_encoder(kind) else config
+
+
+@functools.cache
+def is_encoder(kind: Any) -> bool:
+    """Whether a model of the default configuration attends to later tokens, and may be made a decoder."""
+    config = _small_default(kind)
+    if shrunken.values_of(config).get("is_decoder") is not False:
+        return False
+    try:
+        refuse_other_tokens(copy_of(kind, config))
+    except ModelError:
+        return True
+    return False
+
+
+def _small_default(kind: Any) -> Any:
+    config = shrunken.small(kind.config_class())
+    values = shrunken.values_of(config)
+    lacking = {name: size for name, size in LACKING.items() if values.get(name, size) is None}
+    return shrunken.remade(config, lacking)
+
+
+def made(kind: Any, config: Any) -> Any:
+    """A small model with random weights: in double precision, where its own code has that."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in kind(config).parameters())
+    assert size <= MOST, f"{size / 1e6:.0f} million parameters"
+    small = copy_of(kind, config)
+    model = small.model.to(small.logits.dtype)
+    fill(model, 1.0)
+    return model
+
+
+def tried(kind: Any) -> Family:
+    """Trains a small model of the class under a plan with a TP group and two stages, and in one piece."""
+    name = kind.__name__
+    try:
+        with torch.device("meta"):
+            refuse_at_sight(kind(_small_default(kind)))
+        model = made(kind, small_config(kind))
+    except ModelError as error:
+        return Family(name=name, outcome="refused", why=_said(error))
+    except Exception as error:
+        return Family(name=name, outcome="not made", why=_said(error))
+    try:
+        described = elasticd.Model.from_hf(model)
+    except ModelError as error:
+        return Family(name=name, outcome="refused", why=_said(error))
+    near = NEAR[described.dtype]
+    loss, weight = apart(model, described)
+    assert loss < near, f"{name}: the loss is {loss:.1e} off"
+    assert weight < (near, ""), f"{name}: {weight[1]} is {weight[0]:.1e} off"
+    notes = ["to rounding"] * ("equal to the bit" not in described.proved)
+    notes += ["with is_decoder=True"] * is_encoder(kind)
+    return Family(name=name, outcome="trains", why=", ".join(notes), cut=cut(described))
+
+
+def apart(model: Any, described: elasticd.Model) -> tuple[float, tuple[float, str]]:
+    """How far a loss and a weight are from one process's after a step."""
+    layers, wide = described.layers, bool(described.rules)
+    first, last = [("a/0", 2), ("a/1", 1)][: 1 + wide], [("b/0", 1), ("b/1", 2)][: 1 + wide]
+    stages = [stage(0, 1, *first), stage(1, layers, *last)] if layers > 1 else [stage(0, 1, *first)]
+    rows = min(model.get_input_embeddings().weight.shape[0], text_of(model.config).vocab_size)
+    training = Training(model=described, loss=next_token_loss, dataset=Text(rows), steps=1)
+    expected = alone(training, Whole(copy.deepcopy(model)))
+    here = under(training, plan_of((2, stages), micro_batch=4), threads=len(stages) > 1 or wide)
+    names = {full: f"model.{their_name(described, full)}" for full in here[1]}
+    return abs(here[0][0] / expected[0][0] - 1), furthest(here, expected, names)
+
+
+#: Numbers that change what a model gives wherever it has them.
+ACT = re.compile(r".*(softcap|multiplier|logits?_scal|query_pre_attn|rope_theta|eps$|sliding_window).*")
+
+
+def every_number(kind: Any) -> None:
+    """Changes each number of the configuration by itself: the sections follow, and caps and scales act."""
+    base = small_config(kind)
+    first = copy_of(kind, base)
+    for name, value in shrunken.numbers(base).items():
+        exact = changed_alone(kind, base, name, value)
+        if exact is None:
+            continue
+        changed = copy_of(kind, shrunken.with_numbers(base, {name: value}))
+        acts = not torch.equal(changed.logits, first.logits)
+        assert acts or not ACT.fullmatch(name), f"{name} of {kind.__name__} does not act on the small copy"
+
+
+def cut(described: elasticd.Model) -> str:
+    """What of a layer a TP group cuts."""
+    columns = [pattern for pattern, rule in described.rules.items() if isinstance(rule, Column)]
+    inner = [pattern for pattern in columns if pattern.startswith("blocks.")]
+    words = {"attention" if re.search("attn|attention", pattern) else "feed-forward" for pattern in inner}
+    return ", ".join(sorted(words)) + (", vocabulary" if len(columns) > len(inner) else "")
+
+
+def _said(error: Exception) -> str:
+    text = " ".join(str(error).split()).replace("|", "/").removesuffix(f": {_REMEDY}")
+    return _short(text if isinstance(error, ModelError) else f"{type(error).__name__}: {text}")
+
+
+def _short(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else f"{text[:most].rpartition(' ')[0]} ..."
+
+
+_REMEDY = "describe it with elasticd.Model(embed=..., blocks=..., head=...)"
+
+
+def rows() -> dict[str, str]:
+    """The table's rows by class."""
+    page = PAGE.read_text()
+    table = page[page.index(START) + len(START) : page.index(END)].splitlines(keepends=True)
+    table = [row for row in table if row.startswith("| ") and not row.startswith("| class |")]
+    return {row.split("|")[1].strip(): row for row in table}
+
+
+def apart_from_others(name: str) -> Family | str:
+    """A class tried in a fork of this process, which is killed after LIMIT seconds: what became of it, or what
+    went wrong."""
+    forks = multiprocessing.get_context("fork")
+    ours, its = forks.Pipe(duplex=False)
+    child = forks.Process(target=_tell, args=(name, its))
+    child.start()
+    its.close()
+    try:
+        told: Family | str = ours.recv() if ours.poll(LIMIT) else f"no result after {LIMIT:.0f} s"
+        return told
+    except EOFError:
+        child.join()
+        return f"its process ended with {child.exitcode}"
+    finally:
+        child.kill()
+        child.join()
+
+
+def _tell(name: str, to: Any) -> None:
+    try:
+        to.send(tried(found(name)))
+    except Exception as error:
+        to.send(f"{type(error).__name__}: {error}")
+
+
+def main() -> int:
+    """Tries all classes, or those that are named, and writes the row of each. A class that trains otherwise
+    than one process has none."""
+    torch.set_num_threads(1)
+    tried(found("LlamaForCausalLM"))  # so that the forks need not import what torch imports when it is used
+    every = sorted(classes())
+    wrong = 0
+    for name in sys.argv[1:] or every:
+        family = apart_from_others(name)
+        row = {} if isinstance(family, str) else {name: family.row()}
+        wrong += not row
+        print(row.get(name, f"{name}: WRONG: {family}\n"), end="", flush=True)
+        _write({known: row for known, row in rows().items() if known in every and known != name} | row)
+    return min(1, wrong)
+
+
+def _write(known: dict[str, str]) -> None:
+    """The page with these rows, and how many there are of each outcome."""
+    page = PAGE.read_text()
+    outcomes = Counter(row.split("|")[2].strip() for row in known.values())
+    counted = ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in ("trains", "refused", "not made"))
+    head = f"Of {len(known)} classes: {counted}.\n\n"
+    head += "| class | outcome | a TP group cuts | why |\n|---|---|---|---|\n"
+    table = head + "".join(known[name] for name in sorted(known))
+    start, end = page.index(START) + len(START), page.index(END)
+    PAGE.write_text(page[:start] + table + page[end:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
