@@ -26,6 +26,7 @@ from elasticd_planner.grouping import Counts, Group, classes, groups, hop, span
 from elasticd_planner.layers import reached
 from elasticd_planner.orders import Least, orders
 from elasticd_planner.shape import Combination, Option, Options, Shape, slowest
+from elasticd_planner.task import CURVE
 
 #: Sequences kept of one curve on one set of devices: they differ in the order of stages alone, and cost the
 #: same by the formula.
@@ -46,7 +47,8 @@ class Pins:
 class Exact:
     """One enumeration. `slack`: how much worse than the best (as a fraction) a plan may be and still count;
     `best`: seconds of a plan already known, inf for none. `budget`: shapes and combinations looked at before
-    it ends without having looked at all (`complete` says so)."""
+    it ends without having looked at all (`complete` says so), a curve made counting as CURVE of them; `spent`
+    of it so far."""
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Exact:
     ) -> None:
         self.budget, self.complete = budget, True
         self.cluster, self.cost, self.layers, self.micro_batches = cluster, cost, layers, micro_batches
-        self.slack, self.best, self.candidates = slack, best, 0
+        self.slack, self.best, self.candidates, self._made = slack, best, 0, 0
         self.pins = pins or Pins()
         self.alike = classes(cluster, rates)
         devices: Counts = tuple(len(a.devices) for a in self.alike)
@@ -195,6 +197,7 @@ class Exact:
     def _curve(self, terms: Sequence[Terms]) -> Floats:
         """Seconds by micro-batches, at least; fewer than a pipeline must take cost as much as those."""
         steady, hidden = self.pins.steady, self.hidden
+        self._made += len(terms)  # one for each number of micro-batches under way
         seconds = curve(terms, self.layers, self.micro_batches, steady=steady, hidden=hidden)
         if self.pins.deep:
             seconds[: len(terms) - 1] = seconds[len(terms) - 1]
@@ -350,9 +353,13 @@ class Exact:
 
     # What prunes.
 
+    @property
+    def spent(self) -> int:
+        return self.candidates + CURVE * self._made
+
     def _ended(self) -> bool:
         """Whether the budget is spent."""
-        if self.candidates > self.budget:
+        if self.spent > self.budget:
             self.complete = False
         return not self.complete
 

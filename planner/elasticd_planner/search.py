@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, product
 
@@ -34,7 +34,7 @@ from elasticd_planner.settings import Setting, Settings, alive, current_setting,
 from elasticd_planner.shape import Combination
 from elasticd_planner.sharding import with_carriers
 from elasticd_planner.shortfall import explain
-from elasticd_planner.task import ENUMERATED, EXACT_DEVICES, Chained, Group, Task
+from elasticd_planner.task import ENUMERATED, ENUMERATED_SETTINGS, EXACT_DEVICES, Chained, Group, Task
 from elasticd_planner.walk import Form, Walk, form
 from elasticd_planner.wide import Wide
 
@@ -78,11 +78,19 @@ def _plain(
     slack = tolerance if problem.current is not None else 0.0
     made: list[_Made] = []
     refused: list[Answer] = []
+    # What enumerations may still look at, of all settings together.
+    left = [ENUMERATED if len(settings.listed) == 1 else ENUMERATED_SETTINGS]
 
     def evaluate(setting: Setting, like: Form | None) -> tuple[float, Form | None]:
         given = setting.problem(problem)
         planning = _Planning(
-            problem=given, number=number, tolerance=tolerance, steady=steady, like=like, known=_least(made)
+            problem=given,
+            number=number,
+            tolerance=tolerance,
+            steady=steady,
+            like=like,
+            known=_least(made),
+            left=left,
         )
         planning, answer = planning.fitting(stop)
         if answer.plan is None or answer.plan.prediction is None:
@@ -97,9 +105,7 @@ def _plain(
     walk = Walk(settings, evaluate, slack=slack, stop=stop)
     if len(settings.listed) == 1:
         evaluate(settings.listed[0], None)
-    elif len(alive(problem)) <= EXACT_DEVICES:
-        walk.every()
-    else:
+    elif len(alive(problem)) > EXACT_DEVICES or not walk.every(lambda: left[0] <= 0):
         walk.some()
     tried = sum(answer.candidates for answer in (*refused, *(one.answer for one in made)))
     running = current_setting(problem)
@@ -133,7 +139,8 @@ def _least(made: Sequence[_Made]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _Planning:
-    """One problem being planned. known: seconds of a plan of another setting, which one of this must beat."""
+    """One problem being planned. known: seconds of a plan of another setting, which one of this must beat.
+    left: what enumerations may still look at, in one place for all settings."""
 
     problem: Problem
     number: int = 0
@@ -142,6 +149,7 @@ class _Planning:
     steady: bool = False
     like: Form | None = None
     known: float = math.inf
+    left: list[int] = field(default_factory=lambda: [ENUMERATED])
 
     @property
     def cost(self) -> CostModel:
@@ -155,9 +163,9 @@ class _Planning:
         """The answer, with recomputation off where memory allows; made again with fewer members to spread
         replicas over where it leaves so many devices idle that these do not fit."""
         planning = self
-        usable = len(alive(self.problem))
+        few = len(alive(self.problem)) <= EXACT_DEVICES
         for _ in range(AGAIN):
-            answer = planning.answer(stop) if usable <= EXACT_DEVICES else planning.wide(stop)
+            answer = planning.answer(stop) if few and self.left[0] > 0 else planning.wide(stop)
             if answer.plan is None:
                 return planning, answer
             if self.problem.freedom.recompute is True:
@@ -190,9 +198,10 @@ class _Planning:
             slack=self.tolerance if current is not None else 0.0,
             best=min(known, self.known),
             pins=Pins(tp=self.task.tp, dp=self.task.dp, steady=self.steady),
-            budget=ENUMERATED,
+            budget=self.left[0],
         )
         combinations = exact.run()
+        self.left[0] -= exact.spent
         now = self.now()
         found = list(islice(self.candidates(exact, combinations, current), COMPARED))
         if not exact.complete:
@@ -214,7 +223,7 @@ class _Planning:
     def wide(self, stop: Callable[[], bool] | None) -> Answer:
         """The answer for any number of devices."""
         search = Wide(self.task, stop)
-        found = search.run(self.like)
+        found = search.run(self.like, brief=self.like is not None)
         finisher = Finisher(self.task)
         listed = [finisher.pipelines(one.pipelines) for one in search.near()] if found is not None else []
         current, now = self.current(), self.now()

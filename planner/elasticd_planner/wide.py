@@ -76,6 +76,7 @@ class Wide:
         #: The best plans with equal shares, where others are allowed.
         self._equal: list[Found] = []
         self._size: int | None = None
+        self._brief = False
         self._known: dict[int | None, list[tuple[Choices, int]]] = {}
 
     # The bound.
@@ -198,11 +199,12 @@ class Wide:
 
     # The search.
 
-    def run(self, like: tuple[int, int | None] | None = None) -> Found | None:
+    def run(self, like: tuple[int, int | None] | None = None, *, brief: bool = False) -> Found | None:
         """The best plan found; None where nothing fits. Few attempts (as with pins) are made thoroughly. Of
         many each is made briefly, then those like the best thoroughly, then mixtures of sizes. `like`: the
         number of pipelines and the size of groups of a plan known to be good; where some plan is like it, no
-        others are tried."""
+        others are tried. `brief`: nothing is tried thoroughly."""
+        self._brief = brief
         if like is not None:
             self._try([(0.0, like[0], self.task.tp or like[1])], BUDGET_BRIEF)
             if self._best is not None:
@@ -225,20 +227,25 @@ class Wide:
         if cost is self.task.cost:
             return
         other = Wide(replace(self.task, cost=cost), self.stop)
-        self._best = other.run()
+        self._best = other.run(brief=self._brief)
         self._size, self.candidates = other._size, other.candidates
         self._equal = other.near()
 
     def _search_few(self) -> None:
         numbers = self._numbers(every=True)
         attempts: list[Attempt] = sorted((self._proved(d), d, self.task.tp) for d in numbers)
-        self._try(attempts, BUDGET_FEW)
+        self._try(attempts, BUDGET_BRIEF if self._brief else BUDGET_FEW)
+        if self._brief:
+            return
         best = len(self._best.pipelines) if self._best is not None else 1
         self._try(sorted(attempts, key=lambda entry: (abs(entry[1] - best), entry))[:NEAR], BUDGET_SMALL)
 
     def _search_many(self) -> None:
         sizes = self._sizes()
         attempts = self._attempts(sizes)
+        if self._brief:
+            self._try(attempts, BUDGET_BRIEF)
+            return
         if len(attempts) <= FEW_ATTEMPTS:
             self._try(attempts, BUDGET_ALONE)
         else:
