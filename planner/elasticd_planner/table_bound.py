@@ -9,7 +9,8 @@ layers. With a weight a + m for a pipeline, over D pipelines that share M micro-
 a = 0 counts micro-batches; a large a counts room: D pipelines must hold D L layers at all. Memory holds more in
 a pipeline's last stages. It has one of each, so the layers that position i may hold beyond those from position
 k on are taken off its L, for each i < k. Few pipelines share the batch in so many ways, which are all
-looked at; of more, any m may be among theirs, and they need at least the lower convex envelope.
+looked at, with weights of their own besides: slow groups may find room in a pipeline that takes little, and the
+others must do without them. Of more pipelines, any m may be among theirs, and they need at least the lower convex envelope.
 
 A node adds what its best division does: a dynamic programme over how many devices of each rate are used.
 """
@@ -34,6 +35,10 @@ WEIGHTS = (0.0, 4.0, 16.0, 64.0, 1e6)
 
 #: The bound is found to this relative precision; where there is a plan this near nothing more is looked at.
 PRECISE, NEAR = 2e-4, 5e-4
+
+#: Steps by which the pipelines' weights are found, how far (in parts of all layers) each aims below what
+#: excludes a way to share the batch, and ways that are weighed at once.
+STEPS, BEYOND, WEIGHED = 12, 0.01, 64
 
 #: Of so many pipelines every way to share the batch is looked at.
 SHARED = 4
@@ -77,6 +82,32 @@ class _Node:
             copies = min(have // n for have, n in zip(self.counts, taken, strict=True) if n)
             for _ in range(copies):
                 np.maximum(after, before + value, out=after)
+        return np.asarray(table[self.counts])
+
+
+    def chosen(self, values: Floats) -> Floats:
+        """The same for values of several parts, of which the first decides: [piece, case, part] to
+        [case, part]."""
+        if self.fixed:
+            return np.asarray(values[list(self.fixed)].sum(axis=0))
+        if self.runs:
+            best = [np.zeros(values.shape[1:])]
+            for stop, ends in enumerate(self.runs, 1):
+                found = best[stop - 1]
+                for width, piece in ends:
+                    found = _larger(found, best[stop - width] + values[piece])
+                best.append(found)
+            return best[-1]
+        table = np.zeros((*(count + 1 for count in self.counts), *values.shape[1:]))
+        cases = np.arange(values.shape[1])
+        for taken, pieces in self.groups:
+            listed = values[list(pieces)]
+            value = listed[listed[:, :, 0].argmax(axis=0), cases]
+            after = table[tuple(slice(n, None) for n in taken)]
+            before = table[tuple(slice(0, have + 1 - n) for have, n in zip(self.counts, taken, strict=True))]
+            copies = min(have // n for have, n in zip(self.counts, taken, strict=True) if n)
+            for _ in range(copies):
+                after[...] = _larger(after, before + value)
         return np.asarray(table[self.counts])
 
 
@@ -146,43 +177,92 @@ class TableBound:
     def least(self, pipelines: int, low: float, known: float) -> float:
         """Units that no plan of so many pipelines can beat: `low`, or more where that can be shown. `known`:
         those of a plan."""
-        if known <= low * (1 + NEAR) or self.fills(pipelines, low * (1 + PRECISE)):
+        ways = self._shared(pipelines)
+        if known <= low * (1 + NEAR) or self._left(pipelines, low * (1 + PRECISE), ways) is not None:
             return low
         low, high = low * (1 + PRECISE), known
         while high > low * (1 + PRECISE):
             middle = (low + high) / 2
-            low, high = (low, middle) if self.fills(pipelines, middle) else (middle, high)
+            left = self._left(pipelines, middle, ways)
+            if left is None:
+                low = middle
+            else:  # what is excluded in this time is excluded in less
+                high, ways = middle, left if ways is not None else None
         return low
 
     def fills(self, pipelines: int, limit: float) -> bool:
         """Whether the groups may hold all layers of pipelines that take the batch."""
+        return self._left(pipelines, limit, self._shared(pipelines)) is not None
+
+    def _left(self, pipelines: int, limit: float, ways: Ints | None) -> Ints | None:
+        """Those ways to share the batch in which the groups may hold all layers; None where there is none. Of
+        many pipelines (no ways are given) any array says that they may."""
         task, total = self.task, self.task.micro_batches
         most = total - (pipelines - 1) * self._shallowest
         if most < self._shallowest:
-            return False
+            return None
         counts = np.arange(total + 1)
         layers = self._layers(limit, np.maximum(counts, 1))
-        ways = self._shared(pipelines)
+        levels = []
         for level in reversed(range(self._rooms.shape[1])):
             held = np.minimum(layers, self._rooms[:, level:].max(axis=1)[:, None])
             placed = np.minimum(layers[:, :, None], self._rooms[:, None, :level])
             extra = (placed - held[:, :, None]).max(axis=0, initial=0).sum(axis=1)
+            levels.append((held, task.layers - extra))
             for weight in WEIGHTS:
-                need = (weight + counts) * (task.layers - extra)
-                each = (weight + counts) * held
+                need, each = (weight + counts) * levels[-1][1], (weight + counts) * held
                 if ways is None:
                     least = pipelines * _envelope(
                         need[self._shallowest : most + 1], total / pipelines - self._shallowest
                     )
                     best = each[:, self._shallowest : most + 1].max(axis=1)[:, None]
                     if self._total(best)[0] < least * (1 - EQUAL):
-                        return False
+                        return None
                     continue
-                best = each[:, ways].max(axis=1)
-                ways = ways[:, self._total(best) >= need[ways].sum(axis=0) * (1 - EQUAL)]
+                ways = ways[:, self._total(_best(each, ways)) >= need[ways].sum(axis=0) * (1 - EQUAL)]
                 if not ways.size:
-                    return False
-        return True
+                    return None
+        if ways is None:
+            return counts
+        for held, needed in levels if pipelines > 1 else ():
+            ways = self._weighed(held, needed, ways)
+            if not ways.size:
+                return None
+        return ways
+
+    def _weighed(self, held: Floats, needed: Floats, ways: Ints) -> Ints:
+        """The ways to share the batch that no weights exclude, the pipelines' weights being free: they grow
+        where layers are lacking (Polyak's subgradient steps). The ways that are left in the end come first,
+        and one part of all after the other is looked at: the first that has any left ends it."""
+        for start in range(0, ways.shape[1], WEIGHED):
+            some = ways[:, start : start + WEIGHED]
+            weights = np.ones(some.shape)
+            for _ in range(STEPS):
+                totals = self._layers_by_pipeline(held[:, some], weights)
+                over = totals - needed[some]
+                slack = (weights * over).sum(axis=0)
+                kept = slack >= -EQUAL * self.task.layers
+                some, weights, over, slack = some[:, kept], weights[:, kept], over[:, kept], slack[kept]
+                if not some.size:
+                    break
+                length = np.maximum((over * over).sum(axis=0), 1e-12)
+                weights = np.maximum(weights - (slack + BEYOND * self.task.layers) / length * over, 0.0)
+                weights /= np.maximum(weights.max(axis=0), 1e-12)
+            if some.size:
+                return np.concatenate([some, ways[:, start + WEIGHED :]], axis=1)
+        return ways[:, :0]
+
+    def _layers_by_pipeline(self, held: Floats, weights: Floats) -> Floats:
+        """Layers that the groups hold in each pipeline where each goes to the one in which what it holds weighs
+        the most: [piece, pipeline, way] and [pipeline, way] to [pipeline, way]."""
+        weighed = held * weights
+        where = weighed.argmax(axis=1)[:, None]
+        parts = np.zeros((held.shape[0], held.shape[2], 1 + held.shape[1]))
+        parts[:, :, 0] = np.take_along_axis(weighed, where, axis=1)[:, 0]
+        layers = np.take_along_axis(held, where, axis=1)[:, 0]
+        np.put_along_axis(parts, 1 + where[:, 0, :, None], layers[:, :, None], axis=2)
+        total = sum((node.number * node.chosen(parts) for node in self.nodes), np.zeros(parts.shape[1:]))
+        return np.asarray(total[:, 1:].T)
 
     def _shared(self, pipelines: int) -> Ints | None:
         """Every way in which so many pipelines share the batch: [pipeline, way]; None where they are many."""
@@ -246,6 +326,19 @@ def paced(cost: TableCost, rates: tuple[float, ...]) -> tuple[tuple[float, float
         slowest = max(share * rate for share, rate in zip(shares, rates, strict=True))
         found.append((factor * slowest / sum(shares), max(shares) / sum(shares)))
     return tuple(found)
+
+
+def _larger(one: Floats, two: Floats) -> Floats:
+    """Of two arrays of parts those whose first part is larger."""
+    return np.where(two[..., :1] > one[..., :1], two, one)
+
+
+def _best(each: Floats, ways: Ints) -> Floats:
+    """The most of a group in any pipeline: [piece, count] and [pipeline, way] to [piece, way]."""
+    best = each[:, ways[0]]
+    for one in ways[1:]:
+        np.maximum(best, each[:, one], out=best)
+    return best
 
 
 def _partitions(total: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
