@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product
+from itertools import combinations_with_replacement, product
 
 import numpy as np
 
@@ -34,11 +34,10 @@ from elasticd_planner.task import Task
 WEIGHTS = (0.0, 4.0, 16.0, 64.0, 1e6)
 
 #: The bound is found to this relative precision; where there is a plan this near nothing more is looked at.
-PRECISE, NEAR = 2e-4, 5e-4
+PRECISE, NEAR = 5e-4, 5e-4
 
-#: Steps by which the pipelines' weights are found, how far (in parts of all layers) each aims below what
-#: excludes a way to share the batch, and ways that are weighed at once.
-STEPS, BEYOND, WEIGHED = 12, 0.01, 64
+#: Weights of pipelines that share the batch in one way, and ways that are weighed at once.
+GRID, WEIGHED = (0.0, 0.25, 0.5, 0.75, 1.0), 16
 
 #: Of so many pipelines every way to share the batch is looked at.
 SHARED = 4
@@ -82,32 +81,6 @@ class _Node:
             copies = min(have // n for have, n in zip(self.counts, taken, strict=True) if n)
             for _ in range(copies):
                 np.maximum(after, before + value, out=after)
-        return np.asarray(table[self.counts])
-
-
-    def chosen(self, values: Floats) -> Floats:
-        """The same for values of several parts, of which the first decides: [piece, case, part] to
-        [case, part]."""
-        if self.fixed:
-            return np.asarray(values[list(self.fixed)].sum(axis=0))
-        if self.runs:
-            best = [np.zeros(values.shape[1:])]
-            for stop, ends in enumerate(self.runs, 1):
-                found = best[stop - 1]
-                for width, piece in ends:
-                    found = _larger(found, best[stop - width] + values[piece])
-                best.append(found)
-            return best[-1]
-        table = np.zeros((*(count + 1 for count in self.counts), *values.shape[1:]))
-        cases = np.arange(values.shape[1])
-        for taken, pieces in self.groups:
-            listed = values[list(pieces)]
-            value = listed[listed[:, :, 0].argmax(axis=0), cases]
-            after = table[tuple(slice(n, None) for n in taken)]
-            before = table[tuple(slice(0, have + 1 - n) for have, n in zip(self.counts, taken, strict=True))]
-            copies = min(have // n for have, n in zip(self.counts, taken, strict=True) if n)
-            for _ in range(copies):
-                after[...] = _larger(after, before + value)
         return np.asarray(table[self.counts])
 
 
@@ -208,9 +181,10 @@ class TableBound:
             held = np.minimum(layers, self._rooms[:, level:].max(axis=1)[:, None])
             placed = np.minimum(layers[:, :, None], self._rooms[:, None, :level])
             extra = (placed - held[:, :, None]).max(axis=0, initial=0).sum(axis=1)
-            levels.append((held, task.layers - extra))
+            needed = task.layers - extra
+            levels.append((held, needed))
             for weight in WEIGHTS:
-                need, each = (weight + counts) * levels[-1][1], (weight + counts) * held
+                need, each = (weight + counts) * needed, (weight + counts) * held
                 if ways is None:
                     least = pipelines * _envelope(
                         need[self._shallowest : most + 1], total / pipelines - self._shallowest
@@ -219,9 +193,11 @@ class TableBound:
                     if self._total(best)[0] < least * (1 - EQUAL):
                         return None
                     continue
-                ways = ways[:, self._total(_best(each, ways)) >= need[ways].sum(axis=0) * (1 - EQUAL)]
+                over = self._total(_best(each, ways)) / np.maximum(need[ways].sum(axis=0), EQUAL)
+                ways, over = ways[:, over >= 1 - EQUAL], over[over >= 1 - EQUAL]
                 if not ways.size:
                     return None
+                ways = ways[:, np.argsort(-over, kind="stable")]
         if ways is None:
             return counts
         for held, needed in levels if pipelines > 1 else ():
@@ -231,38 +207,26 @@ class TableBound:
         return ways
 
     def _weighed(self, held: Floats, needed: Floats, ways: Ints) -> Ints:
-        """The ways to share the batch that no weights exclude, the pipelines' weights being free: they grow
-        where layers are lacking (Polyak's subgradient steps). The ways that are left in the end come first,
-        and one part of all after the other is looked at: the first that has any left ends it."""
-        for start in range(0, ways.shape[1], WEIGHED):
-            some = ways[:, start : start + WEIGHED]
-            weights = np.ones(some.shape)
-            for _ in range(STEPS):
-                totals = self._layers_by_pipeline(held[:, some], weights)
-                over = totals - needed[some]
-                slack = (weights * over).sum(axis=0)
-                kept = slack >= -EQUAL * self.task.layers
-                some, weights, over, slack = some[:, kept], weights[:, kept], over[:, kept], slack[kept]
+        """The ways to share the batch that no weights of GRID exclude. Some ways after the other are looked at:
+        the first that have any left end it."""
+        grid = np.array(_weights(len(ways))).T[:, None, :]  # [pipeline, way, weights]
+        start, many = 0, WEIGHED
+        while start < ways.shape[1]:
+            some = ways[:, start : start + many]
+            for power in (0, 1):
+                weights = ((some / some.max(axis=0)) ** power)[:, :, None] * grid
+                best = held[:, some[0], None] * weights[0]
+                for one in range(1, len(some)):
+                    np.maximum(best, held[:, some[one], None] * weights[one], out=best)
+                most = self._total(best.reshape(len(best), -1)).reshape(best.shape[1:])
+                least = (weights * needed[some][:, :, None]).sum(axis=0)
+                some = some[:, (most >= least * (1 - EQUAL)).all(axis=1)]
                 if not some.size:
                     break
-                length = np.maximum((over * over).sum(axis=0), 1e-12)
-                weights = np.maximum(weights - (slack + BEYOND * self.task.layers) / length * over, 0.0)
-                weights /= np.maximum(weights.max(axis=0), 1e-12)
             if some.size:
-                return np.concatenate([some, ways[:, start + WEIGHED :]], axis=1)
+                return np.concatenate([some, ways[:, start + many :]], axis=1)
+            start, many = start + many, many * 4
         return ways[:, :0]
-
-    def _layers_by_pipeline(self, held: Floats, weights: Floats) -> Floats:
-        """Layers that the groups hold in each pipeline where each goes to the one in which what it holds weighs
-        the most: [piece, pipeline, way] and [pipeline, way] to [pipeline, way]."""
-        weighed = held * weights
-        where = weighed.argmax(axis=1)[:, None]
-        parts = np.zeros((held.shape[0], held.shape[2], 1 + held.shape[1]))
-        parts[:, :, 0] = np.take_along_axis(weighed, where, axis=1)[:, 0]
-        layers = np.take_along_axis(held, where, axis=1)[:, 0]
-        np.put_along_axis(parts, 1 + where[:, 0, :, None], layers[:, :, None], axis=2)
-        total = sum((node.number * node.chosen(parts) for node in self.nodes), np.zeros(parts.shape[1:]))
-        return np.asarray(total[:, 1:].T)
 
     def _shared(self, pipelines: int) -> Ints | None:
         """Every way in which so many pipelines share the batch: [pipeline, way]; None where they are many."""
@@ -328,17 +292,18 @@ def paced(cost: TableCost, rates: tuple[float, ...]) -> tuple[tuple[float, float
     return tuple(found)
 
 
-def _larger(one: Floats, two: Floats) -> Floats:
-    """Of two arrays of parts those whose first part is larger."""
-    return np.where(two[..., :1] > one[..., :1], two, one)
-
-
 def _best(each: Floats, ways: Ints) -> Floats:
     """The most of a group in any pipeline: [piece, count] and [pipeline, way] to [piece, way]."""
     best = each[:, ways[0]]
     for one in ways[1:]:
         np.maximum(best, each[:, one], out=best)
     return best
+
+
+@lru_cache(maxsize=8)
+def _weights(pipelines: int) -> tuple[tuple[float, ...], ...]:
+    """Weights of pipelines, of which those that take more have no less; the largest is 1."""
+    return tuple((*smaller, 1.0) for smaller in combinations_with_replacement(GRID, pipelines - 1))
 
 
 def _partitions(total: int, parts: int, least: int) -> Iterator[tuple[int, ...]]:
