@@ -36,6 +36,9 @@ WEIGHTS = (0.0, 4.0, 16.0, 64.0, 1e6)
 #: The bound is found to this relative precision; where there is a plan this near nothing more is looked at.
 PRECISE, NEAR = 5e-4, 5e-4
 
+#: Cases that are looked at at once where there are few ways to share the batch.
+CASES = 1024
+
 #: Weights of pipelines that share the batch in one way, and ways that are weighed at once.
 GRID, WEIGHED = (0.0, 0.25, 0.5, 0.75, 1.0), 16
 
@@ -47,6 +50,11 @@ STATES = 600
 
 #: Numbers in one array of the dynamic programme.
 AT_ONCE = 1 << 19
+
+
+#: The layers that groups hold, [piece, micro-batches], and those that a pipeline needs besides what its last
+#: stages hold more, [micro-batches].
+Level = tuple[Floats, Floats]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,30 +189,46 @@ class TableBound:
             held = np.minimum(layers, self._rooms[:, level:].max(axis=1)[:, None])
             placed = np.minimum(layers[:, :, None], self._rooms[:, None, :level])
             extra = (placed - held[:, :, None]).max(axis=0, initial=0).sum(axis=1)
-            needed = task.layers - extra
-            levels.append((held, needed))
-            for weight in WEIGHTS:
-                need, each = (weight + counts) * needed, (weight + counts) * held
-                if ways is None:
-                    least = pipelines * _envelope(
-                        need[self._shallowest : most + 1], total / pipelines - self._shallowest
-                    )
-                    best = each[:, self._shallowest : most + 1].max(axis=1)[:, None]
-                    if self._total(best)[0] < least * (1 - EQUAL):
-                        return None
-                    continue
-                over = self._total(_best(each, ways)) / np.maximum(need[ways].sum(axis=0), EQUAL)
-                ways, over = ways[:, over >= 1 - EQUAL], over[over >= 1 - EQUAL]
-                if not ways.size:
-                    return None
-                ways = ways[:, np.argsort(-over, kind="stable")]
+            levels.append((held, task.layers - extra))
         if ways is None:
-            return counts
+            allowed = slice(self._shallowest, most + 1)
+            return counts if self._any(levels, pipelines, allowed) else None
+        tests = list(product(levels, WEIGHTS))
+        while tests and ways.size:
+            many = max(1, CASES // ways.shape[1])
+            ways = self._possible(tests[:many], ways)
+            tests = tests[many:]
         for held, needed in levels if pipelines > 1 else ():
             ways = self._weighed(held, needed, ways)
-            if not ways.size:
-                return None
-        return ways
+        return ways if ways.size else None
+
+    def _any(self, levels: Sequence[Level], pipelines: int, allowed: slice) -> bool:
+        """Whether pipelines may hold all layers if each takes any number of micro-batches that is allowed."""
+        total = self.task.micro_batches
+        counts = np.arange(total + 1)
+        values, least = [], []
+        for (held, needed), weight in product(levels, WEIGHTS):
+            need = ((weight + counts) * needed)[allowed]
+            least.append(pipelines * _envelope(need, total / pipelines - self._shallowest))
+            values.append(((weight + counts) * held)[:, allowed].max(axis=1))
+        most = self._total(np.stack(values, axis=1))
+        return bool((most >= np.array(least) * (1 - EQUAL)).all())
+
+    def _possible(self, tests: Sequence[tuple[Level, float]], ways: Ints) -> Ints:
+        """The ways to share the batch that none of these weights a exclude, those with the most room first."""
+        counts = np.arange(self.task.micro_batches + 1)
+        values, least = [], []
+        for (held, needed), weight in tests:
+            each = (weight + counts) * held
+            best = each[:, ways[0]]
+            for one in ways[1:]:
+                np.maximum(best, each[:, one], out=best)
+            values.append(best)
+            least.append(((weight + counts) * needed)[ways].sum(axis=0))
+        most = self._total(np.concatenate(values, axis=1)).reshape(len(tests), -1)
+        over = (most / np.maximum(least, EQUAL)).min(axis=0)
+        order = np.argsort(-over, kind="stable")
+        return ways[:, order[over[order] >= 1 - EQUAL]]
 
     def _weighed(self, held: Floats, needed: Floats, ways: Ints) -> Ints:
         """The ways to share the batch that no weights of GRID exclude. Some ways after the other are looked at:
@@ -290,14 +314,6 @@ def paced(cost: TableCost, rates: tuple[float, ...]) -> tuple[tuple[float, float
         slowest = max(share * rate for share, rate in zip(shares, rates, strict=True))
         found.append((factor * slowest / sum(shares), max(shares) / sum(shares)))
     return tuple(found)
-
-
-def _best(each: Floats, ways: Ints) -> Floats:
-    """The most of a group in any pipeline: [piece, count] and [pipeline, way] to [piece, way]."""
-    best = each[:, ways[0]]
-    for one in ways[1:]:
-        np.maximum(best, each[:, one], out=best)
-    return best
 
 
 @lru_cache(maxsize=8)

@@ -35,13 +35,13 @@ FEW_NUMBERS, TRIED = 12, 6
 FEW_ATTEMPTS = 2
 
 #: Combinations looked at of one pool in an attempt: thorough, brief, with mixed sizes.
-BUDGET_ALONE, BUDGET_BRIEF, BUDGET_MIXED = 40, 12, 20
+BUDGET_ALONE, BUDGET_BRIEF, BUDGET_MIXED = 16, 12, 20
 
 #: The same of few devices: with each number of pipelines, and with so many numbers around the best.
 BUDGET_FEW, BUDGET_SMALL, NEAR = 30, 120, 3
 
 #: Combinations looked at of one pool with every order of stages, in a thorough attempt and in others.
-ORDERS, ORDERS_BRIEF = 8, 0
+ORDERS, ORDERS_BRIEF = 4, 0
 
 #: How much longer than the best by the formula a plan of few devices may take and still be costed by the
 #: schedule, and how many of these are.
