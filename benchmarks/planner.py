@@ -26,7 +26,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from _drawn import SEED, drawn_rows  # noqa: E402
+from _drawn import COUNT, LARGE, SEED, drawn_rows  # noqa: E402
 from _exactness import exactness_rows  # noqa: E402
 from _results import Row, finish, row  # noqa: E402
 from elasticd_planner.assign import Terms, curve  # noqa: E402
@@ -349,11 +349,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="The planner's figures.")
     parser.add_argument("--drawn", action="store_true", help="the rows of drawn problems alone")
     parser.add_argument("--seed", type=int, default=SEED, help="that draws them")
+    parser.add_argument("--count", type=int, default=COUNT, help="of them with 32 and 64 devices")
+    parser.add_argument("--large", type=int, default=LARGE, help="of them with 256 and 1,024 devices")
     given = parser.parse_args()
     start = time.perf_counter()
     rows: list[Row] = []
     # Time and memory first: what brute force leaves behind is not the planner's.
-    parts: tuple[Callable[[], list[Row]], ...] = (lambda: drawn_rows(given.seed),)
+    parts: tuple[Callable[[], list[Row]], ...] = (lambda: drawn_rows(given.seed, given.count, given.large),)
     if not given.drawn:
         checked = (subproblem_rows, small_rows, beyond_rows, uneven_rows, exactness_rows)
         parts = (time_rows, reference_rows, straggler_rows, *parts, *checked)

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import combinations_with_replacement, product
+from itertools import combinations_with_replacement, islice, product
 
 import numpy as np
 
@@ -42,8 +42,8 @@ CASES = 1024
 #: Weights of pipelines that share the batch in one way, and ways that are weighed at once.
 GRID, WEIGHED = (0.0, 0.25, 0.5, 0.75, 1.0), 16
 
-#: Of so many pipelines every way to share the batch is looked at.
-SHARED = 4
+#: Of so many pipelines every way to share the batch is looked at, if these are no more.
+SHARED, WAYS = 4, 1100
 
 #: States of a node that are looked at at most.
 STATES = 600
@@ -98,7 +98,7 @@ class TableBound:
     def __init__(self, task: Task, kinds: Sequence[NodeKind]) -> None:
         assert isinstance(task.cost, TableCost)
         self.task, self.cost = task, task.cost
-        self._ways_of: dict[int, Ints] = {}
+        self._ways_of: dict[int, Ints | None] = {}
         self._places: dict[tuple[float, float, int], int] = {}
         self.nodes = tuple(self._node(kind) for kind in kinds)
         pieces = list(self._places)
@@ -257,8 +257,9 @@ class TableBound:
         if pipelines > SHARED:
             return None
         if pipelines not in self._ways_of:
-            ways = np.array(list(_partitions(self.task.micro_batches, pipelines, self._shallowest)))
-            self._ways_of[pipelines] = ways.reshape(-1, pipelines).T
+            listed = list(islice(_partitions(self.task.micro_batches, pipelines, self._shallowest), WAYS + 1))
+            few = len(listed) <= WAYS
+            self._ways_of[pipelines] = np.array(listed).reshape(-1, pipelines).T if few else None
         return self._ways_of[pipelines]
 
     def _layers(self, limit: float, counts: Ints) -> Floats:
