@@ -10,7 +10,8 @@ a = 0 counts micro-batches; a large a counts room: D pipelines must hold D L lay
 a pipeline's last stages. It has one of each, so the layers that position i may hold beyond those from position
 k on are taken off its L, for each i < k. Few pipelines share the batch in so many ways, which are all
 looked at, with weights of their own besides: slow groups may find room in a pipeline that takes little, and the
-others must do without them. Of more pipelines, any m may be among theirs, and they need at least the lower convex envelope.
+others must do without them. Of more pipelines, or more ways, any m may be among theirs, and they need at least
+the lower convex envelope.
 
 A node adds what its best division does: a dynamic programme over how many devices of each rate are used.
 """
@@ -170,10 +171,6 @@ class TableBound:
             else:  # what is excluded in this time is excluded in less
                 high, ways = middle, left if ways is not None else None
         return low
-
-    def fills(self, pipelines: int, limit: float) -> bool:
-        """Whether the groups may hold all layers of pipelines that take the batch."""
-        return self._left(pipelines, limit, self._shared(pipelines)) is not None
 
     def _left(self, pipelines: int, limit: float, ways: Ints | None) -> Ints | None:
         """Those ways to share the batch in which the groups may hold all layers; None where there is none. Of

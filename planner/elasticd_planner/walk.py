@@ -1,12 +1,12 @@
 """Which settings a search tries, and in what order.
 
-Up to EXACT_DEVICES devices every setting whose bound can beat the best plan so far is enumerated, while what
-that may look at lasts. Beyond, a search takes long and settings are many, so that one is changed at a time: micro-batches and recomputation
-first, under the preferred state policy, then policies, then micro-batches and recomputation once more; the
-running plan's setting before all. With ZeRO the number of pipelines climbs from that of the best plan so far
-while that helps. But for the first, settings are searched briefly, like the best plan; the one that wins is
-searched thoroughly in the end. Every setting tried gives a real plan. Deterministic: what is equal goes by the
-order in which settings are listed.
+Up to EXACT_DEVICES devices every setting whose bound can beat the best plan so far is enumerated, until the
+budget of all enumerations is spent. Beyond, and from there on, one setting is changed at a time, since searches
+take long and settings are many: micro-batches and recomputation first, under the preferred state policy, then
+policies, then micro-batches and recomputation once more; the running plan's setting before all. With ZeRO the
+number of pipelines climbs from that of the best plan so far while that helps. But for the first, settings are
+searched briefly, like the best plan; the one that wins is searched thoroughly in the end. Every setting tried
+gives a real plan. Deterministic: what is equal goes by the order in which settings are listed.
 """
 
 from __future__ import annotations
