@@ -1,4 +1,5 @@
-"""The planner's figures: golden rows, optimality on small problems, stragglers, proved gaps, time at scale.
+"""The planner's figures: golden rows, optimality on small problems, stragglers, proved gaps, time at scale, and
+clusters as they are (`--drawn` for those alone, `_drawn.py`).
 
 Random problems come from fixed seeds. Times are medians in this process, without the interpreter's start.
 The oracles (tests/planner/table_brute.py and table_exact.py, and the enumerations here) share nothing with the
@@ -7,6 +8,7 @@ search but the formulas.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -24,6 +26,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+from _drawn import COUNT, LARGE, SEED, drawn_rows  # noqa: E402
 from _exactness import exactness_rows  # noqa: E402
 from _results import Row, finish, row  # noqa: E402
 from elasticd_planner.assign import Terms, curve  # noqa: E402
@@ -343,14 +346,23 @@ def same_digest() -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="The planner's figures.")
+    parser.add_argument("--drawn", action="store_true", help="the rows of drawn problems alone")
+    parser.add_argument("--seed", type=int, default=SEED, help="that draws them")
+    parser.add_argument("--count", type=int, default=COUNT, help="of them with 32 and 64 devices")
+    parser.add_argument("--large", type=int, default=LARGE, help="of them with 256 and 1,024 devices")
+    given = parser.parse_args()
     start = time.perf_counter()
     rows: list[Row] = []
     # Time and memory first: what brute force leaves behind is not the planner's.
-    parts = (time_rows, reference_rows, straggler_rows, subproblem_rows, small_rows)
-    for part in (*parts, beyond_rows, uneven_rows, exactness_rows):
+    parts: tuple[Callable[[], list[Row]], ...] = (lambda: drawn_rows(given.seed, given.count, given.large),)
+    if not given.drawn:
+        checked = (subproblem_rows, small_rows, beyond_rows, uneven_rows, exactness_rows)
+        parts = (time_rows, reference_rows, straggler_rows, *parts, *checked)
+    for number, part in enumerate(parts, 1):
         rows += part()
-        print(f"{part.__name__}: {time.perf_counter() - start:.0f} s", flush=True)
-    return finish("planner", rows)
+        print(f"part {number} of {len(parts)}: {time.perf_counter() - start:.0f} s", flush=True)
+    return finish("planner-drawn" if given.drawn else "planner", rows)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,10 @@ class CostModel(Protocol):
         """The sizes that a TP group may have, up to `most`, ascending."""
         ...
 
+    def equal(self) -> CostModel:
+        """The same cost with equal shares alone; itself where it has no others."""
+        ...
+
     def shares(self, rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:
         """Shares worth trying for members of these rates: equal ones first."""
         ...

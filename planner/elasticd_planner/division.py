@@ -13,12 +13,22 @@ from functools import lru_cache
 from itertools import islice, product
 from typing import cast
 
+import numpy as np
+
+from elasticd_planner.assign import Floats
 from elasticd_planner.bound import Choices, Paces, hull
 from elasticd_planner.cluster import Cluster, Device, Link, Node, Rates
 from elasticd_planner.cost import CostModel, GroupCost, rate_of
+from elasticd_planner.leading import Leading, Taken, possible, tractable
 
-#: Divisions enumerated of a node at most, and kept.
-ENUMERATED, KEPT = 3000, 40
+#: Groupings of a node that are listed at most: of few devices, and of many, where those that lead are added.
+ENUMERATED, LISTED = 3000, 400
+
+#: Divisions of a node that are kept for one time.
+KEPT = 40
+
+#: The largest part of a member, over an equal one, in groups that ask for less memory.
+LEAN = (1.0, 1.2)
 
 #: Kinds of nodes that a remembered divider may hold.
 REMEMBERED = 400
@@ -190,13 +200,15 @@ class Divider:
         self.cost = cost
         self._types: dict[tuple[tuple[tuple[float, int], ...], Link], tuple[GroupType, ...]] = {}
         self._divided: dict[Form, list[Division]] = {}
+        self._listed: dict[Form, _Listed] = {}
+        self._programmes: dict[Form, Leading] = {}
         self._chosen: dict[tuple[Form, int | None], Choices] = {}
         self._costs: dict[tuple[tuple[float, ...], tuple[int, ...], Link], GroupCost] = {}
 
     @property
     def size(self) -> int:
         """How many kinds of nodes it has divided."""
-        return len(self._divided)
+        return len(self._divided) + len(self._listed)
 
     def divisions(
         self, kind: NodeKind, time: float, *, steady: bool, size: int | None = None
@@ -205,30 +217,76 @@ class Divider:
         one: groups of exactly that size."""
         if size is not None and kind.normal:
             return (next(self._made(kind, _equal(kind, size))),)
-        best: dict[tuple[GroupType, ...], tuple[float, Division]] = {}
-        if kind.form not in self._divided:
-            self._divided[kind.form] = [d for g in self._groupings(kind) for d in self._made(kind, g)]
-        for made in self._divided[kind.form]:
-            if not steady and any(time * HOPE < made_type.block for made_type in made.types):
-                continue  # a group that adds nothing: the division without it is there too
-            gain = made.gain(time, steady=steady)
-            known = best.get(made.types)
-            if known is None or gain > known[0]:
-                best[made.types] = (gain, made)
-        ranked = sorted(best.values(), key=lambda entry: (-entry[0], len(entry[1].types), entry[1].members))
-        return tuple(made for _, made in ranked[:KEPT])
+        if kind.form not in self._listed:
+            self._listed[kind.form] = _Listed(self._promising(kind))
+        return self._listed[kind.form].best(time, steady=steady)
 
     def every(self, kind: NodeKind, *, size: int | None = None) -> Sequence[Division]:
         """All divisions of a node that can be listed; with `size` given, a node of normal devices has one."""
         if size is not None and kind.normal:
             return self.divisions(kind, 1.0, steady=True, size=size)
         if kind.form not in self._divided:
-            self._divided[kind.form] = [d for g in self._groupings(kind) for d in self._made(kind, g)]
+            listed = islice(self._groupings(kind), ENUMERATED)
+            self._divided[kind.form] = [d for g in listed for d in self._made(kind, g)]
         return self._divided[kind.form]
+
+    def plain(self, kind: NodeKind, size: int) -> Division:
+        """Groups of one size with equal shares: what a healthy node of that many devices would have."""
+        groups = _equal(kind, size)
+        types = [min(self.types_of(kind, members), key=lambda t: max(t.shares)) for members in groups]
+        return Division(types=tuple(types), members=tuple(groups))
 
     def complete(self, kind: NodeKind, *, size: int | None = None) -> bool:
         """Whether among `every` is whatever can be best, each with its fastest shares."""
         return self.cost.exact_shares and len(self.every(kind, size=size)) < ENUMERATED
+
+    def _promising(self, kind: NodeKind) -> Iterator[Division]:
+        """All divisions, where they are few. Else some of these, and of each number of groups those that reach
+        the most: with the fastest shares, and with shares that ask for less memory."""
+        groupings = list(islice(self._groupings(kind), LISTED + 1))
+        few, widths = len(groupings) <= LISTED, self.cost.widths(kind.devices)
+        for groups in groupings:
+            yield from self._made(kind, groups)
+        if few or kind.islands or not tractable(kind.counts, widths):
+            return
+        yield from self._led(kind, self._leading(kind), None)
+        for part in LEAN:
+            taken = possible(kind.counts, widths)
+            paces = [1 / self._lean(kind, _members(t), part).block for t in taken]
+            yield from self._led(kind, Leading(kind.counts, widths, taken, paces), part)
+
+    def _led(self, kind: NodeKind, leading: Leading, part: float | None) -> Iterator[Division]:
+        for taken in leading.divisions():
+            groups = list(map(_members, taken))
+            if part is None:
+                yield from self._made(kind, groups)
+            else:
+                yield _sorted([self._lean(kind, members, part) for members in groups], groups)
+
+    def _lean(self, kind: NodeKind, members: tuple[int, ...], part: float) -> GroupType:
+        """The fastest group in which no member has more than `part` times an equal share, or the least."""
+        listed = self.types_of(kind, members)
+        most = part / len(members)
+        lean = [t for t in listed if max(t.shares) <= most * sum(t.shares) * (1 + 1e-9)]
+        return min(lean, key=lambda t: t.block) if lean else min(listed, key=lambda t: max(t.shares))
+
+    def _leading(self, kind: NodeKind) -> Leading:
+        """The programme of a kind, with the fastest shares."""
+        if kind.form not in self._programmes:
+            widths = self.cost.widths(kind.devices)
+            taken = possible(kind.counts, widths)
+            paces = [1 / self.types_of(kind, _members(t))[0].block for t in taken]
+            self._programmes[kind.form] = Leading(kind.counts, widths, taken, paces)
+        return self._programmes[kind.form]
+
+    def _neighbours_suffice(self, kind: NodeKind) -> bool:
+        """Whether groups of neighbours in the order of rates are enough: shares are equal, and devices differ
+        in nothing but their rates."""
+        if kind.islands or len({memory for _, memory, _ in kind.classes}) > 1:
+            return False
+        return all(
+            len(self.cost.shares((1.0, 2.0, *(1.0,) * w)[:w])) == 1 for w in self.cost.widths(kind.devices)
+        )
 
     def choices(self, kind: NodeKind, *, size: int | None = None) -> Choices:
         """What the bound reads of a kind: the most that k groups reach in sum 1 / block. Where all groupings
@@ -244,19 +302,18 @@ class Divider:
             made = self.divisions(kind, 1.0, steady=False, size=size)[0]
             whole = (sum(1 / entry.block for entry in made.types), len(made.types), 0)
             return whole, (0.0, 0, len(made.types) if hidden else 0)  # groups, or none of them
-        if len(kind.classes) > 1 and self.cost.exact_shares:
-            best: dict[tuple[int, int], float] = {(0, kind.devices): 0.0}
-            for number, groups in enumerate(_any(kind.counts, self.cost.widths(kind.devices), None)):
-                if number >= ENUMERATED:
-                    return hull(kind.paces, hidden)
-                pace = sum(1 / self.types_of(kind, members)[0].block for members in groups)
-                key = (len(groups), kind.devices - sum(map(len, groups)))
-                best[key] = max(best.get(key, 0.0), pace)
-            return hull(tuple((pace, *key) for key, pace in best.items()), hidden)
+        if self._programmable(kind):
+            return hull(tuple(self._leading(kind).paces()), hidden)
         return hull(kind.paces, hidden)
 
+    def _programmable(self, kind: NodeKind) -> bool:
+        """Whether the programme says more than `paces`, and can be run."""
+        if len(kind.classes) == 1 or not self.cost.exact_shares or self._neighbours_suffice(kind):
+            return False
+        return tractable(kind.counts, self.cost.widths(kind.devices))
+
     def _groupings(self, kind: NodeKind) -> Iterator[Sequence[tuple[int, ...]]]:
-        """Neighbours in the order of rates, the slowest idle; then any, while they are few."""
+        """Neighbours in the order of rates, the slowest idle; then any, where these are not enough."""
         order = [i for i, (_, _, count) in enumerate(kind.classes) for _ in range(count)]
         seen: set[tuple[tuple[int, ...], ...]] = set()
         widths = self.cost.widths(len(order))
@@ -266,23 +323,21 @@ class Divider:
                 if key not in seen:
                     seen.add(key)
                     yield made
-                    if len(seen) >= ENUMERATED:
-                        return
-        if len(kind.classes) > 1:
-            for made in _any(kind.counts, widths, None):
+        if not kind.normal:
+            seen.add(())
+            yield ()
+        if len(kind.classes) > 1 and not self._neighbours_suffice(kind):
+            for made in _any(kind.counts, possible(kind.counts, widths)):
                 key = tuple(sorted(made))
                 if key not in seen:
                     seen.add(key)
                     yield made
-                    if len(seen) >= ENUMERATED:
-                        return
 
     def _made(self, kind: NodeKind, groups: Sequence[tuple[int, ...]]) -> Iterator[Division]:
         """The divisions of one grouping: with the fastest shares, and with others that need less memory."""
         options = [self.types_of(kind, members) for members in groups]
         for types in islice(product(*options), VARIANTS):
-            made = sorted(zip(types, groups, strict=True), key=lambda entry: (entry[0].block, entry[1]))
-            yield Division(types=tuple(t for t, _ in made), members=tuple(members for _, members in made))
+            yield _sorted(types, groups)
 
     def types_of(self, kind: NodeKind, members: tuple[int, ...]) -> tuple[GroupType, ...]:
         """The group of these classes with each of the shares that is not slower and larger than another, the
@@ -307,6 +362,39 @@ class Divider:
         if key not in self._costs:
             self._costs[key] = self.cost.group(rates, shares, link)
         return self._costs[key]
+
+
+class _Listed:
+    """Divisions of one kind, each once, and their groups as arrays."""
+
+    def __init__(self, divisions: Iterable[Division]) -> None:
+        distinct = {made.types: made for made in reversed(list(divisions))}
+        self.divisions = sorted(distinct.values(), key=lambda made: (len(made.types), made.members))
+        sizes = [len(made.types) for made in self.divisions]
+        self._owner = np.repeat(np.arange(len(sizes)), sizes)
+        self._blocks: Floats = np.array([kind.block for made in self.divisions for kind in made.types])
+        self._slowest = np.zeros(len(sizes))
+        np.maximum.at(self._slowest, self._owner, self._blocks)
+
+    def best(self, time: float, *, steady: bool) -> tuple[Division, ...]:
+        """Those with the largest gain at T / L = `time`. A group that adds nothing is left out: the division
+        without it is there too."""
+        each = time / self._blocks if steady else np.maximum(time / self._blocks - 1, 0.0)
+        gains = np.bincount(self._owner, weights=each, minlength=len(self.divisions))
+        allowed = np.ones(len(gains), dtype=bool) if steady else self._slowest <= time * HOPE
+        order = np.argsort(np.where(allowed, -np.round(gains, 9), np.inf), kind="stable")
+        return tuple(self.divisions[i] for i in order[: min(KEPT, int(allowed.sum()))])
+
+
+def _members(taken: Taken) -> tuple[int, ...]:
+    """The classes of the members of a group."""
+    return tuple(i for i, count in enumerate(taken) for _ in range(count))
+
+
+def _sorted(types: Sequence[GroupType], groups: Sequence[tuple[int, ...]]) -> Division:
+    """A division of these groups, fast ones first."""
+    made = sorted(zip(types, groups, strict=True), key=lambda entry: (entry[0].block, entry[1]))
+    return Division(types=tuple(t for t, _ in made), members=tuple(members for _, members in made))
 
 
 def divider(cost: CostModel) -> Divider:
@@ -347,17 +435,12 @@ def _neighbours(order: tuple[int, ...], widths: Sequence[int]) -> Iterator[tuple
                 yield (order[:width], *rest)
 
 
-def _any(
-    left: tuple[int, ...], widths: Sequence[int], last: tuple[int, ...] | None
-) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every multiset of groups by class, in descending order of (width, counts)."""
+def _any(left: tuple[int, ...], takes: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Every multiset of groups by class; `takes`: the devices by class that a group may have, in order."""
     yield ()
-    options = product(*(range(count, -1, -1) for count in left))
-    ranked = sorted((t for t in options if sum(t) in widths), key=lambda t: (sum(t), t), reverse=True)
-    for taken in ranked:
-        if last is not None and (sum(taken), taken) > (sum(last), last):
-            continue
+    for at, taken in enumerate(takes):
         rest = tuple(have - used for have, used in zip(left, taken, strict=True))
         members = tuple(i for i, count in enumerate(taken) for _ in range(count))
-        for others in _any(rest, widths, taken):
+        after = [t for t in takes[at:] if all(n <= have for n, have in zip(t, rest, strict=True))]
+        for others in _any(rest, after):
             yield (members, *others)

@@ -26,6 +26,7 @@ from elasticd_planner.grouping import Counts, Group, classes, groups, hop, span
 from elasticd_planner.layers import reached
 from elasticd_planner.orders import Least, orders
 from elasticd_planner.shape import Combination, Option, Options, Shape, slowest
+from elasticd_planner.task import CURVE
 
 #: Sequences kept of one curve on one set of devices: they differ in the order of stages alone, and cost the
 #: same by the formula.
@@ -45,7 +46,9 @@ class Pins:
 
 class Exact:
     """One enumeration. `slack`: how much worse than the best (as a fraction) a plan may be and still count;
-    `best`: seconds of a plan already known, inf for none."""
+    `best`: seconds of a plan already known, inf for none. `budget`: shapes and combinations looked at before
+    it ends without having looked at all (`complete` says so), a curve made counting as CURVE of them; `spent`
+    of it so far."""
 
     def __init__(
         self,
@@ -58,9 +61,11 @@ class Exact:
         slack: float = 0.0,
         best: float = math.inf,
         pins: Pins | None = None,
+        budget: float = math.inf,
     ) -> None:
+        self.budget, self.complete = budget, True
         self.cluster, self.cost, self.layers, self.micro_batches = cluster, cost, layers, micro_batches
-        self.slack, self.best, self.candidates = slack, best, 0
+        self.slack, self.best, self.candidates, self._made = slack, best, 0, 0
         self.pins = pins or Pins()
         self.alike = classes(cluster, rates)
         devices: Counts = tuple(len(a.devices) for a in self.alike)
@@ -99,11 +104,14 @@ class Exact:
         found: list[Combination] = []
         for stages in range(1, depth + 1):
             for chosen in self._multisets(stages, 0, self._devices(self.full)):
+                if self._ended():
+                    break
                 self._add(chosen)
             if stages in (1, 2, depth):
-                found = list(self._combinations())
+                more = list(self._combinations())
                 if self.hidden:
-                    found = self._costed(found)
+                    more = self._costed(more)
+                found = more if self.complete else [*found, *more]
         limit = self.best * (1 + self.slack) * (1 + EQUAL)
         kept = [combination for combination in found if combination.seconds <= limit]
         return sorted(kept, key=lambda c: (round(c.seconds, 12), len(c.parts), c.parts))
@@ -189,6 +197,7 @@ class Exact:
     def _curve(self, terms: Sequence[Terms]) -> Floats:
         """Seconds by micro-batches, at least; fewer than a pipeline must take cost as much as those."""
         steady, hidden = self.pins.steady, self.hidden
+        self._made += len(terms)  # one for each number of micro-batches under way
         seconds = curve(terms, self.layers, self.micro_batches, steady=steady, hidden=hidden)
         if self.pins.deep:
             seconds[: len(terms) - 1] = seconds[len(terms) - 1]
@@ -267,7 +276,7 @@ class Exact:
         self, parts: Sequence[Counts], first: int, chosen: tuple[Counts, ...], left: Counts
     ) -> Iterator[Combination]:
         for index in range(first, len(parts)):
-            if len(chosen) in (self.micro_batches, self.pins.dp):
+            if len(chosen) in (self.micro_batches, self.pins.dp) or self._ended():
                 return
             counts = parts[index]
             if any(a > b for a, b in zip(counts, left, strict=True)):
@@ -343,6 +352,16 @@ class Exact:
         return [option for option in found if option.seconds <= limit]
 
     # What prunes.
+
+    @property
+    def spent(self) -> int:
+        return self.candidates + CURVE * self._made
+
+    def _ended(self) -> bool:
+        """Whether the budget is spent."""
+        if self.spent > self.budget:
+            self.complete = False
+        return not self.complete
 
     def _improve(self, seconds: float) -> None:
         if seconds < self.best:

@@ -170,7 +170,7 @@ class Finisher:
 
     def _board(self, chained: Chained) -> Board:
         cluster, cost = self.task.cluster, self.task.cost
-        kinds = [self._type(group) for group in chained.groups]
+        kinds = [self.type_of(group) for group in chained.groups]
         depth = len(kinds)
         return Board(
             block=np.array([kind.block for kind in kinds]),
@@ -213,7 +213,7 @@ class Finisher:
         return best.seconds(m, steady=steady) <= least.seconds(m, steady=steady) * (1 + EQUAL)
 
     def _candidates(self, chained: Chained) -> list[tuple[int, ...]]:
-        groups = [self._type(group) for group in chained.groups]
+        groups = [self.type_of(group) for group in chained.groups]
         load = [kind.block * self._most_layers(kind, False, 3) for kind in groups]
         indices = range(len(groups))
 
@@ -242,7 +242,7 @@ class Finisher:
         terms = []
         for position, index in enumerate(order):
             group = chained.groups[index]
-            kind = self._type(group)
+            kind = self.type_of(group)
             fixed, hop = (kind.cost.embed if position == 0 else 0.0), 0.0
             if position == depth - 1:
                 fixed += kind.cost.head
@@ -261,7 +261,8 @@ class Finisher:
             )
         return self._most[key]
 
-    def _type(self, group: Group) -> GroupType:
+    def type_of(self, group: Group) -> GroupType:
+        """What a group costs and holds."""
         link = reach(self.task.cluster, group.devices)
         key = (self._rates(group), group.shares, group.memory, link)
         if key not in self._types:

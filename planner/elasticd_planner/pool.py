@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from elasticd_planner.assign import EQUAL, Floats, Ints
-from elasticd_planner.columns import Column, Columns
+from elasticd_planner.columns import Column, Columns, most_layers
 from elasticd_planner.cost import GroupCost
 from elasticd_planner.division import Division, GroupType, NodeKind
 from elasticd_planner.partition import Counts, Partition
@@ -28,11 +29,15 @@ LISTED, LISTED_ALL, POOLED = 400, 3000, 80
 #: Where whole layers and micro-batches rank combinations: at so many times the bound.
 AHEAD = 1.1
 
+#: The same in searches that are not thorough, and the micro-batches in flight in the middle of a pipeline.
+AHEADS, MIDDLE = (1.02, 1.06), 5
+
 #: What a group is charged in the rankings, in micro-batches, by whether the objective is the steady figure.
 PRICES = {False: (1.0, 2.0), True: (0.0, 1.0, 2.0)}
 
-#: The most pipelines by counts that are looked at: where one addition ends the partition, and where not.
-WIDEST, WIDEST_TABLE = 1_500, 1_500
+#: The most pipelines by counts that are looked at: of a combination where one addition ends the partition, and
+#: where not; of one of many combinations.
+WIDEST, WIDEST_TABLE, NARROW = 1_500, 800, 150
 
 
 #: Stands for the groups of a node that has none: it adds nothing.
@@ -85,6 +90,9 @@ class Pool:
         #: Whether every order of stages is looked at, and combinations in which memory asks for that.
         self.every_order = self.thorough = thorough
         self.binding: set[int] = set()
+        #: Pipelines by counts that are looked at, and combinations that have more.
+        self.widest = self.most_shapes = WIDEST if pipelines <= 2 else WIDEST_TABLE
+        self.merged: set[int] = set()
         #: Micro-batches that each combination did when last asked.
         self.taken: dict[int, int] = {}
         self._divisions = [
@@ -158,6 +166,8 @@ class Pool:
             gains = self._whole_gains(time * self.rules.layers * AHEAD)
             rankings.append(self._ranked(gains.max(axis=1)))
             most = LISTED_ALL
+        else:
+            rankings += [self._ranked(self._layered(time * ahead)) for ahead in AHEADS]
         for _ in range(2 * most):
             for which, ranking in enumerate(rankings):
                 row = next(ranking, None)
@@ -175,6 +185,37 @@ class Pool:
     def _priced(self, time: float, price: float) -> Floats:
         """What each division adds if a group is charged so many micro-batches."""
         return np.asarray(np.add.reduceat(self._inverse * time - price, self._starts), dtype=np.float64)
+
+    def _layered(self, time: float) -> Floats:
+        """The whole layers that each division holds, if pipelines are alike and take `time` x L: each group in
+        the middle of one, charged for the way through it."""
+        rules, inverse = self.rules, self._inverse
+        gains = np.add.reduceat(np.maximum(inverse * time - 1, 0.0), self._starts)
+        depth, start = 0, 0
+        sizes = np.array([len(division.types) for _, division in self._divisions])
+        for _, listed, count in self.nodes:
+            depth += count * int(sizes[start + int(gains[start : start + len(listed)].argmax())])
+            start += len(listed)
+        turns = rules.most if rules.steady else max(1, rules.most - self.pipelines + depth)
+        cap = time * rules.layers * self.pipelines / turns
+        price = 0.0 if rules.steady else rules.layers * self.pipelines / turns
+        layers = np.minimum(np.floor(cap * inverse * (1 + EQUAL)), self._middle)
+        return np.asarray(np.add.reduceat(np.maximum(layers - price, 0.0), self._starts), dtype=np.float64)
+
+    @cached_property
+    def _middle(self) -> Ints:
+        """The most layers that each group holds in the middle of a pipeline."""
+        known: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        found = []
+        for _, division in self._divisions:
+            for kind in division.types or NOTHING:
+                key = (kind.shares, kind.memory)
+                if key not in known:
+                    known[key] = most_layers(
+                        self.columns.cost, kind, self.rules.layers, first=False, last=False, in_flight=MIDDLE
+                    )
+                found.append(known[key])
+        return np.array(found, dtype=np.int64)
 
     def _price(self, time: float) -> float:
         """The largest charge at which the best combination has more groups than there are micro-batches, of
@@ -301,9 +342,10 @@ class Pool:
     def _combination(self, index: int) -> _Combination:
         if index not in self._shapes:
             counts = self._counts(self._uses[index])
-            widest = WIDEST if self.pipelines <= 2 else WIDEST_TABLE
             orders = self.pipelines if self.every_order else None
-            self._shapes[index] = _Combination(counts, self.columns, widest, orders)
+            self._shapes[index] = _Combination(counts, self.columns, self.widest, orders)
+            if size(list(counts.values())) > self.widest:
+                self.merged.add(index)
             if self._shapes[index].shapes.binding:
                 self.binding.add(index)
         return self._shapes[index]

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count as numbers_from
 
 from elasticd_planner.columns import Columns, Rules
 from elasticd_planner.deal import Line, deal
 from elasticd_planner.division import Division, NodeKind
-from elasticd_planner.pool import Chain, Pool
+from elasticd_planner.pool import NARROW, Chain, Pool
 from elasticd_planner.task import Chained, Found, Group, Task
 
 #: Where one pool ends: slow nodes and pipelines that are still solved as one.
@@ -24,6 +24,13 @@ POOL_SLOW, POOL_PIPELINES = 4, 8
 
 #: Bisection ends at this relative distance.
 CLOSE = 2e-4
+
+#: Combinations of one pool that are looked at without one that is better than those before.
+PATIENCE = 10
+
+#: Of one pool's combinations so many are looked at with little merged, the first ones; of the others so many of
+#: those that came nearest once more.
+WIDE, REFINED = 10, 4
 
 #: A time, over the bound, in which everything that fits is done.
 EVER = 1e4
@@ -88,11 +95,23 @@ class Pooled:
 
     def _alone(self, low: float, known: float) -> Found | None:
         """One pool: its combinations one by one, each only if it beats the best so far. Then the best and those
-        that came nearest with every order of stages, where memory binds."""
+        that came nearest: with less that is merged, and where memory binds with every order of stages."""
         (key, pool), best, high = next(iter(self.pools.items())), None, known
-        which = None
+        which, patience = None, pool.evaluated + PATIENCE
         for index in numbers_from():
+            if math.isfinite(high) and pool.evaluated >= patience:
+                break
+            pool.widest = pool.most_shapes if pool.evaluated < WIDE else NARROW
             if pool.evaluated >= self.budget or not pool.listed(index) or self._ended(pool, low, high):
+                break
+            found = self._one(key, index, low, high)
+            if found is not None:
+                best, high, which = found, found.seconds, index
+                patience = pool.evaluated + PATIENCE
+            pool.forget(index)
+        pool.widest = pool.most_shapes
+        for index in self._nearest(pool, pool.merged, which)[:REFINED]:
+            if self._done(low, high):
                 break
             found = self._one(key, index, low, high)
             if found is not None:
@@ -101,15 +120,22 @@ class Pooled:
         if pool.every_order:
             return best
         pool.every_order = True
-        tight = sorted(pool.binding, key=lambda index: (index != which, -pool.taken.get(index, 0), index))
-        for index in tight[: self.orders]:
-            if math.isfinite(high) and (high <= low * (1 + CLOSE) or self.stop()):
+        for index in self._nearest(pool, pool.binding, which)[: self.orders]:
+            if self._done(low, high):
                 break
             found = self._one(key, index, low, high)
             if found is not None:
                 best, high = found, found.seconds
             pool.forget(index)
         return best
+
+    def _nearest(self, pool: Pool, among: Iterable[int], which: int | None) -> list[int]:
+        """The best combination and those that came nearest to it."""
+        return sorted(among, key=lambda index: (index != which, -pool.taken.get(index, 0), index))
+
+    def _done(self, low: float, high: float) -> bool:
+        """Whether a plan is as good as can be, or time is up."""
+        return math.isfinite(high) and (high <= low * (1 + CLOSE) or self.stop())
 
     def _ended(self, pool: Pool, low: float, high: float) -> bool:
         """Whether no other combination can be better, or time is up."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from elasticd_planner.bound import Paces, by_slowest, by_speed
 from elasticd_planner.cluster import Link
 from elasticd_planner.cost import GroupCost
@@ -190,6 +192,11 @@ class ProfileCost:
         most = min(most, self.profile.share_units)
         listed = self.profile.widths or tuple(range(1, most + 1))
         return tuple(width for width in listed if width <= most)
+
+    def equal(self) -> ProfileCost:
+        if not self.profile.uneven:
+            return self
+        return replace(self, profile=msgspec.structs.replace(self.profile, uneven=False))
 
     def shares(self, rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:
         options = share_options(rates, self.profile.share_units)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice, product
 
@@ -34,7 +34,7 @@ from elasticd_planner.settings import Setting, Settings, alive, current_setting,
 from elasticd_planner.shape import Combination
 from elasticd_planner.sharding import with_carriers
 from elasticd_planner.shortfall import explain
-from elasticd_planner.task import EXACT_DEVICES, Chained, Group, Task
+from elasticd_planner.task import ENUMERATED, ENUMERATED_SETTINGS, EXACT_DEVICES, Chained, Group, Task
 from elasticd_planner.walk import Form, Walk, form
 from elasticd_planner.wide import Wide
 
@@ -78,10 +78,20 @@ def _plain(
     slack = tolerance if problem.current is not None else 0.0
     made: list[_Made] = []
     refused: list[Answer] = []
+    # What enumerations may still look at, of all settings together.
+    left = [ENUMERATED if len(settings.listed) == 1 else ENUMERATED_SETTINGS]
 
     def evaluate(setting: Setting, like: Form | None) -> tuple[float, Form | None]:
         given = setting.problem(problem)
-        planning = _Planning(problem=given, number=number, tolerance=tolerance, steady=steady, like=like)
+        planning = _Planning(
+            problem=given,
+            number=number,
+            tolerance=tolerance,
+            steady=steady,
+            like=like,
+            known=_least(made),
+            left=left,
+        )
         planning, answer = planning.fitting(stop)
         if answer.plan is None or answer.plan.prediction is None:
             refused.append(answer)
@@ -95,9 +105,7 @@ def _plain(
     walk = Walk(settings, evaluate, slack=slack, stop=stop)
     if len(settings.listed) == 1:
         evaluate(settings.listed[0], None)
-    elif len(alive(problem)) <= EXACT_DEVICES:
-        walk.every()
-    else:
+    elif len(alive(problem)) > EXACT_DEVICES or not walk.every(lambda: left[0] <= 0):
         walk.some()
     tried = sum(answer.candidates for answer in (*refused, *(one.answer for one in made)))
     running = current_setting(problem)
@@ -131,7 +139,8 @@ def _least(made: Sequence[_Made]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _Planning:
-    """One problem being planned."""
+    """One problem being planned. known: seconds of a plan of another setting, which one of this must beat.
+    left: what enumerations may still look at, in one place for all settings."""
 
     problem: Problem
     number: int = 0
@@ -139,6 +148,8 @@ class _Planning:
     members: int | None = None
     steady: bool = False
     like: Form | None = None
+    known: float = math.inf
+    left: list[int] = field(default_factory=lambda: [ENUMERATED])
 
     @property
     def cost(self) -> CostModel:
@@ -152,9 +163,9 @@ class _Planning:
         """The answer, with recomputation off where memory allows; made again with fewer members to spread
         replicas over where it leaves so many devices idle that these do not fit."""
         planning = self
-        usable = len(alive(self.problem))
+        few = len(alive(self.problem)) <= EXACT_DEVICES
         for _ in range(AGAIN):
-            answer = planning.answer() if usable <= EXACT_DEVICES else planning.wide(stop)
+            answer = planning.answer(stop) if few and self.left[0] > 0 else planning.wide(stop)
             if answer.plan is None:
                 return planning, answer
             if self.problem.freedom.recompute is True:
@@ -173,9 +184,11 @@ class _Planning:
             candidates=answer.candidates,
         )
 
-    def answer(self) -> Answer:
+    def answer(self, stop: Callable[[], bool] | None) -> Answer:
+        """The answer for few devices: of all plans, or of those that the search finds too, where there are too
+        many to look at all."""
         current = self.current()
-        known = self.seconds(current) if current is not None else math.inf
+        known = self.seconds(current) if current is not None and self.fits(current) else math.inf
         exact = Exact(
             self.problem.cluster,
             self.problem.rates,
@@ -183,12 +196,17 @@ class _Planning:
             layers=self.problem.profile.layers,
             micro_batches=self.micro_batches,
             slack=self.tolerance if current is not None else 0.0,
-            best=known if current is not None and self.fits(current) else math.inf,
+            best=min(known, self.known),
             pins=Pins(tp=self.task.tp, dp=self.task.dp, steady=self.steady),
+            budget=self.left[0],
         )
         combinations = exact.run()
+        self.left[0] -= exact.spent
         now = self.now()
         found = list(islice(self.candidates(exact, combinations, current), COMPARED))
+        if not exact.complete:
+            searched = self.wide(stop).plan
+            found += [searched] if searched is not None else []
         if not found:
             refusal = explain(self.problem, self.task)
             return Answer(plan=None, refusal=refusal, current_seconds=now, candidates=exact.candidates)
@@ -205,7 +223,7 @@ class _Planning:
     def wide(self, stop: Callable[[], bool] | None) -> Answer:
         """The answer for any number of devices."""
         search = Wide(self.task, stop)
-        found = search.run(self.like)
+        found = search.run(self.like, brief=self.like is not None)
         finisher = Finisher(self.task)
         listed = [finisher.pipelines(one.pipelines) for one in search.near()] if found is not None else []
         current, now = self.current(), self.now()

@@ -18,8 +18,9 @@ from elasticd_planner.assign import EQUAL, Floats, Ints
 from elasticd_planner.columns import NEVER, Column, Rules
 from elasticd_planner.ordering import Ordering, caps_of
 
-#: Caps tried: so many values of each type from the real-valued optimum on, and multiples of that optimum.
-VALUES = 3
+#: Caps tried: so many values of each type from the real-valued optimum on, the nearest of all of them, and
+#: multiples of that optimum.
+VALUES, NEAREST = 3, 18
 MULTIPLES = (1.08, 1.2, 1.35, 1.6, 2.0, 2.6, 3.5, 5.0)
 
 #: Of other orders of stages than the canonical ones, caps up to so many times the least cap of those count.
@@ -44,31 +45,36 @@ def orders(columns: Sequence[Column]) -> list[Order]:
 class Shapes:
     """The lines of every pipeline of at most `counts` groups of each column. `pipelines`: where memory binds,
     every order of stages is looked at, under the caps that so many pipelines may come to (None: canonical
-    orders alone)."""
+    orders alone). `listed`: of these pipelines alone, [column, pipeline]."""
 
     def __init__(
-        self, columns: Sequence[Column], counts: Sequence[int], rules: Rules, pipelines: int | None = None
+        self,
+        columns: Sequence[Column],
+        counts: Sequence[int],
+        rules: Rules,
+        pipelines: int | None = None,
+        listed: Ints | None = None,
     ) -> None:
         self.orders = orders(columns)
         self.columns, self.counts, self.rules = tuple(columns), tuple(counts), rules
         self.dims = tuple(count + 1 for count in counts)
-        grid = np.indices(self.dims).reshape(len(self.dims), -1)
+        grid = np.indices(self.dims).reshape(len(self.dims), -1) if listed is None else listed
         self.grid: Ints = grid.astype(np.int64)
         self.depth: Ints = self.grid.sum(axis=0)
         self.binding = False
         devices = np.array([column.width for column in columns]) @ self.grid
         allowed = (self.depth >= 1) & (self.depth <= rules.layers) & (devices >= rules.fewest)
         self.rows = np.flatnonzero(allowed)
-        listed = [self._lines(self.orders[0])]
+        lines = [self._lines(self.orders[0])]
         self._ordering: Ordering | None = None
         if self.binding:
-            listed += [self._lines(order) for order in self.orders[1:]]
+            lines += [self._lines(order) for order in self.orders[1:]]
             if pipelines is not None:
-                least = np.min([caps.min(axis=1) for caps, _ in listed], axis=0)
-                listed.append(self._ordered(pipelines, least))
-        self._starts = np.cumsum([0, *(caps.shape[1] for caps, _ in listed)])
-        caps = np.concatenate([caps for caps, _ in listed], axis=1)
-        sums = np.concatenate([sums for _, sums in listed], axis=1)
+                least = np.min([caps.min(axis=1) for caps, _ in lines], axis=0)
+                lines.append(self._ordered(pipelines, least))
+        self._starts = np.cumsum([0, *(caps.shape[1] for caps, _ in lines)])
+        caps = np.concatenate([caps for caps, _ in lines], axis=1)
+        sums = np.concatenate([sums for _, sums in lines], axis=1)
         self.caps, self.sums, self.tried = _useful(caps, sums, 1 if rules.steady else LINES)
 
     def _ordered(self, pipelines: int, known: Floats) -> tuple[Floats, Floats]:
@@ -128,8 +134,10 @@ class Shapes:
             parts.append(values + rules.hop + away)
             for fixed in column.ends(rules.hop) - {rules.hop}:
                 parts.append(values[:, :2] + fixed + away)
-        parts.append(least[:, None] * np.array(MULTIPLES) + rules.hop)
-        return np.concatenate(parts, axis=1)
+        near = np.concatenate(parts, axis=1)
+        if near.shape[1] > NEAREST:
+            near = np.partition(near, NEAREST - 1, axis=1)[:, :NEAREST]
+        return np.concatenate([near, least[:, None] * np.array(MULTIPLES) + rules.hop], axis=1)
 
     def _room(self, have: Ints, order: Order, index: int, caps: Floats) -> Floats:
         """Layers that the stages of one column may have in all under each cap."""
@@ -146,7 +154,7 @@ class Shapes:
         if int(each.max(initial=0)) <= int(most[: max(1, deepest)].min()):
             room = count[:, None] * each
         else:
-            near = each[:, : VALUES * len(self.columns)]
+            near = each[:, : -len(MULTIPLES)]
             self.binding |= bool((near > most[: max(1, deepest)].min()).any())
             room = self._table(index, int(count.max(initial=0)), deepest)[
                 each.astype(np.int64), np.minimum(behind, deepest)[:, None], count[:, None]

@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from elasticd_planner.cost import memory_by_device, steady_seconds, step_seconds
+from elasticd_planner.cost import (
+    memory_by_device,
+    pipeline_seconds,
+    stage_seconds,
+    steady_seconds,
+    step_seconds,
+)
 from elasticd_planner.describe import describe
 from elasticd_planner.exact import Exact, Pins
 from elasticd_planner.finish import Finisher
@@ -15,7 +21,7 @@ from elasticd_planner.plan import Pipeline, Plan, Prediction, Stage
 from elasticd_planner.seconds import cluster_of, rates_of, solve_timed, timed_task, yardstick
 from elasticd_planner.shape import Combination
 from elasticd_planner.table import MIB, TableCost
-from elasticd_planner.task import EXACT_DEVICES, MANY, Task
+from elasticd_planner.task import ENUMERATED, EXACT_DEVICES, MANY, Task
 from elasticd_planner.tight import explain
 from elasticd_planner.walk import form
 from elasticd_planner.wide import Wide
@@ -81,7 +87,7 @@ def solve(
     )
     steady, step = figures(made, task)
     value = steady if objective == "steady" else step
-    bound = value if proved else min(wide.lower(), value)
+    bound = value if proved else min(wide.lower(value), value)
     reason = describe(made, task.rates)
     made = made.replace(
         prediction=Prediction(
@@ -106,7 +112,9 @@ def solve(
 
 def _pipelines(task: Task, wide: Wide, like: Plan | None) -> tuple[tuple[Pipeline, ...] | None, int, bool]:
     """The pipelines, what was looked at, and whether they are the best of all: up to EXACT_DEVICES devices
-    every plan is enumerated."""
+    every plan is enumerated, unless there are too many."""
+    listed: list[tuple[Pipeline, ...] | None] = []
+    candidates = 0
     if sum(kind.devices * len(kind.nodes) for kind in wide.kinds) <= EXACT_DEVICES and not _joined(task):
         exact = Exact(
             task.cluster,
@@ -115,14 +123,26 @@ def _pipelines(task: Task, wide: Wide, like: Plan | None) -> tuple[tuple[Pipelin
             layers=task.layers,
             micro_batches=task.micro_batches,
             pins=Pins(tp=task.tp, dp=task.dp, deep=task.deep, steady=task.steady),
+            budget=ENUMERATED,
         )
         best = next(iter(exact.run()), None)
         found = named(exact, best) if best is not None else None
-        return found, exact.candidates, isinstance(task.cost, TableCost)
-    searched = wide.run(form(like) if like is not None else None)
-    if searched is None:
-        return None, wide.candidates, False
-    return Finisher(task).pipelines(searched.pipelines), wide.candidates, False
+        if exact.complete:
+            return found, exact.candidates, isinstance(task.cost, TableCost)
+        listed, candidates = [found], exact.candidates
+    wide.run(form(like) if like is not None else None)
+    finisher = Finisher(task)
+    listed += [finisher.pipelines(found.pipelines) for found in wide.near()]
+    made = [pipelines for pipelines in listed if pipelines is not None]
+    best_made = min(made, key=lambda pipelines: _objective(pipelines, task), default=None)
+    return best_made, candidates + wide.candidates, False
+
+
+def _objective(pipelines: tuple[Pipeline, ...], task: Task) -> float:
+    given = (task.cluster, task.rates, task.cost)
+    if task.steady:
+        return max(p.micro_batches * max(stage_seconds(p, *given)) for p in pipelines)
+    return max(pipeline_seconds(p, *given) for p in pipelines)
 
 
 def _joined(task: Task) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elasticd_planner.bound import Paces, by_slowest, by_speed
 from elasticd_planner.cluster import Link
@@ -45,6 +45,9 @@ class TableCost:
     def under(self, plan: Plan) -> TableCost:
         """The format knows no state policy."""
         return self
+
+    def equal(self) -> TableCost:
+        return replace(self, uneven=False) if self.uneven else self
 
     def widths(self, most: int) -> tuple[int, ...]:
         return tuple(width for width, _ in self.slowdown if width <= most)

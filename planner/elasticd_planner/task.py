@@ -10,6 +10,12 @@ from elasticd_planner.cost import CostModel
 #: The most devices for which every plan is enumerated.
 EXACT_DEVICES = 8
 
+#: Of these so many shapes and combinations are looked at; where there are more, the search for any number of
+#: devices goes on. A shape whose curve is made counts as so many.
+ENUMERATED, CURVE = 3_000_000, 50
+
+#: The same of all settings together, where there are several.
+ENUMERATED_SETTINGS = 1_000_000
 
 #: So many micro-batches that nothing but the slowest stage counts.
 MANY = 10**6

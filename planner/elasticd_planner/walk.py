@@ -1,12 +1,12 @@
 """Which settings a search tries, and in what order.
 
-Up to EXACT_DEVICES devices every setting whose bound can beat the best plan so far is enumerated. Beyond, a
-search takes long and settings are many, so that one is changed at a time: micro-batches and recomputation
-first, under the preferred state policy, then policies, then micro-batches and recomputation once more; the
-running plan's setting before all. With ZeRO the number of pipelines climbs from that of the best plan so far
-while that helps. But for the first, settings are searched briefly, like the best plan; the one that wins is
-searched thoroughly in the end. Every setting tried gives a real plan. Deterministic: what is equal goes by the
-order in which settings are listed.
+Up to EXACT_DEVICES devices every setting whose bound can beat the best plan so far is enumerated, until the
+budget of all enumerations is spent. Beyond, and from there on, one setting is changed at a time, since searches
+take long and settings are many: micro-batches and recomputation first, under the preferred state policy, then
+policies, then micro-batches and recomputation once more; the running plan's setting before all. With ZeRO the
+number of pipelines climbs from that of the best plan so far while that helps. But for the first, settings are
+searched briefly, like the best plan; the one that wins is searched thoroughly in the end. Every setting tried
+gives a real plan. Deterministic: what is equal goes by the order in which settings are listed.
 """
 
 from __future__ import annotations
@@ -51,14 +51,18 @@ class Walk:
         self.best: tuple[float, Setting] | None = None
         self.form: Form | None = None
 
-    def every(self) -> None:
-        """All settings, best bound first, but for those that cannot beat the best."""
+    def every(self, ended: Callable[[], bool]) -> bool:
+        """All settings, best bound first, but for those that cannot beat the best. Whether these were all:
+        not where it `ended` before."""
         listed = self.settings.listed
         ranked = sorted((self.settings.bound(setting), i) for i, setting in enumerate(listed))
         for bound, index in ranked:
             if self._over(bound):
-                return
+                return True
+            if ended():
+                return False
             self._try(listed[index], None)
+        return True
 
     def some(self) -> None:
         """One thing at a time."""

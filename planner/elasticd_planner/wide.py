@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from elasticd_planner.assign import EQUAL
 from elasticd_planner.bound import Choices, least
 from elasticd_planner.columns import Columns, Rules
 from elasticd_planner.division import Division, divider, kinds
+from elasticd_planner.exchange import GROUPS, PIPELINES, Exchange
+from elasticd_planner.finish import Finisher
 from elasticd_planner.pool import Pool
 from elasticd_planner.pooled import CLOSE, EVER, Pooled
+from elasticd_planner.table import TableCost
+from elasticd_planner.table_bound import TableBound
 from elasticd_planner.task import Found, Task
 from elasticd_planner.whole import Nodes, least_whole, nodes_of
 
@@ -30,13 +35,13 @@ FEW_NUMBERS, TRIED = 12, 6
 FEW_ATTEMPTS = 2
 
 #: Combinations looked at of one pool in an attempt: thorough, brief, with mixed sizes.
-BUDGET_ALONE, BUDGET_BRIEF, BUDGET_MIXED = 60, 12, 20
+BUDGET_ALONE, BUDGET_BRIEF, BUDGET_MIXED = 16, 8, 10
 
 #: The same of few devices: with each number of pipelines, and with so many numbers around the best.
 BUDGET_FEW, BUDGET_SMALL, NEAR = 30, 120, 3
 
 #: Combinations looked at of one pool with every order of stages, in a thorough attempt and in others.
-ORDERS, ORDERS_BRIEF = 8, 0
+ORDERS, ORDERS_BRIEF = 4, 0
 
 #: How much longer than the best by the formula a plan of few devices may take and still be costed by the
 #: schedule, and how many of these are.
@@ -68,7 +73,10 @@ class Wide:
         self.candidates = 0
         self._best: Found | None = None
         self._near: list[Found] = []
+        #: The best plans with equal shares, where others are allowed.
+        self._equal: list[Found] = []
         self._size: int | None = None
+        self._brief = False
         self._known: dict[int | None, list[tuple[Choices, int]]] = {}
 
     # The bound.
@@ -99,13 +107,29 @@ class Wide:
             ]
         return self._known[size]
 
-    def lower(self) -> float:
-        """Seconds that no plan can beat."""
+    def lower(self, known: float | None = None) -> float:
+        """Seconds that no plan can beat. `known`: those of a plan; more is looked at where it is not near."""
         numbers = self._numbers(every=True)
-        if len(numbers) <= FEW_NUMBERS or self.devices <= SMALL:
-            return min(map(self._proved, numbers), default=math.inf)
-        # More pipelines never raise the bound, what comes after them may.
-        return self.bound(numbers[-1], self.task.tp) + min(map(self._least_after, numbers))
+        if len(numbers) > FEW_NUMBERS and self.devices > SMALL:
+            # More pipelines never raise the bound, what comes after them may.
+            return self.bound(numbers[-1], self.task.tp) + min(map(self._least_after, numbers))
+        listed = sorted((self._proved(number), number) for number in numbers)
+        if known is None or self._table is None:
+            return min((bound for bound, _ in listed), default=math.inf)
+        for bound, number in listed:  # the least over numbers, of which each may turn out to need more
+            if bound >= known:
+                break
+            after = self._least_after(number)
+            known = min(known, self._table.least(number, bound - after, known - after) + after)
+        return known if listed else math.inf
+
+    @cached_property
+    def _table(self) -> TableBound | None:
+        """The bound that knows more of problems in units, where it is cheap."""
+        if not isinstance(self.task.cost, TableCost):
+            return None
+        made = TableBound(self.task, self.kinds)
+        return made if made.small else None
 
     def _reach(self, pipelines: int, size: int | None) -> float:
         """The bound of so many pipelines, what comes after them included."""
@@ -114,7 +138,8 @@ class Wide:
     @cached_property
     def _whole(self) -> list[Nodes] | None:
         """What the bound for whole layers reads, where it is cheap."""
-        if self.devices > (WHOLE_STEADY if self.task.steady else SMALL):
+        steady = self.task.steady and not isinstance(self.task.cost, TableCost)
+        if self.devices > (WHOLE_STEADY if steady else SMALL):
             return None
         return nodes_of(self.task, self.kinds, self.divider)
 
@@ -174,24 +199,53 @@ class Wide:
 
     # The search.
 
-    def run(self, like: tuple[int, int | None] | None = None) -> Found | None:
+    def run(self, like: tuple[int, int | None] | None = None, *, brief: bool = False) -> Found | None:
         """The best plan found; None where nothing fits. Few attempts (as with pins) are made thoroughly. Of
         many each is made briefly, then those like the best thoroughly, then mixtures of sizes. `like`: the
         number of pipelines and the size of groups of a plan known to be good; where some plan is like it, no
-        others are tried."""
-        sizes = self._sizes()
+        others are tried. `brief`: nothing is tried thoroughly."""
+        self._brief = brief
         if like is not None:
             self._try([(0.0, like[0], self.task.tp or like[1])], BUDGET_BRIEF)
             if self._best is not None:
                 return self._answer()
+        self._with_equal_shares()
         if self.devices <= SMALL:
-            numbers = self._numbers(every=True)
-            attempts: list[Attempt] = sorted((self._proved(d), d, self.task.tp) for d in numbers)
-            self._try(attempts, BUDGET_FEW)
-            best = len(self._best.pipelines) if self._best is not None else 1
-            self._try(sorted(attempts, key=lambda entry: (abs(entry[1] - best), entry))[:NEAR], BUDGET_SMALL)
-            return self._answer()
+            self._search_few()
+        else:
+            self._search_many()
+        if self._best is None:
+            self._search_plain()
+        if self.devices > SMALL:
+            self._exchange()
+        return self._answer()
+
+    def _with_equal_shares(self) -> None:
+        """Where uneven shares are allowed, the search without them comes first: more freedom makes no plan
+        worse, and what uneven shares ask of memory hides none that fits."""
+        cost = self.task.cost.equal()
+        if cost is self.task.cost:
+            return
+        other = Wide(replace(self.task, cost=cost), self.stop)
+        self._best = other.run(brief=self._brief)
+        self._size, self.candidates = other._size, other.candidates
+        self._equal = other.near()
+
+    def _search_few(self) -> None:
+        numbers = self._numbers(every=True)
+        attempts: list[Attempt] = sorted((self._proved(d), d, self.task.tp) for d in numbers)
+        self._try(attempts, BUDGET_BRIEF if self._brief else BUDGET_FEW)
+        if self._brief:
+            return
+        best = len(self._best.pipelines) if self._best is not None else 1
+        self._try(sorted(attempts, key=lambda entry: (abs(entry[1] - best), entry))[:NEAR], BUDGET_SMALL)
+
+    def _search_many(self) -> None:
+        sizes = self._sizes()
         attempts = self._attempts(sizes)
+        if self._brief:
+            self._try(attempts, BUDGET_BRIEF)
+            return
         if len(attempts) <= FEW_ATTEMPTS:
             self._try(attempts, BUDGET_ALONE)
         else:
@@ -199,22 +253,50 @@ class Wide:
             self._try(self._like_best([self._size, sizes[-1]]), BUDGET_ALONE)
         if self.task.tp is None and sizes != [None]:
             self._try(self._like_best([None]), BUDGET_MIXED)
-        return self._answer()
+
+    def _search_plain(self) -> None:
+        """What a healthy cluster of as many devices would have: all groups of one size, with equal shares."""
+        for pipelines in self._numbers():
+            for size in self.task.cost.widths(max(kind.devices for kind in self.kinds)):
+                if self.task.tp in (None, size) and self._best is None:
+                    self._best = self._with(pipelines, size, math.inf, 1, plain=True)
 
     def near(self) -> list[Found]:
         """The best plan found and others that are near it by the formula, best first: where the time is the
-        schedule's, one of those may be the quickest. Of many devices the best alone."""
-        if self._best is None or self.devices > SMALL:
-            return [self._best] if self._best is not None else []
-        distinct = {found.pipelines: found for found in self._near}
-        kept = sorted(distinct.values(), key=lambda found: found.seconds)
-        return [found for found in kept if found.seconds <= kept[0].seconds * LEEWAY][:KEPT]
+        schedule's, one of those may be the quickest. Of many devices the best alone. With them those with
+        equal shares."""
+        if self._best is None:
+            return []
+        kept = [self._best]
+        if self.devices <= SMALL and self.task.cost.timing.hidden:
+            distinct = {found.pipelines: found for found in (*self._near, *kept)}
+            kept = sorted(distinct.values(), key=lambda found: found.seconds)
+            kept = [found for found in kept if found.seconds <= kept[0].seconds * LEEWAY][:KEPT]
+        return list({found.pipelines: found for found in (*kept, *self._equal)}.values())
 
     def _answer(self) -> Found | None:
         best = self._best
         if best is None:
             return None
         return Found(pipelines=best.pipelines, seconds=best.seconds, candidates=self.candidates)
+
+    def _exchange(self) -> None:
+        """Improves the best plan by exchanging groups between its pipelines, where these are not many."""
+        best = self._best
+        if best is None or self.stop() or not 1 < len(best.pipelines) <= PIPELINES:
+            return
+        groups = [group for chained in best.pipelines for group in chained.groups]
+        if len(groups) > GROUPS:
+            return
+        smallest = min(sum(len(g.devices) for g in chained.groups) for chained in best.pipelines)
+        after, low = self._after(len(best.pipelines), smallest), self.bound(len(best.pipelines), self.task.tp)
+        finisher = Finisher(self.task)
+        exchange = Exchange(self.task, self.rules, best, {group: finisher.type_of(group) for group in groups})
+        made = exchange.improved(best.seconds - after, low)
+        smallest = min(sum(len(g.devices) for g in chained.groups) for chained in made.pipelines)
+        seconds = made.seconds + self._after(len(made.pipelines), smallest)
+        if seconds < best.seconds:
+            self._best = replace(made, seconds=seconds)
 
     def _try(self, attempts: Sequence[Attempt], budget: int) -> None:
         """Makes attempts in order, but for those that cannot beat the best plan so far."""
@@ -284,9 +366,12 @@ class Wide:
         normal = [kind.devices for kind in self.kinds if kind.normal]
         return list(self.task.cost.widths(max(normal))) if normal else [None]
 
-    def _with(self, pipelines: int, size: int | None, known: float, budget: int) -> Found | None:
+    def _with(
+        self, pipelines: int, size: int | None, known: float, budget: int, *, plain: bool = False
+    ) -> Found | None:
         """The best plan of so many pipelines, if it beats `known` seconds. What comes after them depends on the
-        smallest: few devices are searched with several sizes that it has at least."""
+        smallest: few devices are searched with several sizes that it has at least. `plain`: all groups have
+        this size and equal shares."""
         task = self.task
         low, small = self.bound(pipelines, size), self.devices <= SMALL
         if small:
@@ -296,7 +381,10 @@ class Wide:
         time = low / task.layers
         divisions: list[Sequence[Division]] = []
         for kind in self.kinds:
-            if small:
+            listed: Sequence[Division]
+            if plain and size is not None:
+                listed = (self.divider.plain(kind, size),)
+            elif small:
                 listed = self.divider.every(kind, size=size)
             else:
                 listed = self.divider.divisions(kind, time, steady=task.steady, size=size)

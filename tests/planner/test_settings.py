@@ -1,12 +1,17 @@
 """Settings of a search: ZeRO, micro-batch size, recomputation, links; against brute force by the formulas."""
 
+import json
 import math
 import random
+import time
+from pathlib import Path
 
 import msgspec
 import pytest
+from elasticd_planner import search
 from elasticd_planner.cluster import Cluster, Device, Link, Node
 from elasticd_planner.cost import memory_by_device, step_seconds
+from elasticd_planner.formats import load
 from elasticd_planner.placement import bytes_to_move
 from elasticd_planner.plan import Plan, StatePolicy
 from elasticd_planner.problem import Answer, Freedom, Problem
@@ -14,6 +19,7 @@ from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile, SectionProfile
 from elasticd_planner.search import plan
 from elasticd_planner.settings import Settings, listed
+from elasticd_planner.solve import solve
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -110,6 +116,39 @@ def test_the_best_setting_is_what_brute_force_finds(seed: int) -> None:
     assert setting_brute.fits(made, problem)
     assert made.prediction.step_seconds == pytest.approx(least)
     assert made.prediction.bound_seconds <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_settings_that_are_too_many_to_enumerate_are_searched(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = small(random.Random(seed))
+    least = setting_brute.best(problem)
+    monkeypatch.setattr(search, "ENUMERATED_SETTINGS", 1)
+    answer = plan(problem)
+    if answer.plan is None:
+        assert math.isinf(least)
+        return
+    made = found(answer)
+    assert made.prediction is not None
+    assert setting_brute.fits(made, problem)
+    assert least * (1 - 1e-9) <= made.prediction.step_seconds <= least * 1.1
+    assert made.prediction.bound_seconds <= least * (1 + 1e-9)
+
+
+@pytest.mark.full
+def test_eight_devices_of_two_kinds_in_all_settings_are_planned_in_seconds() -> None:
+    """Each of some hundred settings takes seconds to enumerate."""
+    raw = json.loads((Path(__file__).parents[2] / "examples" / "problems" / "mixed.json").read_text())
+    raw["cluster"]["nodes"] = [
+        {**node, "devices": 4, "island": 4} for node in raw["cluster"]["nodes"] if node["name"] in ("a0", "b0")
+    ]
+    raw["rates"] = {}
+    start = time.process_time()
+    planned = solve(load(json.dumps(raw)), ideal=False)
+    assert time.process_time() - start < 60
+    assert planned.figures is not None
+    assert planned.figures.gap < 0.15
 
 
 @settings(max_examples=examples(20))
