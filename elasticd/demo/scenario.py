@@ -13,7 +13,7 @@ JOB = "demo"
 
 class Scenario(Value, frozen=True, kw_only=True):
     """forward and backward: seconds that a token takes in one whole block on a normal emulated device. Half a
-    block then takes 40 ms for a micro-batch, long enough for communication on two cores to stay small beside
+    block then takes 60 ms for a micro-batch, long enough for communication on two cores to stay small beside
     it. memory: bytes of an emulated device, too few for a whole replica (the report checks that), enough for
     three quarters of one. global_batch: as many micro-batches as make a tenth of the work the least that can be
     dealt, so that devices of unequal speed can be given what is due to each.
@@ -26,14 +26,14 @@ class Scenario(Value, frozen=True, kw_only=True):
     devices: int = 2
     slow_device: str = "alpha/1"
     factor: float = 3.0
-    forward: float = 0.08 / 256 / 3
-    backward: float = 0.08 / 256 * 2 / 3
+    forward: float = 0.12 / 256 / 3
+    backward: float = 0.12 / 256 * 2 / 3
     memory: int = 8_192 * 1024
     layers: int = 5
     global_batch: int = 10
     micro_batch: int = 1
     tokens: int = 256
-    steps: int = 80
+    steps: int = 72
     healthy_steps: int = 14
     replanned_steps: int = 17
     recovered_steps: int = 12
