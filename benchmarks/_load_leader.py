@@ -1,13 +1,15 @@
-"""The coordinator of benchmarks/load.py, in a process of its own, over the memory store.
+"""The coordinator of benchmarks/load.py, in a process of its own.
 
-    python benchmarks/_load_leader.py AGENTS DEVICES [FOLDER]
+    python benchmarks/_load_leader.py AGENTS DEVICES [--folder FOLDER] [--etcd ENDPOINT]
 
-With a FOLDER of a token and certificates it is secured by them. Prints its URL; for each line that it reads one
-of JSON: what it has used and done since the line before.
+With a FOLDER of a token and certificates it is secured by them. With an etcd it writes there, and plans;
+without, its store is the memory, and planning is paused. Prints its URL; for each line that it reads one of
+JSON: what it has used and done since the line before.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import resource
 import sys
@@ -28,7 +30,10 @@ from elasticd.machines.job.state import Settings
 from elasticd.messages import Report, ToLeader, Up
 from elasticd.records import Keys
 from elasticd.security import SecuritySection
+from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryStore
+from elasticd.store.protocol import Store
+from elasticd.store.session import EtcdOptions
 
 #: Seconds between looks at whether the loop is held up.
 LOOK = 0.01
@@ -37,7 +42,7 @@ LOOK = 0.01
 class Figures(msgspec.Struct, kw_only=True):
     """Of the time between two lines: seconds of it and of processor, bytes of memory, reports, seconds to
     handle one, and from its sending until it was handled; the longest for which the loop was held up; the
-    newest step that was judged; agents that are connected."""
+    newest step that was judged; agents that are connected; plans that were asked for since the start."""
 
     seconds: float
     processor: float
@@ -48,6 +53,7 @@ class Figures(msgspec.Struct, kw_only=True):
     held_up: float
     step: int
     connected: int
+    planned: int
 
 
 @dataclass
@@ -93,6 +99,7 @@ class Watch:
             held_up=self.held_up,
             step=job.rates.step,
             connected=len(self.leading.connections),
+            planned=job.token,
         )
         self.since, self.used, self.held_up = now, used, 0.0
         self.handled.clear()
@@ -115,7 +122,7 @@ def _used() -> float:
     return spent.ru_utime + spent.ru_stime
 
 
-async def main(agents: int, devices: int, folder: Path | None) -> None:
+async def main(agents: int, devices: int, folder: Path | None, etcd: str | None) -> None:
     security = SecuritySection()
     if folder is not None:
         security = SecuritySection(
@@ -126,11 +133,12 @@ async def main(agents: int, devices: int, folder: Path | None) -> None:
         coordinator=CoordinatorSection(name="c0", port=0),
         security=security,
     )
-    store = MemoryStore()
+    store: Store = MemoryStore() if etcd is None else EtcdStore(EtcdOptions(endpoints=(etcd,)))
     write(store, Keys(cluster="load"), Job(agents, devices).records())
-    # A planner for thousands of devices would run beside what is measured; benchmarks/planner.py has that. A
-    # busy machine may be slow to connect all agents, which is not what is measured either.
-    settings = Settings(policy=PolicySettings(paused=True), reconnect_seconds=3600)
+    # These workers cannot switch: no plan may be worth it. A busy machine may be slow to connect all agents,
+    # which is not what is measured.
+    policy = PolicySettings(paused=etcd is None, minimum_saving=0.99)
+    settings = Settings(policy=policy, reconnect_seconds=3600)
     coordinator = Coordinator(config, store, settings=settings)
     await coordinator.start()
     watch = Watch(coordinator.leading)
@@ -147,5 +155,10 @@ async def main(agents: int, devices: int, folder: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    asyncio.run(main(int(given[0]), int(given[1]), Path(given[2]) if len(given) > 2 else None))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("agents", type=int)
+    parser.add_argument("devices", type=int)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--etcd")
+    given = parser.parse_args()
+    asyncio.run(main(given.agents, given.devices, given.folder, given.etcd))

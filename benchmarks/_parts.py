@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-from _results import Row, machine, versions
+from _results import Row, machine, stamped, unmeasured, versions
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,8 +29,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
 
 
-class _File(msgspec.Struct, frozen=True):
-    parts: list[Part]
+class _File(msgspec.Struct, frozen=True, kw_only=True):
+    parts: list[Part] = msgspec.field(default_factory=list)
     rows: list[Row]
 
 
@@ -55,8 +55,16 @@ class Parts:
     def seconds(self) -> Mapping[str, float]:
         return {name: self._found[name][0].seconds for name in self._names if name in self._found}
 
-    def put(self, name: str, rows: Sequence[Row], seconds: float, injections: int = 0) -> None:
-        """A part was measured: it takes the place of what was measured of it before, in the file, too."""
+    @property
+    def injections(self) -> Mapping[str, int]:
+        """Faults of each kind, by part."""
+        return {name: part.injections for name, (part, _) in self._found.items() if name in self._names}
+
+    def put(self, name: str, rows: Sequence[Row], seconds: float, injections: int = 0) -> list[Row]:
+        """A part was measured: it takes the place of what was measured of it before, in the file, too. Returns
+        the rows as they are written: with their commit, and with the goals that were not measured again."""
+        before = self._found[name][1] if name in self._found else []
+        rows = [*stamped(rows), *unmeasured(before, rows)]
         part = Part(
             part=name,
             ended=datetime.datetime.now(tz=datetime.UTC).isoformat(timespec="seconds"),
@@ -66,8 +74,9 @@ class Parts:
             versions=versions(),
             rows=len(rows),
         )
-        self._found[name] = (part, list(rows))
+        self._found[name] = (part, rows)
         self._write()
+        return rows
 
     def _write(self) -> None:
         body = {

@@ -4,6 +4,8 @@
     sys.exit(finish("demo", rows))
 
 A row with a goal says whether it is met; `noise` is the spread of the value as a fraction of it, where known.
+`commit` is the one that the row was measured on. A goal that the file has stays in it: where a run has no row
+for it, the row is kept, without a value and missed, until it is measured again or somebody deletes it by hand.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ import datetime
 import importlib.metadata
 import os
 import platform
-from collections.abc import Sequence
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 RESULTS = Path(__file__).resolve().parent / "results"
+ROOT = RESULTS.parent.parent
 #: Whose versions a figure depends on.
 _PACKAGES = ("elasticd", "torch", "numpy", "msgspec", "grpcio", "protobuf")
 
@@ -29,7 +35,8 @@ Kind = Literal["measured", "emulated", "simulated"]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure. `goal` is written as it reads, as ">= 0.92"; `met` is null where there is no goal."""
+    """One figure. `goal` is written as it reads, as ">= 0.92"; `met` is null where there is no goal. `commit`:
+    of the tree that was measured, with a "+" where files of the tree differed from it; null without git."""
 
     name: str
     value: float | int | str | None
@@ -38,6 +45,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     met: bool | None
     noise: float | None
     kind: Kind
+    commit: str | None = None
+
+
+class _File(msgspec.Struct, frozen=True):
+    rows: list[Row] = msgspec.field(default_factory=list)
 
 
 def row(
@@ -58,15 +70,58 @@ def row(
 
 def finish(name: str, rows: Sequence[Row], folder: Path = RESULTS) -> int:
     """Prints the table and writes the file; 1 when a goal is missed, else 0."""
-    Console().print(table(name, rows))
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
+    before = msgspec.json.decode(path.read_bytes(), type=_File).rows if path.exists() else []
+    rows = [*stamped(rows), *unmeasured(before, rows)]
+    Console().print(table(name, rows))
     body = {"name": name, "date": _today(), "machine": machine(), "versions": versions(), "rows": list(rows)}
     path.write_bytes(msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n")
     missed = [each.name for each in rows if each.met is False]
     if missed:
         print(f"goals missed: {', '.join(missed)}")
     return 1 if missed else 0
+
+
+def stamped(rows: Iterable[Row]) -> list[Row]:
+    """The rows with the commit that they were measured on."""
+    on = commit()
+    return [msgspec.structs.replace(each, commit=on) for each in rows]
+
+
+def unmeasured(before: Iterable[Row], rows: Iterable[Row]) -> list[Row]:
+    """The rows with a goal of an earlier run that this one has no row with a goal for: without a value, missed.
+    Numbers in a name are figures of the run (as "in 60 injections"), and do not count."""
+    there = Counter(_words(each.name) for each in rows if each.goal is not None)
+    lacking = []
+    for old in before:
+        if old.goal is None:
+            continue
+        if there[_words(old.name)]:
+            there[_words(old.name)] -= 1
+        else:
+            lacking.append(msgspec.structs.replace(old, value=None, met=False, noise=None))
+    return lacking
+
+
+def _words(name: str) -> str:
+    return re.sub(r"\d[\d.,]*", "#", name)
+
+
+def commit(root: Path = ROOT) -> str | None:
+    """The commit of the tree, with a "+" where tracked files but for the results differ; None without git."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        head = git("rev-parse", "--short=12", "HEAD")
+        results = f":(exclude){RESULTS.relative_to(ROOT)}"
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", results)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if changed else "")
 
 
 def table(name: str, rows: Sequence[Row]) -> Table:

@@ -13,7 +13,7 @@ from elasticd_planner.measurement import Measurement
 from elasticd.decoding import Reader, version_refusal
 from elasticd.health import OfNode
 from elasticd.orders import Drain, End, Harm, TryReach
-from elasticd.pulses import Frozen, Ping, Pong, Probe, Probed, Unreached
+from elasticd.pulses import Frozen, Ping, Pong, Probe, Probed, Rehearse, Rehearsed, Unreached
 from elasticd.records import JobSpec, NodeRecord, Proposal, Vote
 from elasticd.rounds import (
     Attend,
@@ -41,9 +41,9 @@ DEVICE_PREFIX = "device:"
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     """A worker's first message. `world_size` is what torchrun started for the job in all, `checkpoints` the
     names of those that this worker sees and that look sound, the newest first. `incarnation`: the one that it
-    has already, if it comes back to an agent that was started again. `probes`: it answers a `Probe`. `closes`:
-    it takes part in a last checkpoint that another member of a recovered plan asks for. release: of its
-    elasticd, as in the other hellos."""
+    has already, if it comes back to an agent that was started again. `probes`: it answers a `Probe`, and
+    `rehearses` a `Rehearse`. `closes`: it takes part in a last checkpoint that another member of a recovered
+    plan asks for. release: of its elasticd, as in the other hellos."""
 
     job: str
     local_rank: int
@@ -53,6 +53,7 @@ class Hello(Message, frozen=True, kw_only=True, tag="hello"):
     checkpoints: tuple[str, ...] = ()
     incarnation: str = ""
     probes: bool = False
+    rehearses: bool = False
     closes: bool = False
     release: str = ""
 
@@ -319,6 +320,7 @@ FromWorker = (
     | Leaving
     | Goodbye
     | Probed
+    | Rehearsed
     | StoreCall
     | Join
     | Leave
@@ -331,6 +333,7 @@ ToWorker = (
     Welcome
     | Ping
     | Probe
+    | Rehearse
     | Rejected
     | Propose
     | Abort

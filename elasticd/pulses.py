@@ -24,6 +24,21 @@ class Probed(Message, frozen=True, kw_only=True, tag="device-probe-result"):
     seconds: tuple[float, ...]
 
 
+class Rehearse(Message, frozen=True, kw_only=True, tag="all-reduce-probe"):
+    """The leader asks workers of one node, before a job's first plan, how long an all-reduce of `size` bytes
+    takes among them: for each of the widths in their order, among as many of the `members`, the first ones."""
+
+    members: tuple[str, ...]
+    widths: tuple[int, ...]
+    size: int
+
+
+class Rehearsed(Message, frozen=True, kw_only=True, tag="all-reduce-probe-result"):
+    """The answer of the first member, for the leader: by width, seconds of one all-reduce."""
+
+    seconds: dict[int, float]
+
+
 class Crossed(Message, frozen=True, kw_only=True, tag="link-probe-result"):
     """To the leader: the link from this agent's node to `target`, probed while neither has work. `size` bytes
     took `seconds` until they were there; the shortest of some messages took `latency` seconds one way."""

@@ -36,7 +36,7 @@ async def serve_agent(leading: Leading, socket: WebSocket) -> None:
     """One agent's connection, from its hello to its end."""
     await socket.accept()
     try:
-        first = await asyncio.wait_for(_read(socket, first=True), HELLO_SECONDS)
+        first = await asyncio.wait_for(_greeting(socket), HELLO_SECONDS)
         hello, early = (first[0], first[1:]) if first else (None, ())
         if not isinstance(hello, AgentHello):
             leading.metrics.refused("silent")
@@ -130,32 +130,43 @@ async def _listen(
     """Hands every message over in order; a call that waits is left waiting beside the rest."""
     calls: set[asyncio.Task[None]] = set()
     bucket = Bucket(MESSAGES_PER_SECOND, time.monotonic())
+    wait = 0.0
+
+    async def handle(messages: Sequence[ToLeader]) -> None:
+        nonlocal wait
+        wait = bucket.charge(len(messages), time.monotonic())
+        for message in messages:
+            if isinstance(message, AgentHello) and message.record.node != connection.node:
+                raise _Impostor(message.record.node)
+            if isinstance(message, Up) and isinstance(message.body, StoreCall) and message.body.op == "get":
+                call = asyncio.create_task(leading.heard(connection, message))
+                calls.add(call)
+                call.add_done_callback(calls.discard)
+            else:
+                await leading.heard(connection, message)
+
     try:
-        messages = early
+        await leading.turns.take(lambda: handle(early))
         while True:
-            for message in messages:
-                while wait := bucket.wait(time.monotonic()):
-                    leading.metrics.refused("rate")
-                    await asyncio.sleep(wait)
-                if isinstance(message, AgentHello) and message.record.node != connection.node:
-                    raise _Impostor(message.record.node)
-                if isinstance(message, Up) and isinstance(message.body, StoreCall) and message.body.op == "get":
-                    call = asyncio.create_task(leading.heard(connection, message))
-                    calls.add(call)
-                    call.add_done_callback(calls.discard)
-                else:
-                    await leading.heard(connection, message)
-            messages = await _read(socket)
+            if wait:
+                leading.metrics.refused("rate")
+                await asyncio.sleep(wait)
+            data = await _received(socket)
+            await leading.turns.take(lambda data=data: handle(all_to_leader(data)))  # type: ignore[misc]
     finally:
         for call in calls:
             call.cancel()
 
 
-async def _read(socket: WebSocket, *, first: bool = False) -> Sequence[ToLeader]:
-    """The next messages, as text or bytes; none where all are to be skipped. Raises `WebSocketDisconnect`,
+async def _greeting(socket: WebSocket) -> Sequence[ToLeader]:
+    """The hello and what came along with it; none where all is to be skipped. Raises `WebSocketDisconnect`,
     `msgspec.DecodeError`."""
+    return all_to_leader(await _received(socket), first=True)
+
+
+async def _received(socket: WebSocket) -> bytes:
+    """The next frame, text or bytes. Raises `WebSocketDisconnect`."""
     received = await socket.receive()
     if received["type"] == "websocket.disconnect":
         raise WebSocketDisconnect(received.get("code", 1000))
-    data = received.get("bytes") or (received.get("text") or "").encode()
-    return all_to_leader(data, first=first)
+    return received.get("bytes") or (received.get("text") or "").encode()

@@ -22,6 +22,7 @@ from elasticd.coordinator.metrics import Metrics
 from elasticd.coordinator.pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
 from elasticd.coordinator.planning import COMMAND, Planning
 from elasticd.coordinator.recorders import Recorders
+from elasticd.coordinator.turns import Turns
 from elasticd.coordinator.writer import Writer
 from elasticd.decoding import shown, tag_of
 from elasticd.health import OfNode
@@ -121,6 +122,7 @@ class Leading:
         self.journal = Journal(term=state.epoch)
         self.metrics = Metrics()
         self.connections = Connections()
+        self.turns = Turns()
         self.recorders = Recorders()
         self.planning = Planning(self.apply, command=planner)
         self.writer: Writer | None = None

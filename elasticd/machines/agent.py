@@ -96,7 +96,7 @@ from elasticd.messages import (
     Welcome,
     WorkerLost,
 )
-from elasticd.pulses import Frozen, Probed
+from elasticd.pulses import Frozen, Probed, Rehearsed
 from elasticd.records import MemberRecord
 from elasticd.version import __version__
 from elasticd.whereabouts import Halted
@@ -175,6 +175,8 @@ def _said(state: State, event: Said, now: float) -> Result:
         client = replace(client, goodbye=True, farewell=farewell)
     elif isinstance(body, Probed):
         client = replace(client, probed=body)
+    elif isinstance(body, Rehearsed):  # a leader that did not ask has no use for it
+        return state, _up(state, client, body)
     elif body not in client.said:
         client = replace(client, said=(*client.said, body))
     return _with_client(state, client), _up(state, client, body)

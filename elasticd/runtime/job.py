@@ -14,7 +14,7 @@ from torch import Tensor
 from elasticd import logs
 from elasticd.messages import Goodbye, Leaving, Published, ToWorker, Welcome
 from elasticd.packets import default_path
-from elasticd.pulses import Probe
+from elasticd.pulses import Probe, Rehearse
 from elasticd.records import JobSpec
 from elasticd.runtime import parent, whole
 from elasticd.runtime.callbacks import Callback, Callbacks
@@ -35,6 +35,7 @@ from elasticd.runtime.probe import Prober
 from elasticd.runtime.reader import SampleError
 from elasticd.runtime.recipe import MakeOptimizer, MakeScheduler, Recipe
 from elasticd.runtime.recompute import Recompute
+from elasticd.runtime.rehearsal import Rehearser, fabric_of
 from elasticd.runtime.saver import Keeping, Saver
 from elasticd.runtime.seat import Seat
 from elasticd.runtime.snapper import Snapper
@@ -158,7 +159,11 @@ class Job(Seat):
             saver=self._saver,
             snapper=self._snapper,
         )
-        self._prober = Prober(lambda: self._switcher.engine is None, pacer.product, self._control.send)
+        idle = self._idle
+        self._prober = Prober(idle, pacer.product, self._control.send)
+        device, address = self._control.welcome.device, self._control.welcome.address
+        fabrics = fabric_of(device, address, AgentKeyValue(self._control))
+        self._rehearser = Rehearser(device, fabrics, idle, pacer.product, self._control.send)
         logs.for_worker(self._about)
         self._control.start(self._hear)
         self._show()
@@ -166,6 +171,9 @@ class Job(Seat):
         self._uncaught = Uncaught(self._fail)
         self._notice = Notice(grace, self._told_to_go)
         self._notice.install()
+
+    def _idle(self) -> bool:
+        return self._switcher.engine is None
 
     def _show(self) -> None:
         """Gives the agent the memory that says where the main thread is."""
@@ -206,6 +214,8 @@ class Job(Seat):
                     self._snapper.freed(plan, step)
             case Probe():
                 self._prober.ask()
+            case Rehearse():
+                self._rehearser.ask(message)
             case Welcome():
                 self._show()
                 if self._snapper is not None:

@@ -175,6 +175,7 @@ def hello(spec: JobSpec, keeping: Keeping | None) -> Hello:
         spec=spec,
         checkpoints=offered(keeping.folder, spec) if keeping is not None else (),
         probes=True,
+        rehearses=True,
         closes=True,
         release=__version__,
     )

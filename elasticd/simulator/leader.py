@@ -5,8 +5,9 @@ It has no lease keeper: the key's lease is long, and is revoked when the script 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from elasticd_planner.plan import Plan
 from elasticd_planner.problem import Problem
 
 from elasticd.coordinator.ledger import Ledger, Sweep
@@ -27,7 +28,7 @@ from elasticd.machines.job.effects import (
     Tick,
     Write,
 )
-from elasticd.machines.job.state import OVER, JobState, Phase, Settings
+from elasticd.machines.job.state import OVER, JobState, NodeState, Phase, Settings, Worker
 from elasticd.messages import (
     AgentHello,
     Down,
@@ -50,6 +51,30 @@ TICK = 0.5
 
 #: Longer than any scenario.
 _LEASE = 10 * 365 * 86_400
+
+
+class Known:
+    """What was last found out of values that are replaced, never changed, where nothing replaced them since:
+    each of a thousand reports of a step asks the same of a thousand workers."""
+
+    def __init__(self) -> None:
+        self._found: dict[Callable[..., bool], tuple[tuple[object, ...], bool]] = {}
+
+    def of(self, ask: Callable[..., bool], *values: object) -> bool:
+        before, answer = self._found.get(ask, ((), False))
+        if len(before) != len(values) or any(a is not b for a, b in zip(before, values, strict=True)):
+            answer = ask(*values)
+            self._found[ask] = values, answer
+        return answer
+
+
+def _member_away(plan: Plan | None, nodes: Mapping[str, NodeState]) -> bool:
+    names = {member.rpartition("/")[0] for member in plan.members} if plan is not None else ()
+    return any((node := nodes.get(name)) is None or not node.connected for name in names)
+
+
+def _one_bereft(workers: Mapping[str, Worker]) -> bool:
+    return any(worker.bereft_at is not None for worker in workers.values())
 
 
 class Leader:
@@ -78,6 +103,7 @@ class Leader:
         self.alive = True
         self.planning_seconds, self.plans = 0.0, 0
         self._asked: dict[str, Due] = {}
+        self._known = Known()
         self._tick: Due | None = None
         self._watch_time()
 
@@ -96,9 +122,7 @@ class Leader:
 
     def _away(self, job: JobState) -> bool:
         """Whether a member's node cannot be reached."""
-        members = job.plan.members if job.plan is not None else ()
-        names = {member.rpartition("/")[0] for member in members}
-        return any((node := self.state.nodes.get(name)) is None or not node.connected for name in names)
+        return self._known.of(_member_away, job.plan, self.state.nodes)
 
     def heard(self, node: str, message: ToLeader) -> None:
         if isinstance(message, AgentHello):
@@ -178,17 +202,19 @@ class Leader:
     def _watch_time(self) -> None:
         """A tick while some job waits for time to pass; the reports of running jobs are events enough, unless
         they may have stopped."""
+        if self._tick is not None or not self.alive:
+            return
         now = self._engine.now()
         waits = any(
             job.phase is not Phase.RUNNING
             or job.settle_until is not None
             or job.not_before > now
-            or any(worker.bereft_at is not None for worker in job.workers.values())
+            or self._known.of(_one_bereft, job.workers)
             or self._away(job)
             for job in self.state.jobs.values()
             if job.phase not in OVER
         )
-        if waits and self._tick is None and self.alive:
+        if waits:
             self._tick = self._engine.after(TICK, self._ticked, LATE)
 
     def _ticked(self) -> None:

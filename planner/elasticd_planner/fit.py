@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from elasticd_planner.cluster import Cluster, Rates
-from elasticd_planner.cost import rate_of, step_seconds
+from elasticd_planner.cost import after_seconds, rate_of, step_seconds
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan, Stage
 from elasticd_planner.profiled import ProfileCost
@@ -23,6 +23,9 @@ from elasticd_planner.value import refuse
 
 #: Steps that a fit needs.
 STEPS = 10
+#: Devices whose sections and all-reduces tell what all take: those of every so many pipelines, in a job of
+#: more. The fit is made between two messages.
+ENOUGH = 1024
 
 
 def fit(
@@ -39,13 +42,14 @@ def fit(
     steps = len({m.step for m in ours})
     if steps < STEPS:
         refuse(f"profile {profile.name}: a fit needs {STEPS} steps of plan {plan.number}, not {steps}")
-    collectives = _collectives(profile, plan, ours)
+    some = _sample(plan, ours)
+    collectives = _collectives(profile, plan, some)
     by_token = profile.collective_token_seconds
     fitted = msgspec.structs.replace(
         profile,
-        **_sections(profile, plan, ours, rates),
+        **_sections(profile, plan, some, rates),
         collective_seconds={**profile.collective_seconds, **collectives},
-        recompute_factor=_recompute_factor(profile, plan, ours),
+        recompute_factor=_recompute_factor(profile, plan, some),
         collective_token_seconds={w: each for w, each in by_token.items() if w not in collectives},
         reduction_scale=1.0,
         pipeline_scale=1.0,
@@ -63,6 +67,19 @@ def remeasured(
     rates = rates or {}
     ours = [m for m in measurements if m.plan == plan.number and m.device in plan.places and m.block_work > 0]
     return msgspec.structs.replace(profile, **_sections(profile, plan, ours, rates))
+
+
+def _sample(plan: Plan, measurements: Sequence[Measurement]) -> Sequence[Measurement]:
+    """Those of all members of every so many pipelines: all stages and whole groups are among them."""
+    every = -(-len(plan.places) // ENOUGH)
+    chosen = {
+        device
+        for module in plan.modules
+        for pipeline in module.pipelines[::every]
+        for stage in pipeline.stages
+        for device in stage.devices
+    }
+    return [m for m in measurements if m.device in chosen] if every > 1 else measurements
 
 
 class _Spent(NamedTuple):
@@ -195,17 +212,16 @@ def _calibrated(
     fitted: ModelProfile, plan: Plan, measurements: Sequence[Measurement], cluster: Cluster, rates: Rates
 ) -> ModelProfile:
     """Reduction, overhead and scales such that the plan's predicted step is the measured one."""
-    total = _by_step(measurements, lambda m: m.step_seconds, max)
+    total = _by_step(((m.step, m.step_seconds) for m in measurements), max)
     if not total > 0:
         return fitted
-    pipelines = step_seconds(
-        plan, cluster, rates, ProfileCost(msgspec.structs.replace(fitted, reduction_scale=0.0))
-    )
-    reduction = step_seconds(plan, cluster, rates, ProfileCost(fitted)) - pipelines
+    without = ProfileCost(msgspec.structs.replace(fitted, reduction_scale=0.0))
+    pipelines = step_seconds(plan, cluster, rates, without)
+    reduction = after_seconds(plan, cluster, ProfileCost(fitted)) - after_seconds(plan, cluster, without)
     scale = 1.0
     if reduction > 0:
         # Whoever waits least in the reduction came last: its time is the reduction's own.
-        scale = _by_step(measurements, lambda m: m.reduce_seconds, min) / reduction
+        scale = _by_step(((m.step, m.reduce_seconds) for m in measurements), min) / reduction
     explained = pipelines + reduction * scale
     shrink = min(1.0, total / explained)
     return msgspec.structs.replace(
@@ -216,13 +232,9 @@ def _calibrated(
     )
 
 
-def _by_step(
-    measurements: Sequence[Measurement],
-    of: Callable[[Measurement], float],
-    fold: Callable[[list[float]], float],
-) -> float:
+def _by_step(seconds: Iterable[tuple[int, float]], fold: Callable[[list[float]], float]) -> float:
     """The median over steps of what `fold` makes of one step's members."""
     steps: dict[int, list[float]] = defaultdict(list)
-    for measured in measurements:
-        steps[measured.step].append(of(measured))
+    for step, each in seconds:
+        steps[step].append(each)
     return median(fold(values) for values in steps.values())

@@ -61,6 +61,17 @@ def test_a_part_that_is_measured_again_takes_the_place_of_its_own_rows_alone(
     assert dict(module.Parts(path, NAMES).seconds) == {"one": 5.0, "two": 1.0}
 
 
+def test_a_goal_that_a_part_has_no_row_for_stays_and_is_missed(
+    module: ModuleType, row: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "long.json"
+    module.Parts(path, NAMES).put("one", [row("a", 1, "", goal="<= 2", met=True)], 1.0, 60)
+    rows = module.Parts(path, NAMES).put("one", [row("b", 2, "")], 1.0, 60)
+    assert [(each.name, each.value, each.met) for each in rows] == [("b", 2, None), ("a", None, False)]
+    assert written(path) == [("b", 2), ("a", None)]
+    assert module.Parts(path, NAMES).injections == {"one": 60}
+
+
 def test_a_part_that_is_no_more_is_dropped(module: ModuleType, row: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "long.json"
     module.Parts(path, ("gone", "one")).put("gone", [row("a", 1, "")], 1.0, 60)

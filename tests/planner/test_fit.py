@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from elasticd_planner import fit as fitting
 from elasticd_planner.fit import STEPS, fit
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import ModulePlan, Plan, Strategy
@@ -111,6 +112,20 @@ def test_so_do_blocks_that_the_user_chose() -> None:
         for m in steps(TWO_BY_TWO)
     ]
     assert fit(half, TWO_BY_TWO, measured, CLUSTER).recompute_factor == pytest.approx(1 + workers.AGAIN)
+
+
+def test_of_a_large_job_some_pipelines_tell_what_all_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the others the longest step alone is looked at."""
+    whole = fit(profile(), TWO_BY_TWO, steps(TWO_BY_TWO), CLUSTER)
+    monkeypatch.setattr(fitting, "ENOUGH", 2)
+    measured = [
+        msgspec.structs.replace(m, block_seconds=9 * m.block_seconds, tensor_seconds=9 * m.tensor_seconds)
+        if m.device.startswith("n1/")
+        else m
+        for m in steps(TWO_BY_TWO)
+    ]
+    sampled = fit(profile(), TWO_BY_TWO, measured, CLUSTER)
+    assert sampled == whole
 
 
 def test_too_few_steps_of_this_plan_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elasticd.simulator.engine import FAULT, LATE, Engine
+from elasticd.simulator.leader import Known
 from elasticd.store.memory import MemoryServer, MemoryStore
 
 
@@ -44,3 +45,21 @@ def test_leases_of_the_store_run_out_on_the_engines_time() -> None:
     engine.run(lambda: False)
     assert store.get("/elasticd/x/leader") is None
     assert engine.now() == 5.0
+
+
+def test_what_was_found_out_is_asked_again_only_of_values_that_were_replaced() -> None:
+    known, asked = Known(), list[object]()
+
+    def empty(*values: list[int]) -> bool:
+        asked.append(values)
+        return not any(values)
+
+    one, two = list[int](), [1]
+    assert known.of(empty, one)
+    assert known.of(empty, one)
+    assert len(asked) == 1
+    assert not known.of(empty, two)
+    assert known.of(empty, [])
+    assert known.of(empty, one), "equal is not the same"
+    assert len(asked) == 4
+    assert not known.of(empty, one, two)

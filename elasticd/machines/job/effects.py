@@ -55,6 +55,7 @@ EventKind = Literal[
     "kept_plan",
     "put_off",
     "refused",
+    "rehearsed",
     "fitted",
     "chaos",
     "drained",

@@ -261,6 +261,7 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
         pid=body.pid,
         checkpoints=body.checkpoints,
         probe_by=turn.now + turn.settings.probe_seconds if body.probes else None,
+        rehearses=body.rehearses,
         closes=body.closes,
     )
     if job.phase in OVER:

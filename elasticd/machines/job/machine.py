@@ -16,6 +16,7 @@ from elasticd.machines.job import (
     probing,
     raised,
     recovery,
+    rehearsing,
     replan,
     reread,
     snapshots,
@@ -54,7 +55,7 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.pulses import Frozen, Probed, Unreached
+from elasticd.pulses import Frozen, Probed, Rehearsed, Unreached
 from elasticd.snapshots import Keeps
 from elasticd.whereabouts import Halted
 
@@ -218,6 +219,8 @@ def _report(turn: Turn, up: Up) -> None:
         leaving.told(turn, worker, body)
     elif isinstance(body, Probed):
         probing.probed(turn, worker, body)
+    elif isinstance(body, Rehearsed):
+        rehearsing.rehearsed(turn, worker, body)
     # A Goodbye needs no answer: its WorkerLost follows and says that it was clean.
 
 

@@ -20,7 +20,7 @@ from elasticd_planner.rates import observe
 from elasticd_planner.stability import outlook, settled
 from elasticd_planner.value import Invalid
 
-from elasticd.machines.job import lengths, probing
+from elasticd.machines.job import lengths, probing, rehearsing
 from elasticd.machines.job.effects import CancelPlan, Planned, RequestPlan
 from elasticd.machines.job.ending import stop
 from elasticd.machines.job.leaving import to_leave, words
@@ -96,7 +96,7 @@ def _observe(turn: Turn, plan: Plan, step: tuple[Measurement, ...]) -> None:
     lengths.measured(turn, step)
     probing.told(turn, changes)
     profile = turn.job.profile
-    if profile is None or turn.job.taught_by == plan.number or not _teaches(plan, profile):
+    if profile is None or turn.job.taught_by == plan.number or not _teaches(turn, plan, profile):
         return
     # The first step of a plan has the cost of everything that is done once; a step before a rate changed was
     # made at others than those that the fit would take it for.
@@ -114,19 +114,24 @@ def _observe(turn: Turn, plan: Plan, step: tuple[Measurement, ...]) -> None:
     except Invalid as error:  # what the workers measured makes no sense
         turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
         return
-    turn.set(profile=profile, taught_by=plan.number)
+    turn.set(profile=profile, taught_by=plan.number, rehearsed=turn.job.rehearsed - _widths(plan))
     text = f"profile fitted from {len(samples)} steps of plan {plan.number}"
     turn.note("fitted", text, number=plan.number, block_seconds=profile.block.seconds)
 
 
-def _teaches(plan: Plan, profile: ModelProfile) -> bool:
+def _teaches(turn: Turn, plan: Plan, profile: ModelProfile) -> bool:
     """Whether steps of `plan` tell what the profile only guesses: seconds, before the first fit, or those of
-    an all-reduce in groups as wide as the plan's."""
+    an all-reduce in groups as wide as the plan's, which may have been rehearsed, but not in steps."""
     if not profile.fitted:
         return True
+    known = profile.collective_seconds.keys() - turn.job.rehearsed
+    return profile.block.collectives > 0 and not _widths(plan) <= known
+
+
+def _widths(plan: Plan) -> set[int]:
+    """How wide a plan's TP groups are, those of one device left out."""
     stages = [stage for pipeline in plan.modules[0].pipelines for stage in pipeline.stages]
-    widths = {len(stage.devices) for stage in stages} - {1}
-    return profile.block.collectives > 0 and not widths <= profile.collective_seconds.keys()
+    return {len(stage.devices) for stage in stages} - {1}
 
 
 def request(turn: Turn) -> None:
@@ -140,8 +145,13 @@ def request(turn: Turn) -> None:
             turn.set(asked=None)
             turn.effects.append(CancelPlan(job=job.job))
         return
-    if job.spec is None or not all_there(turn) or (job.phase is Phase.PLANNING and probing.awaited(turn)):
+    if job.spec is None or not all_there(turn):
         return
+    if job.phase is Phase.PLANNING:
+        if probing.awaited(turn):
+            return
+        if job.profile is None and rehearsing.awaited(turn, first_profile(job.spec, turn.settings.flops)):
+            return
     probing.judge(turn)
     try:
         _request(turn)
@@ -152,8 +162,10 @@ def request(turn: Turn) -> None:
 def _request(turn: Turn) -> None:
     job = turn.job
     assert job.spec is not None
-    profile = job.profile or _first_profile(job.spec, turn.settings.flops)
-    turn.set(profile=profile)
+    if job.profile is None:
+        rehearsing.learn(turn, first_profile(job.spec, turn.settings.flops))
+    profile = turn.job.profile
+    assert profile is not None
     stays = job.plan is not None and (not profile.fitted or turn.settings.policy.paused)
     if stays and job.phase is not Phase.RECOVERING and not to_leave(turn):
         return
@@ -181,7 +193,7 @@ def _request(turn: Turn) -> None:
     turn.note("planning", f"planning for {len(devices)} devices, slow: {slow or 'none'}", rates=basis.rates)
 
 
-def _first_profile(spec: JobSpec, flops: float) -> ModelProfile:
+def first_profile(spec: JobSpec, flops: float) -> ModelProfile:
     """What was measured of the model before the job, or what its shapes say."""
     profile = spec.profile or derive(spec.model, spec.sample_tokens, spec.micro_batch, flops=flops)
     return suited(profile, spec.numbers, len(spec.recomputed) / profile.layers)

@@ -150,6 +150,15 @@ class NodeState(Value, frozen=True, kw_only=True):
     version: int = 1
 
 
+class Rehearsal(Value, frozen=True, kw_only=True):
+    """All-reduces that were asked for before the first plan: the devices whose answers are `awaited` `until`
+    then, and the seconds that were `found`, by width, one from each node."""
+
+    until: float
+    awaited: frozenset[str] = frozenset()
+    found: dict[int, tuple[float, ...]] = msgspec.field(default_factory=dict)
+
+
 class Joiner(Value, frozen=True, kw_only=True):
     """A torchrun that asked to take part; `answered` once it was told to start its workers, or has them."""
 
@@ -167,9 +176,9 @@ class Worker(Value, frozen=True, kw_only=True):
     to that one yet. `bereft_at`: since when it stands still, having lost the others; `standing` what it said
     after a fence. `checkpoints` are the names of those that it sees, the newest first. `leaving`:
     it was told to go, and by what; `saves` while it has a last checkpoint to make should all go. `probe_by`:
-    until when its device's first probe is waited for (None: no more). `closes`: see `Hello`. `raised`: what the
-    script's own code raised in it, and `judged` once it is clear what follows. `halted`: where its main thread
-    stands still, since `halted_at` at least; without, since when it moves again.
+    until when its device's first probe is waited for (None: no more). `rehearses`, `closes`: see `Hello`.
+    `raised`: what the script's own code raised in it, and `judged` once it is clear what follows. `halted`:
+    where its main thread stands still, since `halted_at` at least; without, since when it moves again.
     """
 
     device: str
@@ -190,6 +199,7 @@ class Worker(Value, frozen=True, kw_only=True):
     leaving: str = ""
     saves: bool = False
     probe_by: float | None = None
+    rehearses: bool = False
     closes: bool = False
     raised: Raised | None = None
     judged: bool = False
@@ -291,6 +301,7 @@ class JobState(Value, frozen=True, kw_only=True):
         all that were ever fenced off, by device the last of them: their words count no more.
     measuring: `partial` steps that some members have not reported yet; `samples` for the fit, from the step
         after `first_step` on; `recent` whole steps of the plan in force; `probes` of devices without work;
+        `rehearsal` of all-reduces before the first plan, `rehearsed` the widths that are known of it alone;
         `taught_by` the plan that the profile was last fitted to. `shifts` watches the data's lengths; the
         profile is for such as `lengths` (None: as the spec says, all alike).
     chaos: the data is to be read in sequences of `sequence` tokens (0: as they are); `reread`: that was
@@ -337,6 +348,8 @@ class JobState(Value, frozen=True, kw_only=True):
     token: int = 0
     partial: dict[int, Reported] = msgspec.field(default_factory=dict)
     first_step: int | None = None
+    rehearsal: Rehearsal | None = None
+    rehearsed: frozenset[int] = frozenset()
     taught_by: int = 0
     sequence: int = 0
     reread: bool = False

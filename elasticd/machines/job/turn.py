@@ -11,6 +11,7 @@ from elasticd.machines.job.effects import Effect, EventKind, Note, Record, Send,
 from elasticd.machines.job.state import OVER, TRANSITIONS, JobState, NodeState, Phase, Settings, Worker
 from elasticd.messages import Closed, Down, Joined, Rejected
 from elasticd.orders import TryReach
+from elasticd.pulses import Rehearse
 
 
 class IllegalTransition(RuntimeError):
@@ -66,7 +67,7 @@ class Turn:
         """To the agent itself."""
         self.effects.append(Send(node=node, message=message))
 
-    def send(self, node: str, client: str, body: Rejected | Joined | Closed) -> None:
+    def send(self, node: str, client: str, body: Rejected | Joined | Closed | Rehearse) -> None:
         self.effects.append(Send(node=node, message=Down(client=client, body=body)))
 
     def write(

@@ -1,0 +1,67 @@
+"""The event loop's time, dealt among agents that all speak at the same moment.
+
+A synchronous job's thousand agents report in the same few milliseconds. Each of them is handled in half a
+millisecond, but asyncio runs all that is ready before it looks at its clock and its sockets again: pings, votes
+of other jobs and users would wait for all of them. So what agents say waits in one line, and who works it off
+lets everything else run after a slice of time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+#: Seconds of work after which the loop gets to do something else.
+SLICE = 0.01
+
+Work = Callable[[], Awaitable[None]]
+
+
+class Turns:
+    """One line of work, done in the order in which it came. Of one event loop."""
+
+    def __init__(self, seconds: float = SLICE, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._slice, self._clock = seconds, clock
+        self._line: deque[tuple[Work, asyncio.Future[None]]] = deque()
+        self._working: asyncio.Task[None] | None = None
+
+    async def take(self, work: Work) -> None:
+        """Returns when the work is done, or raises what it raised. Work whose caller was cancelled meanwhile is
+        left out."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._line.append((work, done))
+        if self._working is None:
+            self._working = loop.create_task(self._work())
+        await done
+
+    async def _work(self) -> None:
+        ends = self._clock() + self._slice
+        try:
+            while self._line:
+                work, done = self._line.popleft()
+                if not done.done():
+                    await _answered(work, done)
+                if self._clock() >= ends:
+                    await asyncio.sleep(0)
+                    ends = self._clock() + self._slice
+        finally:
+            self._working = None
+            while self._line:  # cancelled: nobody works any more
+                self._line.popleft()[1].cancel()
+
+
+async def _answered(work: Work, done: asyncio.Future[None]) -> None:
+    try:
+        await work()
+    except asyncio.CancelledError:
+        done.cancel()
+        raise
+    except Exception as error:
+        if not done.done():
+            done.set_exception(error)
+    else:
+        if not done.done():
+            done.set_result(None)
