@@ -6,16 +6,14 @@ that this node's workers have to that address are shut, once: others can be made
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterable
-from contextlib import suppress
 
-_PIDFD_GETFD = 438
+from elasticd.connections import shut
+
 _SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
@@ -36,7 +34,7 @@ class DataCuts:
                 self._swallowed.add(peer)
                 _log.warning("chaos: what this node sends to %s is swallowed by a route", peer)
                 return
-            count = sum(_shut(pidfd, peer) for pidfd in pidfds)
+            count = sum(shut(pidfd, lambda sock: sock.getpeername()[0] == peer) for pidfd in pidfds)
             text = "chaos: no route can be set here (%s): %d connections to %s were shut instead, once"
             _log.warning(text, why, count, peer)
         finally:
@@ -67,36 +65,3 @@ def _route(verb: str, peer: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return (done.stderr.strip() or f"exit status {done.returncode}") if done.returncode else ""
-
-
-def _shut(pidfd: int, peer: str) -> int:
-    """Shuts a process's connections to this address; how many there were that we may touch."""
-    count = 0
-    for fd in _descriptors(pidfd):
-        ours = ctypes.CDLL(None).syscall(_PIDFD_GETFD, pidfd, fd, 0)
-        if ours < 0:  # closed meanwhile, or not ours to touch
-            continue
-        try:
-            sock = socket.socket(fileno=ours)
-        except OSError:
-            os.close(ours)
-            continue
-        with sock, suppress(OSError):
-            tcp = sock.type == socket.SOCK_STREAM and sock.family in (socket.AF_INET, socket.AF_INET6)
-            if tcp and sock.getpeername()[0] == peer:
-                sock.shutdown(socket.SHUT_RDWR)
-                count += 1
-    return count
-
-
-def _descriptors(pidfd: int) -> list[int]:
-    """The sockets of a process."""
-    with open(f"/proc/self/fdinfo/{pidfd}") as file:
-        pid = next((line.split()[1] for line in file if line.startswith("Pid:")), "")
-    found = []
-    with suppress(OSError):
-        for entry in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):
-                if os.readlink(f"/proc/{pid}/fd/{entry}").startswith("socket:"):
-                    found.append(int(entry))
-    return found

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.chaos.namespaces import Namespaces, namespaces, refusal
 from elasticd.offspring import ending_with_us
 from elasticd.store.server import find_etcd
 from tests import forkserver
 from tests.cli.support import call, until_answered
 from tests.integration import train_ledger, within
-from tests.integration.namespaces import Namespaces, namespaces, refusal
 from tests.integration.test_sample import environment
 
 #: The data addresses of the nodes, beside those by which they reach etcd and the coordinator.
