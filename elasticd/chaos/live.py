@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,14 +81,23 @@ class Played:
     false: list[str] = field(default_factory=list)
 
 
-@dataclass(kw_only=True)
-class _Pause:
+@dataclass(frozen=True, kw_only=True)
+class Pause:
     """A worker between two steps, until then; `fences`: how many there were when it began."""
 
     device: str
     incarnation: str
     until: float
     fences: int
+
+    def false(self, fences: Sequence[Fence], struck: float) -> str:
+        """What is wrong with the fences so far: nobody is fenced off for being between two steps. struck: until
+        when another fault of its device or node lasted, which is a reason."""
+        named = (each for each in fences[self.fences :] if each.gone.get(self.device) == self.incarnation)
+        found = next(named, None)
+        if found is None or struck >= self.until - _EXCUSED_SECONDS:
+            return ""
+        return f"{self.device} was fenced off while it was between two steps: {found.reason}"
 
 
 class Live:
@@ -112,7 +121,7 @@ class Live:
         self._killed: dict[str, str] = {}
         self._hung: dict[str, float] = {}
         self._away: dict[str, float] = {}
-        self._pauses: list[_Pause] = []
+        self._pauses: list[Pause] = []
         self._struck: dict[str, float] = {}
         self._planted = 0
         self._severed = Severed(cluster.spaces, self._pids)
@@ -335,9 +344,7 @@ class Live:
         elif fault.kind == "raise":
             self._killed[fault.device] = incarnation
         else:
-            self._pauses.append(
-                _Pause(device=fault.device, incarnation=incarnation, until=until, fences=fences)
-            )
+            self._pauses.append(Pause(device=fault.device, incarnation=incarnation, until=until, fences=fences))
         return True
 
     def _end_others(self) -> None:
@@ -354,13 +361,11 @@ class Live:
             self._judge(pause)
 
     def _judge(self, pause: _Pause) -> None:
-        """Nobody is fenced off for being between two steps."""
-        fences = [decode(each, Fence) for each in self._written("fence")[pause.fences :]]
-        named = next((each for each in fences if each.gone.get(pause.device) == pause.incarnation), None)
         node = pause.device.rpartition("/")[0]
         struck = max(self._struck.get(pause.device, 0.0), self._struck.get(node, 0.0))
-        if named is not None and struck < pause.until - _EXCUSED_SECONDS:
-            self.played.false.append(f"{pause.device} was fenced off between two steps: {named.reason}")
+        fences = [decode(each, Fence) for each in self._written("fence")]
+        if found := pause.false(fences, struck):
+            self.played.false.append(found)
 
     def _pids(self, node: str) -> list[int]:
         job = self._cluster.job()

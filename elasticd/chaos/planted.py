@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 from elasticd_planner.value import Value
 
-Place = Literal["loss", "script", "loader"]
+Place = Literal["loss", "script", "loader", "evaluation"]
 
 
 class Injected(Exception):

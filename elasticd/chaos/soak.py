@@ -40,7 +40,8 @@ SAMPLES = Sampler(size=1000, global_batch=8, seed=5)
 
 class Report(Value, frozen=True, kw_only=True):
     """What was done and found. kinds: faults that happened, by kind; apart: the largest relative difference of
-    a loss from that of the undisturbed run; ended: daemons that ended by themselves."""
+    a loss from that of the undisturbed run, None where that was not made; ended: daemons that ended by
+    themselves."""
 
     seed: int
     faults: int
@@ -52,18 +53,21 @@ class Report(Value, frozen=True, kw_only=True):
     fences: int
     leaders: int
     processes: int
-    apart: float
+    apart: float | None
     wrong: tuple[str, ...]
     ended: tuple[str, ...]
 
     @property
     def text(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
+        apart = "compared with no undisturbed run"
+        if self.apart is not None:
+            apart = f"losses within {self.apart:.1e} of the undisturbed run"
         lines = [
             f"seed {self.seed}: {self.faults} faults ({kinds}) in {self.steps} steps and {self.seconds:.0f} s; "
             f"{len(self.held_back)} held back",
             f"{self.plans} plans, {self.fences} fences, {self.leaders} leaders, {self.processes} processes of "
-            f"workers; losses within {self.apart:.1e} of the undisturbed run",
+            f"workers; {apart}",
             *(f"ended by itself: {line}" for line in self.ended),
             *(f"WRONG: {line}" for line in self.wrong[:50]),
             "all that must hold does" if not self.wrong else f"{len(self.wrong)} things are wrong",
@@ -157,7 +161,7 @@ def _report(
         fences=len(job.gone),
         leaders=len(history.leaders),
         processes=len(ledgers),
-        apart=ledger.furthest(ledgers, plain),
+        apart=ledger.furthest(ledgers, plain) if plain else None,
         wrong=tuple(wrong),
         ended=tuple(cluster.ended),
     )
