@@ -1,4 +1,4 @@
-"""Faults of the user's own code on the job of `_injections`: hangs in a step, pauses between steps, exceptions."""
+"""Faults of the user's own code, on the job of `_injections`: hangs, pauses between steps, exceptions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs of the soak, whose faults add up over many sittings: `results/soaks.jsonl` has a line for each.
 
 A line counts as long as what it measured is as it was: no file of the product, nor of the soak, has changed
-between its commit and the tree at hand. A run on a tree with changes that are not committed counts for that run alone.
+between its commit and the tree at hand. A run on a tree with changes that are not committed does not count.
 """
 
 from __future__ import annotations

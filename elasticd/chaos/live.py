@@ -360,7 +360,7 @@ class Live:
             self._pauses.remove(pause)
             self._judge(pause)
 
-    def _judge(self, pause: _Pause) -> None:
+    def _judge(self, pause: Pause) -> None:
         node = pause.device.rpartition("/")[0]
         struck = max(self._struck.get(pause.device, 0.0), self._struck.get(node, 0.0))
         fences = [decode(each, Fence) for each in self._written("fence")]

@@ -1,4 +1,4 @@
-"""The data network between two nodes, broken: which connections are shut, which routes are set, and how long."""
+"""The data network between two nodes, broken: which connections are shut, and which routes are set."""
 
 from __future__ import annotations
 
