@@ -22,11 +22,11 @@ from _undisturbed import UNDISTURBED
 
 from elasticd.chaos import ledger
 from elasticd.chaos.history import History
+from elasticd.chaos.namespaces import HOST, Namespaces, namespaces
 from elasticd.cli.reach import Api
 from elasticd.coordinator.journal import EventRecord
 from elasticd.records import Keys
 from tests.integration.fleet import CLUSTER, Fleet, Step, job_by, until
-from tests.integration.namespaces import HOST, Namespaces, namespaces
 from tests.integration.trio import NAMES, Trio
 
 FOREVER = 10_000_000

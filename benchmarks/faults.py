@@ -30,6 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 import _loaded  # noqa: E402
 import _peers  # noqa: E402
+import _planted  # noqa: E402
+import _soaks  # noqa: E402
 from _injections import (  # noqa: E402
     Lost,
     Seen,
@@ -45,7 +47,7 @@ from _parts import Parts  # noqa: E402
 from _results import RESULTS, Row, row, table  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from tests.integration.namespaces import refusal  # noqa: E402
+from elasticd.chaos.namespaces import refusal  # noqa: E402
 from tests.runtime import gang, test_regroups  # noqa: E402
 
 NODES = ("n0", "n1", "n2")
@@ -151,6 +153,39 @@ def hangs(count: int) -> Iterator[Row]:
         yield from _lost("hang", job.lost())
 
 
+def stuck(count: int) -> Iterator[Row]:
+    """A worker's main thread hangs in its loss, for a while; it comes again when that is over."""
+    for how, words in (("sleep", "a sleep"), ("lock", "C code that keeps the interpreter's lock")):
+        name = f"hang in the loss ({words}) to coordinator's knowledge"
+        with _planted.planted(NODES) as job:
+            seen = job.endure(count, _planted.Planting(job, "loss", how, _planted.HANG), fenced)
+            step = statistics.median(seen.normal)
+            yield from spread(name, seen.known, 2 * step + 2, f"<= 2 steps of {step:.3f} s + 2 s")
+            title = f"{name}: the right rank named and no other, of {seen.injected}"
+            yield row(title, seen.right, "", goal=f"{seen.injected}", met=seen.right == seen.injected)
+            yield from _stall(f"survivors' stall, hang in the loss ({words})", seen, None)
+            yield from _lost(f"hang in the loss ({words})", job.lost())
+
+
+def between(count: int) -> Iterator[Row]:
+    """The script's own code takes a minute between two steps."""
+    yield from _planted.false_rows(NODES, max(1, count // 10))
+
+
+def raises(count: int) -> Iterator[Row]:
+    """The user's code raises in the loss of one device, once; its torchrun starts another worker."""
+    with _planted.planted(NODES) as job:
+        seen = job.endure(count, _planted.Planting(job, "loss", "raise"), _planted.raised)
+        yield from spread("exception in the user's code to coordinator's knowledge", seen.known, None)
+        yield from _stall("survivors' stall, exception in the user's code on one device", seen, None)
+        yield from _lost("exception in the user's code on one device", job.lost())
+
+
+def soaks(count: int) -> Iterator[Row]:
+    """Faults of all kinds at random (`make soak`); those of earlier runs count while the code is the same."""
+    yield from _soaks.rows(count)
+
+
 def outages(count: int) -> Iterator[Row]:
     """The leading coordinator, and all of etcd, die again and again."""
     with training(NODES) as job:
@@ -233,7 +268,11 @@ PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "nodes": nodes,
     "cuts": cuts,
     "hangs": hangs,
+    "stuck": stuck,
+    "between": between,
+    "raises": raises,
     "outages": outages,
+    "soaks": soaks,
     "regroups": regroups,
     "torchrun": _peers.torchrun_rows,
     "torchft": _peers.torchft_rows,

@@ -33,8 +33,10 @@ class TryReach(Message, frozen=True, kw_only=True, tag="try-reach"):
 
 class Harm(Message, frozen=True, kw_only=True, tag="inject-fault"):
     """Chaos, a hint: this is done to the process that drives `device`; or (cut) this agent loses its leader and
-    its store, until it is healed, the leader is gone, or `seconds` have passed, if that is not 0."""
+    its store, until it is healed, the leader is gone, or `seconds` have passed, if that is not 0. cut-data:
+    what this node sends to the data address `peer` is lost, until heal-data, or for `seconds`."""
 
-    how: Literal["kill", "freeze", "thaw", "cut"]
+    how: Literal["kill", "freeze", "thaw", "cut", "cut-data", "heal-data"]
     device: str = ""
     seconds: float = 0.0
+    peer: str = ""

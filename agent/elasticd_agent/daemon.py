@@ -190,6 +190,7 @@ class Agent:
         harms = Harms(
             *(self.record.node, allowed, self._store, self._pidfd, self._link.follow),
             known=lambda: credentials(security),
+            devices=[device.name for device in self.record.devices],
         )
         self._harms = harms
         records = Records(

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from websockets.asyncio.client import connect
@@ -20,6 +20,7 @@ from websockets.exceptions import WebSocketException
 from elasticd.config import ConfigError
 from elasticd.credentials import Credentials
 from elasticd.orders import Harm
+from elasticd_agent.data_cut import DataCuts
 from elasticd_agent.severed import Severable
 
 _SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "thaw": signal.SIGCONT}
@@ -32,8 +33,9 @@ _log = logging.getLogger(__name__)
 
 class Harms:
     """Carries the leader's `Harm` out. `pidfd` gives a copy of the descriptor of a device's worker, None
-    without one; `follow` tells the link where the leader is, None: nowhere. A cut ends when the leader says so,
-    after its seconds, or with the leader that ordered it: nobody else could end it."""
+    without one; `devices` are the node's; `follow` tells the link where the leader is, None: nowhere. A cut
+    ends when the leader says so, after its seconds, or with the leader that ordered it: nobody else could end
+    it. One of the data network ends with this agent instead."""
 
     def __init__(
         self,
@@ -44,12 +46,15 @@ class Harms:
         follow: Callable[[str | None], None],
         *,
         known: Callable[[], Credentials] = Credentials,
+        devices: Sequence[str] = (),
     ) -> None:
         self._node, self.allowed, self._store = node, allowed, store
         self._pidfd, self._follow, self._known = pidfd, follow, known
         self._url: str | None = None
         self._frozen: dict[str, list[int]] = {}
         self._cut: asyncio.Task[None] | None = None
+        self._devices, self._data = devices, DataCuts()
+        self._heals: dict[str, asyncio.TimerHandle] = {}
 
     def follow(self, url: str | None) -> None:
         """The leader is at `url`; while the node is cut, nobody is told."""
@@ -61,6 +66,8 @@ class Harms:
         """On the agent's loop."""
         if not self.allowed:
             _log.warning("the leader ordered %s: chaos is off here, [chaos] enabled = true allows it", harm.how)
+        elif harm.how in ("cut-data", "heal-data"):
+            self._take_data(harm)
         elif harm.how != "cut":
             self._signal(harm.how, harm.device)
         elif self._cut is None and self._url is not None:
@@ -74,6 +81,21 @@ class Harms:
             await asyncio.gather(self._cut, return_exceptions=True)
         for device in list(self._frozen):
             self._thaw(device)
+        for timer in self._heals.values():
+            timer.cancel()
+        self._data.close()
+
+    def _take_data(self, harm: Harm) -> None:
+        if timer := self._heals.pop(harm.peer, None):
+            timer.cancel()
+        if harm.how == "heal-data":
+            self._data.heal(harm.peer)
+            return
+        found = [self._pidfd(device) for device in self._devices]
+        self._data.cut(harm.peer, [pidfd for pidfd in found if pidfd is not None])
+        if harm.seconds:
+            loop = asyncio.get_running_loop()
+            self._heals[harm.peer] = loop.call_later(harm.seconds, self._data.heal, harm.peer)
 
     def _signal(self, how: str, device: str) -> None:
         if how == "thaw":

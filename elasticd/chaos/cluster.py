@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from elasticd_planner.value import Value
 
+from elasticd.chaos.namespaces import HOST, Namespaces, namespaces
 from elasticd.chaos.verbs import Chaos
 from elasticd.cli.reach import Api, CannotReach, JobStatus
 from elasticd.processes import Child, ProcessError, Processes
@@ -50,11 +51,16 @@ class Shape(Value, frozen=True, kw_only=True):
 
 class Cluster:
     """Started by `with`, ended by it. `folder` holds logs, configuration and ledgers; `sockets`, whose path
-    must be short, sockets and the daemons' memory. `seen` is all that etcd was told of the cluster, `ended`
-    which daemons ended by themselves, and their last words."""
+    must be short, sockets and the daemons' memory. separate: each node is in a network namespace of its own, so
+    that the data network between two can be cut in silence (root alone). `seen` is all that etcd was told of
+    the cluster, `ended` which daemons ended by themselves, and their last words."""
 
-    def __init__(self, shape: Shape, processes: Processes, folder: Path, sockets: Path) -> None:
+    def __init__(
+        self, shape: Shape, processes: Processes, folder: Path, sockets: Path, *, separate: bool = False
+    ) -> None:
         self.shape, self.folder = shape, folder
+        self._separate, self._host = separate, HOST if separate else "127.0.0.1"
+        self.spaces: Namespaces | None = None
         self._processes, self._sockets = processes, sockets
         self._exits = ExitStack()
         self._started = 0
@@ -81,7 +87,9 @@ class Cluster:
         self._exits.close()
 
     def _start(self) -> None:
-        etcd = self._exits.enter_context(EtcdServer(fsync=False))
+        if self._separate:
+            self.spaces = self._exits.enter_context(namespaces(self.shape.nodes, data=True))
+        etcd = self._exits.enter_context(EtcdServer(fsync=False, host=self._host))
         self._exits.callback(self._processes.end)
         self._store = EtcdStore(EtcdOptions(endpoints=(etcd.endpoint,)))
         self._exits.callback(self._store.close)
@@ -106,12 +114,13 @@ class Cluster:
             [
                 '[cluster]\nname = "soak"',
                 f'[etcd]\nendpoints = ["{etcd}"]',
-                f'[coordinator]\nhost = "127.0.0.1"\nport = 0\nstate = "{self._sockets}"',
-                f'[agent]\naddress = "127.0.0.1"\ndevices = {shape.devices}\nstate = "{self._sockets}"',
+                f'[coordinator]\nhost = "{self._host}"\nport = 0\nstate = "{self._sockets}"',
+                f'[agent]\ndevices = {shape.devices}\nstate = "{self._sockets}"',
                 f"[emulate]\nenabled = true\nforward = {shape.forward!r}\nbackward = {shape.backward!r}",
                 f"memory = {shape.memory}",
                 f"[planner]\nflops = {shape.flops!r}",
                 "[chaos]\nenabled = true",
+                "[security]\ninsecure = true" if self._separate else "",
                 "",
             ]
         )
@@ -127,6 +136,7 @@ class Cluster:
                 *("-m", "elasticd", "run", "--job", JOB, "--nnodes", str(nodes)),
                 *("--devices", str(self.shape.devices), "--socket", self._socket(node)),
                 *("--max-restarts", "100000", str(script), str(self.folder), *options),
+                within=self._within(node),
             )
 
     def start_plain(self, script: Path, *options: str) -> Child:
@@ -180,6 +190,20 @@ class Cluster:
         child.process.wait()
         self._start_agent(node)
 
+    def stop_agent(self, node: str) -> None:
+        """Kills a node's agent; no other is started until `start_agent`."""
+        child = self._agents.pop(node)
+        child.process.kill()
+        child.process.wait()
+
+    def start_agent(self, node: str) -> None:
+        """Starts another agent on a node that has none."""
+        self._start_agent(node)
+
+    def has_agent(self, node: str) -> bool:
+        """Whether the node's agent runs."""
+        return node in self._agents
+
     def tend(self) -> None:
         """As a service manager would: who cannot go on is started again."""
         for name, child in list(self._coordinators.items()):
@@ -222,9 +246,12 @@ class Cluster:
 
     def _start_agent(self, node: str) -> None:
         self._started += 1
-        options = ("--node", node, "--socket", self._socket(node))
+        address = self.spaces.data_address(node) if self.spaces is not None else self._host
+        options = ("--node", node, "--socket", self._socket(node), "--address", address)
         self._agents[node] = self._python(
-            f"agent-{node}-{self._started}", "-m", "elasticd_agent", *self._named, *options
+            f"agent-{node}-{self._started}",
+            *("-m", "elasticd_agent", *self._named, *options),
+            within=self._within(node),
         )
 
     @property
@@ -234,5 +261,10 @@ class Cluster:
     def _socket(self, node: str) -> str:
         return str(self._sockets / f"{node}.sock")
 
-    def _python(self, name: str, *arguments: str) -> Child:
-        return self._processes.start(name, [sys.executable, *arguments], environment=_ENVIRONMENT)
+    def _within(self, node: str) -> tuple[str, ...]:
+        """What a node's commands begin with."""
+        return self.spaces.within(node) if self.spaces is not None else ()
+
+    def _python(self, name: str, *arguments: str, within: tuple[str, ...] = ()) -> Child:
+        command = [*within, sys.executable, *arguments]
+        return self._processes.start(name, command, environment=_ENVIRONMENT)

@@ -20,9 +20,24 @@ KINDS: dict[str, tuple[str, str]] = {
     "heal": ("node", ""),
     "restart": ("node", ""),
     "partition": ("node", "lasts"),
+    "sever": ("node", "lasts"),
+    "unmet": ("node", "lasts"),
+    "hang": ("device", "lasts"),
+    "pause": ("device", "lasts"),
+    "raise": ("device", ""),
     "shift": ("", "tokens"),
     "takeover": ("", ""),
 }
+
+#: How those kinds may come about that have several ways; the first one unless `how` says another.
+WAYS: dict[str, tuple[str, ...]] = {
+    "hang": ("sleep", "lock"),
+    "pause": ("script", "lock", "loader"),
+    "raise": ("loss", "script"),
+    "sever": ("both", "out"),
+}
+#: What a modelled cluster has nothing of: user code, and a data network beside the other one.
+REAL = ("sever", "unmet", "hang", "pause", "raise")
 
 #: What ends a fault that lasts for some seconds.
 ENDINGS = {"kill": "join", "freeze": "thaw", "cut": "heal"}
@@ -39,6 +54,13 @@ class Fault(Value, frozen=True, kw_only=True):
     and another is started. partition: for `lasts` seconds nobody reaches the node. shift: a sample has
     `tokens` from now on, in the mean. takeover: the leader is gone, another takes over.
 
+    hang: for `lasts` seconds the device's main thread stands still in the loss, in a sleep or in C with the
+    interpreter's lock (`how`); pause: the same between two steps, in the script's own code ("lock" with that
+    lock, too), or in its loader. raise: the user's code raises there, once, in the loss or in the body of the
+    loop. sever: for `lasts` seconds the node and its `peer` do not reach each other on the data network; "out":
+    what the node sends alone is lost. unmet: the node's agent dies, then the leader, and another agent comes
+    only after `lasts` seconds, so that the next leader does not know the node.
+
     kill, freeze and cut may have `lasts`: after so many seconds join, thaw or heal follows by itself. What
     would come at a step may never come where training stands until it does.
     """
@@ -46,6 +68,8 @@ class Fault(Value, frozen=True, kw_only=True):
     kind: str
     device: str = ""
     node: str = ""
+    peer: str = ""
+    how: str = ""
     factor: float = 1.0
     lasts: float = 0.0
     tokens: int = 0
@@ -80,6 +104,13 @@ class Fault(Value, frozen=True, kw_only=True):
             refuse(f"lasts = {self.lasts} must be the seconds until it is over, as 30.0")
         if self.kind == "partition" and not self.lasts:
             refuse(f"lasts = {self.lasts} must be the seconds until the node can be reached again, as 30.0")
+        if self.kind in REAL and own == "lasts" and not self.lasts:
+            refuse(f"lasts = {self.lasts} must be the seconds that kind = {self.kind!r} lasts, as 5.0")
+        if self.how and self.how not in WAYS.get(self.kind, ()):
+            ways = ", ".join(WAYS.get(self.kind, ())) or "nothing"
+            refuse(f"how = {self.how!r} is no way of kind = {self.kind!r}, which has: {ways}")
+        if (self.kind == "sever") != bool(self.peer) or (self.peer and self.peer == self.node):
+            refuse(f"peer = {self.peer!r} must be the other node of kind = 'sever', and of no other kind")
         if own == "tokens" and self.tokens < 1:
             refuse(f"tokens = {self.tokens} must be how many a sample has from then on, as 8192")
 
@@ -95,6 +126,7 @@ class Fault(Value, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         where = self.where
+        way = f" ({self.how})" if self.how else ""
         said = {
             "slow": f"{where} runs {self.factor:g}x slower",
             "recover": f"{where} recovers",
@@ -106,10 +138,20 @@ class Fault(Value, frozen=True, kw_only=True):
             "heal": f"{where}'s agent finds leader and store again",
             "restart": f"{where}'s agent dies, and another starts",
             "partition": f"{where} is cut off for {self.lasts:g} s",
+            "sever": f"{where} loses node {self.peer} on the data network{way} for {self.lasts:g} s",
+            "unmet": f"{where}'s agent dies for {self.lasts:g} s, and the leader meanwhile",
+            "hang": f"{where} hangs in the loss{way} for {self.lasts:g} s",
+            "pause": f"{where} is between two steps{way} for {self.lasts:g} s",
+            "raise": f"the user's code raises on {where}{way}",
             "shift": f"samples of {self.tokens} tokens",
             "takeover": "the leader dies",
         }[self.kind]
         return f"{said}, for {self.lasts:g} s" if self.lasts and self.kind in ENDINGS else said
+
+    @property
+    def way(self) -> str:
+        """How it comes about, where there are several ways."""
+        return self.how or WAYS.get(self.kind, ("",))[0]
 
     @property
     def when(self) -> str:

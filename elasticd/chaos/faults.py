@@ -64,6 +64,28 @@ class Faults(Value, frozen=True, kw_only=True):
         """For `lasts` seconds nobody reaches the node."""
         return self._name("partition", node, lasts=lasts)
 
+    def sever(self, node: str, peer: str, lasts: float, how: str = "both") -> Faults:
+        """For `lasts` seconds the two nodes do not reach each other on the data network; "out": what `node`
+        sends alone is lost."""
+        return self._name("sever", node, peer=peer, lasts=lasts, how=how)
+
+    def unmet(self, node: str, lasts: float) -> Faults:
+        """The node's agent dies, then the leader; another agent comes after `lasts` seconds."""
+        return self._name("unmet", node, lasts=lasts)
+
+    def hang(self, device: str, lasts: float, how: str = "sleep") -> Faults:
+        """The device's main thread stands still in the loss: by "sleep" or by "lock"."""
+        return self._name("hang", device, lasts=lasts, how=how)
+
+    def pause(self, device: str, lasts: float, how: str = "script") -> Faults:
+        """It stands still between two steps: in the "script", with the interpreter's "lock", in the
+        "loader"."""
+        return self._name("pause", device, lasts=lasts, how=how)
+
+    def throw(self, device: str, how: str = "loss") -> Faults:
+        """The user's code raises there: in the "loss", or in the "script", the body of its loop."""
+        return self._name("raise", device, how=how)
+
     def shift(self, tokens: int) -> Faults:
         """A sample has so many tokens from then on."""
         return self._name("shift", "", tokens=tokens)

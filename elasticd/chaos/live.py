@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,19 +15,29 @@ from elasticd_planner.value import refuse
 
 from elasticd.chaos.cluster import JOB, PATIENCE, Cluster
 from elasticd.chaos.fault import Fault
+from elasticd.chaos.planted import Place, Planted, plant, taken, withdraw
+from elasticd.chaos.severed import Severed, pair_of
 from elasticd.cli.reach import CannotReach, JobStatus
 from elasticd.machines.job.holdings import lost_boxes
 from elasticd.processes import ProcessError
 from elasticd.records import Fence, JobSpec, decode
 
 #: What a real cluster can be done; a partition needs its network. A shift needs a dataset that allows it.
-KINDS = ("slow", "recover", "kill", "freeze", "thaw", "cut", "heal", "restart", "takeover", "shift")
+KINDS = (
+    *("slow", "recover", "kill", "freeze", "thaw", "cut", "heal", "restart", "takeover", "shift"),
+    *("hang", "pause", "raise", "sever", "unmet"),
+)
 #: What may cost the job the copies of state that its devices hold.
-_COSTLY = ("kill", "freeze")
+_COSTLY = ("kill", "freeze", "hang")
+#: Of the user's code, planted for the script to find.
+_PLANTED = ("hang", "pause", "raise")
 #: Seconds that a fault is held back while the job could not survive it.
 _HOLD_SECONDS = 40.0
-#: Seconds in which a signal that was ordered shows.
-_SIGNAL_SECONDS = 20.0
+#: Seconds in which a signal that was ordered shows; in which a fault that was planted is found: a rank without
+#: the last stage has no loss, and one that stands by makes no step.
+_SIGNAL_SECONDS, _FIND_SECONDS = 20.0, 4.0
+#: Seconds after another fault of its device or node in which a pause may end with a fence.
+_EXCUSED_SECONDS = 20.0
 
 
 class StandsStill(Exception):
@@ -63,10 +73,31 @@ class Steps:
 
 @dataclass(kw_only=True)
 class Played:
-    """What became of the script: the faults that happened, and those that were held back, and why."""
+    """What became of the script: the faults that happened, and those that were held back, and why. false: who
+    was fenced off while it was merely between two steps."""
 
     happened: list[Fault] = field(default_factory=list)
     held_back: list[str] = field(default_factory=list)
+    false: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """A worker between two steps, until then; `fences`: how many there were when it began."""
+
+    device: str
+    incarnation: str
+    until: float
+    fences: int
+
+    def false(self, fences: Sequence[Fence], struck: float) -> str:
+        """What is wrong with the fences so far: nobody is fenced off for being between two steps. struck: until
+        when another fault of its device or node lasted, which is a reason."""
+        named = (each for each in fences[self.fences :] if each.gone.get(self.device) == self.incarnation)
+        found = next(named, None)
+        if found is None or struck >= self.until - _EXCUSED_SECONDS:
+            return ""
+        return f"{self.device} was fenced off while it was between two steps: {found.reason}"
 
 
 class Live:
@@ -88,6 +119,12 @@ class Live:
         self._frozen: dict[str, float] = {}
         self._cut: dict[str, float] = {}
         self._killed: dict[str, str] = {}
+        self._hung: dict[str, float] = {}
+        self._away: dict[str, float] = {}
+        self._pauses: list[Pause] = []
+        self._struck: dict[str, float] = {}
+        self._planted = 0
+        self._severed = Severed(cluster.spaces, self._pids)
 
     def play(self, script: Iterable[Fault]) -> Played:
         """All of it, by step. Raises StandsStill, and ProcessError where a launcher ended before the job."""
@@ -98,15 +135,16 @@ class Live:
         for fault in sorted(faults, key=lambda fault: fault.step or 0):
             self.wait(lambda at=fault.step: self._steps.look() >= at)  # type: ignore[misc]
             self._strike(fault)
-        self.wait(lambda: not self._frozen)
+        self.wait(lambda: not (self._frozen or self._hung or self._away or self._pauses or self._severed))
         return self.played
 
     def wait(self, condition: Callable[[], bool], seconds: float | None = None) -> bool:
-        """Until it is true: whether it was within `seconds`. Frozen workers are thawed in time meanwhile."""
+        """Until it is true: whether it was within `seconds`. What lasts is ended in time meanwhile."""
         deadline = time.monotonic() + seconds if seconds is not None else None
         while not condition():
             self._cluster.tend()
             self._thaw()
+            self._end_others()
             self._steps.look()
             if not self._cluster.launchers_live():
                 raise ProcessError("a launcher ended before the last fault")
@@ -137,6 +175,9 @@ class Live:
             self._tell(f"held back: {fault.text}: {why[0]}")
             return
         self.played.happened += struck
+        if struck[0].kind not in ("pause", "slow", "recover", "thaw", "heal"):
+            for place in {struck[0].device, struck[0].node, struck[0].peer} - {""}:
+                self._struck[place] = time.monotonic() + struck[0].lasts
         self._tell(f"{len(self.played.happened)}, step {self._steps.done}: {struck[0].text}")
 
     def _alike(self, fault: Fault) -> list[Fault]:
@@ -147,6 +188,10 @@ class Live:
             return [fault]
         at = names.index(place)
         turned = (*names[at:], *names[:at])
+        if fault.peer:
+            pairs = [(node, peer) for node in turned for peer in turned if node != peer]
+            pairs.sort(key=lambda both: both != (fault.node, fault.peer))
+            return [msgspec.structs.replace(fault, node=node, peer=peer) for node, peer in pairs]
         return [
             msgspec.structs.replace(fault, **{"device" if fault.device else "node": name}) for name in turned
         ]
@@ -159,17 +204,37 @@ class Live:
         if job is None or job.plan is None:
             return "nobody knows of the job"
         lost = set(fault.devices(self._cluster.shape.names)) if fault.kind in _COSTLY else set()
-        if fault.kind in ("kill", "freeze") and not self._pid(job, fault.device):
+        if fault.kind in ("kill", "freeze", *_PLANTED) and not self._pid(job, fault.device):
             return f"{fault.device} has no worker"
-        if fault.kind == "restart" and any(device.startswith(f"{fault.node}/") for device in self._frozen):
+        if fault.kind in _PLANTED and (busy := self._busy(fault.device)):
+            return busy
+        if fault.kind == "raise" and not self._healthy(job) - {fault.device}:
+            return "no other device could try the step"
+        if fault.kind in ("restart", "unmet") and not self._cluster.has_agent(fault.node):
+            return "it has no agent"
+        if fault.kind == "sever" and pair_of(fault) in self._severed:
+            return "it is cut already"
+        frozen_there = any(device.startswith(f"{fault.node}/") for device in self._frozen)
+        if fault.kind in ("restart", "unmet") and frozen_there:
             return "its agent is to thaw a worker"
         if fault.kind == "cut" and fault.node in self._cut_now():
             return "it is cut already"
         if lost:
-            kept = self._healthy(job) - lost
-            gone = lost_boxes(self._spec().model, job.plan, kept)
-            return f"{gone} would be lost" if gone else ""
+            for kept in self._sides(self._healthy(job) - lost):
+                if gone := lost_boxes(self._spec().model, job.plan, kept):
+                    return f"{gone} would be lost"
         return ""
+
+    def _sides(self, kept: set[str]) -> list[set[str]]:
+        """The members of each set that may be all that is left: of nodes that are apart, one goes on without
+        the other."""
+        return [kept, *({d for d in kept if d.rpartition("/")[0] != node} for node in self._severed.nodes)]
+
+    def _busy(self, device: str) -> str:
+        """Why nothing can be planted there now."""
+        if device in self._frozen or device in self._hung:
+            return f"{device} stands still"
+        return f"{device} is between two steps" if any(p.device == device for p in self._pauses) else ""
 
     def _healthy(self, job: JobStatus) -> set[str]:
         """The members that hold state and that no fault is known to have hit. Those whose agent cannot be
@@ -182,6 +247,7 @@ class Live:
             if here.get(device, incarnation) == incarnation
             and incarnation not in (self._killed.get(device), gone.get(device))
             and device not in self._frozen
+            and device not in self._hung
         } & set(job.plan.members)
 
     def _gone(self) -> Mapping[str, str]:
@@ -212,6 +278,14 @@ class Live:
                 cluster.chaos().recover(fault.device)
             case "kill" | "freeze":
                 return self._signal(fault)
+            case "hang" | "pause" | "raise":
+                return self._plant(fault)
+            case "sever":
+                return self._severed.cut(fault)
+            case "unmet":
+                cluster.stop_agent(fault.node)
+                self._away[fault.node] = time.monotonic() + fault.lasts
+                cluster.kill_leader()
             case "thaw":
                 self._frozen[fault.device] = time.monotonic()
             case "cut":
@@ -252,6 +326,52 @@ class Live:
             time.sleep(0.01)
         return False
 
+    def _plant(self, fault: Fault) -> bool:
+        """Whether the device's process found it, in time."""
+        job, folder = self._cluster.job(), self._cluster.folder
+        assert job is not None
+        incarnation = next(m.incarnation for m in job.members if m.device == fault.device)
+        self._planted += 1
+        number, fences = self._planted, len(self._written("fence"))
+        plant(folder, fault.device, _of_code(fault, number))
+        found = self.wait(lambda: taken(folder, number), _FIND_SECONDS)
+        withdraw(folder, fault.device)
+        if not found and not taken(folder, number):
+            return False
+        until = time.monotonic() + fault.lasts
+        if fault.kind == "hang":
+            self._hung[fault.device] = until
+        elif fault.kind == "raise":
+            self._killed[fault.device] = incarnation
+        else:
+            self._pauses.append(Pause(device=fault.device, incarnation=incarnation, until=until, fences=fences))
+        return True
+
+    def _end_others(self) -> None:
+        """What lasts and is over: hangs, pauses, agents that are away, cuts of the data network."""
+        now = time.monotonic()
+        self._hung = {device: until for device, until in self._hung.items() if now < until}
+        for node, until in list(self._away.items()):
+            if now >= until:
+                self._cluster.start_agent(node)
+                del self._away[node]
+        self._severed.heal()
+        for pause in [each for each in self._pauses if now >= each.until]:
+            self._pauses.remove(pause)
+            self._judge(pause)
+
+    def _judge(self, pause: Pause) -> None:
+        node = pause.device.rpartition("/")[0]
+        struck = max(self._struck.get(pause.device, 0.0), self._struck.get(node, 0.0))
+        fences = [decode(each, Fence) for each in self._written("fence")]
+        if found := pause.false(fences, struck):
+            self.played.false.append(found)
+
+    def _pids(self, node: str) -> list[int]:
+        job = self._cluster.job()
+        members = job.members if job is not None else ()
+        return [member.pid for member in members if member.device.rpartition("/")[0] == node]
+
     def _thaw(self) -> None:
         for device, until in list(self._frozen.items()):
             if time.monotonic() >= until:
@@ -263,6 +383,18 @@ class Live:
         """The process that drives a device, 0 without one that lives."""
         pid = next((m.pid for m in job.members if m.device == device), 0)
         return pid if pid and _status(pid) not in ("", psutil.STATUS_ZOMBIE) else 0
+
+
+def _of_code(fault: Fault, number: int) -> Planted:
+    """What is planted for a fault. The text of an exception has no digits, which the leader takes for what
+    differs between two devices."""
+    way = fault.way
+    if fault.kind == "raise":
+        words = "".join("abcdefghij"[int(digit)] for digit in str(number))
+        place: Place = "loss" if way == "loss" else "script"
+        return Planted(number=number, place=place, how="raise", text=f"planted: {words}")
+    place = ("loader" if way == "loader" else "script") if fault.kind == "pause" else "loss"
+    return Planted(number=number, place=place, how="lock" if way == "lock" else "sleep", seconds=fault.lasts)
 
 
 def _status(pid: int) -> str:

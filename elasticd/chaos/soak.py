@@ -24,10 +24,11 @@ from elasticd_planner.value import Value
 
 from elasticd.chaos import ledger
 from elasticd.chaos.cluster import JOB, Cluster, Shape
-from elasticd.chaos.drawn import WEIGHTS, Soaking, draw
+from elasticd.chaos.drawn import LIVE_WEIGHTS, Soaking, draw
 from elasticd.chaos.faults import Faults
 from elasticd.chaos.history import History, JobHistory
 from elasticd.chaos.live import Live, Played, StandsStill, Steps
+from elasticd.chaos.namespaces import refusal
 from elasticd.processes import ProcessError, Processes
 from elasticd.store.protocol import WatchEvent
 
@@ -39,7 +40,8 @@ SAMPLES = Sampler(size=1000, global_batch=8, seed=5)
 
 class Report(Value, frozen=True, kw_only=True):
     """What was done and found. kinds: faults that happened, by kind; apart: the largest relative difference of
-    a loss from that of the undisturbed run; ended: daemons that ended by themselves."""
+    a loss from that of the undisturbed run, None where that was not made; ended: daemons that ended by
+    themselves."""
 
     seed: int
     faults: int
@@ -51,18 +53,21 @@ class Report(Value, frozen=True, kw_only=True):
     fences: int
     leaders: int
     processes: int
-    apart: float
+    apart: float | None
     wrong: tuple[str, ...]
     ended: tuple[str, ...]
 
     @property
     def text(self) -> str:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
+        apart = "compared with no undisturbed run"
+        if self.apart is not None:
+            apart = f"losses within {self.apart:.1e} of the undisturbed run"
         lines = [
             f"seed {self.seed}: {self.faults} faults ({kinds}) in {self.steps} steps and {self.seconds:.0f} s; "
             f"{len(self.held_back)} held back",
             f"{self.plans} plans, {self.fences} fences, {self.leaders} leaders, {self.processes} processes of "
-            f"workers; losses within {self.apart:.1e} of the undisturbed run",
+            f"workers; {apart}",
             *(f"ended by itself: {line}" for line in self.ended),
             *(f"WRONG: {line}" for line in self.wrong[:50]),
             "all that must hold does" if not self.wrong else f"{len(self.wrong)} things are wrong",
@@ -70,9 +75,11 @@ class Report(Value, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def soak(script: Faults, shape: Shape, folder: Path, seed: int, still: float, rest: int) -> Report:
-    """Runs the job under the script and checks it; `folder` keeps logs and ledgers. Raises ProcessError where
-    the cluster does not come up."""
+def soak(
+    script: Faults, shape: Shape, folder: Path, seed: int, still: float, rest: int, *, separate: bool = False
+) -> Report:
+    """Runs the job under the script and checks it; `folder` keeps logs and ledgers; separate: with each node in
+    a network namespace. Raises ProcessError where the cluster does not come up."""
     began = time.monotonic()
     training = Path(__file__).resolve().parents[1] / "runtime" / "soaking.py"
     steps = max(fault.step or 0 for fault in script) + rest + HELD_STEPS * len(list(script))
@@ -82,7 +89,7 @@ def soak(script: Faults, shape: Shape, folder: Path, seed: int, still: float, re
         tempfile.TemporaryDirectory(prefix="elasticd-soak-") as sockets,
         processes.interruptible(),
         processes,
-        Cluster(shape, processes, folder, Path(sockets)) as cluster,
+        Cluster(shape, processes, folder, Path(sockets), separate=separate) as cluster,
     ):
         cluster.start_job(training, *options)
         live = Live(
@@ -139,7 +146,7 @@ def _report(
     history.read(seen)
     job = history.jobs.get(JOB, JobHistory())
     ledgers = ledger.read(folder)
-    wrong = [*wrong, *history.wrong]
+    wrong = [*wrong, *played.false, *history.wrong]
     plain = ledger.read_plain(folder / "plain.jsonl") if (folder / "plain.jsonl").exists() else []
     if plain:
         wrong += ledger.check(ledgers, job.plans, job.fenced_off, steps, SAMPLES.samples, plain)
@@ -154,7 +161,7 @@ def _report(
         fences=len(job.gone),
         leaders=len(history.leaders),
         processes=len(ledgers),
-        apart=ledger.furthest(ledgers, plain),
+        apart=ledger.furthest(ledgers, plain) if plain else None,
         wrong=tuple(wrong),
         ended=tuple(cluster.ended),
     )
@@ -181,7 +188,12 @@ def _report(
     show_default=True,
     help="Steps after the last fault, in which all is to come to rest.",
 )
-@click.option("--only", multiple=True, help="Draw these kinds alone.")
+@click.option("--only", multiple=True, type=click.Choice([*LIVE_WEIGHTS]), help="Draw these kinds alone.")
+@click.option(
+    "--separate/--together",
+    default=None,
+    help="Each node in a network namespace, so that the data network breaks in silence (default: for root).",
+)
 def command(
     seed: int | None,
     faults: int,
@@ -194,17 +206,22 @@ def command(
     gap: int,
     rest: int,
     only: tuple[str, ...],
+    separate: bool | None,
 ) -> None:
     """Trains a small job on real processes, under random faults, and checks what must hold."""
     seed = secrets.randbelow(1_000_000) if seed is None else seed
     names = ("alpha", "beta", "gamma", "delta", *(f"n{index}" for index in range(4, nodes)))[:nodes]
     shape = Shape(nodes=names, devices=devices, zero=zero, memory=memory)
-    weights = {kind: WEIGHTS[kind] for kind in only} or WEIGHTS
+    weights = {kind: LIVE_WEIGHTS[kind] for kind in only} or LIVE_WEIGHTS
     script = draw(Soaking(count=faults, most=gap, weights=weights), shape.names, seed)
     print(f"soak: --seed {seed} --faults {faults} --nodes {nodes} --devices {devices}", flush=True)
     folder = out or Path(tempfile.mkdtemp(prefix="elasticd-soak-"))
     folder.mkdir(parents=True, exist_ok=True)
-    report = soak(script, shape, folder, seed, still, rest)
+    if separate is None:
+        separate = not refusal()
+    if not separate:
+        print("the data network breaks by connections that are shut", flush=True)
+    report = soak(script, shape, folder, seed, still, rest, separate=separate)
     (folder / "report.json").write_bytes(msgspec.json.encode(report))
     print(report.text, flush=True)
     if out is None and not report.wrong:

@@ -52,6 +52,15 @@ class Chaos:
         """Its agent finds them again."""
         self._api.chaos("heal", _node(node))
 
+    def cut_data(self, node: str, other: str, seconds: float = 0.0, *, one_way: bool = False) -> None:
+        """What both send to each other's data address is lost (one_way: what `node` sends), for `seconds` or
+        (0) until it is healed. An agent that may not set routes shuts its workers' connections once."""
+        self._api.cut_data("cut", (_node(node), _node(other)), seconds=seconds, one_way=one_way)
+
+    def heal_data(self, node: str, other: str) -> None:
+        """They reach each other's data addresses again."""
+        self._api.cut_data("heal", (_node(node), _node(other)))
+
     def shift(self, job: str, tokens: int) -> None:
         """The job reads its data in sequences of `tokens` tokens, or (0) as they are; its dataset must offer
         `at_length(tokens)`. Raises `Invalid` for less than none."""

@@ -85,14 +85,34 @@ def thaw(config: str | None, coordinator: str | None, device: str) -> None:
     metavar="SECONDS",
     help="Heal it after so long (default: when told).",
 )
+@click.option("--data", metavar="OTHER", help="Cut the data network between NODE and this node instead.")
+@click.option("--one-way", is_flag=True, help="With --data: only what NODE sends is lost.")
 @click.argument("node")
-def cut(config: str | None, coordinator: str | None, seconds: float, node: str) -> None:
+def cut(
+    config: str | None, coordinator: str | None, seconds: float, data: str | None, one_way: bool, node: str
+) -> None:
     """Cut the agent of NODE (as alpha) off from leader and etcd; its workers train on.
 
-    The cut ends by `elasticd chaos heal`, after --for SECONDS, or with the leader that ordered it.
+    The cut ends by `elasticd chaos heal`, after --for SECONDS, or with the leader that ordered it. With --data
+    OTHER the workers of the two nodes lose each other, and their agents nobody: in silence where an agent may
+    set routes (root); elsewhere it shuts its workers' connections once, and says so in its log.
     """
+    if one_way and data is None:
+        raise click.UsageError("--one-way is about the data network: name the other node by --data")
     with at(config, coordinator) as cluster:
-        cluster.cut(node, seconds)
+        if data is not None:
+            cluster.cut_data(node, data, seconds, one_way=one_way)
+        else:
+            cluster.cut(node, seconds)
+    if data is not None:
+        ending = f"for {seconds:g} s" if seconds else f"until elasticd chaos heal {node} --data {data}"
+        what = (
+            f"what node {node} sends to node {data}"
+            if one_way
+            else f"what nodes {node} and {data} send to each other"
+        )
+        click.echo(f"{what} on the data network is to be lost, {ending}")
+        return
     ending = f"for {seconds:g} s" if seconds else f"until elasticd chaos heal {node}"
     click.echo(f"node {node} is to be cut off from leader and store, {ending}")
 
@@ -100,10 +120,15 @@ def cut(config: str | None, coordinator: str | None, seconds: float, node: str) 
 @chaos.command()
 @config_option
 @coordinator_option
+@click.option("--data", metavar="OTHER", help="Heal the data network between NODE and this node instead.")
 @click.argument("node")
-def heal(config: str | None, coordinator: str | None, node: str) -> None:
+def heal(config: str | None, coordinator: str | None, data: str | None, node: str) -> None:
     """Let the agent of NODE (as alpha) reach leader and etcd again."""
     with at(config, coordinator) as cluster:
+        if data is not None:
+            cluster.heal_data(node, data)
+            click.echo(f"nodes {node} and {data} are to reach each other on the data network again")
+            return
         cluster.heal(node)
     click.echo(f"node {node} is to reach leader and store again")
 

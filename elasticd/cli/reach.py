@@ -134,6 +134,13 @@ class Api:
         body = {"action": action, where: place, "factor": factor, "seconds": seconds}
         self._ask("POST", "/v1/chaos", msgspec.json.encode(body))
 
+    def cut_data(
+        self, action: str, nodes: tuple[str, str], *, seconds: float = 0.0, one_way: bool = False
+    ) -> None:
+        """Cuts the data network between two nodes, or heals it: action "cut" or "heal"."""
+        body = {"action": action, "node": nodes[0], "other": nodes[1], "seconds": seconds, "one_way": one_way}
+        self._ask("POST", "/v1/chaos", msgspec.json.encode(body))
+
     def shift(self, job: str, tokens: int) -> None:
         """Has a job read its data in sequences of so many tokens; 0: as they are."""
         self._ask("POST", "/v1/chaos", msgspec.json.encode({"action": "shift", "job": job, "tokens": tokens}))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from typing import Annotated, Protocol
+from typing import Annotated, Literal, Protocol
 
 from elasticd_planner.value import Value
 from msgspec import Meta
@@ -20,8 +20,9 @@ from elasticd.coordinator.endpoints import post
 from elasticd.coordinator.gate import CALLER
 from elasticd.coordinator.leading import Leading, Refused
 from elasticd.machines.job.effects import Harmed, Reread
-from elasticd.machines.job.state import OVER
+from elasticd.machines.job.state import OVER, NodeState
 from elasticd.orders import Harm
+from elasticd.routes import is_loopback
 from elasticd.security import Role
 
 #: What is done to a device; the rest is done to a node.
@@ -33,8 +34,9 @@ TO_JOBS = ("shift",)
 
 class ChaosRequest(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A device's name for what is done to devices, a job's for a shift, else a node's. factor: of slow, at
-    least 1. seconds: how long a cut lasts, 0 until it is healed. tokens: the length of the sequences that the
-    job reads from then on, 0 as they are."""
+    least 1. seconds: how long a cut lasts, 0 until it is healed. other: a second node; cut and heal are about
+    the data network between the two then, and one_way cuts what `node` sends alone. tokens: the length of the
+    sequences that the job reads from then on, 0 as they are."""
 
     # Documented as a choice, and refused with words of ours, by `order`.
     action: Annotated[str, Meta(extra_json_schema={"enum": [*TO_DEVICES, *TO_NODES, *TO_JOBS]})]
@@ -42,6 +44,8 @@ class ChaosRequest(Value, frozen=True, kw_only=True, forbid_unknown_fields=True)
     node: str = ""
     factor: Annotated[float, Meta(extra_json_schema={"minimum": 1})] = 1.0
     seconds: Annotated[float, Meta(extra_json_schema={"minimum": 0})] = 0.0
+    other: str = ""
+    one_way: bool = False
     job: str = ""
     tokens: Annotated[int, Meta(extra_json_schema={"minimum": 0})] = 0
 
@@ -130,6 +134,8 @@ def order(leading: Leading, cuts: Cuts, body: ChaosRequest) -> None:
     elif body.action in TO_DEVICES:
         leading.know_device(body.device)
         _harm(leading, body.device.rpartition("/")[0], Harm(how=body.action, device=body.device))  # type: ignore[arg-type]
+    elif body.action in TO_NODES and body.other:
+        _data(leading, body)
     elif body.action == "cut":
         if not 0 <= body.seconds < math.inf:
             raise Refused(400, f"seconds {body.seconds} must be how long the cut lasts, 0 until it is healed")
@@ -167,11 +173,37 @@ def _shift(leading: Leading, name: str, tokens: int) -> None:
     leading.apply(Reread(job=name, tokens=tokens))
 
 
+def _data(leading: Leading, body: ChaosRequest) -> None:
+    """The data network between two nodes."""
+    if not 0 <= body.seconds < math.inf:
+        raise Refused(400, f"seconds {body.seconds} must be how long the cut lasts, 0 until it is healed")
+    addresses = {}
+    for name in (body.node, body.other):
+        known = _connected(leading, name, body.action)
+        addresses[name] = known.record.address
+    if len({*addresses.values()}) < 2 or any(is_loopback(address) for address in addresses.values()):
+        raise Refused(
+            409,
+            f"nodes {body.node!r} and {body.other!r} have the data addresses {', '.join(addresses.values())}: "
+            "only the network between two machines can be cut",
+        )
+    how: Literal["cut-data", "heal-data"] = "cut-data" if body.action == "cut" else "heal-data"
+    ways = [(body.node, body.other), (body.other, body.node)]
+    for node, other in ways[:1] if body.one_way and body.action == "cut" else ways:
+        leading.apply(Harmed(node=node, harm=Harm(how=how, peer=addresses[other], seconds=body.seconds)))
+
+
 def _harm(leading: Leading, node: str, harm: Harm) -> None:
+    _connected(leading, node, harm.how)
+    leading.apply(Harmed(node=node, harm=harm))
+
+
+def _connected(leading: Leading, node: str, how: str) -> NodeState:
+    """A node whose agent can be told to do something to it."""
     known = leading.state.nodes.get(node)
     if known is None:
         names = ", ".join(sorted(leading.state.nodes)) or "none"
         raise Refused(404, f"there is no node {node!r}; there are: {names}")
     if not known.connected:
-        raise Refused(409, f"the agent of node {node} cannot be reached: nobody is there to {harm.how} it")
-    leading.apply(Harmed(node=node, harm=harm))
+        raise Refused(409, f"the agent of node {node} cannot be reached: nobody is there to {how} it")
+    return known

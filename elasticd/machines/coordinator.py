@@ -279,6 +279,10 @@ def _harmed(state: State, event: Harmed) -> Result:
     text = f"chaos: {harm.how} the worker of {harm.device}"
     if harm.how == "cut":
         text = f"chaos: cut node {event.node}'s agent off from leader and store{lasts}"
+    elif harm.how == "cut-data":
+        text = f"chaos: what node {event.node} sends to the data address {harm.peer} is to be lost{lasts}"
+    elif harm.how == "heal-data":
+        text = f"chaos: node {event.node} is to reach the data address {harm.peer} again"
     data = {"node": event.node, "device": harm.device, "how": harm.how, "seconds": harm.seconds}
     return state, (Note(kind="chaos", text=text, data=data), Send(node=event.node, message=harm))
 

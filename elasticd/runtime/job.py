@@ -44,7 +44,7 @@ from elasticd.runtime.standing_in import Snapshots
 from elasticd.runtime.step import Step as Step
 from elasticd.runtime.stream import Stream
 from elasticd.runtime.switching import Switcher
-from elasticd.runtime.thrown import Uncaught
+from elasticd.runtime.thrown import Farewell, Uncaught, unwinding
 from elasticd.runtime.vote import LedgerError
 from elasticd.runtime.warming import warm
 from elasticd.runtime.where import shared
@@ -52,6 +52,9 @@ from elasticd.snapshots import Freed
 from elasticd.whereabouts import Whereabouts
 
 log = logging.getLogger(__name__)
+
+#: Why a process takes its leave whose script ran over fewer steps than it asked for.
+LEFT = "the script left the loop before the last step"
 
 #: The weights that an evaluation may be of.
 WEIGHTS = ("value", "average")
@@ -168,6 +171,7 @@ class Job(Seat):
         self._control.start(self._hear)
         self._show()
         self._failed = False
+        self._farewell = Farewell(partial(self._control.send, Goodbye(reason=LEFT)))
         self._uncaught = Uncaught(self._fail)
         self._notice = Notice(grace, self._told_to_go)
         self._notice.install()
@@ -286,16 +290,21 @@ class Job(Seat):
         except BaseException as error:
             if isinstance(error, Exception):
                 self._fail(error)
+            elif isinstance(error, GeneratorExit) and not self._failed and unwinding():
+                self._farewell.soon()  # where nobody catches it, `_fail` hears of it before
+                raise
             self._end_copies()
             self._notice.restore()
             if isinstance(error, GeneratorExit) and not self._failed:
-                self._leave("the script left the loop before the last step")
+                self._leave(LEFT)
             raise
         self._leave("")
 
     def _fail(self, error: Exception) -> None:
         """The script's code raised. The leader is told, and this process stays while its state is of use."""
         if self._failed or self._ended:
+            return
+        if not self._farewell.withdraw():
             return
         self._failed = True
         try:

@@ -5,7 +5,9 @@
 
 Every rank writes every step that it was given, to FOLDER/ledger-DEVICE-PID.jsonl: `elasticd.chaos` reads them
 together. With --plain one process of plain torch makes the same updates: what all layouts are compared with.
-In float64 sums taken in another order stay far below what a lost or repeated sample would change.
+It looks for faults of the user's code in FOLDER (`elasticd.chaos.planted`): in its loss, its dataset and the
+body of its loop. In float64 sums taken in another order stay far below what a lost or repeated sample would
+change.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -21,6 +23,7 @@ import torch
 from elasticd_planner.batch import Sampler
 from elasticd_planner.boxes import Box
 
+from elasticd.chaos.planted import Finder
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.data import pad
 from elasticd.runtime.job import Job
@@ -32,10 +35,15 @@ BATCH, SEED, CLIP = 8, 5, 1.0
 class Ladders:
     """Sequences that climb by a fixed amount, of unequal length: something that so small a model can learn."""
 
+    def __init__(self, finder: Finder | None = None) -> None:
+        self._finder = finder
+
     def __len__(self) -> int:
         return 1000
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if self._finder is not None:
+            self._finder.at("loader")
         ids = (index + torch.arange(9 + index % 5) * (1 + index % 7)) % CONFIG.vocabulary
         return {"inputs": ids[:-1], "targets": ids[1:]}
 
@@ -61,21 +69,29 @@ def write(ledger: TextIO, **line: object) -> None:
 def train(options: argparse.Namespace) -> None:
     with torch.device("meta"):
         model = Decoder(CONFIG).describe()
+    finder = Finder(options.folder)
+
+    def loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        finder.at("loss")
+        return next_token_loss(output, batch)
+
     job = Job(
         model=model,
-        loss=next_token_loss,
+        loss=loss,
         optimizer=optimizer,
-        dataset=Ladders(),
+        dataset=Ladders(finder),
         global_batch=BATCH,
         seed=SEED,
         clip=CLIP,
         zero=options.zero,
         replicas=2 if options.zero else None,
     )
+    finder.know(job.device)
     name = f"ledger-{job.device.replace('/', ':')}-{os.getpid()}.jsonl"
     with (options.folder / name).open("w") as ledger:
         for step in job.steps(options.steps):
             write(ledger, step=step.index, loss=step.loss, samples=step.samples, plan=step.plan)
+            finder.at("script")
         write(ledger, end=options.steps)
 
 

@@ -1,23 +1,30 @@
 """What the script's own code raised, as the leader is told of it, and as it is caught where nobody else does.
 
 An exception in a step, or in a callback, passes through the job's own generator. One that the body of the
-script's loop raises does not: it is heard of when it is about to end the process (`sys.excepthook`).
+script's loop raises does not: it is heard of when it is about to end the process (`sys.excepthook`). Before
+that the interpreter drops what the loop runs over, and so closes the generator, just as `break` does. The two
+are told apart by the traceback that an exception has made of the frame it passes through (`unwinding`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import inspect
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from elasticd.messages import Raised
 from elasticd.runtime.groups import Cancelled, PeerLost
 
 #: Characters of an exception's text and of its traceback that are told; of the latter the end.
 MOST_TEXT, MOST_TRACEBACK = 1000, 8000
+
+#: Seconds from an exception in the body of the script's loop to the end of the process, if nobody catches it.
+CAUGHT_SECONDS = 3.0
 
 #: Exceptions that were raised while another one was handled, and that are looked through.
 _DEEPEST = 16
@@ -57,6 +64,46 @@ def lost_within(error: BaseException) -> PeerLost | Cancelled | None:
             return found
         found = found.__cause__ or found.__context__
     return None
+
+
+def unwinding() -> bool:
+    """Asked by a generator that is closed: whether an exception is passing through the function that runs over
+    it. One that handles an exception, or did, stands at another instruction than its traceback has."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    found = gc.get_referrers(frame)
+    return any(isinstance(each, TracebackType) and each.tb_lasti == frame.f_lasti for each in found)
+
+
+class Farewell:
+    """Said a while after the body of the script's loop raised: if that ended the process, it was withdrawn
+    before; so the script has caught it."""
+
+    def __init__(self, said: Callable[[], None]) -> None:
+        self._said = said
+        self._lock = threading.Lock()
+        self._withdrawn = self._over = False
+
+    def soon(self, seconds: float = CAUGHT_SECONDS) -> None:
+        """It is said then."""
+        timer = threading.Timer(seconds, self._say)
+        timer.daemon = True
+        timer.start()
+
+    def withdraw(self) -> bool:
+        """Whether it was not said, and will not be."""
+        with self._lock:
+            self._withdrawn = True
+            return not self._over
+
+    def _say(self) -> None:
+        with self._lock:
+            if not self._withdrawn:
+                self._over = True
+                self._said()
 
 
 def _sound(text: str) -> str:

@@ -25,7 +25,7 @@ from elasticd_planner.rates import DetectSettings
 from elasticd_planner.rules import ModelSpec
 from elasticd_planner.value import Value, refuse
 
-from elasticd.chaos.fault import KINDS, Fault
+from elasticd.chaos.fault import KINDS, REAL, Fault
 from elasticd.config import ConfigError, section, size
 from elasticd.simulator.faults import RandomFaults, draw
 from elasticd.simulator.models import PRESETS, Shapes, model_spec
@@ -146,6 +146,8 @@ class Scenario(Value, frozen=True, kw_only=True):
         nodes, devices = self.cluster.nodes, self.cluster.devices
         known = {f"n{n}" for n in range(nodes)}
         for number, fault in enumerate(self.faults, start=1):
+            if fault.kind in REAL:
+                refuse(f"fault {number}: kind = {fault.kind!r} is done to real clusters alone (`make soak`)")
             node, _, index = fault.device.partition("/")
             named = fault.node or node
             wrong = fault.device and not (index.isdigit() and int(index) < devices)

@@ -77,8 +77,8 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 class EtcdServer:
     """An etcd of one node. As a context manager it is started on entry and closed on exit.
 
-    `fsync=False` is for tests: data survives a kill of the process but not of the machine.  Ports are
-    picked when it is made and kept over restarts.
+    `fsync=False` is for tests: data survives a kill of the process but not of the machine.  `host` is the
+    address that it listens at. Ports are picked when it is made and kept over restarts.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class EtcdServer:
         program: str | None = None,
         fsync: bool = True,
         deadline: float = 60.0,
+        host: str = "127.0.0.1",
     ) -> None:
         self._program = program if program is not None else find_etcd()
         self._temporary = data_dir is None
@@ -95,7 +96,8 @@ class EtcdServer:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._fsync = fsync
         self._deadline = deadline
-        self._client_port, self._peer_port = free_ports(2)
+        self._host = host
+        self._client_port, self._peer_port = free_ports(2, host)
         # Makes the cluster's id: without it a wiped etcd on the same ports would pass for the old one.
         self._token = secrets.token_hex(8)
         self._process: subprocess.Popen[bytes] | None = None
@@ -104,7 +106,7 @@ class EtcdServer:
     @property
     def endpoint(self) -> str:
         """Where it listens, as "host:port"."""
-        return f"127.0.0.1:{self._client_port}"
+        return f"{self._host}:{self._client_port}"
 
     @property
     def pid(self) -> int | None:
@@ -129,7 +131,7 @@ class EtcdServer:
                 # Somebody took a port between our looking and etcd's binding.
                 if "address already in use" not in str(error) or attempt == 2:
                     raise
-                self._client_port, self._peer_port = free_ports(2)
+                self._client_port, self._peer_port = free_ports(2, self._host)
         raise AssertionError("unreachable")
 
     def stop(self, grace: float = 5.0) -> None:
@@ -178,7 +180,7 @@ class EtcdServer:
         self.close()
 
     def _command(self) -> list[str]:
-        client, peer = f"http://127.0.0.1:{self._client_port}", f"http://127.0.0.1:{self._peer_port}"
+        client, peer = f"http://{self.endpoint}", f"http://{self._host}:{self._peer_port}"
         command = [
             *(self._program, "--name", _NAME, "--data-dir", str(self._folder / "data")),
             *("--listen-client-urls", client, "--advertise-client-urls", client),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import psutil
 import pytest
+from elasticd_agent import data_cut
 from elasticd_agent.harm import Harms
 from elasticd_agent.severed import Severable
 
@@ -73,6 +76,68 @@ def test_an_agent_whose_configuration_has_chaos_off_does_nothing(
     agent.take(Harm(how="freeze", device="n0/0"))
     assert "chaos is off here" in caplog.text
     assert status(process) != psutil.STATUS_STOPPED
+
+
+TALKS = """
+import socket, sys
+held = [socket.create_connection(("127.0.0.1", int(port))) for port in sys.argv[1:2]]
+held += [socket.create_connection(("127.0.0.2", int(port))) for port in sys.argv[2:]]
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_without_the_right_to_set_routes_a_data_cut_shuts_the_connections_to_that_node_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(data_cut, "_route", lambda verb, peer: "Operation not permitted")
+    with socket.create_server(("127.0.0.1", 0)) as near, socket.create_server(("127.0.0.2", 0)) as far:
+        ports = [str(each.getsockname()[1]) for each in (near, far)]
+        process = subprocess.Popen(
+            [sys.executable, "-c", TALKS, *ports], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"there\n"
+            (kept, _), (cut, _) = near.accept(), far.accept()
+            store = Severable(MemoryStore(MemoryServer()))
+            agent = Harms(
+                *("n0", True, store, lambda device: os.pidfd_open(process.pid), lambda url: None),
+                devices=["n0/0"],
+            )
+            before = open_descriptors()
+            agent.take(Harm(how="cut-data", peer="127.0.0.2"))
+            cut.settimeout(30)
+            assert cut.recv(1) == b""
+            kept.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                kept.recv(1)
+            assert open_descriptors() <= before
+            assert "Operation not permitted): 1 connections to 127.0.0.2 were shut instead" in caplog.text
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def test_a_data_cut_is_a_route_until_it_is_healed_or_the_agent_ends(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(data_cut, "_route", lambda verb, peer: asked.append((verb, peer)) or "")
+
+    async def play() -> None:
+        agent = harms(process)
+        for peer in ("10.0.0.1", "10.0.0.2", "10.0.0.3"):
+            agent.take(Harm(how="cut-data", peer=peer, seconds=0.01 if peer == "10.0.0.2" else 0.0))
+        agent.take(Harm(how="heal-data", peer="10.0.0.1"))
+        agent.take(Harm(how="heal-data", peer="10.0.0.9"))
+        while ("del", "10.0.0.2") not in asked:
+            await asyncio.sleep(0.005)
+        assert ("del", "10.0.0.3") not in asked
+        await agent.close()
+
+    asyncio.run(play())
+    assert [peer for verb, peer in asked if verb == "del"] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
 
 
 def test_no_descriptor_is_left(process: subprocess.Popen[bytes]) -> None:

@@ -10,9 +10,10 @@ from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.chaos.drawn import WEIGHTS, Soaking, draw
-from elasticd.chaos.fault import ENDINGS, Fault
+from elasticd.chaos.drawn import LIVE_WEIGHTS, WEIGHTS, Soaking, draw
+from elasticd.chaos.fault import ENDINGS, REAL, WAYS, Fault
 from elasticd.chaos.faults import Faults
+from tests.chaos.test_soak import FIXED
 from tests.sizes import examples
 
 DEVICES = ("alpha/0", "alpha/1", "beta/0", "beta/1")
@@ -57,6 +58,10 @@ def test_a_script_that_does_not_say_when_is_refused() -> None:
         (lambda: Faults().partition("alpha", 0.0), "until the node can be reached"),
         (lambda: Faults().kill("alpha/0", -1.0), "until it is over"),
         (lambda: Faults().shift(0), "how many a sample has"),
+        (lambda: Faults().hang("alpha/0", 0.0), "seconds that kind = 'hang' lasts"),
+        (lambda: Faults().hang("alpha/0", 1.0, "script"), "which has: sleep, lock"),
+        (lambda: Faults().sever("alpha", "alpha", 1.0), "must be the other node"),
+        (lambda: Faults().throw("alpha"), "is about a device"),
     ],
 )
 def test_what_cannot_be_is_refused(wrong: object, said: str) -> None:
@@ -89,6 +94,27 @@ def test_every_kind_is_drawn_about_as_often_as_its_weight_says() -> None:
     found = Counter(fault.kind for fault in draw(Soaking(count=2000), DEVICES, 1))
     for kind, weight in WEIGHTS.items():
         assert found[kind] == pytest.approx(2000 * weight / sum(WEIGHTS.values()), rel=0.25)
+
+
+def test_a_real_cluster_meets_every_way_of_every_kind() -> None:
+    script = list(draw(Soaking(count=2000, weights=LIVE_WEIGHTS), DEVICES, 1))
+    found = Counter(fault.kind for fault in script)
+    for kind, weight in LIVE_WEIGHTS.items():
+        assert found[kind] == pytest.approx(2000 * weight / sum(LIVE_WEIGHTS.values()), rel=0.25)
+    assert {(fault.kind, fault.how) for fault in script if fault.how} == {
+        (kind, how) for kind, ways in WAYS.items() for how in ways
+    }
+    assert all(fault.peer not in ("", fault.node) for fault in script if fault.kind == "sever")
+
+
+def test_the_soak_of_every_commit_has_each_kind_that_is_real_alone() -> None:
+    script = list(draw(Soaking(count=6, most=6, weights=LIVE_WEIGHTS), ("alpha/0", "beta/0"), FIXED))
+    assert {fault.kind for fault in script} > set(REAL)
+
+
+def test_one_node_has_no_data_network() -> None:
+    script = draw(Soaking(count=200, weights=LIVE_WEIGHTS), ("alpha/0", "alpha/1"), 1)
+    assert not any(fault.kind == "sever" for fault in script)
 
 
 def test_weights_that_draw_nothing_are_refused() -> None:

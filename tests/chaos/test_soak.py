@@ -9,23 +9,26 @@ import pytest
 
 from tests import forkserver, sizes
 
-FIXED = 4
+#: It draws a broken data network, a node that a new leader never met, a pause between two steps and a hang in
+#: the loss (both with the interpreter's lock), and an exception of the user's code.
+FIXED = 4853
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("drawn", sizes.beside([False], [False, True]), ids=["fixed", "drawn"])
 def test_a_real_job_goes_on_through_random_faults(drawn: bool, seed: int, tmp_path: Path) -> None:
-    chosen, faults = seed if drawn else FIXED, sizes.number(full=10, quick=2)
+    chosen, faults = (seed, 60) if drawn else (FIXED, 6)
     print(f"--seed {chosen} --faults {faults}")
     printed = tmp_path / "printed"
-    devices, rest = sizes.number(full=2, quick=1), sizes.number(full=160, quick=60)
+    devices, rest = (2, 160) if drawn else (1, 30)
     command = ("--seed", str(chosen), "--faults", str(faults), "--devices", str(devices), "--rest", str(rest))
-    command += ("--out", str(tmp_path / "out"))
+    # In one namespace the processes are forked: in several each starts an interpreter of its own.
+    command += ("--out", str(tmp_path / "out"), *(() if drawn else ("--together",)))
     environment = {**os.environ, "PYTHONPATH": str(forkserver.ROOT)}
     done = forkserver.start("elasticd.chaos.soak", *command, environment=environment, output=printed)
     try:
-        code = done.wait(850)
+        code = done.wait(2300)
     finally:
         done.terminate()  # it ends all that it started
         done.wait(60)

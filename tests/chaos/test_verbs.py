@@ -114,3 +114,14 @@ def test_places_that_cannot_be_meant_are_refused_before_anybody_is_asked() -> No
         chaos.cut("alpha/0")
     with pytest.raises(Invalid, match="at least 1"):
         chaos.slow("alpha/0", 0.5)
+
+
+def test_the_data_network_of_one_machine_is_not_cut(cluster: Cluster) -> None:
+    with Api(cluster.coordinator.url) as api:
+        with pytest.raises(CannotReach, match="only the network between two machines can be cut"):
+            Chaos(api).cut_data("a", "b")
+        with pytest.raises(CannotReach, match="there is no node 'c'"):
+            Chaos(api).heal_data("a", "c")
+    done = CliRunner().invoke(elasticd, ["chaos", "cut", "b", "--one-way"])
+    assert done.exit_code == 2
+    assert "name the other node by --data" in done.output

@@ -105,6 +105,20 @@ def test_an_exception_on_one_device_costs_it_and_nothing_else() -> None:
 
 
 @pytest.mark.slow
+def test_an_exception_in_the_body_of_the_loop_costs_its_device_and_nothing_else() -> None:
+    """The interpreter drops what the loop runs over before anybody hears of the exception."""
+    with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS) as cluster:
+        cluster.run(SCRIPT, fail_after=5)
+        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        steps = cluster.finish()
+        codes = cluster.wait(120)
+        assert codes == {"a/0": 0, "b/0": 1}, {device: cluster.log(device)[-3000:] for device in codes}
+        check_exactness(cluster, steps, plans=2)
+        (told,) = cluster.events("raised")
+        assert "ValueError: the body of the loop is bad" in told["text"]
+
+
+@pytest.mark.slow
 def test_an_exception_that_comes_again_on_another_device_ends_the_job_with_its_state_saved(
     tmp_path: Path,
 ) -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.chaos.namespaces import Namespaces, namespaces, refusal
 from elasticd.offspring import ending_with_us
 from elasticd.store.server import find_etcd
 from tests import forkserver
 from tests.cli.support import call, until_answered
 from tests.integration import train_ledger, within
-from tests.integration.namespaces import Namespaces, namespaces, refusal
 from tests.integration.test_sample import environment
 
 #: The data addresses of the nodes, beside those by which they reach etcd and the coordinator.
@@ -37,6 +37,8 @@ state = "{folder}"
 state = "{folder}"
 [security]
 insecure = true
+[chaos]
+enabled = true
 [emulate]
 enabled = true
 forward = 5e-4
@@ -138,14 +140,16 @@ def daemons(nodes: Nodes) -> Sequence[str]:
 @pytest.mark.full
 @pytest.mark.slow
 def test_one_of_two_nodes_goes_on_when_their_data_network_breaks_in_silence(nodes: Nodes) -> None:
-    """A route that swallows what b sends to a's data address: no socket is reset, and both reach all else."""
+    """A route swallows what b sends to a's data address: no socket is reset, and both reach all else."""
     named = daemons(nodes)
     for node in DATA:
         nodes.run(node)
     nodes.until(lambda: min(map(nodes.steps, DATA)) >= 5)
-    nodes.ip("b", "route", "add", "blackhole", DATA["a"])
+    done = call("chaos", "cut", "b", "--data", "a", "--one-way", *named)
+    assert "what node b sends to node a on the data network is to be lost" in done.output
     before = {node: nodes.steps(node) for node in DATA}
     nodes.until(lambda: max(nodes.steps(node) - before[node] for node in DATA) >= 10)
+    assert f"sends to {DATA['a']} is swallowed by a route" in (nodes.folder / "agent-b").read_text()
     logs = call("logs", *named).output
     assert "nodes a and b do not reach each other on the data network" in logs
     assert logs.count("fence ") <= 6, logs

@@ -15,6 +15,7 @@ from textwrap import dedent
 import pytest
 
 from elasticd import config
+from elasticd.chaos.namespaces import Namespaces, namespaces, refusal
 from elasticd.offspring import ending_with_us
 from elasticd.store.server import find_etcd
 from tests import forkserver
@@ -22,7 +23,6 @@ from tests.cli.support import call, until_answered
 from tests.etcds import SharedEtcd
 from tests.forkserver import ROOT
 from tests.integration import train_ledger, within
-from tests.integration.namespaces import Namespaces, namespaces, refusal
 
 STEPS = 6
 ENDPOINTS = '["etcd0:2379", "etcd1:2379", "etcd2:2379"]'

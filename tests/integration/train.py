@@ -200,6 +200,8 @@ def main() -> None:
                 line = {"step": step.index, "loss": step.loss, "samples": step.samples, "plan": step.plan}
                 ledger.write(json.dumps(line) + "\n")
                 ledger.flush()
+            if step.index == options.get("fail_after") and job.device == "b/0":
+                raise ValueError("the body of the loop is bad")
     weights = {name: (box.start, box.stop, value) for name, (box, value) in job.parameters().items()}
     if weights:
         torch.save(weights, out / f"weights-{job.device.replace('/', ':')}")

@@ -162,6 +162,26 @@ def test_a_network_that_heals_gives_its_nodes_back_each_time_later() -> None:
     assert world.fences <= 4 * 3
 
 
+def test_a_break_long_after_the_others_counts_as_the_first() -> None:
+    """A job runs for weeks: a network that breaks once a day does not cost an hour each time in the end."""
+    world = running()
+    world.train(14)
+    waited = []
+    for _ in range(3):
+        world.apart = {("alpha", "gamma"), ("beta", "gamma")}
+        until(world, lambda: "gamma" not in world.used())
+        world.apart = set()
+        waited.append(until(world, lambda: "gamma" in world.used()))
+    assert waited[0] < waited[2]
+    world.now += world.settings.most_retry_seconds
+    world.train(5)
+    assert recovered(world)
+    world.apart = {("alpha", "gamma"), ("beta", "gamma")}
+    until(world, lambda: "gamma" not in world.used())
+    world.apart = set()
+    assert until(world, lambda: "gamma" in world.used()) <= waited[0] + 2
+
+
 def until(world: Parted, reached: Callable[[], bool]) -> int:
     """Seconds of training until then."""
     for second in range(300):

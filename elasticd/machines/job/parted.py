@@ -207,11 +207,13 @@ def _replanned(turn: Turn) -> bool:
 
 
 def _leave_out(turn: Turn, nodes: Iterable[str]) -> None:
-    """Each further time they are left out for twice as long."""
+    """Each further time they are left out for twice as long, until they were with the others for the longest of
+    such times."""
     network, settings = turn.job.network, turn.settings
     out = dict(network.out)
     for node in nodes:
-        times = out[node].times + 1 if node in out else 1
+        again = node in out and turn.now - out[node].until < settings.most_retry_seconds
+        times = out[node].times + 1 if again else 1
         seconds = min(settings.retry_seconds * 2.0 ** min(times - 1, 64), settings.most_retry_seconds)
         out[node] = Out(times=times, until=turn.now + seconds)
     _changed(turn, out=out)

@@ -1,0 +1,116 @@
+"""Runs of the soak, whose faults add up over many sittings: `results/soaks.jsonl` has a line for each.
+
+A line counts as long as what it measured is as it was: no file of the product, nor of the soak, has changed
+between its commit and the tree at hand. A run on a tree with changes that are not committed does not count.
+"""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from _results import RESULTS, Row, row
+
+from elasticd.chaos.soak import Report
+
+ROOT = RESULTS.parent.parent
+#: What a soak measures.
+MEASURED = ("elasticd", "agent", "migration", "planner")
+#: Faults of all runs together, and how far a loss may be from that of the undisturbed run.
+FAULTS, APART = 1000, 1e-9
+#: Faults of one run, and the seconds that it may take: rounding grows with the steps, so that runs are short.
+EACH, SECONDS = 60, 3600.0
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of the soak, and the commit that it ran on ("" for a tree with changes)."""
+
+    commit: str
+    shape: str
+    report: Report
+
+
+def rows(count: int, path: Path = RESULTS / "soaks.jsonl") -> Iterator[Row]:
+    """`count` faults more, and what all runs that count found."""
+    while count > 0:
+        run = _run(min(EACH, count), ("--nodes", "2", "--devices", "2"))
+        count -= max(1, run.report.faults)
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(run) + b"\n")
+    yield from figures(kept(path))
+
+
+def kept(path: Path) -> list[Run]:
+    """The runs that still count."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    runs = [msgspec.json.decode(line, type=Run) for line in lines]
+    same = {commit: commit != "" and _unchanged(commit) for commit in {run.commit for run in runs}}
+    return [run for run in runs if same[run.commit]]
+
+
+def figures(runs: Sequence[Run]) -> Iterator[Row]:
+    """What they found together."""
+    reports = [run.report for run in runs]
+    faults, kinds = sum(each.faults for each in reports), Counter[str]()
+    for each in reports:
+        kinds.update(each.kinds)
+    yield row("soak: faults at random, of all kinds", faults, "", goal=f">= {FAULTS}", met=faults >= FAULTS)
+    for kind, number in sorted(kinds.items()):
+        yield row(f"soak: faults of kind {kind}", number, "")
+    wrong = sum(len(each.wrong) for each in reports)
+    title = "soak: steps and samples lost or counted twice, false findings, records that break a rule"
+    yield row(title, wrong, "", goal="0", met=wrong == 0)
+    ended = sum(len(each.ended) for each in reports)
+    yield row("soak: daemons that ended by themselves", ended, "", goal="0", met=ended == 0)
+    apart = max((each.apart for each in reports if each.apart is not None), default=None)
+    name = "soak: largest relative difference of a loss from the undisturbed run"
+    yield row(name, apart, "", goal=f"<= {APART:g}", met=apart is not None and apart <= APART)
+    yield row("soak: faults held back", sum(len(each.held_back) for each in reports), "")
+    yield row("soak: steps", sum(each.steps for each in reports), "steps")
+    yield row("soak: runs, by commit", _by_commit(runs), "")
+
+
+def _by_commit(runs: Sequence[Run]) -> str:
+    found = Counter(run.commit for run in runs)
+    return ", ".join(f"{commit}: {number}" for commit, number in found.items())
+
+
+def _run(faults: int, shape: Sequence[str]) -> Run:
+    with tempfile.TemporaryDirectory(prefix="eb-soak-") as folder:
+        seed = str(secrets.randbelow(1_000_000))
+        command = [sys.executable, "-m", "elasticd.chaos.soak", "--seed", seed, "--faults", str(faults)]
+        before = commit()
+        done = subprocess.run([*command, *shape, "--out", folder], timeout=SECONDS, check=False, cwd=ROOT)
+        found = Path(folder) / "report.json"
+        if not found.exists():
+            raise RuntimeError(f"the soak of seed {seed} made no report and ended with {done.returncode}")
+        report = msgspec.json.decode(found.read_bytes(), type=Report)
+        return Run(commit=before if before == commit() else "", shape=" ".join(shape), report=report)
+
+
+def commit() -> str:
+    """Of the tree at hand; nothing where what is measured differs from it."""
+    return "" if _changed() else _git("rev-parse", "--short=12", "HEAD")
+
+
+def _unchanged(since: str) -> bool:
+    """Whether what is measured is as it was at that commit."""
+    try:
+        return not _changed() and not _git("diff", "--name-only", since, "--", *MEASURED)
+    except subprocess.CalledProcessError:  # a commit that nobody knows here
+        return False
+
+
+def _changed() -> bool:
+    return _git("status", "--porcelain", "--", *MEASURED) != ""
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
