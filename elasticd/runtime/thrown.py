@@ -1,7 +1,9 @@
 """What the script's own code raised, as the leader is told of it, and as it is caught where nobody else does.
 
 An exception in a step, or in a callback, passes through the job's own generator. One that the body of the
-script's loop raises does not: it is heard of when it is about to end the process (`sys.excepthook`).
+script's loop raises does not: it is heard of when it is about to end the process (`sys.excepthook`). Before that
+the interpreter closes the generator, as it does at a `break`, and nothing tells the one from the other. So a
+worker whose loop was left takes its leave a moment later (`Farewell`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ from elasticd.runtime.groups import Cancelled, PeerLost
 
 #: Characters of an exception's text and of its traceback that are told; of the latter the end.
 MOST_TEXT, MOST_TRACEBACK = 1000, 8000
+
+#: Seconds that an exception has to come from the body of a loop to the interpreter's hook: past all `finally`
+#: and `with` on its way. The leader waits longer for the others to take their leave too (`leave_seconds`).
+_ON_ITS_WAY = 1.0
 
 #: Exceptions that were raised while another one was handled, and that are looked through.
 _DEEPEST = 16
@@ -82,7 +88,38 @@ class Uncaught:
             sys.excepthook = self._before
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._before(kind, error, trace)
-        if isinstance(error, Exception):
+        try:
+            self._before(kind, error, trace)
             sys.stderr.flush()
-            self._told(error)
+        finally:
+            if isinstance(error, Exception):
+                self._told(error)
+
+
+class Farewell:
+    """Calls `leave` once at most: at once (`now`); or `later`, on another thread, when the main thread has ended
+    or an exception that was on its way would have come; or not at all, where it was `withdrawn` before."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self._lock, self._taken = threading.Lock(), False
+
+    def now(self) -> None:
+        if self.withdrawn():
+            self._leave()
+
+    def later(self) -> None:
+        if threading.main_thread().is_alive():
+            threading.Thread(target=self._wait, name="elasticd-farewell").start()
+        else:  # the interpreter ends, and starts no threads
+            self.now()
+
+    def withdrawn(self) -> bool:
+        """Whether that was in time. From then on it is not taken any more."""
+        with self._lock:
+            before, self._taken = self._taken, True
+        return not before
+
+    def _wait(self) -> None:
+        threading.main_thread().join(_ON_ITS_WAY)
+        self.now()
