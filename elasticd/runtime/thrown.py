@@ -1,9 +1,9 @@
 """What the script's own code raised, as the leader is told of it, and as it is caught where nobody else does.
 
 An exception in a step, or in a callback, passes through the job's own generator. One that the body of the
-script's loop raises does not: it is heard of when it is about to end the process (`sys.excepthook`). Before that
-the interpreter closes the generator, as it does at a `break`, and nothing tells the one from the other. So a
-worker whose loop was left takes its leave a moment later (`Farewell`).
+script's loop raises does not: it is heard of when it is about to end the process (`sys.excepthook`). Before
+that the interpreter closes the generator, as it does at a `break`, and nothing tells the one from the other.
+So a worker whose loop was left takes its leave a moment later (`Farewell`).
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Uncaught:
 
 
 class Farewell:
-    """Calls `leave` once at most: at once (`now`); or `later`, on another thread, when the main thread has ended
-    or an exception that was on its way would have come; or not at all, where it was `withdrawn` before."""
+    """Calls `leave` once at most: at once (`now`); or `later`, on another thread, when the main thread has
+    ended or an exception that was on its way would have come; or not at all, if it was `withdrawn` before."""
 
     def __init__(self, leave: Callable[[], None]) -> None:
         self._leave = leave

@@ -50,6 +50,9 @@ def ended(world: World) -> str:
     return done.reason
 
 
+SAVED = "the state before the step is saved"
+
+
 def test_the_others_make_the_step_again_and_its_state_is_of_use() -> None:
     world = running()
     throw(world, "beta/1")
@@ -165,6 +168,24 @@ def test_the_only_device_ends_the_job_with_its_state_saved() -> None:
     assert members(world) == {"alpha/0"}
     saved(world, "alpha/0")
     assert "no other device to try the step on; the state before the step is saved" in ended(world)
+
+
+def test_where_no_plan_is_left_without_its_device_the_job_ends_with_its_state_saved() -> None:
+    """The rank stays, so that no torchrun starts it anew: the job would wait for capacity for ever."""
+    world = running(memory=2_000_000)  # all four are needed
+    before = members(world)
+    assert len(before) == 4
+    throw(world, "beta/1")
+    world.settle()
+    for _ in range(12):
+        world.tick(1.0)
+    assert world.phase is Phase.RUNNING, (world.phase, world.job.reason)
+    assert members(world) == before
+    saved(world, "beta/1")
+    reason = ended(world)
+    assert "ValueError: bad sample 17" in reason
+    assert "and there is no plan without its device" in reason
+    assert reason.count(SAVED) == 1
 
 
 @pytest.mark.parametrize("turns", range(16))
