@@ -291,7 +291,7 @@ class Job(Seat):
         self._leave("")
 
     def _leave_later(self) -> None:
-        """The loop was left: by `break`, or by an exception of its body, which `_fail_later` may hear of yet."""
+        """The loop was left: by `break`, or by an exception of its body, which `_fail_later` may hear of."""
         self._left = True
         self._notice.restore()
         self._farewell.later()

@@ -172,7 +172,7 @@ def test_the_only_device_ends_the_job_with_its_state_saved() -> None:
 
 def test_where_no_plan_is_left_without_its_device_the_job_ends_with_its_state_saved() -> None:
     """The rank stays, so that no torchrun starts it anew: the job would wait for capacity for ever."""
-    world = running(memory=2_000_000)  # all four are needed
+    world = running(memory=2_600_000)  # all four are needed
     before = members(world)
     assert len(before) == 4
     throw(world, "beta/1")

@@ -9,7 +9,8 @@ so, and stays while it holds state:
                plan in force once more, under which its members write a last checkpoint. Then the job ends, with
                the exception as its reason. It ends at once where no state can be saved: nothing was trained, no
                checkpoints are kept, a member is gone or is of a release that cannot.
-    no other   a job without another device to try the step on ends likewise.
+    no other   a job without another device to try the step on ends likewise, and so does one for which there is
+               no plan without the device: its rank stays, so that no torchrun starts it anew.
 
 A rank whose code raised in the midst of an update (the optimizer's) holds no state that is whole, and is lost.
 """
@@ -85,6 +86,20 @@ def _judge(turn: Turn, worker: Worker, body: Raised) -> None:
         fault(turn, {}, what)
     else:
         fault(turn, {worker.device: worker.incarnation}, what)
+
+
+def unplanned(turn: Turn, why: str) -> bool:
+    """There is no plan without the device of a rank whose code raised: the step cannot be tried elsewhere.
+    Whether there is such a rank, by which the job then ends."""
+    job = turn.job
+    found = [worker for worker in job.workers.values() if worker.raised is not None and worker.leaving]
+    for worker in found:
+        body = worker.raised
+        if body is not None and body.plan == job.number and not job.failing:
+            what = described(worker.device, body)
+            _end(turn, f"{what}, and there is no plan without its device to try the step again: {why}", body)
+            return True
+    return False
 
 
 def alike(one: Thrown, other: Raised) -> bool:
