@@ -101,9 +101,10 @@ class Standing:
         return known is not None and known.told and known.place is not None and _same(known.place, halt.place)
 
     def stacks_of(self, client: str) -> tuple[int, int] | None:
-        """The worker's memory file, and the signal at which it writes its stacks there."""
+        """A descriptor of the worker's memory file, the caller's to close, and the signal at which it writes its
+        stacks there."""
         known = self._known.get(client)
-        return (known.fd, known.signal) if known is not None and known.signal else None
+        return (os.dup(known.fd), known.signal) if known is not None and known.signal else None
 
     def close(self) -> None:
         for client in list(self._known):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from elasticd_agent import stacks
@@ -28,7 +29,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.where, self.standing, self.now = Shared(), Standing(), 100.0
-        assert self.standing.hear("w", Whereabouts(), os.dup(self.where.fd)) == ""
+        assert self.standing.hear("w", Whereabouts(signal=64), os.dup(self.where.fd)) == ""
 
     def step(self, seconds: float) -> None:
         self.where.begin(5, 1)
@@ -209,6 +210,30 @@ def test_a_thread_that_holds_the_interpreters_lock_is_seen_and_its_stack_had() -
     finally:
         process.kill()
         process.wait()
+
+
+def test_the_file_of_a_worker_that_goes_meanwhile_is_not_another_one(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """py-spy has two seconds. A worker that hangs up meanwhile leaves its descriptor's number to whatever is
+    opened next, which must not be cut to the length of a memory file."""
+    other = tmp_path / "state"
+    other.write_bytes(bytes(10_000))
+    opened = list[int]()
+
+    async def spied(pid: int) -> str:
+        rank.standing.beat((), 1.0)
+        opened.extend(os.open(other, os.O_RDWR) for _ in range(3))
+        return ""
+
+    monkeypatch.setattr(stacks, "_spied", spied)
+    monkeypatch.setattr("signal.pidfd_send_signal", lambda *_: None)
+    before = {*os.listdir("/proc/self/fd")}
+    asyncio.run(stacks.stack(0, os.dup(0), rank.standing.stacks_of("w")))
+    assert other.stat().st_size == 10_000
+    for fd in opened:
+        os.close(fd)
+    assert len({*os.listdir("/proc/self/fd")} - before) == 0, "nothing is left open"
 
 
 def test_a_signal_that_is_none_of_those_is_not_sent() -> None:
