@@ -26,7 +26,8 @@ async def stack(pid: int, pidfd: int | None, own: tuple[int, int] | None) -> str
     Args:
         pid: the process.
         pidfd: a descriptor of it, which is closed.
-        own: a descriptor of its memory file, which is closed, and the signal at which it writes its stacks there.
+        own: a descriptor of its memory file, which is closed, and the signal at which it writes its stacks
+            there.
     """
     try:
         text = await _spied(pid)

@@ -77,6 +77,33 @@ def test_one_place_in_a_step_for_longer_than_two_steps_is_a_standstill(rank: Ran
     assert not rank.standing.still(halt)
 
 
+@pytest.mark.parametrize("place", [FORWARD, BACKWARD])
+def test_a_device_that_becomes_ten_times_as_slow_is_a_straggler(
+    rank: Rank, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of a step may be at one place: a large block, or a CUDA device that the host waits for."""
+    now = [0.0]
+    monkeypatch.setattr("elasticd.runtime.where.perf_counter", lambda: now[0])
+    for _ in range(3):
+        rank.where.begin(5, 1)
+        rank.where.at(LOSS)
+        now[0] += 0.1
+        rank.where.at(place)
+        now[0] += 0.8
+        rank.where.at(VOTE)
+        now[0] += 5.0
+        rank.where.end(6.0 if place == FORWARD else 1.0)
+    rank.where.begin(7, 1)
+    rank.where.at(place)
+    known = 12.0 if place == FORWARD else 8.0
+    assert rank.beats(known + 0.8) == ([], []), "a wait for others is no stay"
+    ((halt,), _) = rank.beats(1.0)
+    assert halt.seconds > known
+    rank.where.begin(8, 2)
+    rank.where.at(place)
+    assert rank.beats(300.0)[0] == [], "another plan's steps are others"
+
+
 def test_a_wait_is_told_with_the_rank_that_is_waited_for(rank: Rank) -> None:
     usual(rank)
     rank.where.begin(7, 1)

@@ -67,6 +67,8 @@ def measured(turn: Turn, report: Report) -> None:
         turn.set(progress=progress)
         if measurement.plan == job.number:
             stepped(turn)
+            if job.phase is Phase.RUNNING and job.reason:  # a hang that was none
+                turn.set(reason="")
     if turn.now > turn.job.progress.at:
         turn.set(progress=msgspec.structs.replace(turn.job.progress, at=turn.now))
     plan = job.plan
