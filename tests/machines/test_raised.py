@@ -100,6 +100,30 @@ def test_the_same_on_another_device_ends_the_job_with_its_state_saved() -> None:
     assert "on alpha/0), as on beta/1 before; the state before the step is saved" in reason
 
 
+@pytest.mark.parametrize("steps", [1, 200])
+def test_the_same_on_one_device_after_the_other_ends_the_job(steps: int) -> None:
+    """A disk that is full where the first rank writes: each plan without it has another first rank."""
+    world = running()
+    for device in ("alpha/0", "alpha/1", "beta/0"):
+        assert device in members(world)
+        throw(world, device, text="No space left on device: /mnt/run7/step_0123")
+        world.settle()
+        if device == "beta/0":
+            break
+        assert device not in members(world)
+        world.kill(device)
+        world.settle()
+        world.workers.pop(device)
+        world.new_leader()
+        for _ in range(6):
+            world.tick(1.0)
+        world.train(steps)
+    assert bool(world.job.failing) == (steps == 1)
+    if steps == 1:
+        saved(world, "beta/0")
+        assert "on beta/0), as on alpha/1 before; the state" in ended(world)
+
+
 def test_ranks_that_raise_at_once_end_the_job() -> None:
     world = running()
     throw(world, "beta/1")
@@ -253,6 +277,8 @@ def test_what_a_worker_says_of_it_is_bounded_and_one_line() -> None:
     world = running()
     body = throw(world, "beta/1", text="a\nb\x1b[2J" + "x" * 5000)
     world.up("beta/1", msgspec.structs.replace(body, traceback="y" * 100_000))
+    world.settle()
+    world.up("beta/1", msgspec.structs.replace(body, kind="a\nb", text=""))
     world.settle()
     notes = [note for note in world.notes if note.kind == "raised"]
     assert all("\n" not in note.text and "\x1b" not in note.text and len(note.text) < 1200 for note in notes)
