@@ -9,8 +9,8 @@ so, and stays while it holds state:
                plan in force once more, under which its members write a last checkpoint. Then the job ends, with
                the exception as its reason. It ends at once where no state can be saved: nothing was trained, no
                checkpoints are kept, a member is gone or is of a release that cannot.
-    in turn    the same exception on a third device, a few steps later: the code of the first rank fails, say, and
-               each plan has another. That is as good as in the same step.
+    in turn    the same exception on a third device, a few steps later: the code of the first rank fails, say,
+               and each plan has another. That is as good as in the same step.
     no other   a job without another device to try the step on ends likewise, and so does one for which there is
                no plan without the device: its rank stays, so that no torchrun starts it anew.
 
