@@ -1,7 +1,7 @@
 """The planner on clusters as they are: problems drawn by seed (tests/planner/patterns.py), plans and bounds.
 
-    make bench NAME=planner ARGS="--drawn"              # these rows alone
-    make bench NAME=planner ARGS="--drawn --seed 5"     # drawn by another seed
+    make bench NAME=planner ARGS="drawn"               # these rows alone
+    make bench NAME=planner ARGS="drawn --seed 5"     # drawn by another seed
     python benchmarks/_drawn.py --seed 5 --count 48     # every problem on a line: seconds, objective, gap
 
 The search was developed on other seeds than those of the rows.

@@ -9,6 +9,7 @@ of the process runs.
     word 2   a count of changes (31 bits) above the rank that is waited for, and one more (24 bits), above the
              place (8 bits)
     word 3   microseconds that a step takes at most, of late; 0 before that is known
+    word 4   microseconds that it stays at one place of a step's computation at most, of late
 
 The memory file goes on after `STACK` bytes: there the interpreter writes its stacks, at the signal that the
 worker names (`faulthandler`).
@@ -22,7 +23,7 @@ from typing import NamedTuple
 from elasticd.wire import Message
 
 MAGIC = 0x7768657265 + (1 << 48)  # "where", version 1
-WORDS = struct.Struct("<qqqq")
+WORDS = struct.Struct("<qqqqq")
 #: What one change adds to word 2.
 CHANGE = 1 << 32
 #: Where stacks begin in the memory file, in bytes.
@@ -44,6 +45,8 @@ NAMES = (
     "the vote",
     "a collective",
 )
+#: In a step, what takes about as long each time.
+COMPUTES = frozenset({FORWARD, LOSS, BACKWARD, UPDATE})
 #: In which it waits for other ranks.
 WAITS = frozenset({TENSOR, BOUNDARY, REDUCE, VOTE, OTHER})
 #: What communication is labelled with, where that is no collective of another kind.
@@ -53,13 +56,14 @@ LABELS = {"input": LOADER, "tensor": TENSOR, "boundary": BOUNDARY, "reduce": RED
 class Place(NamedTuple):
     """What the words say. step: None between two steps; rank: whom it waits for, None where that is no one
     rank; changes: their count, so that the same place at another time is another value; usual: seconds that a
-    step takes at most, 0 where that is not known."""
+    step takes at most, 0 where that is not known; stay: seconds at one place of its computation at most."""
 
     step: int | None
     place: int
     rank: int | None
     changes: int
     usual: float
+    stay: float
 
     @property
     def waits(self) -> bool:
@@ -69,14 +73,14 @@ class Place(NamedTuple):
     @property
     def computes(self) -> bool:
         """In a step, in what takes about as long each time."""
-        return self.step is not None and self.place in (FORWARD, LOSS, BACKWARD, UPDATE)
+        return self.step is not None and self.place in COMPUTES
 
 
 def read(data: bytes) -> Place | None:
     """The place that these bytes say; None where they are no such words."""
     if len(data) < WORDS.size:
         return None
-    magic, step, word, usual = WORDS.unpack_from(data)
+    magic, step, word, usual, stay = WORDS.unpack_from(data)
     if magic != MAGIC:
         return None
     place, rank = word & 0xFF, (word >> 8) & 0xFFFFFF
@@ -86,6 +90,7 @@ def read(data: bytes) -> Place | None:
         rank=rank - 1 if rank else None,
         changes=word >> 32,
         usual=max(0, usual) / 1e6,
+        stay=max(0, stay) / 1e6,
     )
 
 

@@ -26,7 +26,8 @@ async def stack(pid: int, pidfd: int | None, own: tuple[int, int] | None) -> str
     Args:
         pid: the process.
         pidfd: a descriptor of it, which is closed.
-        own: its memory file, and the signal at which it writes its stacks there.
+        own: a descriptor of its memory file, which is closed, and the signal at which it writes its stacks
+            there.
     """
     try:
         text = await _spied(pid)
@@ -34,8 +35,9 @@ async def stack(pid: int, pidfd: int | None, own: tuple[int, int] | None) -> str
             text = await _written(pidfd, *own)
         return text
     finally:
-        if pidfd is not None:
-            os.close(pidfd)
+        for fd in (pidfd, own[0] if own is not None else None):
+            if fd is not None:
+                os.close(fd)
 
 
 def compiles(text: str) -> bool:
@@ -69,7 +71,6 @@ async def _spied(pid: int) -> str:
 async def _written(pidfd: int, fd: int, number: int) -> str:
     if not signal.SIGRTMIN <= number <= signal.SIGRTMAX:
         return ""  # it would end the process, or mean something else to it
-    fd = os.dup(fd)
     try:
         os.ftruncate(fd, STACK)
         os.lseek(fd, STACK, os.SEEK_SET)  # the worker's own place in the file, too: it is one open file
@@ -77,8 +78,6 @@ async def _written(pidfd: int, fd: int, number: int) -> str:
         return await _grown(fd)
     except OSError:
         return ""
-    finally:
-        os.close(fd)
 
 
 async def _grown(fd: int) -> str:

@@ -1,7 +1,9 @@
 """Which workers' main threads stand still, and where: read from the memory that each shares with its agent.
 
 A place counts as a standstill only after longer than it can take: in a step's computation twice the longest
-step of late and a second more; in a wait for other ranks once that and half a second. How long the script's own
+step of late, or ten times the longest stay at one place if that is more (a device may well become ten times as
+slow, and is a straggler then), and a second more; in a wait for other ranks once the longest step and half a
+second. How long the script's own
 code and the loader may take nobody knows: the leader is told after two seconds, and what to make of it is its
 matter. What the agent itself was late for it does not hold against a worker.
 """
@@ -18,6 +20,8 @@ from elasticd_agent.pulses import BEAT
 
 #: Seconds beyond the longest steps of late: twice that, of computation; once, of a wait. And seconds alone.
 COMPUTES, WAITS, OUTSIDE = 1.0, 0.5, 2.0
+#: How much slower a device that works still may suddenly be.
+SLOWER = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,9 +105,10 @@ class Standing:
         return known is not None and known.told and known.place is not None and _same(known.place, halt.place)
 
     def stacks_of(self, client: str) -> tuple[int, int] | None:
-        """The worker's memory file, and the signal at which it writes its stacks there."""
+        """A descriptor of the worker's memory file, the caller's to close, and the signal at which it writes
+        its stacks there."""
         known = self._known.get(client)
-        return (known.fd, known.signal) if known is not None and known.signal else None
+        return (os.dup(known.fd), known.signal) if known is not None and known.signal else None
 
     def close(self) -> None:
         for client in list(self._known):
@@ -122,7 +127,7 @@ def _same(one: Place, other: Place) -> bool:
 def _patience(place: Place) -> float:
     """Seconds at one place after which that is told."""
     if place.computes:
-        return 2 * place.usual + COMPUTES if place.usual else float("inf")
+        return max(2 * place.usual, SLOWER * place.stay) + COMPUTES if place.usual else float("inf")
     if place.waits and place.step is not None:
         return place.usual + WAITS if place.usual else float("inf")
     return OUTSIDE

@@ -40,14 +40,15 @@ class Copies:
         return (kept.engine, kept.step) if kept is not None else (None, -1)
 
     def standing(self, fence: int, engine: Engine | None, step: int) -> Standing:
-        """What is held here, for the leader; nothing must be under way."""
+        """What is held here, for the leader; nothing must be under way. What an update left that did not end is
+        of no step: a recovery may have asked for it, in which the user's optimizer raised."""
         copies = [
             Copy(number=number, step=kept.step, stale=kept.engine.stale)
             for number, kept in list(self._kept.items())
-            if not kept.engine.spent
+            if not (kept.engine.spent or kept.engine.torn)
         ]
         vote = None
-        if engine is not None and not engine.spent:
+        if engine is not None and not (engine.spent or engine.torn):
             behind = engine.reduced == step
             copies.append(Copy(number=engine.plan.number, step=step, behind=behind, stale=engine.stale))
             vote = engine.last

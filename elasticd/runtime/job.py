@@ -44,7 +44,7 @@ from elasticd.runtime.standing_in import Snapshots
 from elasticd.runtime.step import Step as Step
 from elasticd.runtime.stream import Stream
 from elasticd.runtime.switching import Switcher
-from elasticd.runtime.thrown import Farewell, Uncaught, unwinding
+from elasticd.runtime.thrown import Farewell, Uncaught
 from elasticd.runtime.vote import LedgerError
 from elasticd.runtime.warming import warm
 from elasticd.runtime.where import shared
@@ -52,9 +52,6 @@ from elasticd.snapshots import Freed
 from elasticd.whereabouts import Whereabouts
 
 log = logging.getLogger(__name__)
-
-#: Why a process takes its leave whose script ran over fewer steps than it asked for.
-LEFT = "the script left the loop before the last step"
 
 #: The weights that an evaluation may be of.
 WEIGHTS = ("value", "average")
@@ -145,7 +142,7 @@ class Job(Seat):
 
     def _start(self, recipe: Recipe, seed: int, grace: float) -> None:
         """From here on the agent is heard."""
-        self._taken = self._ended = False
+        self._taken = self._left = self._ended = False
         self._running: Generator[Next | Step, None, None] | None = None
         self._now: Next | None = None
         self._recipe = recipe
@@ -171,8 +168,9 @@ class Job(Seat):
         self._control.start(self._hear)
         self._show()
         self._failed = False
-        self._farewell = Farewell(partial(self._control.send, Goodbye(reason=LEFT)))
-        self._uncaught = Uncaught(self._fail)
+        self._uncaught = Uncaught(self._fail_later)
+        self._farewell = Farewell(lambda: self._part("the script left the loop before the last step"))
+        self._grace = grace
         self._notice = Notice(grace, self._told_to_go)
         self._notice.install()
 
@@ -272,6 +270,7 @@ class Job(Seat):
         """Leaves the lower level of the loop before its last step: the job goes on without this process."""
         if self._running is not None:
             self._running.close()
+            self._farewell.now()
 
     def _begun(self, total: int) -> Generator[Next | Step, None, None]:
         if self._taken:
@@ -287,24 +286,40 @@ class Job(Seat):
         except Departed:
             self._leave("it was told to go, and the job goes on without it")
             raise
+        except GeneratorExit:
+            if self._failed:
+                self._notice.restore()
+            else:
+                self._leave_later()
+            raise
         except BaseException as error:
             if isinstance(error, Exception):
                 self._fail(error)
-            elif isinstance(error, GeneratorExit) and not self._failed and unwinding():
-                self._farewell.soon()  # where nobody catches it, `_fail` hears of it before
-                raise
             self._end_copies()
             self._notice.restore()
-            if isinstance(error, GeneratorExit) and not self._failed:
-                self._leave(LEFT)
             raise
         self._leave("")
+
+    def _leave_later(self) -> None:
+        """The loop was left: by `break`, or by an exception of its body, which `_fail_later` may hear of."""
+        self._left = True
+        self._notice.restore()
+        self._farewell.later()
+        self._callbacks.on_end(self)
+
+    def _fail_later(self, error: Exception) -> None:
+        """An exception ends the main thread: of the body of the loop, it may be, and then nothing of this rank
+        has ended yet."""
+        if self._left and not self._farewell.withdrawn():
+            return
+        if self._left:
+            self._notice = Notice(self._grace, self._told_to_go)
+            self._notice.install()
+        self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         """The script's code raised. The leader is told, and this process stays while its state is of use."""
         if self._failed or self._ended:
-            return
-        if not self._farewell.withdraw():
             return
         self._failed = True
         try:
@@ -334,12 +349,15 @@ class Job(Seat):
                 maker.end()
 
     def _leave(self, reason: str) -> None:
+        self._notice.restore()
+        self._part(reason)
+        self._callbacks.on_end(self)
+
+    def _part(self, reason: str) -> None:
         self._end_copies()
         self._switcher.end()
-        self._notice.restore()
         self._uncaught.restore()
         self._control.close(Goodbye(reason=reason))
-        self._callbacks.on_end(self)
 
     # -- between two steps -----------------------------------------------------------------------------------
 
@@ -394,7 +412,7 @@ class Job(Seat):
         return known
 
     def _together(self, *what: str) -> Any:
-        if not self._taken or self._ended:
+        if not self._taken or self._left or self._ended:
             raise RuntimeError(f"{what[0]}: ask for it in the body of the loop, between two steps")
         return self._interludes.run(list(self._known()).index(what))
 

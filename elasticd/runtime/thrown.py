@@ -2,20 +2,18 @@
 
 An exception in a step, or in a callback, passes through the job's own generator. One that the body of the
 script's loop raises does not: it is heard of when it is about to end the process (`sys.excepthook`). Before
-that the interpreter drops what the loop runs over, and so closes the generator, just as `break` does. The two
-are told apart by the traceback that an exception has made of the frame it passes through (`unwinding`).
+that the interpreter closes the generator, as it does at a `break`, and nothing tells the one from the other.
+So a worker whose loop was left takes its leave a moment later (`Farewell`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import inspect
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from elasticd.messages import Raised
 from elasticd.runtime.groups import Cancelled, PeerLost
@@ -23,8 +21,9 @@ from elasticd.runtime.groups import Cancelled, PeerLost
 #: Characters of an exception's text and of its traceback that are told; of the latter the end.
 MOST_TEXT, MOST_TRACEBACK = 1000, 8000
 
-#: Seconds from an exception in the body of the script's loop to the end of the process, if nobody catches it.
-CAUGHT_SECONDS = 3.0
+#: Seconds that an exception has to come from the body of a loop to the interpreter's hook: past all `finally`
+#: and `with` on its way. The leader waits longer for the others to take their leave too (`leave_seconds`).
+_ON_ITS_WAY = 1.0
 
 #: Exceptions that were raised while another one was handled, and that are looked through.
 _DEEPEST = 16
@@ -66,46 +65,6 @@ def lost_within(error: BaseException) -> PeerLost | Cancelled | None:
     return None
 
 
-def unwinding() -> bool:
-    """Asked by a generator that is closed: whether an exception is passing through the function that runs over
-    it. One that handles an exception, or did, stands at another instruction than its traceback has."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
-        frame = frame.f_back
-    if frame is None:
-        return False
-    found = gc.get_referrers(frame)
-    return any(isinstance(each, TracebackType) and each.tb_lasti == frame.f_lasti for each in found)
-
-
-class Farewell:
-    """Said a while after the body of the script's loop raised: if that ended the process, it was withdrawn
-    before; so the script has caught it."""
-
-    def __init__(self, said: Callable[[], None]) -> None:
-        self._said = said
-        self._lock = threading.Lock()
-        self._withdrawn = self._over = False
-
-    def soon(self, seconds: float = CAUGHT_SECONDS) -> None:
-        """It is said then."""
-        timer = threading.Timer(seconds, self._say)
-        timer.daemon = True
-        timer.start()
-
-    def withdraw(self) -> bool:
-        """Whether it was not said, and will not be."""
-        with self._lock:
-            self._withdrawn = True
-            return not self._over
-
-    def _say(self) -> None:
-        with self._lock:
-            if not self._withdrawn:
-                self._over = True
-                self._said()
-
-
 def _sound(text: str) -> str:
     """Without what JSON cannot have."""
     return text.encode("utf-8", "replace").decode()
@@ -129,7 +88,38 @@ class Uncaught:
             sys.excepthook = self._before
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._before(kind, error, trace)
-        if isinstance(error, Exception):
+        try:
+            self._before(kind, error, trace)
             sys.stderr.flush()
-            self._told(error)
+        finally:
+            if isinstance(error, Exception):
+                self._told(error)
+
+
+class Farewell:
+    """Calls `leave` once at most: at once (`now`); or `later`, on another thread, when the main thread has
+    ended or an exception that was on its way would have come; or not at all, if it was `withdrawn` before."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self._lock, self._taken = threading.Lock(), False
+
+    def now(self) -> None:
+        if self.withdrawn():
+            self._leave()
+
+    def later(self) -> None:
+        if threading.main_thread().is_alive():
+            threading.Thread(target=self._wait, name="elasticd-farewell").start()
+        else:  # the interpreter ends, and starts no threads
+            self.now()
+
+    def withdrawn(self) -> bool:
+        """Whether that was in time. From then on it is not taken any more."""
+        with self._lock:
+            before, self._taken = self._taken, True
+        return not before
+
+    def _wait(self) -> None:
+        threading.main_thread().join(_ON_ITS_WAY)
+        self.now()

@@ -8,11 +8,12 @@ import mmap
 import os
 import signal
 from functools import lru_cache
+from time import perf_counter
 from typing import Protocol
 
-from elasticd.whereabouts import CHANGE, LABELS, MAGIC, OTHER, SCRIPT, STACK
+from elasticd.whereabouts import CHANGE, COMPUTES, LABELS, MAGIC, OTHER, SCRIPT, STACK
 
-#: What is left after a step of the weight that the slowest one before it has.
+#: What is left after a step of the weight that the slowest one before it has, and the longest stay at a place.
 _FADING = 0.9
 #: The count of changes, where it is in its word, from which it begins anew: half of what it can be.
 _MOST_CHANGES = CHANGE << 30
@@ -60,7 +61,10 @@ class Shared:
     """In a memory file. `fd`: the file, for the agent; `signal`: at which stacks are written into it, 0 where
     that cannot be had."""
 
-    __slots__ = ("_changes", "_memory", "_plan", "_steps", "_usual", "_words", "fd", "place", "signal")
+    __slots__ = (
+        *("_changes", "_longest", "_memory", "_plan", "_since", "_stay", "_steps", "_usual", "_words"),
+        *("fd", "place", "signal"),
+    )
 
     def __init__(self) -> None:
         self.place = SCRIPT
@@ -72,6 +76,7 @@ class Shared:
         self._words[0] = MAGIC
         self._changes = 0
         self._plan, self._steps, self._usual = 0, 0, 0.0
+        self._since, self._longest, self._stay = perf_counter(), 0.0, 0.0
         self.signal = self._register()
 
     def _register(self) -> int:
@@ -84,14 +89,18 @@ class Shared:
         return 0
 
     def at(self, place: int, rank: int | None = None) -> None:
-        self.place = place
+        now = perf_counter()
+        if self.place in COMPUTES and now - self._since > self._longest:
+            self._longest = now - self._since
+        self.place, self._since = place, now
         self._changes = changes = self._changes + CHANGE
         self._words[2] = changes | place if rank is None else changes | (rank + 1) << 8 | place
 
     def begin(self, step: int, plan: int) -> None:
         if plan != self._plan:
-            self._plan, self._steps, self._usual = plan, 0, 0.0
-            self._words[3] = 0
+            self._plan, self._steps, self._usual, self._stay = plan, 0, 0.0, 0.0
+            self._words[3] = self._words[4] = 0
+        self._longest = 0.0
         self._words[1] = step + 1
 
     def end(self, seconds: float | None) -> None:
@@ -105,7 +114,8 @@ class Shared:
         self._steps += 1
         if self._steps > 1:
             self._usual = max(seconds, _FADING * self._usual)
-            self._words[3] = int(self._usual * 1e6)
+            self._stay = max(self._longest, _FADING * self._stay)
+            self._words[3], self._words[4] = int(self._usual * 1e6), int(self._stay * 1e6)
 
 
 def shared() -> Shared:

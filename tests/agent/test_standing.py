@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from elasticd_agent import stacks
@@ -28,7 +29,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.where, self.standing, self.now = Shared(), Standing(), 100.0
-        assert self.standing.hear("w", Whereabouts(), os.dup(self.where.fd)) == ""
+        assert self.standing.hear("w", Whereabouts(signal=64), os.dup(self.where.fd)) == ""
 
     def step(self, seconds: float) -> None:
         self.where.begin(5, 1)
@@ -74,6 +75,33 @@ def test_one_place_in_a_step_for_longer_than_two_steps_is_a_standstill(rank: Ran
     rank.where.at(BACKWARD)
     assert rank.beats(1.0) == ([], ["w"])
     assert not rank.standing.still(halt)
+
+
+@pytest.mark.parametrize("place", [FORWARD, BACKWARD])
+def test_a_device_that_becomes_ten_times_as_slow_is_a_straggler(
+    rank: Rank, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of a step may be at one place: a large block, or a CUDA device that the host waits for."""
+    now = [0.0]
+    monkeypatch.setattr("elasticd.runtime.where.perf_counter", lambda: now[0])
+    for _ in range(3):
+        rank.where.begin(5, 1)
+        rank.where.at(LOSS)
+        now[0] += 0.1
+        rank.where.at(place)
+        now[0] += 0.8
+        rank.where.at(VOTE)
+        now[0] += 5.0
+        rank.where.end(6.0 if place == FORWARD else 1.0)
+    rank.where.begin(7, 1)
+    rank.where.at(place)
+    known = 12.0 if place == FORWARD else 8.0
+    assert rank.beats(known + 0.8) == ([], []), "a wait for others is no stay"
+    ((halt,), _) = rank.beats(1.0)
+    assert halt.seconds > known
+    rank.where.begin(8, 2)
+    rank.where.at(place)
+    assert rank.beats(300.0)[0] == [], "another plan's steps are others"
 
 
 def test_a_wait_is_told_with_the_rank_that_is_waited_for(rank: Rank) -> None:
@@ -209,6 +237,30 @@ def test_a_thread_that_holds_the_interpreters_lock_is_seen_and_its_stack_had() -
     finally:
         process.kill()
         process.wait()
+
+
+def test_the_file_of_a_worker_that_goes_meanwhile_is_not_another_one(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """py-spy has two seconds. A worker that hangs up meanwhile leaves its descriptor's number to whatever is
+    opened next, which must not be cut to the length of a memory file."""
+    other = tmp_path / "state"
+    other.write_bytes(bytes(10_000))
+    opened = list[int]()
+
+    async def spied(pid: int) -> str:
+        rank.standing.beat((), 1.0)
+        opened.extend(os.open(other, os.O_RDWR) for _ in range(3))
+        return ""
+
+    monkeypatch.setattr(stacks, "_spied", spied)
+    monkeypatch.setattr("signal.pidfd_send_signal", lambda *_: None)
+    before = {*os.listdir("/proc/self/fd")}
+    asyncio.run(stacks.stack(0, os.dup(0), rank.standing.stacks_of("w")))
+    assert other.stat().st_size == 10_000
+    for fd in opened:
+        os.close(fd)
+    assert len({*os.listdir("/proc/self/fd")} - before) == 0, "nothing is left open"
 
 
 def test_a_signal_that_is_none_of_those_is_not_sent() -> None:

@@ -119,21 +119,26 @@ def test_an_exception_in_the_body_of_the_loop_costs_its_device_and_nothing_else(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", sizes.beside(["body"], ["raise", "body"]))
 def test_an_exception_that_comes_again_on_another_device_ends_the_job_with_its_state_saved(
-    tmp_path: Path,
+    where: str, tmp_path: Path
 ) -> None:
-    """The sample goes with the step: b/0 meets it, then a/0, which holds all that is left."""
+    """The sample goes with the step: b/0 meets it in its loss, then a/0, which holds all that is left. In the
+    body of the loop, after the step, both meet it at once."""
+    made = 6 if where == "body" else 5
     with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, fail=("raise", sample_of(5), ""), job={"checkpoint": str(tmp_path / "kept")})
+        cluster.run(SCRIPT, fail=(where, sample_of(5), ""), job={"checkpoint": str(tmp_path / "kept")})
         codes = cluster.wait(120)
         assert codes == {"a/0": 1, "b/0": 1}, {device: cluster.log(device)[-3000:] for device in codes}
         job = cluster.job()
         assert job["phase"] == "stopped"
         assert f"ValueError: sample {sample_of(5)} is bad" in job["reason"]
-        assert "(in step 5, on a/0), as on b/0 before; the state before the step is saved" in job["reason"]
-        assert job["exception"]["device"] == "a/0"
-        assert "in loss" in job["exception"]["traceback"]
-        assert [found.step for found in scan(tmp_path / "kept")] == [5]
+        first, last = ("a/0", "b/0") if job["exception"]["device"] == "b/0" else ("b/0", "a/0")
+        again = f"(in step {made}, on {last}), as on {first} before; the state before the step is saved"
+        assert again in job["reason"]
+        assert last == "a/0" or where == "body"
+        assert ("in main" if where == "body" else "in loss") in job["exception"]["traceback"]
+        assert [found.step for found in scan(tmp_path / "kept")] == [made]
         assert "ValueError" in cluster.log("a/0"), "and the script ends with its own exception"
 
 

@@ -172,6 +172,7 @@ class Steps(int):
 def main() -> None:
     options = json.loads(os.environ["OPTIONS"])
     out = Path(options["out"])
+    body = options["fail"] if options.get("fail", ("", 0, ""))[0] == "body" else None
     if "die_at" in options:
         die_at(options["die_at"])
     if "refuse" in options:
@@ -182,7 +183,7 @@ def main() -> None:
         model = Decoder(CONFIG).describe()
     job = elasticd.Job(
         model=model,
-        loss=failing(*options["fail"]) if "fail" in options else next_token_loss,
+        loss=failing(*options["fail"]) if "fail" in options and not body else next_token_loss,
         optimizer=optimizer,
         dataset=Text(),
         global_batch=options.get("global_batch", BATCH),
@@ -202,6 +203,8 @@ def main() -> None:
                 ledger.flush()
             if step.index == options.get("fail_after") and job.device == "b/0":
                 raise ValueError("the body of the loop is bad")
+            if body is not None and body[1] in step.samples:
+                raise ValueError(f"sample {body[1]} is bad, at {hex(id(step))}")
     weights = {name: (box.start, box.stop, value) for name, (box, value) in job.parameters().items()}
     if weights:
         torch.save(weights, out / f"weights-{job.device.replace('/', ':')}")

@@ -38,6 +38,22 @@ def test_a_frozen_worker_is_fenced_off_once_the_steps_have_stopped() -> None:
     assert "worker beta/1 is frozen: it is stopped" in fenced.text
 
 
+def test_one_that_alone_holds_a_part_of_the_state_is_waited_for() -> None:
+    """A debugger that stops it for a second ended the job, its state lost."""
+    world = running(memory=2_600_000)  # all four are needed
+    freeze(world, "beta/1")
+    for _ in range(20):
+        world.tick(1.0)
+    assert world.phase is Phase.RUNNING, world.job.reason
+    assert "beta/1 is frozen" in world.job.reason
+    assert "nobody else holds" in world.job.reason
+    assert world.kinds().count("waiting") == 1
+    freeze(world, "beta/1", "")
+    world.train(2)
+    assert world.job.reason == ""
+    assert "fenced" not in world.kinds()
+
+
 def test_who_answers_again_in_time_stays() -> None:
     world = running()
     before = world.plan()

@@ -83,6 +83,30 @@ def test_two_of_four_that_hang_are_both_fenced_off() -> None:
     assert members(world) <= {"alpha/0", "alpha/1"}
 
 
+@pytest.mark.parametrize("hang", [False, True])
+def test_one_that_alone_holds_a_part_of_the_state_is_waited_for(hang: bool) -> None:
+    """A long sequence after many short ones looks like a hang: the job ended, its state lost."""
+    world = running(memory=2_600_000)  # all four are needed
+    hangs(world, "beta/1")
+    waits(world, *OTHERS)
+    pass_time(world, 30.0)
+    assert world.phase is Phase.RUNNING, world.job.reason
+    assert "beta/1 stands still in the loss" in world.job.reason
+    assert "they are waited for, as nobody else holds" in world.job.reason
+    assert world.kinds().count("halted") == world.kinds().count("waiting") == 1
+    if hang:
+        world.kill("beta/1")
+        pass_time(world)
+        assert world.phase is Phase.STOPPED
+        return
+    for device in (*OTHERS, "beta/1"):
+        moves(world, device)
+    world.train(2)
+    assert world.phase is Phase.RUNNING
+    assert world.job.reason == ""
+    assert "fenced" not in world.kinds()
+
+
 def test_what_befalls_most_of_a_job_is_no_fault_of_its_devices() -> None:
     world = running()
     before = world.plan()

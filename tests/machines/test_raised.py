@@ -50,6 +50,9 @@ def ended(world: World) -> str:
     return done.reason
 
 
+SAVED = "the state before the step is saved"
+
+
 def test_the_others_make_the_step_again_and_its_state_is_of_use() -> None:
     world = running()
     throw(world, "beta/1")
@@ -95,6 +98,30 @@ def test_the_same_on_another_device_ends_the_job_with_its_state_saved() -> None:
     reason = ended(world)
     assert "the script's code raised ValueError: bad sample 18" in reason
     assert "on alpha/0), as on beta/1 before; the state before the step is saved" in reason
+
+
+@pytest.mark.parametrize("steps", [1, 200])
+def test_the_same_on_one_device_after_the_other_ends_the_job(steps: int) -> None:
+    """A disk that is full where the first rank writes: each plan without it has another first rank."""
+    world = running()
+    for device in ("alpha/0", "alpha/1", "beta/0"):
+        assert device in members(world)
+        throw(world, device, text="No space left on device: /mnt/run7/step_0123")
+        world.settle()
+        if device == "beta/0":
+            break
+        assert device not in members(world)
+        world.kill(device)
+        world.settle()
+        world.workers.pop(device)
+        world.new_leader()
+        for _ in range(6):
+            world.tick(1.0)
+        world.train(steps)
+    assert bool(world.job.failing) == (steps == 1)
+    if steps == 1:
+        saved(world, "beta/0")
+        assert "on beta/0), as on alpha/1 before; the state" in ended(world)
 
 
 def test_ranks_that_raise_at_once_end_the_job() -> None:
@@ -167,6 +194,24 @@ def test_the_only_device_ends_the_job_with_its_state_saved() -> None:
     assert "no other device to try the step on; the state before the step is saved" in ended(world)
 
 
+def test_where_no_plan_is_left_without_its_device_the_job_ends_with_its_state_saved() -> None:
+    """The rank stays, so that no torchrun starts it anew: the job would wait for capacity for ever."""
+    world = running(memory=2_600_000)  # all four are needed
+    before = members(world)
+    assert len(before) == 4
+    throw(world, "beta/1")
+    world.settle()
+    for _ in range(12):
+        world.tick(1.0)
+    assert world.phase is Phase.RUNNING, (world.phase, world.job.reason)
+    assert members(world) == before
+    saved(world, "beta/1")
+    reason = ended(world)
+    assert "ValueError: bad sample 17" in reason
+    assert "and there is no plan without its device" in reason
+    assert reason.count(SAVED) == 1
+
+
 @pytest.mark.parametrize("turns", range(16))
 def test_a_death_while_the_state_is_saved_ends_the_job_with_the_exception(turns: int) -> None:
     world = running()
@@ -232,6 +277,8 @@ def test_what_a_worker_says_of_it_is_bounded_and_one_line() -> None:
     world = running()
     body = throw(world, "beta/1", text="a\nb\x1b[2J" + "x" * 5000)
     world.up("beta/1", msgspec.structs.replace(body, traceback="y" * 100_000))
+    world.settle()
+    world.up("beta/1", msgspec.structs.replace(body, kind="a\nb", text=""))
     world.settle()
     notes = [note for note in world.notes if note.kind == "raised"]
     assert all("\n" not in note.text and "\x1b" not in note.text and len(note.text) < 1200 for note in notes)

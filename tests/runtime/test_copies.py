@@ -22,8 +22,18 @@ def test_what_is_held_is_told_also_while_copies_go() -> None:
 
     read: Any = object.__new__(Read)
     for number in (1, 2, 3):
-        copies.keep(number, SimpleNamespace(spent=False, stale=False), 5)  # type: ignore[arg-type]
+        copies.keep(number, SimpleNamespace(spent=False, torn=False, stale=False), 5)  # type: ignore[arg-type]
     object.__setattr__(read, "engine", copies._kept[1].engine)
     copies._kept[1] = read
     assert copies.standing(4, None, 5).copies == tuple(Copy(number=number, step=5) for number in (1, 2, 3))
     assert gone == [1, 2, 3]
+
+
+def test_a_state_in_the_midst_of_an_update_is_no_copy() -> None:
+    """The user's optimizer raised in an update that a recovery asked for: some parameters have it, some not."""
+    copies = Copies(lambda number, engine: None)
+    torn: Any = SimpleNamespace(
+        spent=False, torn=True, stale=False, reduced=None, last=None, plan=SimpleNamespace(number=2)
+    )
+    copies.keep(1, torn, 5)
+    assert copies.standing(4, torn, 5).copies == ()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -270,14 +272,12 @@ def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_
             if step.index == 1 and where == "loss":
                 fails_from_here(trained)
             elif step.index == 1 and where == "loop":
-                try:
-                    raise ValueError("bad sample")
-                except ValueError as error:
-                    trained._uncaught._hook(ValueError, error, None)
-                    raise
+                raise ValueError("bad sample")
 
-    with pytest.raises(ValueError, match="bad sample"):
+    with pytest.raises(ValueError, match="bad sample") as caught:
         script()
+    if where == "loop":  # whose generator was closed: as the interpreter does with what nobody caught
+        sys.excepthook(ValueError, caught.value, None)
     trained._control.close(Goodbye(reason="the test ends"))
     agent.end()
     words = agent.of(Raised)
@@ -289,6 +289,37 @@ def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_
     (stood,) = agent.of(Standing)
     assert [(copy.number, copy.step) for copy in stood.copies] == [(1, 2)]
     assert [item.step for item in scan(folder)] == [2]
+
+
+@pytest.mark.parametrize("how", ["break", "caught", "close"])
+def test_a_script_that_leaves_its_loop_takes_its_leave(how: str, tmp_path: Path) -> None:
+    """And not by an exception that it caught itself."""
+    agent = Played(str(tmp_path / "s"), leader)
+    ends = list[elasticd.Job]()
+
+    class Told(elasticd.Callback):
+        def on_end(self, job: elasticd.Job) -> None:
+            ends.append(job)
+
+    trained = job(callbacks=[Told()])
+    agent.start(Propose(proposal=first()))
+    if how == "close":
+        assert trained.next(10) == 0
+        trained.close()
+    else:
+        with contextlib.suppress(ValueError):
+            for _ in trained.steps(10):
+                if how == "break":
+                    break
+                raise ValueError("enough")
+    assert ends == [trained], "once, on the main thread, and at once"
+    with pytest.raises(RuntimeError, match="in the body of the loop"):
+        trained.state_dict()
+    agent.end()
+    assert agent.of(Goodbye) == [Goodbye(reason="the script left the loop before the last step")]
+    assert agent.of(Raised, Bereft) == []
+    trained._uncaught._hook(ValueError, ValueError("much later"), None)
+    assert agent.of(Raised) == []
 
 
 def test_an_exception_in_the_midst_of_an_update_ends_the_process_at_once(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from elasticd_planner.value import Value
 
 from elasticd.machines.job.snapshots import plan_of, words
 from elasticd.machines.job.source import CHECKPOINTS, Source, set_name
+from elasticd.machines.job.state import Phase
 from elasticd.machines.job.turn import Turn
 from elasticd.machines.job.vaults import Moment, stand_ins
 from elasticd.records import Recovery
@@ -31,8 +32,9 @@ class Wait(Value, frozen=True, kw_only=True):
 def waits(turn: Turn, why: str) -> None:
     """The job cannot go on as things are: it waits, its state safe, for more to come."""
     if turn.job.reason != why:
+        what = "waiting for capacity" if turn.job.phase is Phase.RECOVERING else "waiting"
         turn.set(reason=why)
-        turn.note("waiting", f"waiting for capacity: {why}", number=turn.job.number)
+        turn.note("waiting", f"{what}: {why}", number=turn.job.number)
 
 
 def older_state(turn: Turn) -> bool:

@@ -9,7 +9,10 @@ so, and stays while it holds state:
                plan in force once more, under which its members write a last checkpoint. Then the job ends, with
                the exception as its reason. It ends at once where no state can be saved: nothing was trained, no
                checkpoints are kept, a member is gone or is of a release that cannot.
-    no other   a job without another device to try the step on ends likewise.
+    in turn    the same exception on a third device, a few steps later: the code of the first rank fails, say,
+               and each plan has another. That is as good as in the same step.
+    no other   a job without another device to try the step on ends likewise, and so does one for which there is
+               no plan without the device: its rank stays, so that no torchrun starts it anew.
 
 A rank whose code raised in the midst of an update (the optimizer's) holds no state that is whole, and is lost.
 """
@@ -32,6 +35,9 @@ from elasticd.records import Thrown
 MOST_KIND, MOST_TEXT, MOST_TRACEBACK = 120, 1000, 8000
 #: Exceptions of a job that are remembered.
 MOST_THROWN = 8
+
+#: Steps in which an exception ends one device after the other, if it does.
+NEAR = 100
 
 #: What differs between two devices though the exception is the same: addresses, ids, sizes.
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -74,7 +80,7 @@ def judge(turn: Turn) -> None:
 
 def _judge(turn: Turn, worker: Worker, body: Raised) -> None:
     others = [thrown for thrown in turn.job.thrown if thrown.device != worker.device]
-    again = next((thrown for thrown in others if alike(thrown, body)), None)
+    again = next((thrown for thrown in others if alike(thrown, body)), None) or _in_turn(others, body)
     what = described(worker.device, body)
     if again is not None:
         _end(turn, f"{what}, as on {again.device} before", body)
@@ -87,19 +93,41 @@ def _judge(turn: Turn, worker: Worker, body: Raised) -> None:
         fault(turn, {worker.device: worker.incarnation}, what)
 
 
+def unplanned(turn: Turn, why: str) -> bool:
+    """There is no plan without the device of a rank whose code raised: the step cannot be tried elsewhere.
+    Whether there is such a rank, by which the job then ends."""
+    job = turn.job
+    found = [worker for worker in job.workers.values() if worker.raised is not None and worker.leaving]
+    for worker in found:
+        body = worker.raised
+        if body is not None and body.plan == job.number and not job.failing:
+            what = described(worker.device, body)
+            _end(turn, f"{what}, and there is no plan without its device to try the step again: {why}", body)
+            return True
+    return False
+
+
 def alike(one: Thrown, other: Raised) -> bool:
-    """Whether the same step failed with the same exception; numbers in its text may differ."""
-    return (one.step, one.kind, _NUMBER.sub("", one.text)) == (
-        other.step,
-        other.kind,
-        _NUMBER.sub("", other.text),
-    )
+    """Whether the same step failed with the same exception."""
+    return one.step == other.step and _same(one, other)
+
+
+def _in_turn(others: list[Thrown], body: Raised) -> Thrown | None:
+    """The last of two other devices or more that had the same exception a few steps before."""
+    found = [thrown for thrown in others if _same(thrown, body) and abs(body.step - thrown.step) <= NEAR]
+    return found[-1] if len({thrown.device for thrown in found}) > 1 else None
+
+
+def _same(one: Thrown, other: Raised) -> bool:
+    """Numbers in the text may differ."""
+    return (one.kind, _NUMBER.sub("", one.text)) == (other.kind, _NUMBER.sub("", other.text))
 
 
 def described(device: str, body: Raised) -> str:
     """What was raised, in one line."""
     text = _UNPRINTABLE.sub(" ", body.text).strip()
-    what = f"{_UNPRINTABLE.sub(' ', body.kind)}: {text}" if text else body.kind
+    kind = _UNPRINTABLE.sub(" ", body.kind)
+    what = f"{kind}: {text}" if text else kind
     return f"the script's code raised {what} (in step {body.step}, on {device})"
 
 

@@ -29,6 +29,9 @@ from elasticd.messages import Bereft, Copy, Standing
 from elasticd.pulses import Frozen
 from elasticd.records import Recovery, Vote
 
+#: Of members that are waited for though they stand still.
+_NOBODY_ELSE = "they are waited for, as nobody else holds"
+
 
 def bereft(turn: Turn, worker: Worker, body: Bereft) -> None:
     """A member lost the others: most likely one of them died, and the word of it is on its way. Of who is no
@@ -71,15 +74,35 @@ def suspect(turn: Turn) -> None:
     frozen = [worker for worker in _owners(turn) if worker.frozen]
     if frozen and (since is not None or halted):
         gone = {worker.device: worker.incarnation for worker in frozen}
-        fault(turn, gone, f"worker {', '.join(gone)} is frozen: {frozen[0].frozen}")
+        why = f"worker {', '.join(gone)} is frozen: {frozen[0].frozen}"
+        if not _spared(turn, gone, why):
+            fault(turn, gone, why)
         return
     if since is None and halted and (found := culprits(turn)):
-        note(turn, found)
-        fault(turn, {worker.device: worker.incarnation for worker in found}, described(turn, found))
+        gone, why = {worker.device: worker.incarnation for worker in found}, described(turn, found)
+        if not _spared(turn, gone, why):
+            note(turn, found)
+            fault(turn, gone, why)
         return
     if since is not None and turn.now - since >= turn.settings.bereft_seconds:
         who = ", ".join(device for device, w in job.workers.items() if w.bereft_at is not None)
         regroup(turn, f"{who} lost the other members, of whom none is known to have died", at_once=True)
+
+
+def _spared(turn: Turn, found: Collection[str], why: str) -> bool:
+    """Whether members that live, but stand still, are waited for: those that alone hold a part of the state,
+    where there is none to go back to. Without them the job would end; and a step that takes longer than any of
+    late, or a debugger, looks no different from a hang."""
+    job = turn.job
+    if job.fence is not None or job.plan is None or job.spec is None or older_state(turn):
+        return False
+    if _NOBODY_ELSE not in job.reason:  # else it was found before
+        lost = lost_boxes(job.spec.model, job.plan, {*job.plan.members} - {*found})
+        if not lost:
+            return False
+        waits(turn, f"{why}; {_NOBODY_ELSE} {lost}")
+        note(turn, tuple(worker for worker in _owners(turn) if worker.device in found and worker.halted))
+    return True
 
 
 def _unreachable(turn: Turn) -> dict[str, str]:

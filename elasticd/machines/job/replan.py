@@ -20,7 +20,7 @@ from elasticd_planner.rates import observe
 from elasticd_planner.stability import outlook, settled
 from elasticd_planner.value import Invalid
 
-from elasticd.machines.job import lengths, probing, rehearsing
+from elasticd.machines.job import lengths, probing, raised, rehearsing
 from elasticd.machines.job.effects import CancelPlan, Planned, RequestPlan
 from elasticd.machines.job.ending import stop
 from elasticd.machines.job.leaving import to_leave, words
@@ -67,6 +67,8 @@ def measured(turn: Turn, report: Report) -> None:
         turn.set(progress=progress)
         if measurement.plan == job.number:
             stepped(turn)
+            if job.phase is Phase.RUNNING and job.reason:  # a hang that was none
+                turn.set(reason="")
     if turn.now > turn.job.progress.at:
         turn.set(progress=msgspec.structs.replace(turn.job.progress, at=turn.now))
     plan = job.plan
@@ -246,7 +248,7 @@ def answered(turn: Turn, event: Planned) -> None:
     if answer is None or answer.plan is None:
         why = event.error if answer is None else answer.refusal
         if job.phase is Phase.RECOVERING:
-            if not unplanned(turn, why):
+            if not unplanned(turn, why) and not raised.unplanned(turn, why):
                 waits(turn, why)
         elif job.plan is None:
             stop(turn, f"there is no plan for this job: {why}{_remedy(job.spec, why)}")

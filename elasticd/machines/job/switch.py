@@ -11,7 +11,7 @@ from elasticd_planner.problem import Problem
 from elasticd_planner.sharding import with_carriers
 from elasticd_planner.stability import switched as answered_by
 
-from elasticd.machines.job import checkpoints
+from elasticd.machines.job import checkpoints, raised
 from elasticd.machines.job.checkpoints import NotShared, offered
 from elasticd.machines.job.ending import aborted, stop
 from elasticd.machines.job.fence import FALLIBLE, fault, resolved
@@ -85,7 +85,8 @@ def _does_not_fit(turn: Turn, wrong: str) -> None:
     job = turn.job
     if job.phase is Phase.RECOVERING:
         turn.set(remedy=None)  # another is made once more devices are there
-        waits(turn, wrong)
+        if not raised.unplanned(turn, wrong):
+            waits(turn, wrong)
     elif job.plan is None:
         stop(turn, f"the plan does not fit: {wrong}")
     else:
