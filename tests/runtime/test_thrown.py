@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import pytest
 
 from elasticd.messages import encode
 from elasticd.runtime.groups import PeerLost
-from elasticd.runtime.thrown import (
-    MOST_TEXT,
-    MOST_TRACEBACK,
-    Farewell,
-    Uncaught,
-    kind_of,
-    lost_within,
-    raised,
-    unwinding,
-)
+from elasticd.runtime.thrown import MOST_TEXT, MOST_TRACEBACK, Farewell, Uncaught, kind_of, lost_within, raised
 
 
 class Odd(Exception):
@@ -83,97 +72,19 @@ def test_what_ends_the_main_thread_is_shown_first_and_then_told(monkeypatch: pyt
     assert sys.excepthook is shows
 
 
-def running(found: list[bool]) -> Iterator[int]:
-    """As a job's steps: closed when nobody runs over it any more."""
+def test_a_farewell_is_said_once_and_a_moment_later_unless_it_was_withdrawn() -> None:
+    said, spoken = [], threading.Event()
 
-    def inner() -> Iterator[int]:
-        try:
-            yield from range(3)
-        except GeneratorExit:
-            found.append(unwinding())
-            raise
+    def leave() -> None:
+        said.append("leave")
+        spoken.set()
 
-    for each in inner():
-        if each >= 0:
-            yield each
-
-
-def breaks(found: list[bool]) -> None:
-    for _ in running(found):
-        break
-
-
-def returns(found: list[bool]) -> int:
-    for each in running(found):
-        return each
-    return -1
-
-
-def breaks_after_another(found: list[bool]) -> None:
-    """In the midst of an exception's handling, and after it."""
-    try:
-        raise ValueError("before")
-    except ValueError as error:
-        for _ in running(found):
-            break
-        kept = error
-    for _ in running(found):
-        break
-    del kept
-
-
-def closes(found: list[bool]) -> None:
-    steps = running(found)
-    next(steps)
-    steps.close()  # type: ignore[attr-defined]
-
-
-def raises(found: list[bool]) -> None:
-    for _ in running(found):
-        raise ValueError("in the body")
-
-
-def raises_deeper(found: list[bool]) -> None:
-    for each in running(found):
-        int(f"a{each}")
-
-
-def raises_and_catches(found: list[bool]) -> None:
-    with contextlib.suppress(ValueError):
-        for _ in running(found):
-            raise ValueError("in the body")
-
-
-@pytest.mark.parametrize("how", [breaks, returns, breaks_after_another, closes])
-def test_a_loop_that_is_left_is_not_unwound(how: Callable[[list[bool]], object]) -> None:
-    found: list[bool] = []
-    how(found)
-    assert found
-    assert not any(found)
-
-
-@pytest.mark.parametrize("how", [raises, raises_deeper, raises_and_catches])
-def test_an_exception_in_the_body_of_a_loop_unwinds_it(how: Callable[[list[bool]], object]) -> None:
-    found: list[bool] = []
-    with contextlib.suppress(ValueError):
-        how(found)
-    assert found == [True]
-
-
-def test_a_farewell_is_said_once_unless_it_was_withdrawn() -> None:
-    said: list[str] = []
-    caught = threading.Event()
-
-    def says() -> None:
-        said.append("left")
-        caught.set()
-
-    farewell = Farewell(says)
-    farewell.soon(0.01)
-    assert caught.wait(10)
-    assert not farewell.withdraw()
-    other = Farewell(says)
-    assert other.withdraw()
-    other.soon(0.0)
-    other._say()
-    assert said == ["left"]
+    farewell = Farewell(leave)
+    farewell.later()
+    assert spoken.wait(30)
+    farewell.now()
+    assert not farewell.withdrawn(), "too late"
+    withdrawn = Farewell(leave)
+    assert withdrawn.withdrawn()
+    withdrawn.now()
+    assert said == ["leave"]
