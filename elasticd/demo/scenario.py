@@ -14,9 +14,7 @@ JOB = "demo"
 class Scenario(Value, frozen=True, kw_only=True):
     """forward and backward: seconds that a token takes in one whole block on a normal emulated device. Half a
     block then takes 60 ms for a micro-batch, long enough for communication on two cores to stay small beside
-    it. memory: bytes of an emulated device, too few for a whole replica (the report checks that), enough for
-    three quarters of one. global_batch: as many micro-batches as make a tenth of the work the least that can be
-    dealt, so that devices of unequal speed can be given what is due to each.
+    it. memory: bytes of an emulated device, too few for a whole replica (the report checks that).
 
     The phases are lengths in steps: what each must have run before the next begins. `steps` bounds them all,
     and leaves room for a plan more than usual.
@@ -28,12 +26,12 @@ class Scenario(Value, frozen=True, kw_only=True):
     factor: float = 3.0
     forward: float = 0.12 / 256 / 3
     backward: float = 0.12 / 256 * 2 / 3
-    memory: int = 8_192 * 1024
+    memory: int = 6_400 * 1024
     layers: int = 5
-    global_batch: int = 10
+    global_batch: int = 6
     micro_batch: int = 1
     tokens: int = 256
-    steps: int = 72
+    steps: int = 80
     healthy_steps: int = 14
     replanned_steps: int = 17
     recovered_steps: int = 12
