@@ -26,11 +26,11 @@ POOL_SLOW, POOL_PIPELINES = 4, 8
 CLOSE = 2e-4
 
 #: Combinations of one pool that are looked at without one that is better than those before.
-PATIENCE = 10
+PATIENCE = 20
 
 #: Of one pool's combinations so many are looked at with little merged, the first ones; of the others so many of
 #: those that came nearest once more.
-WIDE, REFINED = 10, 4
+WIDE, REFINED = 24, 4
 
 #: A time, over the bound, in which everything that fits is done.
 EVER = 1e4

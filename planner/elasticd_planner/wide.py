@@ -35,7 +35,7 @@ FEW_NUMBERS, TRIED = 12, 6
 FEW_ATTEMPTS = 2
 
 #: Combinations looked at of one pool in an attempt: thorough, brief, with mixed sizes.
-BUDGET_ALONE, BUDGET_BRIEF, BUDGET_MIXED = 16, 8, 10
+BUDGET_ALONE, BUDGET_BRIEF, BUDGET_MIXED = 24, 8, 10
 
 #: The same of few devices: with each number of pipelines, and with so many numbers around the best.
 BUDGET_FEW, BUDGET_SMALL, NEAR = 30, 120, 3
