@@ -114,9 +114,8 @@ class Loop:
         if not word.holds:
             return
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            clear_frames(
-                error.__traceback__
-            )  # which keep the step's activations, while the state is given away
+            # They keep the step's activations, and the state is to be given away.
+            clear_frames(error.__traceback__)
         why = f"its code raised {word.kind}"
         self.control.send(Leaving(reason=why))
         switcher.told_to_go()
