@@ -325,8 +325,8 @@ class Agent:
         if computes:
             pidfd = self._workers.pidfd(halt.client)
             text = await stacks.stack(pid, pidfd, self._standing.stacks_of(halt.client))
-            if stacks.compiles(text):
-                place, computes = "a compilation of its model", False
+            if busy := stacks.busy(text):
+                place, computes = busy, False
             _log.warning("%s stands still in %s for %.1f s", halt.client, place, halt.seconds)
         if not self._standing.still(halt):
             return  # it moved meanwhile, and that is not to be told before

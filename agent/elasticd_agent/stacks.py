@@ -16,8 +16,9 @@ from elasticd.whereabouts import STACK
 MOST = 6000
 #: Seconds that either has.
 _SPY_SECONDS, _WRITE_SECONDS = 2.0, 0.5
-#: What a stack shows of a process that compiles, for which no step tells how long it may take.
-_COMPILERS = ("torch/_dynamo/", "torch/_inductor/", "triton/compiler")
+#: What a stack shows of a process that compiles, or that somebody debugs: no step tells how long that may take.
+_COMPILERS = ("torch/_dynamo/", "torch/_inductor/", "torch/utils/cpp_extension", "triton/")
+_DEBUGGERS = ("/pdb.py", "/bdb.py", "/_pydevd_bundle/")
 
 
 async def stack(pid: int, pidfd: int | None, own: tuple[int, int] | None) -> str:
@@ -40,9 +41,11 @@ async def stack(pid: int, pidfd: int | None, own: tuple[int, int] | None) -> str
                 os.close(fd)
 
 
-def compiles(text: str) -> bool:
-    """Whether a stack is that of a process that compiles its model."""
-    return any(each in text for each in _COMPILERS)
+def busy(text: str) -> str:
+    """What a process does, by its stack, that may take any time; nothing of most."""
+    if any(each in text for each in _DEBUGGERS):
+        return "a debugger"
+    return "a compilation of its model" if any(each in text for each in _COMPILERS) else ""
 
 
 async def _spied(pid: int) -> str:

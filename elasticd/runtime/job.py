@@ -270,7 +270,8 @@ class Job(Seat):
         """Leaves the lower level of the loop before its last step: the job goes on without this process."""
         if self._running is not None:
             self._running.close()
-            self._farewell.now()
+            if self._left:
+                self._farewell.now()
 
     def _begun(self, total: int) -> Generator[Next | Step, None, None]:
         if self._taken:

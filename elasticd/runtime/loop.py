@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from traceback import clear_frames
 
+import torch
 from msgspec.structs import replace
 
 from elasticd.messages import Finished, Leaving, Raised, Report
@@ -111,6 +113,9 @@ class Loop:
         word = self._say(engine, error)
         if not word.holds:
             return
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            # They keep the step's activations, and the state is to be given away.
+            clear_frames(error.__traceback__)
         why = f"its code raised {word.kind}"
         self.control.send(Leaving(reason=why))
         switcher.told_to_go()

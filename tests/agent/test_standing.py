@@ -267,9 +267,14 @@ def test_a_signal_that_is_none_of_those_is_not_sent() -> None:
     assert asyncio.run(stacks._written(-1, 0, 9)) == ""
 
 
-def test_a_compilation_is_known_by_its_stack() -> None:
-    assert stacks.compiles('File "/x/torch/_inductor/compile_fx.py", line 3 in compile')
-    assert not stacks.compiles('File "train.py", line 3 in loss')
+def test_a_compilation_and_a_debugger_are_known_by_their_stacks() -> None:
+    for path, what in (
+        ("/x/torch/_inductor/compile_fx.py", "a compilation of its model"),
+        ("/x/triton/runtime/autotuner.py", "a compilation of its model"),
+        ("/usr/lib/python3.11/pdb.py", "a debugger"),
+        ("train.py", ""),
+    ):
+        assert stacks.busy(f'File "{path}", line 3 in there') == what
 
 
 def test_a_standstill_is_told_the_leader_and_again_on_a_new_link() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -221,11 +222,24 @@ def bad_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
     raise ValueError("bad sample")
 
 
-def fails_from_here(trained: elasticd.Job) -> None:
+_held: list[Any] = []
+
+
+class Large:
+    """What a frame of the step keeps."""
+
+
+def large_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+    large = Large()
+    _held.append(weakref.ref(large))
+    raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+
+def fails_from_here(trained: elasticd.Job, loss: Any = bad_loss) -> None:
     engine = trained._switcher.engine
     assert engine is not None
     assert engine.runner is not None
-    engine.runner._loss = bad_loss
+    engine.runner._loss = loss
 
 
 class Bad(torch.optim.SGD):
@@ -335,7 +349,8 @@ def test_an_exception_in_the_midst_of_an_update_ends_the_process_at_once(tmp_pat
     assert agent.of(Bereft, Standing) == []
 
 
-def test_one_that_is_of_no_more_use_ends_with_its_own_exception(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", [bad_loss, large_loss])
+def test_one_that_is_of_no_more_use_ends_with_its_own_exception(loss: Any, tmp_path: Path) -> None:
     def answers(said: Message) -> list[Message]:
         match said:
             case Bereft():
@@ -345,16 +360,23 @@ def test_one_that_is_of_no_more_use_ends_with_its_own_exception(tmp_path: Path) 
             case _:
                 return []
 
-    agent = Played(str(tmp_path / "s"), answers)
+    freed = list[bool]()
+
+    def heard(said: Message) -> list[Message]:
+        freed.append(not any(large() for large in _held))
+        return answers(said)
+
+    agent = Played(str(tmp_path / "s"), heard)
     trained = job()
     agent.start(Propose(proposal=first()))
 
     def script() -> None:
         for _ in trained.steps(10):
-            fails_from_here(trained)
+            fails_from_here(trained, loss)
 
-    with pytest.raises(ValueError, match="bad sample"):
+    with pytest.raises((ValueError, torch.OutOfMemoryError), match=r"bad sample|allocate"):
         script()
+    assert freed[-1], "the memory of the step is free while the state is given away"
     trained._control.close(Goodbye(reason="the test ends"))
     agent.end()
     assert [type(word).__name__ for word in agent.said if isinstance(word, Raised | messages.Leaving)] == [
