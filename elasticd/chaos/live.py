@@ -208,8 +208,8 @@ class Live:
             return f"{fault.device} has no worker"
         if fault.kind in _PLANTED and (busy := self._busy(fault.device)):
             return busy
-        if fault.kind == "raise" and not self._healthy(job) - {fault.device}:
-            return "no other device could try the step"
+        if fault.kind in ("raise", "unmet") and not self._met(job, fault.node) - {fault.device}:
+            return "no other device could try a step that fails"  # then the job ends, as it should
         if fault.kind in ("restart", "unmet") and not self._cluster.has_agent(fault.node):
             return "it has no agent"
         if fault.kind == "sever" and pair_of(fault) in self._severed:
@@ -229,6 +229,11 @@ class Live:
         """The members of each set that may be all that is left: of nodes that are apart, one goes on without
         the other."""
         return [kept, *({d for d in kept if d.rpartition("/")[0] != node} for node in self._severed.nodes)]
+
+    def _met(self, job: JobStatus, node: str) -> set[str]:
+        """The healthy members that a new leader would meet, though the agent of `node` goes away."""
+        away = {*self._away, node}
+        return {device for device in self._healthy(job) if device.rpartition("/")[0] not in away}
 
     def _busy(self, device: str) -> str:
         """Why nothing can be planted there now."""
