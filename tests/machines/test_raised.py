@@ -256,7 +256,7 @@ def test_a_leader_that_dies_at_any_event_of_it_leaves_another_that_ends_it(how: 
 
 def test_the_sizes_of_memory_that_is_not_enough_may_differ_in_their_units() -> None:
     text = (
-        "CUDA out of memory. Tried to allocate {} GiB. GPU {} has a total capacity of 79.10 GiB of which {} is free."
+        "CUDA out of memory. Tried to allocate {} GiB. GPU {} has a total capacity of 79.10 GiB of which {}."
         " Of the allocated memory {} is allocated by PyTorch."
     )
     kind = "torch.OutOfMemoryError"
