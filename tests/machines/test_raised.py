@@ -254,6 +254,26 @@ def test_a_leader_that_dies_at_any_event_of_it_leaves_another_that_ends_it(how: 
         assert "ValueError: bad sample 17" in ended(world), f"crash {how} event {at}"
 
 
+def test_the_sizes_of_memory_that_is_not_enough_may_differ_in_their_units() -> None:
+    text = (
+        "CUDA out of memory. Tried to allocate {} GiB. GPU {} has a total capacity of 79.10 GiB of which {}."
+        " Of the allocated memory {} is allocated by PyTorch."
+    )
+    kind = "torch.OutOfMemoryError"
+    one, other, none = (
+        text.format(*with_)
+        for with_ in (
+            ("2.00", 0, "512.00 MiB", "77.20 GiB"),
+            ("2.13", 3, "1.10 GiB", "76.01 GiB"),
+            ("2.00", 0, "no", "77.20 GiB"),
+        )
+    )
+    thrown = Thrown(device="beta/1", step=3, kind=kind, text=one, traceback="")
+    body = Raised(plan=1, step=3, kind=kind, text=other, traceback="")
+    assert alike(thrown, body)
+    assert not alike(thrown, msgspec.structs.replace(body, text=none))
+
+
 def test_what_is_over_is_not_begun_anew_for_a_new_leader() -> None:
     world = running()
     throw(world, "beta/1")

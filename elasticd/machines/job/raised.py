@@ -39,8 +39,9 @@ MOST_THROWN = 8
 #: Steps in which an exception ends one device after the other, if it does.
 NEAR = 100
 
-#: What differs between two devices though the exception is the same: addresses, ids, sizes.
-_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+#: What differs between two devices though the exception is the same: addresses, ids, sizes with their units
+#: (what torch says of memory that is not enough has ten of them).
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?(\s?([KMGT]i?B|bytes)\b)?")
 #: What the job's reason ends with where its members made a last checkpoint.
 _SAVED = "the state before the step is saved"
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
