@@ -33,6 +33,7 @@ class KeyValue:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+        self._of_plan: dict[int, set[str]] = {}  # the keys of `_values` that belong to one
         self._bytes = 0
         self._waiting: dict[str, set[asyncio.Future[bytes]]] = {}
 
@@ -69,9 +70,10 @@ class KeyValue:
 
     def drop_before(self, number: int) -> None:
         """Forgets the keys of plans below `number`; whoever waits for one gets an error."""
-        for key in [key for key in self._values if _plan(key) < number]:
-            self._pop(key)
-        for key in [key for key in self._waiting if _plan(key) < number]:
+        for over in [plan for plan in self._of_plan if plan < number]:
+            for key in self._of_plan.pop(over):
+                self._bytes -= len(key) + len(self._values.pop(key))
+        for key in [key for key in self._waiting if (plan := _plan(key)) is not None and plan < number]:
             for waiter in self._waiting.pop(key):
                 if not waiter.done():
                     waiter.set_exception(KeyError(key))
@@ -90,8 +92,15 @@ class KeyValue:
 
     def _pop(self, key: str) -> bool:
         value = self._values.pop(key, None)
-        self._bytes -= len(key) + len(value) if value is not None else 0
-        return value is not None
+        if value is None:
+            return False
+        self._bytes -= len(key) + len(value)
+        plan = _plan(key)
+        if plan is not None:
+            self._of_plan[plan].discard(key)
+            if not self._of_plan[plan]:
+                del self._of_plan[plan]
+        return True
 
     async def _get(self, call: StoreCall) -> StoreAnswer:
         if call.key in self._values:
@@ -113,9 +122,13 @@ class KeyValue:
         return StoreAnswer(id=call.id, error=error)
 
     def _set(self, key: str, value: bytes) -> None:
-        self._pop(key)
+        before = self._values.get(key)
+        if before is None:
+            self._bytes += len(key)
+            if (plan := _plan(key)) is not None:
+                self._of_plan.setdefault(plan, set()).add(key)
         self._values[key] = value
-        self._bytes += len(key) + len(value)
+        self._bytes += len(value) - len(before or b"")
         for waiter in self._waiting.pop(key, ()):
             if not waiter.done():
                 waiter.set_result(value)
@@ -131,7 +144,7 @@ class KeyValue:
         return StoreAnswer(id=call.id, number=total)
 
 
-def _plan(key: str) -> float:
-    """The number of the plan that a key belongs to; infinite for a key of no plan, which stays."""
+def _plan(key: str) -> int | None:
+    """The number of the plan that a key belongs to; None for a key of no plan, which stays."""
     found = _PLAN.match(key)
-    return int(found[1]) if found is not None else float("inf")
+    return int(found[1]) if found is not None else None

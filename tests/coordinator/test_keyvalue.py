@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elasticd.coordinator import keyvalue
 from elasticd.coordinator.keyvalue import LARGEST_VALUE, KeyValue
@@ -118,3 +120,36 @@ def test_a_jobs_store_is_bounded_and_what_goes_makes_room(monkeypatch: pytest.Mo
     assert ask(store, "set", "plan/2/a", b"x" * 90).error is None
     ask(store, "delete", "plan/2/a")
     assert ask(store, "set", "plan/2/a", b"x" * 90).error is None
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["set", "add", "delete", "drop"]),
+            st.sampled_from(["plan/1/a", "plan/1/b", "plan/2/a", "plan/30/a", "rdzv/a"]),
+            st.integers(0, 31),
+        ),
+        max_size=40,
+    )
+)
+def test_it_holds_what_a_plain_table_would_and_counts_its_bytes(done: list[tuple[str, str, int]]) -> None:
+    async def body() -> None:
+        store, plain = KeyValue(), dict[str, bytes]()
+        for op, key, number in done:
+            if op == "drop":
+                store.drop_before(number)
+                over = [each for each in plain if each.startswith("plan/") and int(each.split("/")[1]) < number]
+                for each in over:
+                    del plain[each]
+            elif op == "delete":
+                assert (await store.call(call("delete", key))).number == (plain.pop(key, None) is not None)
+            elif op == "set":
+                plain[key] = str(number).encode()
+                await store.call(call("set", key, plain[key]))
+            else:
+                plain[key] = str(int(plain.get(key, b"0")) + number).encode()
+                assert (await store.call(call("add", key, str(number).encode()))).number == int(plain[key])
+            assert len(store) == len(plain)
+            assert store.size == sum(len(each) + len(value) for each, value in plain.items())
+
+    asyncio.run(body())
