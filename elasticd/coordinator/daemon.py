@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -46,7 +46,7 @@ from elasticd.parts import Shelf
 from elasticd.records import LASTING, HistoryRecord, Keys, decode_at
 from elasticd.remembered import NOTE_SECONDS, StateError, StateFile
 from elasticd.store.leader import Leader, LeadershipLost
-from elasticd.store.protocol import KeyValue, Store, StoreError, StoreRefused, StoreReplaced
+from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplaced
 from elasticd.store.session import split_endpoint
 from elasticd.version import __version__
 
@@ -302,13 +302,11 @@ class Coordinator:
         )
 
     async def history(self, job: str) -> list[HistoryRecord]:
-        """From the store, through its own thread; decoded in another, for it may be much."""
-        prefix = self.keys.job(job, "")
-        loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(self._executor, self._store.snapshot, prefix)
-        return await asyncio.to_thread(self._histories, job, found.items)
+        """From the store, in a thread of its own: it may be much, and no write is to wait for it."""
+        return await asyncio.to_thread(self._histories, job)
 
-    def _histories(self, job: str, items: Sequence[KeyValue]) -> list[HistoryRecord]:
+    def _histories(self, job: str) -> list[HistoryRecord]:
+        items = self._store.snapshot(self.keys.job(job, "")).items
         shelf = Shelf(self.keys.jobs, ((item.key, item.value) for item in items))
         folder = self.keys.job(job, "history/")
         return [
