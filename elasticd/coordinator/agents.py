@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -130,29 +131,30 @@ async def _listen(
     """Hands every message over in order; a call that waits is left waiting beside the rest."""
     calls: set[asyncio.Task[None]] = set()
     bucket = Bucket(MESSAGES_PER_SECOND, time.monotonic())
-    wait = 0.0
 
-    async def handle(messages: Sequence[ToLeader]) -> None:
-        nonlocal wait
-        wait = bucket.charge(len(messages), time.monotonic())
-        for message in messages:
-            if isinstance(message, AgentHello) and message.record.node != connection.node:
-                raise _Impostor(message.record.node)
-            if isinstance(message, Up) and isinstance(message.body, StoreCall) and message.body.op == "get":
-                call = asyncio.create_task(leading.heard(connection, message))
-                calls.add(call)
-                call.add_done_callback(calls.discard)
-            else:
-                await leading.heard(connection, message)
+    async def handle(message: ToLeader) -> None:
+        if isinstance(message, AgentHello) and message.record.node != connection.node:
+            raise _Impostor(message.record.node)
+        if isinstance(message, Up) and isinstance(message.body, StoreCall) and message.body.op == "get":
+            call = asyncio.create_task(leading.heard(connection, message))
+            calls.add(call)
+            call.add_done_callback(calls.discard)
+        else:
+            await leading.heard(connection, message)
+
+    async def decoded(data: bytes) -> Sequence[ToLeader]:
+        return all_to_leader(data)
 
     try:
-        await leading.turns.take(lambda: handle(early))
+        messages = early
         while True:
-            if wait:
-                leading.metrics.refused("rate")
-                await asyncio.sleep(wait)
+            for message in messages:
+                while wait := bucket.wait(time.monotonic()):
+                    leading.metrics.refused("rate")
+                    await asyncio.sleep(wait)
+                await leading.turns.take(partial(handle, message))
             data = await _received(socket)
-            await leading.turns.take(lambda data=data: handle(all_to_leader(data)))  # type: ignore[misc]
+            messages = await leading.turns.take(partial(decoded, data))
     finally:
         for call in calls:
             call.cancel()

@@ -41,12 +41,6 @@ class Bucket:
         self._left -= 1
         return 0.0
 
-    def charge(self, count: int, now: float) -> float:
-        """Takes so many that were let in already; seconds until the next one may be."""
-        self._left = min(2 * self._rate, self._left + (now - self._at) * self._rate) - count
-        self._at = now
-        return max(0.0, -self._left / self._rate)
-
 
 class Gate:
     """ASGI middleware. `access` gives who is known now; `refused` counts by a word."""

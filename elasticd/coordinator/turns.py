@@ -12,11 +12,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 #: Seconds of work after which the loop gets to do something else.
 SLICE = 0.01
 
-Work = Callable[[], Awaitable[None]]
+T = TypeVar("T")
 
 
 class Turns:
@@ -24,18 +25,18 @@ class Turns:
 
     def __init__(self, seconds: float = SLICE, clock: Callable[[], float] = time.perf_counter) -> None:
         self._slice, self._clock = seconds, clock
-        self._line: deque[tuple[Work, asyncio.Future[None]]] = deque()
+        self._line: deque[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = deque()
         self._working: asyncio.Task[None] | None = None
 
-    async def take(self, work: Work) -> None:
-        """Returns when the work is done, or raises what it raised. Work whose caller was cancelled meanwhile is
-        left out."""
+    async def take(self, work: Callable[[], Awaitable[T]]) -> T:
+        """What the work returns once it is done, or raises. Work whose caller was cancelled meanwhile is left
+        out."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+        done: asyncio.Future[T] = loop.create_future()
         self._line.append((work, done))
         if self._working is None:
             self._working = loop.create_task(self._work())
-        await done
+        return await done
 
     async def _work(self) -> None:
         ends = self._clock() + self._slice
@@ -53,9 +54,9 @@ class Turns:
                 self._line.popleft()[1].cancel()
 
 
-async def _answered(work: Work, done: asyncio.Future[None]) -> None:
+async def _answered(work: Callable[[], Awaitable[T]], done: asyncio.Future[T]) -> None:
     try:
-        await work()
+        answer = await work()
     except asyncio.CancelledError:
         done.cancel()
         raise
@@ -64,4 +65,4 @@ async def _answered(work: Work, done: asyncio.Future[None]) -> None:
             done.set_exception(error)
     else:
         if not done.done():
-            done.set_result(None)
+            done.set_result(answer)

@@ -15,9 +15,11 @@ import pytest
 from elasticd_planner.measurement import Measurement
 
 from elasticd.config import with_overrides
+from elasticd.coordinator import agents
 from elasticd.coordinator.daemon import Coordinator, run, serve
 from elasticd.coordinator.election import CannotLead
 from elasticd.coordinator.leading import LARGEST_RANK, RANKS_AT_ONCE
+from elasticd.gathered import together
 from elasticd.machines.job.state import Phase
 from elasticd.messages import (
     Finished,
@@ -31,6 +33,7 @@ from elasticd.messages import (
     Swapped,
     Up,
     WorkerLost,
+    encode,
 )
 from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
 from elasticd.rounds import Lap, Lapped, Watching
@@ -456,6 +459,31 @@ def test_value_that_the_store_does_not_take_is_refused_to_its_sender_and_harms_n
             assert coordinator.ready() == ""
         found = MemoryStore(server).snapshot(KEYS.job(JOB, "ranks/")).items
         assert [item.key.rpartition("/")[2] for item in found] == ["rdzv:2"]
+
+    asyncio.run(body())
+
+
+def test_one_agents_long_frame_keeps_no_other_agent_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one says at once is dealt with message by message, and no faster than an agent may speak."""
+    monkeypatch.setattr(agents, "MESSAGES_PER_SECOND", 200.0)
+
+    def check(number: int) -> Up:
+        call = StoreCall(id=number, op="check", key="k")
+        return Up(client="t", job=JOB, device="", incarnation="", body=call)
+
+    async def body() -> None:
+        async with (
+            coordinating(MemoryServer()) as coordinator,
+            agent(coordinator, node_record("alpha")) as alpha,
+            agent(coordinator, node_record("beta")) as beta,
+        ):
+            said = [encode(check(number)) for number in range(700)]
+            await alpha.socket.send(together(said))
+            await until(lambda: bool(alpha.bodies("t")))
+            await beta.tell(check(1))
+            await until(lambda: bool(beta.bodies("t")))
+            assert len(alpha.bodies("t")) < len(said), "it is not all dealt with yet"
+            await until(lambda: len(alpha.bodies("t")) == len(said))
 
     asyncio.run(body())
 
