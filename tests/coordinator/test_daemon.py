@@ -15,10 +15,10 @@ import pytest
 from elasticd_planner.measurement import Measurement
 
 from elasticd.config import with_overrides
-from elasticd.coordinator import agents
+from elasticd.coordinator import agents, leading
 from elasticd.coordinator.daemon import Coordinator, run, serve
 from elasticd.coordinator.election import CannotLead
-from elasticd.coordinator.leading import LARGEST_RANK, RANKS_AT_ONCE
+from elasticd.coordinator.leading import LARGEST_RANK
 from elasticd.gathered import together
 from elasticd.machines.job.state import Phase
 from elasticd.messages import (
@@ -488,7 +488,11 @@ def test_one_agents_long_frame_keeps_no_other_agent_waiting(monkeypatch: pytest.
     asyncio.run(body())
 
 
-def test_a_worker_that_sets_its_ranks_again_and_again_does_not_fill_the_store() -> None:
+def test_a_worker_that_sets_its_ranks_again_and_again_does_not_fill_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leading, "RANKS_AT_ONCE", 5 * LARGEST_RANK)
+
     def told(number: int) -> Up:
         call = StoreCall(id=number, op="set", key="rdzv/1", value=bytes(LARGEST_RANK - 10), seconds=5.0)
         return Up(client="t", job=JOB, device="", incarnation="", body=call)
@@ -500,13 +504,13 @@ def test_a_worker_that_sets_its_ranks_again_and_again_does_not_fill_the_store() 
             agent(coordinator, node_record("alpha")) as alpha,
             agent(coordinator, node_record("beta")) as beta,
         ):
-            asked = RANKS_AT_ONCE // LARGEST_RANK + 50
+            asked = 10
             for number in range(asked):
                 await alpha.tell(told(number))
             await until(lambda: len(alpha.bodies("t")) == asked)
             errors = [answer.error for answer in alpha.bodies("t")]
             taken = errors.index(next(filter(None, errors)))
-            assert taken >= RANKS_AT_ONCE // LARGEST_RANK
+            assert taken == 5
             assert "node alpha write more than" in (errors[taken] or "")
             await beta.tell(told(1))
             await until(lambda: len(beta.bodies("t")) == 1)
