@@ -26,7 +26,7 @@ POOL_SLOW, POOL_PIPELINES = 4, 8
 CLOSE = 2e-4
 
 #: Combinations of one pool that are looked at without one that is better than those before.
-PATIENCE = 20
+PATIENCE = 30
 
 #: Of one pool's combinations so many are looked at with little merged, the first ones; of the others so many of
 #: those that came nearest once more.
