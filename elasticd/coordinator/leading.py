@@ -360,7 +360,7 @@ class Leading:
     async def _answered(self, node: str, job: str, call: StoreCall) -> StoreAnswer:
         """What torchruns tell of their ranks is written, too. What the store would not take is refused: nobody
         is to go on as if it were there."""
-        values = self._stores.get(job) or KeyValue()
+        values = self._stores.get(job, KeyValue())  # an empty one is one, too: somebody may wait in it
         if call.op in ("set", "add") and sum(each.size for each in self._stores.values()) > MOST_STORED:
             error = f"the bootstrap stores of all jobs hold {MOST_STORED} bytes: there is no room for more"
             return StoreAnswer(id=call.id, error=error)
