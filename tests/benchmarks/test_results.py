@@ -144,7 +144,7 @@ GOALS = {
 }
 
 
-#: Of the demo's six micro-batches no plan comes near enough to it.
+#: The goal that the figures of `record()` miss.
 YARDSTICK = "after the replan, measured over healthy / (N/sum(1/x))"
 
 
