@@ -293,6 +293,33 @@ def test_what_is_over_is_not_begun_anew_for_a_new_leader() -> None:
     assert world.job.failing, "and the new leader knows that it was tried before"
 
 
+def test_devices_that_a_new_leader_never_met_may_try_the_step() -> None:
+    """Their agent is started again while the leader dies."""
+    world = running()
+    devices = members(world)
+    assert {device.rpartition("/")[0] for device in devices} == {"alpha", "beta"}
+    away = world.records.pop("alpha")
+    world.cut, world.deaf = {"alpha"}, {device for device in devices if device.startswith("alpha/")}
+    world.kill("beta/0")
+    throw(world, "beta/1")
+    world.new_leader()
+    world.settle()
+    for _ in range(20):
+        world.tick()
+    assert world.phase is Phase.RECOVERING, world.job.reason
+    assert "no other device could go on" in world.job.reason
+    world.records["alpha"] = away
+    world.cut, world.deaf = set(), set()
+    world.reconnect("alpha")
+    for device in ("alpha/0", "alpha/1"):
+        world.thaw(device)
+    world.settle()
+    for _ in range(5):
+        world.tick()
+    assert recovered(world), world.job.reason
+    assert members(world) <= {device for device in devices if device.startswith("alpha/")}
+
+
 def test_what_a_worker_says_of_it_is_bounded_and_one_line() -> None:
     world = running()
     body = throw(world, "beta/1", text="a\nb\x1b[2J" + "x" * 5000)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from elasticd.machines.job.state import Phase
+from elasticd.messages import Bereft
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
 
@@ -50,3 +53,47 @@ def test_the_job_goes_on_from_it_when_it_is_back() -> None:
     plan = world.plan()
     assert plan is not None
     assert plan.members == ("alpha/1",)
+
+
+def split() -> World:
+    """Each device holds what no other does, and nothing was saved; beta was cut off, so the steps stop."""
+    world = running(memory=3_000_000)  # no room for replicas
+    plan = world.plan()
+    assert plan is not None
+    assert {device.rpartition("/")[0] for device in plan.members} == {"alpha", "beta"}
+    world.cut = {"beta"}
+    world.disconnect("beta")
+    for device in plan.members:
+        if device.startswith("alpha/"):
+            world.up(device, Bereft(plan=world.job.number, step=world.steps, reason="reset"))
+    return world
+
+
+@pytest.mark.parametrize("seconds", [1, 30])
+def test_a_node_that_alone_holds_some_state_is_waited_for(seconds: int) -> None:
+    world = split()
+    before = world.plan()
+    for _ in range(seconds):
+        world.tick(1.0)
+    assert world.phase is Phase.RUNNING, world.job.reason
+    assert "node beta cannot be reached" in world.job.reason
+    assert "nobody else holds" in world.job.reason
+    world.cut = set()
+    world.reconnect("beta")
+    world.settle()
+    for _ in range(5):
+        world.tick(1.0)
+    assert recovered(world), world.job.reason
+    after = world.plan()
+    assert before is not None
+    assert after is not None
+    assert after.binding == before.binding, "nobody is lost"
+
+
+def test_but_not_for_ever() -> None:
+    world = split()
+    for _ in range(70):
+        world.tick(1.0)
+    assert world.phase is Phase.STOPPED
+    assert "node beta cannot be reached" in world.job.reason
+    assert "state is lost" in world.job.reason

@@ -44,6 +44,8 @@ def all_told(turn: Turn) -> None:
     if job.phase not in FALLIBLE or job.settle_until is not None or not job.workers or not job.all_reported:
         return
     there = [worker for worker in job.workers.values() if not worker.left]
+    if job.unmet:
+        return  # members that a new leader has not met were told nothing that it knows of
     if there and all(worker.leaving for worker in there) and not _saving(job):
         reasons = ", ".join(dict.fromkeys(worker.leaving for worker in there))
         why = job.stopping or f"all workers were told to go ({reasons})"

@@ -68,7 +68,9 @@ def suspect(turn: Turn) -> None:
         away = _unreachable(turn)
         if away:
             nodes = sorted({device.rpartition("/")[0] for device in away})
-            fault(turn, away, f"node {', '.join(nodes)} cannot be reached, and the job's steps have stopped")
+            why = f"node {', '.join(nodes)} cannot be reached, and the job's steps have stopped"
+            if not _awaited(turn, nodes, away, why):
+                fault(turn, away, why)
             return
     halted = turn.now - job.progress.at > turn.settings.hang_seconds + 2 * job.progress.slowest
     frozen = [worker for worker in _owners(turn) if worker.frozen]
@@ -103,6 +105,14 @@ def _spared(turn: Turn, found: Collection[str], why: str) -> bool:
         waits(turn, f"{why}; {_NOBODY_ELSE} {lost}")
         note(turn, tuple(worker for worker in _owners(turn) if worker.device in found and worker.halted))
     return True
+
+
+def _awaited(turn: Turn, nodes: Collection[str], away: Collection[str], why: str) -> bool:
+    """Whether nodes are waited for longer than others: the job would end without what they hold, and most
+    networks that break are mended within a minute."""
+    known = [turn.nodes[name] for name in nodes if name in turn.nodes]
+    early = all(turn.now - node.since < turn.settings.lone_seconds for node in known)
+    return early and len(known) == len(nodes) and _spared(turn, away, why)
 
 
 def _unreachable(turn: Turn) -> dict[str, str]:
@@ -175,8 +185,18 @@ def _silent(turn: Turn, silent: list[Worker]) -> None:
     if isinstance(lacking, str) and waited and not older_state(turn):
         waits(turn, f"{names} may live, and hold what nobody else does ({lacking}): no answer since the fence")
         return
+    if waited and _only_leavers(turn, late) and turn.now - turn.job.since < turn.settings.lone_seconds:
+        waits(turn, f"{names} may live, and no other device could go on: no answer since the fence")
+        return
     gone = {worker.device: worker.incarnation for worker in late}
     fault(turn, gone, f"no answer to fence {turn.job.highest} from {names}")
+
+
+def _only_leavers(turn: Turn, late: list[Worker]) -> bool:
+    """Whether all workers but these are told to go, or their code raised: without these the job would end."""
+    absent = {worker.device for worker in late}
+    here = [each for each in turn.job.workers.values() if not each.left and each.device not in absent]
+    return bool(here) and all(worker.leaving or worker.raised for worker in here)
 
 
 def _late(turn: Turn, worker: Worker) -> bool:

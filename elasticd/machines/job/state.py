@@ -99,7 +99,8 @@ class Settings(Value, frozen=True, kw_only=True):
     up as well, up to most_retry; leave: for all members to take their leave after the first did, before the
     last step; stand: for members to say what they hold after a fence; bereft: from a member that lost the
     others to the fence, if nobody is known to have died; node: for a node that cannot be reached to be back,
-    if the job's steps have stopped too; hang: beyond twice the slowest step of late without one, until a
+    if the job's steps have stopped too; lone: the same for one that alone holds a part of the state, where
+    there is no older state to go back to; hang: beyond twice the slowest step of late without one, until a
     worker that does not answer counts as lost; probe: for a worker that said so to tell how fast its device is,
     before it is given work; fit: measured steps that a profile is fitted from; keep: until a job that is over
     is forgotten, or sooner where more than keep_jobs are over. flops (of a normal device, per second) and the
@@ -114,6 +115,7 @@ class Settings(Value, frozen=True, kw_only=True):
     stand_seconds: float = 10.0
     bereft_seconds: float = 0.5
     node_seconds: float = 0.4
+    lone_seconds: float = 60.0
     hang_seconds: float = 0.4
     probe_seconds: float = 3.0
     fit_steps: int = STEPS
@@ -130,6 +132,7 @@ class Settings(Value, frozen=True, kw_only=True):
             *(self.gather_seconds, self.prepare_seconds, self.reconnect_seconds),
             *(self.retry_seconds, self.most_retry_seconds, self.leave_seconds),
             *(self.stand_seconds, self.bereft_seconds, self.node_seconds, self.hang_seconds),
+            self.lone_seconds,
             *(self.probe_seconds, self.keep_seconds, self.keep_jobs),
         )
         if min(times) < 0 or self.fit_steps < STEPS:
