@@ -155,7 +155,7 @@ def _bounded(body: Raised) -> Raised:
 
 
 def _others(job: JobState) -> bool:
-    """Whether a worker is there on which the step was not tried, or may come: a new leader may not have met it."""
+    """Whether a worker is there on which the step was not tried, or may be, unknown to a new leader."""
     return bool(job.unmet) or any(
         not (worker.left or worker.leaving or worker.frozen or worker.raised) for worker in job.workers.values()
     )
