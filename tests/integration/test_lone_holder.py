@@ -36,7 +36,8 @@ def test_a_node_that_alone_holds_some_state_is_waited_for(shared_etcd: SharedEtc
             fleet.run(each, 1, "2", STEPS, micro_batch=train.BATCH // 2)
         fleet.advanced(10)
         plan = fleet.job()["plan"]
-        assert plan["reason"].startswith("1 pipeline:") and "idle" not in plan["reason"], plan
+        assert plan["reason"].startswith("1 pipeline:"), plan
+        assert "idle" not in plan["reason"], plan
         still = [process for part in (node, f"run-{node}") for process in fleet.tree(part)]
         for process in still:
             process.suspend()
