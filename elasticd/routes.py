@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 
 #: Where processes of one machine find each other.
@@ -20,6 +21,7 @@ _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _ANY_PORT = 9
 
 
+@lru_cache(maxsize=4096)
 def is_loopback(host: str) -> bool:
     """Whether this address, or name, is one that every machine has for itself."""
     try:

@@ -30,6 +30,8 @@ _WebSocketBase: Any = AutoWebSocketsProtocol
 SILENT_SECONDS = 10.0
 #: Seconds between pings to an agent, and until one that did not answer is away: no packet may say so.
 PING, SILENCE = 0.2, 0.75
+#: Seconds by which the loop may be late and still judge others by the clock.
+LATE = 0.1
 #: Pings a second of all connections together: with more than 200 each is asked less often.
 PINGS_A_SECOND = 1000
 #: Bytes of a request's line and headers.
@@ -166,7 +168,10 @@ def _http(most: int, refused: Callable[[str], None], silent_seconds: float) -> t
 
 def _websocket() -> type[asyncio.Protocol]:
     class WebSocket(_WebSocketBase):  # type: ignore[misc]
-        """Says whose certificate was shown, and asks less often for life where there are many."""
+        """Says whose certificate was shown, asks less often for life where there are many, and holds nobody's
+        silence against it while it is this side that does not listen."""
+
+        _due = 0.0
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             self.app: ASGIApp = _with_peer(self.app, transport)
@@ -175,6 +180,19 @@ def _websocket() -> type[asyncio.Protocol]:
         def schedule_ping(self) -> None:
             self.ping_interval = max(PING, len(self.connections) / PINGS_A_SECOND)
             super().schedule_ping()
+
+        def send_keepalive_ping(self) -> None:
+            super().send_keepalive_ping()
+            self._due = self.loop.time() + SILENCE
+
+        def keepalive_timeout(self) -> None:
+            late = self.loop.time() - self._due > LATE
+            if not (self.read_paused or late):
+                super().keepalive_timeout()
+                return
+            # The answer may be there: behind messages that are not read yet, or come while this loop was busy.
+            self._due = self.loop.time() + SILENCE
+            self.pong_timer = self.loop.call_later(SILENCE, self.keepalive_timeout)
 
     return WebSocket
 

@@ -98,7 +98,9 @@ def _lasting(seconds: float) -> str:
 
 def arrived(job: JobState, node: str) -> JobState:
     """The agent of a node has a new connection, and says again which workers of it live."""
+    if job.phase not in OVER:
+        return job
     left = {device: worker for device, worker in job.workers.items() if worker.node != node}
-    if job.phase not in OVER or len(left) == len(job.workers):
+    if len(left) == len(job.workers):
         return job
     return msgspec.structs.replace(job, workers=left)

@@ -9,7 +9,8 @@ import pytest
 from elasticd.machines.job import machine
 from elasticd.machines.job.state import Phase
 from elasticd.machines.job.turn import Turn
-from elasticd.messages import Prepared, Report, Swapped, Up, WorkerLost
+from elasticd.messages import Prepared, Report, Standing, Swapped, Up, WorkerLost
+from tests.machines.test_coordinator_faults import recovered
 from tests.machines.world import World
 
 _NODES = ("alpha", "beta", "gamma", "delta")
@@ -51,3 +52,27 @@ def test_one_look_for_all_that_prepared_and_for_all_that_swapped(looks: Counter[
         assert looks[f"due {body.__name__}"] <= 1
     assert looks[Report.__name__] == 3 * members
     assert looks[f"due {Report.__name__}"] <= 3, "once for each whole step"
+
+
+def test_what_each_of_many_says_waits_for_a_tick(looks: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a death every survivor says what it holds; a broken switch takes many agents away at once."""
+    monkeypatch.setattr(machine, "MANY", 4)
+    world = World(_NODES)
+    for node in _NODES:
+        world.join(node, least=4, most=4)
+    world.settle()
+    for _ in range(20):
+        world.tick()
+    world.train(3)
+    assert world.phase is Phase.RUNNING
+    looks.clear()
+    for node in _NODES[1:]:
+        world.disconnect(node)
+        world.reconnect(node)
+    assert not [name for name in looks if name.startswith("due")], looks
+    world.kill("alpha/0")
+    for _ in range(20):
+        world.tick()
+    assert recovered(world), world.job.reason
+    assert looks[Standing.__name__] >= 7
+    assert looks[f"due {Standing.__name__}"] <= 2, looks

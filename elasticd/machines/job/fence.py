@@ -34,10 +34,8 @@ def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
     if proposal is not None and proposal.status == "open":
         proposal = aborted(proposal, turn.epoch, why)
         records.append(proposal)
-    for device, incarnation in gone.items():
-        worker = job.workers.get(device)
-        if worker is not None and worker.incarnation == incarnation:
-            turn.drop(device)
+    workers = ((device, incarnation, job.workers.get(device)) for device, incarnation in gone.items())
+    turn.drop(*(device for device, one, worker in workers if worker is not None and worker.incarnation == one))
     if job.asked is not None:
         turn.effects.append(CancelPlan(job=job.job))
     if job.phase is not Phase.RECOVERING:

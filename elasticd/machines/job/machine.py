@@ -59,20 +59,26 @@ from elasticd.pulses import Frozen, Probed, Rehearsed, Unreached
 from elasticd.snapshots import Keeps
 from elasticd.whereabouts import Halted
 
+#: Workers of a job above which what follows from a message waits for the next tick, a tenth of a second away.
+MANY = 64
+
 
 def step(
     job: JobState, event: Event, nodes: Mapping[str, NodeState], epoch: int, settings: Settings, now: float
 ) -> tuple[JobState, tuple[Effect, ...]]:
     """The job after `event` at time `now` (seconds), and what its daemon is to do, in order.
 
-    What only completes the picture of a step or of a switch makes nothing due: what time asks for, a tick
-    does. So a thousand devices' reports cost a thousand short looks, and not each one at all thousand devices.
+    What only completes the picture of a step or of a switch makes nothing due, nor does an agent that comes or
+    goes: what time asks for, a tick does. In a job of many workers no message does: after a loss each of them
+    says what it holds. So a thousand messages cost a thousand short looks, and not each one at all devices.
     """
     turn = Turn(job, nodes, epoch, settings, now)
     if isinstance(event, Received):
         if not isinstance(event.message, OfNode):  # which is about no job
             _message(turn, event.node, event.message)
-        if _adds(job, event) and _alike(job, turn.job) and not replan.ripe(turn.job):
+        if len(job.workers) > MANY or (
+            _adds(job, event) and _alike(job, turn.job) and not replan.ripe(turn.job)
+        ):
             return turn.job, tuple(turn.effects)
     elif isinstance(event, Planned):
         replan.answered(turn, event)
@@ -84,12 +90,14 @@ def step(
         stopping.asked(turn, event)
     elif isinstance(event, AgentDown):
         gather.forget(turn, event.node)
+        return turn.job, tuple(turn.effects)
     elif isinstance(event, AgentUp):
         stopping.remind(turn, event.record.node)
         if event.anew:
             turn.set(snapshots=turn.job.snapshots.forgotten(event.record.node))
             losses.orphaned(turn, event.record.node)
-    # What else an agent's arrival means for a job, its workers' messages tell.
+        # What else an agent's arrival means for a job, its workers' messages tell.
+        return turn.job, tuple(turn.effects)
     _due(turn)
     return turn.job, tuple(turn.effects)
 

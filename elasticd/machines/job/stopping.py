@@ -35,9 +35,11 @@ def asked(turn: Turn, event: StopAsked) -> None:
 def remind(turn: Turn, node: str) -> None:
     """Tells the agent of a node that is there, or came back, of its workers that are not leaving yet. It tells
     each of them once."""
+    if not turn.job.stopping or turn.over:
+        return
     workers = turn.job.workers.values()
     staying = tuple(w.device for w in workers if w.node == node and not w.left and not w.leaving)
-    if turn.job.stopping and not turn.over and staying:
+    if staying:
         turn.effects.append(Send(node=node, message=End(job=turn.job.job, devices=staying)))
 
 

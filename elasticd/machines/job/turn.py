@@ -47,14 +47,22 @@ class Turn:
         self._met(worker.device)
         return changed
 
-    def drop(self, device: str) -> None:
-        self.set(workers={name: worker for name, worker in self.job.workers.items() if name != device})
-        self._met(device)
+    def drop(self, *devices: str) -> None:
+        """The workers of these devices are no more."""
+        workers = dict(self.job.workers)
+        for device in devices:
+            workers.pop(device, None)
+        self.set(workers=workers)
+        self._met(*devices)
 
-    def _met(self, device: str) -> None:
+    def _met(self, *devices: str) -> None:
         """A device has one process at a time: of one that is heard of, none before it is waited for."""
-        if device in self.job.unmet:
-            self.set(unmet={name: known for name, known in self.job.unmet.items() if name != device})
+        known = [device for device in devices if device in self.job.unmet]
+        if known:
+            unmet = dict(self.job.unmet)  # a copy, and not a comprehension: thousands say hello one by one
+            for device in known:
+                del unmet[device]
+            self.set(unmet=unmet)
 
     def note(self, kind: EventKind, text: str, **data: Any) -> None:
         self.effects.append(self.told(kind, text, **data))
