@@ -32,9 +32,8 @@ class Fabrics:
     def release(self, fabric: Fabric) -> None:
         """One fabric goes, whatever it was for."""
         with self._lock:
-            for fabrics in self._fabrics.values():
-                if fabric in fabrics:
-                    fabrics.remove(fabric)
+            left = {number: [f for f in listed if f is not fabric] for number, listed in self._fabrics.items()}
+            self._fabrics = {number: listed for number, listed in left.items() if listed}
         self.remember(fabric.park())
 
     def spent(self, fabric: Fabric, *, now: bool) -> None:

@@ -45,11 +45,17 @@ class Rules:
     fewest: int = 1
 
 
-class Columns:
-    """Group types as columns of the arrays; types that cost and hold the same are one."""
+#: The most layers that a type of group holds, as a first stage or not, by position from the end.
+Limits = dict[tuple[GroupType, bool], list[int]]
 
-    def __init__(self, cost: CostModel, rules: Rules, deepest: int) -> None:
+
+class Columns:
+    """Group types as columns of the arrays; types that cost and hold the same are one. `limits`: what others
+    found with the same cost and layers, and what these find."""
+
+    def __init__(self, cost: CostModel, rules: Rules, deepest: int, limits: Limits | None = None) -> None:
         self.cost, self.rules = cost, rules
+        self._limits: Limits = limits if limits is not None else {}
         self.deepest = max(1, min(deepest, rules.layers))
         self.columns: list[Column] = []
         self._of: dict[GroupType, int] = {}
@@ -67,12 +73,14 @@ class Columns:
     def _made(self, kind: GroupType) -> Column:
         limits = {}
         for first in (False, True):
-            limits[first] = tuple(
+            known = self._limits.setdefault((kind, first), [])
+            known += (
                 most_layers(
                     self.cost, kind, self.rules.layers, first=first, last=behind == 0, in_flight=behind + 1
                 )
-                for behind in range(self.deepest)
+                for behind in range(len(known), self.deepest)
             )
+            limits[first] = tuple(known[: self.deepest])
         return Column(
             block=kind.cost.block,
             embed=kind.cost.embed,

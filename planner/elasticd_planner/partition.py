@@ -7,12 +7,18 @@ only the one entry at the end is needed, so that two pipelines cost one addition
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from elasticd_planner.assign import Ints
 from elasticd_planner.columns import NEVER
 
 Counts = tuple[int, ...]
+
+#: Numbers in one array of a convolution.
+AT_ONCE = 1 << 18
 
 
 class Partition:
@@ -68,9 +74,17 @@ class Partition:
             target[axis], source[axis] = slice(1, None), slice(0, -1)
             before[tuple(target)] = a[tuple(source)]
             grows &= a > before
-        found = np.full_like(a, 2 * NEVER)
-        for where in np.argwhere(grows):
-            to = tuple(slice(int(i), None) for i in where)
-            of = tuple(slice(0, n - int(i)) for i, n in zip(where, a.shape, strict=True))
-            np.maximum(found[to], a[tuple(where)] + b[of], out=found[to])
-        return found
+        # With room for sums behind each axis but the first, a shift by j is one shift of the flat arrays.
+        shape = (a.shape[0], *(2 * n - 1 for n in a.shape[1:]))
+        inside = tuple(slice(0, n) for n in a.shape)
+        flat = np.full(2 * math.prod(shape) - 1, 2 * NEVER)
+        flat[math.prod(shape) - 1 :].reshape(shape)[inside] = b
+        shifts = np.ravel_multi_index(np.nonzero(grows), shape)
+        values = a[grows]
+        windows = sliding_window_view(flat, math.prod(shape))[::-1]  # [shift, at]: b[at - shift]
+        found = np.full(math.prod(shape), 2 * NEVER)
+        step = max(1, AT_ONCE // len(found))
+        for start in range(0, len(shifts), step):
+            some = windows[shifts[start : start + step]] + values[start : start + step, None]
+            np.maximum(found, some.max(axis=0), out=found)
+        return found.reshape(shape)[inside].copy()

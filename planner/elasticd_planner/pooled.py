@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import count as numbers_from
 
-from elasticd_planner.columns import Columns, Rules
+from elasticd_planner.columns import Columns, Limits, Rules
 from elasticd_planner.deal import Line, deal
 from elasticd_planner.division import Division, NodeKind
 from elasticd_planner.pool import NARROW, Chain, Pool
@@ -61,6 +61,7 @@ class Pooled:
         fewest: int,
         thorough: bool,
         stop: Callable[[], bool],
+        limits: Limits | None = None,
     ) -> None:
         self.budget, self.orders = budget, orders
         rules = replace(rules, each=max(1, rules.most - pipelines + 1), fewest=fewest)
@@ -71,7 +72,7 @@ class Pooled:
             sum(max((len(d.types) for d in divisions[i]), default=0) * n for i, n in enumerate(composition))
             for composition, _ in compositions
         )
-        self.columns = Columns(self.task.cost, rules, deepest)
+        self.columns = Columns(self.task.cost, rules, deepest, limits)
         self.order = compositions
         self.pools: dict[tuple[Composition, int], Pool] = {}
         for composition, number in compositions:

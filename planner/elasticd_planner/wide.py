@@ -13,7 +13,7 @@ from functools import cached_property
 
 from elasticd_planner.assign import EQUAL
 from elasticd_planner.bound import Choices, least
-from elasticd_planner.columns import Columns, Rules
+from elasticd_planner.columns import Columns, Limits, Rules
 from elasticd_planner.division import Division, divider, kinds
 from elasticd_planner.exchange import GROUPS, PIPELINES, Exchange
 from elasticd_planner.finish import Finisher
@@ -70,6 +70,7 @@ class Wide:
         )
         self.devices = sum(kind.devices * len(kind.nodes) for kind in self.kinds)
         self.divider = divider(task.cost)
+        self.limits: Limits = {}
         self.candidates = 0
         self._best: Found | None = None
         self._near: list[Found] = []
@@ -341,7 +342,7 @@ class Wide:
         divisions = self.divider.divisions(kind, low / task.layers, steady=task.steady, size=size)
         if not divisions:
             return math.inf
-        columns = Columns(task.cost, self.rules, pools * len(divisions[0].types))
+        columns = Columns(task.cost, self.rules, pools * len(divisions[0].types), self.limits)
         pool = Pool([(kind, divisions[:1], pools)], part, columns, low / task.layers)
         need = -(-task.micro_batches * part // pipelines)
         high = low * EVER
@@ -404,6 +405,7 @@ class Wide:
                 fewest=fewest,
                 thorough=small,
                 stop=self.stop,
+                limits=self.limits,
             )
             found = pooled.solve(low, known * leeway - self._after(pipelines, fewest if small else None))
             self.candidates += pooled.evaluated

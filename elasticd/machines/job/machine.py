@@ -69,16 +69,19 @@ def step(
     """The job after `event` at time `now` (seconds), and what its daemon is to do, in order.
 
     What only completes the picture of a step or of a switch makes nothing due, nor does an agent that comes or
-    goes: what time asks for, a tick does. In a job of many workers no message does: after a loss each of them
-    says what it holds. So a thousand messages cost a thousand short looks, and not each one at all devices.
+    goes: what time asks for, a tick does. In a job of many workers other messages wait for it as well: after a
+    loss each worker says what it holds. So a thousand messages cost a thousand short looks, and not each one at
+    all devices.
     """
     turn = Turn(job, nodes, epoch, settings, now)
     if isinstance(event, Received):
         if not isinstance(event.message, OfNode):  # which is about no job
             _message(turn, event.node, event.message)
-        if len(job.workers) > MANY or (
-            _adds(job, event) and _alike(job, turn.job) and not replan.ripe(turn.job)
-        ):
+        if _adds(job, event):
+            waits = _alike(job, turn.job) and not replan.ripe(turn.job)
+        else:
+            waits = len(job.workers) > MANY
+        if waits:
             return turn.job, tuple(turn.effects)
     elif isinstance(event, Planned):
         replan.answered(turn, event)
