@@ -287,11 +287,11 @@ class Job(Seat):
         except Departed:
             self._leave("it was told to go, and the job goes on without it")
             raise
-        except GeneratorExit:
+        except GeneratorExit as closed:
             if self._failed:
                 self._notice.restore()
             else:
-                self._leave_later()
+                self._leave_later(closed.__context__)
             raise
         except BaseException as error:
             if isinstance(error, Exception):
@@ -301,11 +301,12 @@ class Job(Seat):
             raise
         self._leave("")
 
-    def _leave_later(self) -> None:
-        """The loop was left: by `break`, or by an exception of its body, which `_fail_later` may hear of."""
+    def _leave_later(self, handled: BaseException | None) -> None:
+        """The loop was left: by `break`, or by an exception of its body, which `_fail_later` may hear of.
+        handled: the exception around the loop, in whose `except` the script is."""
         self._left = True
         self._notice.restore()
-        self._farewell.later()
+        self._farewell.later(handled)
         self._callbacks.on_end(self)
 
     def _fail_later(self, error: Exception) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ from elasticd.messages import (
 )
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.records import Proposal, Recovery
+from elasticd.runtime import thrown
 from elasticd.runtime.groups import PeerLost
 from elasticd.runtime.job import Step
 from tests.integration.test_switches import plan_of, stage
@@ -267,10 +269,13 @@ def leader(said: Message) -> list[Message]:
             return []
 
 
-@pytest.mark.parametrize("where", ["loss", "loop", "callback"])
+@pytest.mark.parametrize("where", ["loss", "loop", "callback", "exits"])
 def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_the_leader_asks_for_it(
-    where: str, tmp_path: Path
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """exits: it takes longer from the loop's body to the script's end than a leave is put off."""
+    monkeypatch.setattr(thrown, "_ON_ITS_WAY", 0.2)
+
     class Told(elasticd.Callback):
         def on_step(self, job: Any, step: Any) -> None:
             if where == "callback" and step.index == 1:
@@ -282,15 +287,18 @@ def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_
     agent.start(Propose(proposal=first()))
 
     def script() -> None:
-        for step in trained.steps(10):
-            if step.index == 1 and where == "loss":
-                fails_from_here(trained)
-            elif step.index == 1 and where == "loop":
-                raise ValueError("bad sample")
+        try:
+            for step in trained.steps(10):
+                if step.index == 1 and where == "loss":
+                    fails_from_here(trained)
+                elif step.index == 1 and where in ("loop", "exits"):
+                    raise ValueError("bad sample")
+        finally:
+            time.sleep(0.6 if where == "exits" else 0.0)
 
     with pytest.raises(ValueError, match="bad sample") as caught:
         script()
-    if where == "loop":  # whose generator was closed: as the interpreter does with what nobody caught
+    if where in ("loop", "exits"):  # as the interpreter does with what nobody caught
         sys.excepthook(ValueError, caught.value, None)
     trained._control.close(Goodbye(reason="the test ends"))
     agent.end()
@@ -303,6 +311,7 @@ def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_
     (stood,) = agent.of(Standing)
     assert [(copy.number, copy.step) for copy in stood.copies] == [(1, 2)]
     assert [item.step for item in scan(folder)] == [2]
+    assert agent.of(Goodbye) == [Goodbye(reason="the test ends")]
 
 
 @pytest.mark.parametrize("how", ["break", "caught", "close"])
