@@ -299,6 +299,7 @@ class Coordinator:
             leader,
             self.leading.restarts.values(),
             time.monotonic(),
+            self.leading.now(),
         )
 
     async def history(self, job: str) -> list[HistoryRecord]:

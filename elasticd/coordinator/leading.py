@@ -143,7 +143,7 @@ class Leading:
     def apply(self, event: Event) -> None:
         """One step of the machine, and its effects. A message that it fails on is dropped: nothing has changed
         then. Any other error ends this leader rather than go on with a state that nobody decided."""
-        before, now = self.state, self._now()
+        before, now = self.state, self.now()
         try:
             self.state, effects = coordinator.step(before, event, now)
         except Exception as error:
@@ -161,7 +161,7 @@ class Leading:
             _log.exception("what was decided on %r cannot be done", event)
             self._failed(error)
 
-    def _now(self) -> float:
+    def now(self) -> float:
         """The machine's clock, which stands still while the store is away: what was decided meanwhile is not
         written, nobody can answer it, and nobody is late."""
         now = self._clock()
@@ -505,7 +505,7 @@ class Leading:
         """Lines of a recording from now on (`elasticd.recording`). Raises `Refused` where too many record."""
         if self.recorders.full:
             raise Refused(503, "as many record already as may at once: end one of them, or try again later")
-        return self.recorders.record(lambda: (self.state, self._now()))
+        return self.recorders.record(lambda: (self.state, self.now()))
 
     def exposition(self) -> bytes:
         """The body of `GET /metrics`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -41,12 +42,15 @@ from elasticd.records import Proposal, Recovery
 from elasticd.runtime import thrown
 from elasticd.runtime.groups import PeerLost
 from elasticd.runtime.job import Step
+from elasticd.runtime.where import Nowhere, shared
+from elasticd.whereabouts import WORDS, read
 from tests.integration.test_switches import plan_of, stage
 from tests.runtime.test_control import WELCOME, Agent
 
 CONFIG = DecoderConfig(vocabulary=16, width=16, layers=3, heads=4, kv_heads=2, hidden=12)
 STEPS = 3
 ME, OTHER = "a/0", "a/1"
+ROWS = [{"inputs": torch.arange(8), "targets": torch.arange(8)}] * 12
 
 
 def plan(number: int) -> Plan:
@@ -110,12 +114,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def job(**changes: Any) -> elasticd.Job:
     with torch.device("meta"):
         model = Decoder(CONFIG).describe()
-    row = torch.arange(8) % 16
     return elasticd.Job(
         model=model,
-        loss=next_token_loss,
+        loss=changes.pop("loss", next_token_loss),
         optimizer=changes.pop("optimizer", torch.optim.AdamW),
-        dataset=changes.pop("dataset", [{"inputs": row, "targets": row}] * 12),
+        dataset=changes.pop("dataset", ROWS),
         global_batch=6,
         **changes,
     )
@@ -218,6 +221,126 @@ def test_a_recovery_from_the_last_step_makes_the_last_checkpoint_and_ends(
     assert agent.of(Finished) == [Finished(step=STEPS)]
     assert [item.step for item in scan(folder)] == [STEPS]
     assert messages.encode(agent.said[-1]) == messages.encode(Goodbye())
+
+
+def here() -> str:
+    """Where this process tells its agent that it is."""
+    found = read(os.pread(shared().fd, WORDS.size, 0))
+    assert found is not None
+    return found.name
+
+
+def test_what_elasticd_calls_between_steps_is_told_by_its_name(tmp_path: Path) -> None:
+    """A hang there holds all others up, and only its name says why."""
+    places = dict[str, str]()
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        places["optimizer"] = here()
+        return torch.optim.AdamW(named)
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        places["scheduler"] = here()
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+        places.setdefault("loss in a step", here())
+        return next_token_loss(output, batch)
+
+    def held_out_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+        places["loss in an evaluation"] = here()
+        return next_token_loss(output, batch)
+
+    class Told(elasticd.Callback):
+        def on_plan(self, job: Any, plan: Any) -> None:
+            places["on_plan"] = here()
+
+        def on_step(self, job: Any, step: Any) -> None:
+            places["on_step"] = here()
+
+        def on_evaluation(self, job: Any, evaluation: Any) -> None:
+            places["on_evaluation"] = here()
+
+        def on_end(self, job: Any) -> None:
+            places["on_end"] = here()
+
+    class Dataset:
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            places["dataset"] = here()
+            return ROWS[index]
+
+    def length(index: int) -> int:
+        places["length"] = here()
+        return 8
+
+    agent = Played(str(tmp_path / "s"), leader)
+    trained = job(
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loss=loss,
+        length=length,
+        dataset=Dataset(),
+        readers=0,
+        held_out=elasticd.HeldOut(dataset=ROWS, loss=held_out_loss),
+        callbacks=[Told()],
+    )
+    model = trained._recipe.model
+    init: Any = model._init
+
+    def told_init(*given: Any) -> torch.Tensor:
+        places["init"] = here()
+        value: torch.Tensor = init(*given)
+        return value
+
+    model._init = told_init
+    agent.start(Propose(proposal=first()))
+    for step in trained.steps(STEPS):
+        if step.index == 0:
+            places["the loop's body"] = here()
+            trained.evaluate()
+    agent.end()
+    assert places == {
+        "init": "the first values of its parameters (init)",
+        "optimizer": "the optimizer's factory",
+        "scheduler": "the scheduler's factory",
+        "dataset": "its loader",
+        "length": "its loader",
+        "loss in a step": "the loss",
+        "loss in an evaluation": "an evaluation",
+        "on_plan": "a callback",
+        "on_step": "a callback",
+        "on_evaluation": "a callback",
+        "on_end": "a callback",
+        "the loop's body": "its script's own code",
+    }
+
+
+def test_the_thread_that_prepares_a_plan_does_not_say_where_the_main_thread_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for other ranks, too, on groups that are the main thread's only later."""
+    from elasticd.runtime import switching
+
+    told, prepare = list[object](), switching.prepare
+
+    def preparing(*given: Any) -> Any:
+        prepared = prepare(*given)
+        assert prepared.engine is not None
+        told.extend(fabric.stopwatch.where for fabric in (prepared.transition, prepared.engine.fabric))
+        return prepared
+
+    monkeypatch.setattr(switching, "prepare", preparing)
+    agent = Played(str(tmp_path / "s"), leader)
+    trained = job()
+    agent.start(Propose(proposal=first()))
+    for _ in trained.steps(1):
+        engine = trained._switcher.engine
+        assert engine is not None
+        assert engine.fabric.stopwatch.where is shared()
+    agent.end()
+    assert [type(where) for where in told] == [Nowhere, Nowhere]
 
 
 def bad_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
