@@ -22,6 +22,11 @@ class End(Message, frozen=True, kw_only=True, tag="end-job"):
     devices: tuple[str, ...]
 
 
+def passes_end(release: str) -> bool:
+    """Whether an agent of this release passes an `End` on; those of 0.1 skip it."""
+    return not release.startswith("0.1.")
+
+
 class TryReach(Message, frozen=True, kw_only=True, tag="try-reach"):
     """The agent tries whether it reaches these nodes on the data network, by node "host:port", and says so by
     `Unreached` with the same job and round."""

@@ -28,6 +28,7 @@ from elasticd.decoding import shown, tag_of
 from elasticd.health import OfNode
 from elasticd.machines import coordinator, doors, forgetting, restarts
 from elasticd.machines.coordinator import State
+from elasticd.machines.job import stopping
 from elasticd.machines.job.effects import (
     AgentDown,
     AgentUp,
@@ -465,8 +466,9 @@ class Leading:
             raise Refused(409, f"the agent of node {node} cannot be reached: start it, or wait for it")
         self.apply(Drained(node=node, on=on))
 
-    def stop(self, name: str, seconds: float, by: str) -> None:
-        """Ends a job, whose workers have so many seconds for a last checkpoint. Raises `Refused`."""
+    def stop(self, name: str, seconds: float, by: str) -> dict[str, str]:
+        """Ends a job, whose workers have so many seconds for a last checkpoint. Returns the nodes whose workers
+        will not hear of it, with the release of each one's agent. Raises `Refused`."""
         job = self.state.jobs.get(name)
         if job is None and name in self.restarts:
             raise Refused(409, f"job {name} is in restart mode, and ends with its torchruns: stop those")
@@ -475,7 +477,9 @@ class Leading:
             raise Refused(404, f"there is no job {name!r}; there are: {names}")
         if job.phase in OVER:
             raise Refused(409, f"job {name} is {job.phase.value} already" + (job.reason and f": {job.reason}"))
+        unheard = stopping.unheard(job, self.state.nodes, seconds)
         self.apply(StopAsked(job=name, by=by, seconds=seconds))
+        return unheard
 
     def forget(self, name: str, by: str) -> None:
         """Nothing of a job that is over is kept. Raises `Refused`."""

@@ -40,6 +40,8 @@ from elasticd.rounds import Lap, Lapped, Watching
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Limits, WatchEvent
+from elasticd.version import __version__
+from tests.cli.support import call
 from tests.coordinator.agents import Agent, agent, config, coordinating, get, post, until
 from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.world import World
@@ -155,6 +157,25 @@ def test_job_lives_from_its_join_to_its_end() -> None:
             _, events = await get(coordinator, "/v1/events")
             kinds = [event["kind"] for event in events["events"]]
             assert {"job_gathered", "planning", "proposed", "swapped", "recorded", "finished"} <= {*kinds}
+
+    asyncio.run(body())
+
+
+def test_stopping_a_job_says_which_nodes_agents_are_too_old_to_tell_their_workers() -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        async with (
+            coordinating(server) as coordinator,
+            agent(coordinator, node_record("alpha"), release=__version__) as alpha,
+            agent(coordinator, node_record("beta"), release="0.1.0") as beta,
+        ):
+            await started(server, [alpha, beta])
+            await until(lambda: coordinator.leading.state.jobs[JOB].phase is Phase.RUNNING)
+            stop = ("stop", JOB, "--wait", "1", "--coordinator", coordinator.url)
+            done = await asyncio.to_thread(call, *stop)
+            assert "cannot tell their workers to go: beta (elasticd 0.1.0). The workers there" in done.stderr
+            assert "'elasticd stop --now" in done.stderr
+            assert "is stopped: stopped by" in done.stdout
 
     asyncio.run(body())
 
