@@ -19,7 +19,7 @@ from elasticd.machines.job.ending import stop
 from elasticd.machines.job.fence import FALLIBLE
 from elasticd.machines.job.state import JobState, NodeState
 from elasticd.machines.job.turn import Turn
-from elasticd.orders import End, passes_end
+from elasticd.orders import End, is_first
 
 
 def asked(turn: Turn, event: StopAsked) -> None:
@@ -62,7 +62,7 @@ def unheard(job: JobState, nodes: Mapping[str, NodeState], seconds: float) -> di
     return {
         name: node.release
         for name, node in nodes.items()
-        if not passes_end(node.release) and any(_staying(job, name))
+        if is_first(node.release) and any(_staying(job, name))
     }
 
 
