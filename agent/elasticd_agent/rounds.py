@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from elasticd.allowance import Allowance
-from elasticd.decoding import log_once, shown
+from elasticd.decoding import log_once, shown, skip
 from elasticd.messages import Message, ToLeader, ToWorker, protocol_refusal
 from elasticd.names import harmless, name_refusal
 from elasticd.records import Keys, NodeRecord, OutRecord, decode
@@ -347,7 +347,7 @@ def _record(item: KeyValue, kind: type[R]) -> R | None:
         return decode(item.value, kind)
     except msgspec.DecodeError as error:
         text = f"the record {shown(item.key)!r} in the store cannot be read: {shown(str(error))}"
-        log_once(("record", item.key), text)
+        skip("record", ("record", item.key), text)
         return None
 
 
