@@ -4,7 +4,8 @@ Five things may be wrong with the bytes, and every receiver does the same about 
 
     no JSON object with a tag            `msgspec.DecodeError`, whatever the bytes are; it refuses them
     a tag that this release lacks        `Reader` gives None: the receiver skips the message; one log line a tag
-    a known tag with other content       the same, but the first message of a connection is refused
+    a known tag with other content       the same, but the first message of a connection is refused, and whoever
+                                         waits for an answer to it may be told (`Reader`: `instead`)
     a field that this release lacks      the field is skipped; one log line for each tag and field
     a version that is too far away       `DecodeError` that names both versions and the remedy
 
@@ -160,9 +161,13 @@ class _Envelope(msgspec.Struct):
 
 class Reader(Generic[T]):
     """Decodes the messages that a receiver may get: `kind` is their union; `sender` names who sends them, for
-    the log."""
+    the log. instead: what the receiver gets in the place of a message that is skipped (None: nothing), from its
+    bytes and why it cannot be decoded."""
 
-    def __init__(self, kind: Any, sender: str) -> None:
+    def __init__(
+        self, kind: Any, sender: str, instead: Callable[[bytes, str], T | None] = lambda data, why: None
+    ) -> None:
+        self._instead = instead
         self._decode = decoder_of(kind).decode
         self._decode_list = decoder_of(list[kind]).decode
         self._sender = sender
@@ -175,7 +180,7 @@ class Reader(Generic[T]):
             message: T = decoded(self._decode, data)
         except msgspec.DecodeError as error:
             if self._skips(data, error, first=first):
-                return None
+                return self._instead(data, str(error))
             raise
         look(message, data)
         return message

@@ -58,6 +58,7 @@ from elasticd.messages import (
     StoreAnswer,
     StoreCall,
     ToLeader,
+    Unread,
     Up,
     WorkerLost,
 )
@@ -317,7 +318,7 @@ class Leading:
         if self.connections.leave(connection):
             self.apply(AgentDown(node=connection.node))
 
-    async def heard(self, connection: Connection, message: ToLeader) -> None:
+    async def heard(self, connection: Connection, message: ToLeader | Unread) -> None:
         """One message of an agent; returns when it is dealt with, which may be long for a waiting `get`."""
         began = time.monotonic()
         await self._heard(connection, message)
@@ -325,7 +326,7 @@ class Leading:
         if not isinstance(said, StoreCall):  # which waits for others
             self.metrics.message(tag_of(said), time.monotonic() - began)
 
-    async def _heard(self, connection: Connection, message: ToLeader) -> None:
+    async def _heard(self, connection: Connection, message: ToLeader | Unread) -> None:
         if why := doors.refusal(connection.node, message, self.state.jobs):
             self._turn_away(connection, message, why)
             return
@@ -337,7 +338,9 @@ class Leading:
             answer = await self._answered(connection.node, message.job, call)
             connection.send(Down(client=message.client, body=answer))
             return
-        if isinstance(message, Up | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps):
+        if isinstance(message, Unread):
+            self.metrics.refused("unreadable")
+        if isinstance(message, Up | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps):
             if isinstance(message, Up) and isinstance(message.body, Report):
                 self._reported(message, message.body)
             self.apply(Received(node=connection.node, message=message))
@@ -388,7 +391,7 @@ class Leading:
             )
         return ""
 
-    def _turn_away(self, connection: Connection, message: ToLeader, why: str) -> None:
+    def _turn_away(self, connection: Connection, message: ToLeader | Unread, why: str) -> None:
         """A message that this agent may not say. A client that waits for an answer gets one."""
         self.metrics.refused("foreign")
         said = message.body if isinstance(message, Up) else message
@@ -398,7 +401,7 @@ class Leading:
             _log.warning("node %s: a message %r is not heard: %s", *key, why)
         if isinstance(message, Up) and isinstance(said, StoreCall):
             connection.send(Down(client=message.client, body=StoreAnswer(id=said.id, error=why)))
-        elif isinstance(message, Up) and isinstance(said, Hello | Join):
+        elif isinstance(message, Unread) or (isinstance(message, Up) and isinstance(said, Hello | Join)):
             connection.send(Down(client=message.client, body=Rejected(reason=why)))
 
     def _lap(self, heard: Lapped) -> None:
