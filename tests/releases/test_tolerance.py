@@ -21,7 +21,6 @@ from elasticd_agent.rounds import _Job
 from elasticd_planner.measurement import Measurement
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from elasticd import decoding, messages, packets, records
 from elasticd.decoding import decode_stored
@@ -180,8 +179,12 @@ def test_a_torchrun_in_restart_mode_skips_what_it_does_not_know(tmp_path: Path) 
     asking = Asking(path, "j", 10.0)
     assert asking.address == "10.0.0.1"
     assert asking.read() == answer
-    peer.ready().close()
-    with pytest.raises((RendezvousConnectionError, Refusal)):
+    later = msgspec.structs.replace(answer, id=2, token=5)
+    for data in (MALFORMED, messages.encode(later)):
+        packets.send(peer.ready(), data)
+    assert asking.read() == later
+    packets.send(peer.ready(), NOISE)
+    with pytest.raises(Refusal, match="install the same release"):
         asking.read()
     asking.close()
     peer.close()

@@ -98,6 +98,24 @@ class Played:
         return [message for message in self.said if isinstance(message, kinds)]
 
 
+def leader(said: Message) -> list[Message]:
+    """Has who lost the others go on from what it holds, with its checkpoints published. Of a job that an
+    exception ends it says so."""
+    match said:
+        case Raised(ends=True):
+            return [Shutdown(reason="the script's code raised ValueError: bad sample")]
+        case Bereft():
+            return [Fenced(number=2, reason="a/1 died, or its code raised")]
+        case Standing(copies=copies):
+            return [Propose(proposal=recovery(copies[0].step))]
+        case Swapped(number=number):
+            return [Recorded(number=number)]
+        case Saved(name=name):
+            return [Published(name=name)]
+        case _:
+            return []
+
+
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """As torchrun starts a worker; this process does not end with its parent, though."""
@@ -195,21 +213,7 @@ def test_a_recovery_from_the_last_step_makes_the_last_checkpoint_and_ends(
     where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The others are lost while the last checkpoint is made, or just after it."""
-
-    def answers(said: Message) -> list[Message]:
-        match said:
-            case Bereft():
-                return [Fenced(number=2, reason="a/1 died")]
-            case Standing(copies=copies):
-                return [Propose(proposal=recovery(copies[0].step))]
-            case Swapped(number=number):
-                return [Recorded(number=number)]
-            case Saved(name=name):
-                return [Published(name=name)]
-            case _:
-                return []
-
-    agent = Played(str(tmp_path / "s"), answers)
+    agent = Played(str(tmp_path / "s"), leader)
     folder = tmp_path / "checkpoints"
     trained = job(checkpoint=folder, checkpoint_every=100)
     agent.start(Propose(proposal=first()))
@@ -373,23 +377,6 @@ class Bad(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
         raise ValueError("bad update")
-
-
-def leader(said: Message) -> list[Message]:
-    """Has the members save the state, and ends the job."""
-    match said:
-        case Raised(ends=True):
-            return [Shutdown(reason="the script's code raised ValueError: bad sample")]
-        case Bereft():
-            return [Fenced(number=2, reason="the script's code raised")]
-        case Standing(copies=copies):
-            return [Propose(proposal=recovery(copies[0].step))]
-        case Swapped(number=number):
-            return [Recorded(number=number)]
-        case Saved(name=name):
-            return [Published(name=name)]
-        case _:
-            return []
 
 
 @pytest.mark.parametrize("where", ["loss", "loop", "callback", "exits"])
