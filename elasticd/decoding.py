@@ -4,13 +4,15 @@ Five things may be wrong with the bytes, and every receiver does the same about 
 
     no JSON object with a tag            `msgspec.DecodeError`, whatever the bytes are; it refuses them
     a tag that this release lacks        `Reader` gives None: the receiver skips the message; one log line a tag
-    a known tag with other content       the same, but the first message of a connection is refused
+    a known tag with other content       the same, but the first message of a connection is refused, and whoever
+                                         waits for an answer to it may be told (`Reader`: `instead`)
     a field that this release lacks      the field is skipped; one log line for each tag and field
     a version that is too far away       `DecodeError` that names both versions and the remedy
 
 Two processes that talk may be one version apart. A stored value is decoded for ever: its version may be any
-older one, or one newer. The log lines come once in a process. The decoder looks for unknown fields in one
-message of a tag a second, and in large messages less often, so that a busy leader loses no time.
+older one, or one newer. The log lines come once in a process, and all that is skipped is counted (`skipped`).
+The decoder looks for unknown fields in one message of a tag a second, and in large messages less often, so that
+a busy leader loses no time.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar, get_args, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -40,6 +42,10 @@ _LOOK_SHARE = 0.01
 _MOST_LOGGED = 256
 #: Characters that are logged of a name.
 _LONGEST_NAME = 80
+
+#: What may be skipped: a message of an unknown tag, or one whose content cannot be decoded; a field, in those
+#: messages that were looked at; a key of the store, what is stored at a known one, and a setting in there.
+Kind = Literal["message", "content", "field", "key", "record", "setting"]
 
 _log = logging.getLogger(__name__)
 
@@ -155,9 +161,13 @@ class _Envelope(msgspec.Struct):
 
 class Reader(Generic[T]):
     """Decodes the messages that a receiver may get: `kind` is their union; `sender` names who sends them, for
-    the log."""
+    the log. instead: what the receiver gets in the place of a message that is skipped (None: nothing), from its
+    bytes and why it cannot be decoded."""
 
-    def __init__(self, kind: Any, sender: str) -> None:
+    def __init__(
+        self, kind: Any, sender: str, instead: Callable[[bytes, str], T | None] = lambda data, why: None
+    ) -> None:
+        self._instead = instead
         self._decode = decoder_of(kind).decode
         self._decode_list = decoder_of(list[kind]).decode
         self._sender = sender
@@ -170,7 +180,7 @@ class Reader(Generic[T]):
             message: T = decoded(self._decode, data)
         except msgspec.DecodeError as error:
             if self._skips(data, error, first=first):
-                return None
+                return self._instead(data, str(error))
             raise
         look(message, data)
         return message
@@ -212,7 +222,8 @@ class Reader(Generic[T]):
                 known, where = within, f" in a message {outer.type!r}"
         tag = shown(inner.type)
         if inner.type not in known:
-            log_once(
+            skip(
+                "message",
                 ("tag", self._sender, tag, where),
                 f"{self._sender} sent a message {tag!r}{where}, which elasticd {__version__} does not know: it "
                 "is skipped; is its sender of a newer release?",
@@ -224,7 +235,8 @@ class Reader(Generic[T]):
             return False
         if first:
             return False
-        log_once(
+        skip(
+            "content",
             ("content", self._sender, tag, where),
             f"{self._sender} sent a message {tag!r}{where} whose content elasticd {__version__} cannot decode "
             f"({shown(str(error))}): it is skipped; is its sender of another release?",
@@ -242,6 +254,8 @@ def _tags_within(kind: type[msgspec.Struct]) -> frozenset[str] | None:
 # -- unknown names ---------------------------------------------------------------------------------------------
 
 _logged: set[tuple[str, ...]] = set()
+_counting = threading.Lock()
+_skipped: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
 #: When a message of a class is next looked at, by the monotonic clock; the class is that of the message within
 #: it, if it has one: most of a leader's messages are of one class.
 _next_look: dict[type, float] = {}
@@ -258,6 +272,24 @@ def log_once(key: tuple[str, ...], text: str) -> None:
     _log.warning("%s", text)
 
 
+def count(kind: Kind) -> None:
+    """One more of this kind is skipped."""
+    with _counting:
+        _skipped[kind] += 1
+
+
+def skip(kind: Kind, key: tuple[str, ...], text: str) -> None:
+    """Counts what is skipped, and logs it as `log_once` does."""
+    count(kind)
+    log_once(key, text)
+
+
+def skipped() -> dict[Kind, int]:
+    """How many of each kind this process has skipped so far."""
+    with _counting:
+        return dict(_skipped)
+
+
 def look(value: object, data: bytes) -> None:
     """Logs the fields in `data` that the value decoded from it lacks, if values of its class are due."""
     kind, now = getattr(value, "body", value).__class__, time.monotonic()
@@ -271,7 +303,8 @@ def look(value: object, data: bytes) -> None:
         return
     for field in _unknown_fields(value, raw, ""):
         name = shown(field)
-        log_once(
+        skip(
+            "field",
             ("field", tag, name),
             f"{tag!r} has a field {name!r}, which elasticd {__version__} does not know: it is skipped",
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elasticd.messages import ToLeader, several_to_leader, to_leader
+from elasticd.messages import ToLeader, Unread, several_to_leader, to_leader
 
 
 def together(texts: Sequence[bytes]) -> bytes:
@@ -14,7 +14,7 @@ def together(texts: Sequence[bytes]) -> bytes:
     return texts[0] if len(texts) == 1 else b"[" + b",".join(texts) + b"]"
 
 
-def all_to_leader(data: bytes, *, first: bool = False) -> Sequence[ToLeader]:
+def all_to_leader(data: bytes, *, first: bool = False) -> Sequence[ToLeader | Unread]:
     """What came as one message: one, or several `together`, without those that are to be skipped. Raises
     `msgspec.DecodeError`, also for the `first` message of a connection if its content cannot be decoded."""
     if not data.startswith(b"["):

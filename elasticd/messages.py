@@ -7,10 +7,13 @@ and hints.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from elasticd_planner.measurement import Measurement
+from elasticd_planner.value import Value
 
-from elasticd.decoding import Reader, version_refusal
+from elasticd.decoding import Reader, decoded_as, tag_of, version_refusal
 from elasticd.health import OfNode
 from elasticd.orders import Drain, End, Harm, TryReach
 from elasticd.pulses import Frozen, Ping, Pong, Probe, Probed, Rehearse, Rehearsed, Unreached
@@ -33,6 +36,8 @@ from elasticd.wire import Message as Message
 
 #: Before a device's name: the address in `Down` of whoever drives that device, now or later.
 DEVICE_PREFIX = "device:"
+#: Characters that are told of why a message cannot be decoded.
+MOST_WHY = 200
 
 
 # -- worker to agent ---------------------------------------------------------------------------------------
@@ -395,6 +400,18 @@ class AgentRejected(Message, frozen=True, kw_only=True, tag="agent-rejected"):
     reason: str
 
 
+class Unread(Value, frozen=True, kw_only=True, tag="unread-opening"):
+    """Not sent: what a leader has of an `Up` whose opening of a client (`Hello`, `Join`) it cannot decode, and
+    why. release: the client's, where that can be read."""
+
+    client: str
+    job: str
+    device: str
+    incarnation: str
+    reason: str
+    release: str = ""
+
+
 ToLeader = AgentHello | Up | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps | Lapped
 ToAgent = Down | Whole | AgentRejected | Harm | Drain | End | TryReach
 
@@ -407,7 +424,7 @@ def protocol_refusal(what: str, hello: Hello | Join | Attend | Watching | AgentH
 _encoder = msgspec.json.Encoder()
 _from_worker: Reader[FromWorker | ToAgentAlone] = Reader(FromWorker | ToAgentAlone, "a worker or torchrun")
 _to_worker: Reader[ToWorker] = Reader(ToWorker, "the agent")
-_to_leader: Reader[ToLeader] = Reader(ToLeader, "an agent")
+_to_leader: Reader[ToLeader | Unread] = Reader(ToLeader, "an agent", lambda data, why: _unread(data, why))
 _to_agent: Reader[ToAgent] = Reader(ToAgent, "the leader")
 
 
@@ -431,14 +448,49 @@ def to_worker(data: bytes, *, first: bool = False) -> ToWorker | None:
     return _to_worker.one(data, first=first)
 
 
-def to_leader(data: bytes, *, first: bool = False) -> ToLeader | None:
+def to_leader(data: bytes, *, first: bool = False) -> ToLeader | Unread | None:
     """What an agent said to the leader."""
     return _to_leader.one(data, first=first)
 
 
-def several_to_leader(data: bytes, *, first: bool = False) -> list[ToLeader]:
+def several_to_leader(data: bytes, *, first: bool = False) -> list[ToLeader | Unread]:
     """What an agent said to the leader in one JSON array, without what is skipped."""
     return _to_leader.several(data, first=first)
+
+
+class _Opening(msgspec.Struct):
+    """What is read of an opening that cannot be decoded."""
+
+    type: str
+    release: Any = ""
+
+
+class _Passed(msgspec.Struct, tag=tag_of(Up)):
+    """And of the `Up` around it."""
+
+    client: str
+    job: str
+    device: str
+    incarnation: str
+    body: _Opening
+
+
+def _unread(data: bytes, why: str) -> Unread | None:
+    """Who is to be told that its opening cannot be decoded; nobody where this is none."""
+    try:
+        up = decoded_as(_Passed, data)
+    except msgspec.DecodeError:
+        return None
+    if up.body.type not in (tag_of(Hello), tag_of(Join)):
+        return None
+    return Unread(
+        client=up.client,
+        job=up.job,
+        device=up.device,
+        incarnation=up.incarnation,
+        reason=why[:MOST_WHY],
+        release=up.body.release if isinstance(up.body.release, str) else "",
+    )
 
 
 def to_agent(data: bytes, *, first: bool = False) -> ToAgent | None:

@@ -7,6 +7,12 @@ from typing import Literal
 from elasticd.wire import Message
 
 
+def is_first(release: str) -> bool:
+    """Whether an agent is of release 0.1, which skips the orders that came later: `End`, `TryReach` and cuts of
+    the data network."""
+    return release.startswith("0.1.")
+
+
 class Drain(Message, frozen=True, kw_only=True, tag="drain"):
     """Whether this node's devices are to be left: its agent puts it into the node's record, and says so to the
     leader by another `AgentHello` on the same connection."""

@@ -18,7 +18,7 @@ from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.rules import ModelSpec
 from elasticd_planner.value import StoredValue, Value, refuse
 
-from elasticd.decoding import decode_stored, decoded_as, log_once, shown, version_refusal
+from elasticd.decoding import decode_stored, decoded_as, shown, skip, version_refusal
 from elasticd.parts import whole
 from elasticd.version import __version__
 from elasticd.wire import PEERS_VERSION
@@ -118,10 +118,11 @@ class Keys(Value, frozen=True, kw_only=True):
         return "" if part in (*LEADER_KEYS, *OTHER_KEYS) else f"jobs/JOB/{part}"
 
     def note_unknown(self, key: str) -> bool:
-        """Whether this release does not know the key, which is logged once for all keys like it."""
+        """Whether this release does not know the key, which is counted and logged once for all keys like it."""
         part = self.unknown_part(key)
         if part:
-            log_once(
+            skip(
+                "key",
                 ("key", part),
                 f"the store has the key {shown(key)!r}, which elasticd {__version__} does not know: keys under "
                 f"{shown(part)!r} are skipped; is their writer of a newer release?",

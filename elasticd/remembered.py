@@ -123,8 +123,8 @@ class StateFile:
     def note(
         self, *, identity: Identity | None = None, epoch: int = 0, marks: Mapping[str, Mark] | None = None
     ) -> None:
-        """Remembers what is higher than before. A disk that fails is told of, once, and nothing else: the
-        daemon remembers as long as it runs."""
+        """Remembers what is higher than before. A disk that fails is told of, once, and tried again with the
+        next note: the daemon itself remembers as long as it runs."""
         with self._lock:
             before = self._value
             known = identity or self.identity
@@ -136,7 +136,7 @@ class StateFile:
                 epoch=max(before.epoch, epoch),
                 marks={key: seen[key] for key in newest},
             )
-            if self._value == before:
+            if self._value == before and not self._failed:
                 return
             try:
                 self._write(self._value)

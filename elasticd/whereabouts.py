@@ -31,6 +31,8 @@ STACK = 4096
 
 #: What the main thread is at. An older agent shows a number that it does not know as `OTHER`.
 SCRIPT, LOADER, FORWARD, LOSS, BACKWARD, UPDATE, TENSOR, BOUNDARY, REDUCE, VOTE, OTHER = range(11)
+#: And between two steps, in what elasticd itself does or calls there.
+IDLE, FIRST, OPTIMIZER, SCHEDULER, CALLBACK, EVALUATION, READING, MOVING, SAVING = range(11, 20)
 #: As people are told.
 NAMES = (
     "its script's own code",
@@ -44,11 +46,25 @@ NAMES = (
     "the reduction of gradients",
     "the vote",
     "a collective",
+    "a wait for the coordinator",
+    "the first values of its parameters (init)",
+    "the optimizer's factory",
+    "the scheduler's factory",
+    "a callback",
+    "an evaluation",
+    "the reading of a checkpoint",
+    "the move of its state to another plan",
+    "the writing of the last checkpoint",
 )
 #: In a step, what takes about as long each time.
 COMPUTES = frozenset({FORWARD, LOSS, BACKWARD, UPDATE})
 #: In which it waits for other ranks.
 WAITS = frozenset({TENSOR, BOUNDARY, REDUCE, VOTE, OTHER})
+#: Between two steps, what is told by its name. In a step's places it is there for an evaluation's sake.
+BETWEEN = frozenset({FIRST, OPTIMIZER, SCHEDULER, CALLBACK, EVALUATION, READING, MOVING, SAVING})
+#: The user's, which a start and each switch call.
+FACTORIES = frozenset({OPTIMIZER, SCHEDULER})
+_EVALUATES = frozenset({LOADER, FORWARD, LOSS})
 #: What communication is labelled with, where that is no collective of another kind.
 LABELS = {"input": LOADER, "tensor": TENSOR, "boundary": BOUNDARY, "reduce": REDUCE, "vote": VOTE}
 
@@ -64,6 +80,13 @@ class Place(NamedTuple):
     changes: int
     usual: float
     stay: float
+
+    @property
+    def name(self) -> str:
+        """As people are told. Between two steps whatever elasticd does not do itself is the script's own."""
+        if self.waits or self.step is not None or self.place in BETWEEN:
+            return NAMES[self.place]
+        return NAMES[EVALUATION if self.place in _EVALUATES else SCRIPT]
 
     @property
     def waits(self) -> bool:

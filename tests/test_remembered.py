@@ -63,6 +63,8 @@ def test_disk_that_fails_is_told_of_once_and_the_daemon_remembers_on(
     assert len(caplog.records) == 1
     assert str(memory.path) in caplog.text
     (tmp_path / "gone").mkdir()
+    memory.note(epoch=6)
+    assert file(tmp_path / "gone").epoch == 6, "it is written though nothing is new since it failed"
     memory.note(epoch=7)
     assert file(tmp_path / "gone").epoch == 7
 

@@ -128,6 +128,21 @@ def test_ranks_are_those_that_torch_assigns_over_one_shared_store(nodes: list[tu
         assert ranks(ours[i], i, len(nodes), role, size) == ranks(shared, i, len(nodes), role, size)
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_that_the_leader_does_not_take_are_said_where_others_need_them(
+    nodes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Refusing(Agent):
+        def call(self, op: str, key: str, value: bytes = b"", seconds: float = 0.0) -> StoreAnswer:
+            raise RuntimeError("set of rdzv/torchelastic/role_info/0: too often")
+
+    store = RankStore(Refusing({}), Joined(node_rank=0, nodes=nodes))  # type: ignore[arg-type]
+    store.set("torchelastic/role_info/0", json.dumps({"role": "default", "rank": 0, "local_world_size": 3}))
+    said = capsys.readouterr().err
+    assert ("the other nodes do not hear how many workers this one has" in said) == (nodes > 1)
+    assert ("too often" in said) == (nodes > 1)
+
+
 def test_late_node_finds_its_ranks_without_the_others() -> None:
     first, late = stores(2)
     first.set("torchelastic/role_info/0", json.dumps({"role": "default", "rank": 0, "local_world_size": 3}))

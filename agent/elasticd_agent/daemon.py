@@ -43,7 +43,7 @@ from elasticd.records import Keys, NodeRecord, schema_refusal
 from elasticd.remembered import NOTE_SECONDS, StateFile
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
 from elasticd.version import __version__
-from elasticd.whereabouts import Halted, Whereabouts
+from elasticd.whereabouts import FACTORIES, Halted, Whereabouts
 from elasticd_agent import probe, stacks
 from elasticd_agent.crossing import Crossings
 from elasticd_agent.harm import Harms
@@ -321,11 +321,11 @@ class Agent:
 
     async def _halted(self, halt: Halt, pid: int) -> None:
         """Tells of a worker that stands still, with its stack where nobody else makes it wait."""
-        place, text, computes = halt.name, "", halt.place.computes
-        if computes:
+        place, text, computes = halt.place.name, "", halt.place.computes
+        if computes or halt.place.place in FACTORIES:
             pidfd = self._workers.pidfd(halt.client)
             text = await stacks.stack(pid, pidfd, self._standing.stacks_of(halt.client))
-            if busy := stacks.busy(text):
+            if computes and (busy := stacks.busy(text)):
                 place, computes = busy, False
             _log.warning("%s stands still in %s for %.1f s", halt.client, place, halt.seconds)
         if not self._standing.still(halt):

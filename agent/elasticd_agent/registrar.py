@@ -2,6 +2,9 @@
 
 What ought to be there is set from the event loop; a thread brings the store to it, over outages and after a
 lost lease, since the store's calls block. The node's key is also the proof that no other agent serves it.
+
+A key that the store refuses, for its size or for want of a permission, is named in the log and tried again,
+ever more seldom: etcd's limits and roles may be changed. No other key waits for it.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from elasticd.backoff import Backoff, jittered
 from elasticd.decoding import shown
@@ -23,11 +27,15 @@ from elasticd.store.protocol import (
     Put,
     Store,
     StoreError,
+    StoreRefused,
+    StoreReplaced,
     StoreTooLarge,
 )
 
-#: Seconds between attempts to write the keys: doubled from the first to the second.
+#: Seconds between attempts to write the keys, and those that the store refuses: doubled from the first to the
+#: second.
 _RETRY = (0.25, 2.0)
+_RETRY_REFUSED = (1.0, 30.0)
 _POLL_SECONDS = 0.2
 
 _log = logging.getLogger(__name__)
@@ -35,6 +43,16 @@ _log = logging.getLogger(__name__)
 
 class NodeTaken(Exception):
     """Another living agent has this node's name; the message says what to do."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Refused:
+    """A key that the store does not take, or does not delete (`value` None), and when that is tried again."""
+
+    value: bytes | None = None
+    why: str = ""
+    again: float = 0.0
+    pause: Backoff = field(default_factory=lambda: Backoff(*_RETRY_REFUSED))
 
 
 class Registrar:
@@ -48,8 +66,10 @@ class Registrar:
         self._node_key = keys.node(record.node)
         self._lock = threading.Lock()
         self._wanted: dict[str, bytes] = {}
-        self._written: dict[str, bytes] = {}
-        self._told: dict[str, Callable[[], None]] = {}
+        #: What the store has of us, by key; None while that is in doubt.
+        self._written: dict[str, bytes | None] = {}
+        self._refused: dict[str, _Refused] = {}
+        self._told: dict[str, Callable[[str], None]] = {}
         self._keeper: LeaseKeeper | None = None
         self._lease = 0
         self._wake = threading.Event()
@@ -95,11 +115,12 @@ class Registrar:
             self._wanted.pop(self._keys.member(job, device), None)
         self._wake.set()
 
-    def hold(self, key: str, value: bytes, written: Callable[[], None]) -> None:
-        """Keep this key as long as this agent lives; `written` is called from the thread once it is there."""
+    def hold(self, key: str, value: bytes, told: Callable[[str], None]) -> None:
+        """Keep this key as long as this agent lives. `told` is called once, from the thread: with an empty
+        string when the key is there, or with why the store refuses it, which is tried again."""
         with self._lock:
             self._wanted[key] = value
-            self._told[key] = written
+            self._told[key] = told
         self._wake.set()
 
     def release(self, key: str) -> None:
@@ -145,11 +166,16 @@ class Registrar:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            self._wake.wait()
+            self._wake.wait(self._until_refused())
             self._wake.clear()
             pause = Backoff(*_RETRY)
             while not self._stop.is_set() and not self._settle():
                 self._stop.wait(pause.next())
+
+    def _until_refused(self) -> float | None:
+        """Seconds until a key that was refused is tried again; None where there is none."""
+        again = min((refused.again for refused in self._refused.values()), default=None)
+        return None if again is None else max(0.0, again - time.monotonic())
 
     def _settle(self) -> bool:
         """Bring the store to what is wanted; False when that must be tried again."""
@@ -158,13 +184,8 @@ class Registrar:
                 self._reclaim()
             with self._lock:
                 wanted = dict(self._wanted)
-            for key in self._written.keys() - wanted.keys():
-                self._store.delete(key)
-                del self._written[key]
-            for key, value in wanted.items():
-                if self._written.get(key) != value:
-                    self._put(key, value)
-                    self._written[key] = value
+            for key in [*((self._written.keys() | self._refused.keys()) - wanted.keys()), *wanted]:
+                self._bring(key, wanted.get(key))
             self._tell()
         except NodeTaken as taken:
             self._failed(str(taken))
@@ -178,19 +199,57 @@ class Registrar:
             return False
         return True
 
-    def _put(self, key: str, value: bytes) -> None:
-        """One key that the store does not take, for its size, does not keep the others waiting."""
+    def _is_there(self, key: str, value: bytes | None) -> bool:
+        """Whether the store has this value of a key (None: nothing of it), as far as we know."""
+        return key not in self._written if value is None else self._written.get(key) == value
+
+    def _bring(self, key: str, value: bytes | None) -> None:
+        """Write one key, or delete it (None). Raises StoreError, but not for a refusal of this key."""
+        refused = self._refused.get(key)
+        if self._is_there(key, value):
+            self._refused.pop(key, None)
+            return
+        if refused is not None and refused.value == value and time.monotonic() < refused.again:
+            return
+        before = dict(self._written)
+        self._written[key] = None  # until there is an answer
         try:
-            self._store.put(key, value, self._lease)
-        except StoreTooLarge as error:
-            _log.error("the key %s is not written: %s", shown(key), error)
+            if value is None:
+                self._store.delete(key)
+            else:
+                self._store.put(key, value, self._lease)
+        except StoreReplaced:
+            raise  # it refuses all that is ours, as the lease's keeper says
+        except (StoreRefused, StoreTooLarge) as error:
+            self._written = before
+            self._refuse(key, value, error)
+            return
+        self._written[key] = value
+        if value is None:
+            del self._written[key]
+        if self._refused.pop(key, None) is not None:
+            _log.info("the store takes the key %s now", shown(key))
+
+    def _refuse(self, key: str, value: bytes | None, error: StoreError) -> None:
+        """Said once, until the store takes the key."""
+        if key not in self._refused:
+            what = "deleted" if value is None else "written"
+            _log.error("the key %s is not %s: %s; that is tried again", shown(key), what, error)
+        refused = self._refused.setdefault(key, _Refused())
+        refused.value, refused.why = value, f"the key {shown(key)}: {error}"
+        refused.again = time.monotonic() + refused.pause.next()
 
     def _tell(self) -> None:
+        calls = []
         with self._lock:
-            there = [key for key in self._told if self._written.get(key) == self._wanted.get(key)]
-            calls = [self._told.pop(key) for key in there]
-        for call in calls:
-            call()
+            for key in list(self._told):
+                value, refused = self._wanted[key], self._refused.get(key)
+                if self._is_there(key, value):
+                    calls.append((self._told.pop(key), ""))
+                elif refused is not None and refused.value == value:
+                    calls.append((self._told.pop(key), refused.why))
+        for told, why in calls:
+            told(why)
 
     def _reclaim(self) -> None:
         """The lease ran out (this process was frozen, or cut off while etcd ran on): begin anew."""

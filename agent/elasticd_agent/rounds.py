@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from elasticd.allowance import Allowance
-from elasticd.decoding import log_once, shown
+from elasticd.decoding import log_once, shown, skip
 from elasticd.messages import Message, ToLeader, ToWorker, protocol_refusal
 from elasticd.names import harmless, name_refusal
 from elasticd.records import Keys, NodeRecord, OutRecord, decode
@@ -243,14 +243,17 @@ class Rounds:
         status: Literal["left", "here"] = "left" if body.left else "here"
         record = Torchrun(node=self._node, store=body.store, status=status)
 
-        def answer() -> None:
-            self._run(self._read(client, known.job, ReadRound(id=body.id)))
+        def answer(why: str) -> None:
+            if why:
+                self._send(client, RoundAnswer(id=body.id, done=False, error=why))
+            else:
+                self._run(self._read(client, known.job, ReadRound(id=body.id)))
 
-        def written() -> None:
+        def told(why: str) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it this agent
-                self._loop.call_soon_threadsafe(answer)
+                self._loop.call_soon_threadsafe(answer, why)
 
-        self._registrar.hold(self._key(known.job, body.name), msgspec.json.encode(record), written)
+        self._registrar.hold(self._key(known.job, body.name), msgspec.json.encode(record), told)
 
     async def _read(self, client: str, name: str, body: ReadRound) -> None:
         try:
@@ -344,7 +347,7 @@ def _record(item: KeyValue, kind: type[R]) -> R | None:
         return decode(item.value, kind)
     except msgspec.DecodeError as error:
         text = f"the record {shown(item.key)!r} in the store cannot be read: {shown(str(error))}"
-        log_once(("record", item.key), text)
+        skip("record", ("record", item.key), text)
         return None
 
 
@@ -357,5 +360,5 @@ def _heard(job: _Job, item: WatchItem) -> None:
         del job.items[item.key]
 
 
-def _nothing() -> None:
+def _nothing(why: str) -> None:
     """Nobody waits for the last word on a torchrun that has ended."""

@@ -3,9 +3,10 @@
 A place counts as a standstill only after longer than it can take: in a step's computation twice the longest
 step of late, or ten times the longest stay at one place if that is more (a device may well become ten times as
 slow, and is a straggler then), and a second more; in a wait for other ranks once the longest step and half a
-second. How long the script's own
-code and the loader may take nobody knows: the leader is told after two seconds, and what to make of it is its
-matter. What the agent itself was late for it does not hold against a worker.
+second. How long the script's own code may take nobody knows, nor the loader, nor what elasticd does or calls
+between two steps (the optimizer's factory, say): the leader is told after two seconds, and what to make of it
+is its matter. A wait for the coordinator is no standstill. What the agent itself was late for it does not hold
+against a worker.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elasticd.whereabouts import NAMES, SCRIPT, WORDS, Place, Whereabouts, read
+from elasticd.whereabouts import IDLE, WORDS, Place, Whereabouts, read
 from elasticd_agent.pulses import BEAT
 
 #: Seconds beyond the longest steps of late: twice that, of computation; once, of a wait. And seconds alone.
@@ -31,11 +32,6 @@ class Halt:
     client: str
     place: Place
     seconds: float
-
-    @property
-    def name(self) -> str:
-        """The place, as people are told; whatever a script does between two steps is its own."""
-        return NAMES[self.place.place if self.place.waits or self.place.step is not None else SCRIPT]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,7 +126,7 @@ def _patience(place: Place) -> float:
         return max(2 * place.usual, SLOWER * place.stay) + COMPUTES if place.usual else float("inf")
     if place.waits and place.step is not None:
         return place.usual + WAITS if place.usual else float("inf")
-    return OUTSIDE
+    return OUTSIDE if place.place != IDLE else float("inf")
 
 
 def _read(fd: int) -> Place | None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from elasticd.decoding import log_once
+from elasticd.decoding import count, skip
 from elasticd.machines.agent_state import (
     CheckpointsRead,
     DoneRead,
@@ -137,6 +137,7 @@ class Records:
             else:
                 self._emit(DoneRead(job=job, record=self._decoded(item, DoneRecord), revision=at))
         except ValueError as error:
+            count("record")
             _log.error("the record %s in the store cannot be read: %s", key, error)
 
     def _went_back(self, item: KeyValue) -> bool:
@@ -159,7 +160,7 @@ class Records:
         try:
             record = read_schema(item.value)
         except msgspec.DecodeError as error:
-            log_once(("schema",), f"this agent goes on, although {error}")
+            skip("record", ("schema",), f"this agent goes on, although {error}")
             return
         if refusal := schema_apart(record):
             self._refuse(refusal)

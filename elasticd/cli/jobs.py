@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import click
 from rich.console import Console
@@ -81,7 +81,8 @@ def stop(config: str | None, coordinator: str | None, now: bool, wait: float, jo
     leave. A job cannot be continued under the same name; its checkpoints can be, under another one.
     """
     with reach(config, coordinator) as api:
-        api.stop(job, 0.0 if now else wait, by=asker())
+        if unheard := api.stop(job, 0.0 if now else wait, by=asker()):
+            click.echo(_unheard(unheard, job, wait), err=True)
         found = _ended(api, job, _MARGIN + (0.0 if now else wait))
     click.echo(f"job {job} is {found.phase}: {found.reason or f'at step {found.step}'}")
 
@@ -100,6 +101,16 @@ def forget(config: str | None, coordinator: str | None, job: str) -> None:
     with reach(config, coordinator) as api:
         api.forget(job, by=asker())
     click.echo(f"job {job} is forgotten")
+
+
+def _unheard(nodes: Mapping[str, str], job: str, seconds: float) -> str:
+    """What to say of nodes whose workers are not told to go."""
+    names = ", ".join(f"{name} (elasticd {release})" for name, release in sorted(nodes.items()))
+    return (
+        f"the agents of these nodes cannot tell their workers to go: {names}. The workers there train on until "
+        f"the time is up ({seconds:g} s): send them SIGTERM yourself, or end the job without a last checkpoint "
+        f"by 'elasticd stop --now {job}'"
+    )
 
 
 def _ended(api: Api, job: str, seconds: float) -> JobStatus:

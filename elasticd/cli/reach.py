@@ -16,7 +16,7 @@ from elasticd.cli.local import settings as settings_of
 from elasticd.config import Config, load
 from elasticd.coordinator.answers import ClusterStatus as ClusterStatus
 from elasticd.coordinator.answers import DeviceStatus as DeviceStatus
-from elasticd.coordinator.answers import Events, History
+from elasticd.coordinator.answers import Events, History, Stopping
 from elasticd.coordinator.answers import ExceptionStatus as ExceptionStatus
 from elasticd.coordinator.answers import JobStatus as JobStatus
 from elasticd.coordinator.answers import LeaderStatus as LeaderStatus
@@ -120,9 +120,11 @@ class Api:
         """Lets a node's devices be left, or used again."""
         self._ask("POST", f"/v1/nodes/{_quoted(node)}/drain", msgspec.json.encode({"on": on}))
 
-    def stop(self, job: str, seconds: float, by: str) -> None:
-        """Ends a job, whose workers have so many seconds for a last checkpoint."""
-        self._ask("POST", f"/v1/jobs/{_quoted(job)}/stop", msgspec.json.encode({"seconds": seconds, "by": by}))
+    def stop(self, job: str, seconds: float, by: str) -> dict[str, str]:
+        """Ends a job, whose workers have so many seconds for a last checkpoint. Returns the nodes whose workers
+        will not hear of it, with the release of each one's agent."""
+        body = msgspec.json.encode({"seconds": seconds, "by": by})
+        return self._read(f"/v1/jobs/{_quoted(job)}/stop", Stopping, "POST", body).unheard
 
     def forget(self, job: str, by: str) -> None:
         """Deletes all that is kept of a job that is over."""
@@ -145,9 +147,9 @@ class Api:
         """Has a job read its data in sequences of so many tokens; 0: as they are."""
         self._ask("POST", "/v1/chaos", msgspec.json.encode({"action": "shift", "job": job, "tokens": tokens}))
 
-    def _read(self, path: str, kind: type[T]) -> T:
+    def _read(self, path: str, kind: type[T], method: str = "GET", body: bytes | None = None) -> T:
         try:
-            return decoded_as(kind, json_for_terminal(self._ask("GET", path)))
+            return decoded_as(kind, json_for_terminal(self._ask(method, path, body)))
         except msgspec.DecodeError as error:
             raise CannotReach(
                 f"the answer of {self.url} is not that of a coordinator of this release ({error}): "

@@ -15,7 +15,7 @@ from elasticd.cli.history import job_named
 from elasticd.cli.logs import line
 from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
 from elasticd.cli.picture import picture
-from elasticd.cli.reach import CannotReach, ClusterStatus, DeviceStatus, NodeStatus, reach
+from elasticd.cli.reach import CannotReach, ClusterStatus, DeviceStatus, JobStatus, NodeStatus, reach
 from elasticd.cli.status import exception
 from elasticd.coordinator.gains import Gain, StepRecord, gain_of
 from elasticd.coordinator.journal import EventRecord
@@ -43,10 +43,11 @@ def why(config: str | None, coordinator: str | None, as_json: bool, job: str | N
         return
     record, current = _meant(status, records, name, what), status.job(name)
     raised = current.exception if current is not None and what is None else None
+    reason = current.reason if current is not None and what is None else ""
     if as_json:
-        write_json({"job": name, "exception": raised, **plan_told(record, told, steps)})
+        write_json({"job": name, "reason": reason, "exception": raised, **plan_told(record, told, steps)})
     else:
-        shown = Group(*exception(raised), *plan(record, told, steps))
+        shown = Group(*now(reason), *exception(raised), *plan(record, told, steps))
         Console(highlight=False, markup=False).print(shown)
 
 
@@ -59,8 +60,15 @@ def _meant(
     record = next((record for record in records if record.number == number), None)
     if record is None:
         kept = ", ".join(str(record.number) for record in records[-12:])
-        raise CannotReach(f"job {job} has no plan {what or 'yet'}; the last ones: {kept or 'none'}")
+        reason = f" ({found.reason})" if found and found.plan is None and found.reason else ""
+        raise CannotReach(f"job {job} has no plan {what or 'yet'}{reason}; the last ones: {kept or 'none'}")
     return record
+
+
+def now(reason: str) -> Iterator[Text]:
+    """Why the job does not train at this moment, or whom it waits for."""
+    if reason:
+        yield Text.assemble(("now       ", "dim"), reason)
 
 
 # -- a plan --------------------------------------------------------------------------------------------------
@@ -150,6 +158,7 @@ def device_told(
         "device": found,
         "connected": node.connected,
         "use": _use(current.plan, name) if current is not None and current.plan is not None else None,
+        "reason": _reason(name, current),
         "plans": [
             {"number": r.number, "rate": r.problem.rates.get(name, 1.0), "use": _use(r.plan, name)}
             for r in records
@@ -163,6 +172,11 @@ def _known(name: str, status: ClusterStatus) -> tuple[NodeStatus, DeviceStatus]:
     if name not in known:
         raise CannotReach(f"there is no device {name!r}; there are: {', '.join(sorted(known)) or 'none'}")
     return known[name]
+
+
+def _reason(name: str, job: JobStatus | None) -> str:
+    """Why a job does not train at this moment, if that is for the device's sake."""
+    return job.reason if job is not None and name in job.reason.replace(",", " ").split() else ""
 
 
 def _events_about(name: str, told: Sequence[EventRecord]) -> list[EventRecord]:
@@ -185,6 +199,7 @@ def device(
     current = status.job(job)
     if current is not None and current.plan is not None:
         yield Text.assemble(("use       ", "dim"), _use(current.plan, name))
+    yield from now(_reason(name, current))
     before = None
     for record in records:
         rate = record.problem.rates.get(name, 1.0)

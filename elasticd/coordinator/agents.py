@@ -18,7 +18,7 @@ from elasticd.coordinator.gate import CALLER, Bucket
 from elasticd.coordinator.leading import Leading
 from elasticd.gathered import all_to_leader
 from elasticd.machines import doors
-from elasticd.messages import AgentHello, AgentRejected, StoreCall, ToLeader, Up, encode
+from elasticd.messages import AgentHello, AgentRejected, StoreCall, ToLeader, Unread, Up, encode
 from elasticd.security import Role
 from elasticd.version import __version__
 
@@ -92,7 +92,7 @@ async def _reject(socket: WebSocket, reason: str) -> None:
 
 
 async def _converse(
-    leading: Leading, socket: WebSocket, connection: Connection, early: Sequence[ToLeader]
+    leading: Leading, socket: WebSocket, connection: Connection, early: Sequence[ToLeader | Unread]
 ) -> None:
     """Reads and writes until either ends, or the connection is closed from here. `early`: what came along with
     the hello."""
@@ -126,13 +126,13 @@ class _Impostor(Exception):
 
 
 async def _listen(
-    leading: Leading, socket: WebSocket, connection: Connection, early: Sequence[ToLeader]
+    leading: Leading, socket: WebSocket, connection: Connection, early: Sequence[ToLeader | Unread]
 ) -> None:
     """Hands every message over in order; a call that waits is left waiting beside the rest."""
     calls: set[asyncio.Task[None]] = set()
     bucket = Bucket(MESSAGES_PER_SECOND, time.monotonic())
 
-    async def handle(message: ToLeader) -> None:
+    async def handle(message: ToLeader | Unread) -> None:
         if isinstance(message, AgentHello) and message.record.node != connection.node:
             raise _Impostor(message.record.node)
         if isinstance(message, Up) and isinstance(message.body, StoreCall) and message.body.op == "get":
@@ -142,7 +142,7 @@ async def _listen(
         else:
             await leading.heard(connection, message)
 
-    async def decoded(data: bytes) -> Sequence[ToLeader]:
+    async def decoded(data: bytes) -> Sequence[ToLeader | Unread]:
         return all_to_leader(data)
 
     try:
@@ -160,7 +160,7 @@ async def _listen(
             call.cancel()
 
 
-async def _greeting(socket: WebSocket) -> Sequence[ToLeader]:
+async def _greeting(socket: WebSocket) -> Sequence[ToLeader | Unread]:
     """The hello and what came along with it; none where all is to be skipped. Raises `WebSocketDisconnect`,
     `msgspec.DecodeError`."""
     return all_to_leader(await _received(socket), first=True)

@@ -6,6 +6,7 @@ A command of another release may read an answer that lacks what was added later:
 
 from __future__ import annotations
 
+import msgspec
 from elasticd_planner.plan import Plan
 from elasticd_planner.slowness import Slowness
 from elasticd_planner.value import Value
@@ -153,6 +154,15 @@ class History(Value, frozen=True, kw_only=True):
     """Every plan of a job, oldest first."""
 
     history: tuple[HistoryRecord, ...]
+
+
+class Stopping(Value, frozen=True, kw_only=True):
+    """A job is being stopped: who asked for it, and the seconds until it ends in any case. unheard: nodes whose
+    workers are not told, as the release of their agent, which stands beside each, cannot."""
+
+    by: str = ""
+    seconds: float = 0.0
+    unheard: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Live(Value, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from elasticd_planner.value import Value
 
 from elasticd.config import Config, ConfigError, section
 from elasticd.coordinator.answers import Settings
-from elasticd.decoding import log_once, shown
+from elasticd.decoding import shown, skip
 from elasticd.machines.job.effects import Configured
 from elasticd.records import ConfigRecord, Keys, decode_at
 from elasticd.store.protocol import KeyValue
@@ -116,7 +116,8 @@ def _known(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         if field in fields.get(name, ()):
             known[key] = value
         else:
-            log_once(
+            skip(
+                "setting",
                 ("config", key),
                 f"the configuration in the store has a key {shown(key)!r}, which elasticd {__version__} does "
                 "not know: it is skipped and kept",

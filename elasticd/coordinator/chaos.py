@@ -21,7 +21,7 @@ from elasticd.coordinator.gate import CALLER
 from elasticd.coordinator.leading import Leading, Refused
 from elasticd.machines.job.effects import Harmed, Reread
 from elasticd.machines.job.state import OVER, NodeState
-from elasticd.orders import Harm
+from elasticd.orders import Harm, is_first
 from elasticd.routes import is_loopback
 from elasticd.security import Role
 
@@ -180,6 +180,10 @@ def _data(leading: Leading, body: ChaosRequest) -> None:
     addresses = {}
     for name in (body.node, body.other):
         known = _connected(leading, name, body.action)
+        if is_first(known.release):
+            raise Refused(
+                409, f"the agent of node {name} (elasticd {known.release}) cannot cut the data network"
+            )
         addresses[name] = known.record.address
     if len({*addresses.values()}) < 2 or any(is_loopback(address) for address in addresses.values()):
         raise Refused(

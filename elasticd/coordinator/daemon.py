@@ -233,9 +233,14 @@ class Coordinator:
             await asyncio.to_thread(memory.note, identity=self._store.known())
             numbers = {name: job.highest for name, job in self.leading.state.jobs.items()}
             changed = [name for name, number in numbers.items() if noted.get(name) != number]
-            with contextlib.suppress(StoreError):  # it is away, or refuses us: the writer says so
+            try:
                 await asyncio.to_thread(self._mark, memory, changed)
                 noted = numbers
+            except StoreReplaced as error:  # an old copy, though its revision has passed the one remembered
+                self.fail(election.refused(error, memory))
+                return
+            except StoreError as error:  # it is away, or refuses us: the writer says so
+                _log.debug("plans and fences are not remembered now: %s", error)
             await asyncio.sleep(NOTE_SECONDS)
 
     def _mark(self, memory: StateFile, jobs: Iterable[str]) -> None:
@@ -299,6 +304,7 @@ class Coordinator:
             leader,
             self.leading.restarts.values(),
             time.monotonic(),
+            self.leading.now(),
         )
 
     async def history(self, job: str) -> list[HistoryRecord]:

@@ -28,6 +28,7 @@ from elasticd.decoding import shown, tag_of
 from elasticd.health import OfNode
 from elasticd.machines import coordinator, doors, forgetting, restarts
 from elasticd.machines.coordinator import State
+from elasticd.machines.job import stopping
 from elasticd.machines.job.effects import (
     AgentDown,
     AgentUp,
@@ -57,6 +58,7 @@ from elasticd.messages import (
     StoreAnswer,
     StoreCall,
     ToLeader,
+    Unread,
     Up,
     WorkerLost,
 )
@@ -143,7 +145,7 @@ class Leading:
     def apply(self, event: Event) -> None:
         """One step of the machine, and its effects. A message that it fails on is dropped: nothing has changed
         then. Any other error ends this leader rather than go on with a state that nobody decided."""
-        before, now = self.state, self._now()
+        before, now = self.state, self.now()
         try:
             self.state, effects = coordinator.step(before, event, now)
         except Exception as error:
@@ -161,7 +163,7 @@ class Leading:
             _log.exception("what was decided on %r cannot be done", event)
             self._failed(error)
 
-    def _now(self) -> float:
+    def now(self) -> float:
         """The machine's clock, which stands still while the store is away: what was decided meanwhile is not
         written, nobody can answer it, and nobody is late."""
         now = self._clock()
@@ -316,7 +318,7 @@ class Leading:
         if self.connections.leave(connection):
             self.apply(AgentDown(node=connection.node))
 
-    async def heard(self, connection: Connection, message: ToLeader) -> None:
+    async def heard(self, connection: Connection, message: ToLeader | Unread) -> None:
         """One message of an agent; returns when it is dealt with, which may be long for a waiting `get`."""
         began = time.monotonic()
         await self._heard(connection, message)
@@ -324,7 +326,7 @@ class Leading:
         if not isinstance(said, StoreCall):  # which waits for others
             self.metrics.message(tag_of(said), time.monotonic() - began)
 
-    async def _heard(self, connection: Connection, message: ToLeader) -> None:
+    async def _heard(self, connection: Connection, message: ToLeader | Unread) -> None:
         if why := doors.refusal(connection.node, message, self.state.jobs):
             self._turn_away(connection, message, why)
             return
@@ -336,7 +338,9 @@ class Leading:
             answer = await self._answered(connection.node, message.job, call)
             connection.send(Down(client=message.client, body=answer))
             return
-        if isinstance(message, Up | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps):
+        if isinstance(message, Unread):
+            self.metrics.refused("unreadable")
+        if isinstance(message, Up | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps):
             if isinstance(message, Up) and isinstance(message.body, Report):
                 self._reported(message, message.body)
             self.apply(Received(node=connection.node, message=message))
@@ -387,7 +391,7 @@ class Leading:
             )
         return ""
 
-    def _turn_away(self, connection: Connection, message: ToLeader, why: str) -> None:
+    def _turn_away(self, connection: Connection, message: ToLeader | Unread, why: str) -> None:
         """A message that this agent may not say. A client that waits for an answer gets one."""
         self.metrics.refused("foreign")
         said = message.body if isinstance(message, Up) else message
@@ -397,7 +401,7 @@ class Leading:
             _log.warning("node %s: a message %r is not heard: %s", *key, why)
         if isinstance(message, Up) and isinstance(said, StoreCall):
             connection.send(Down(client=message.client, body=StoreAnswer(id=said.id, error=why)))
-        elif isinstance(message, Up) and isinstance(said, Hello | Join):
+        elif isinstance(message, Unread) or (isinstance(message, Up) and isinstance(said, Hello | Join)):
             connection.send(Down(client=message.client, body=Rejected(reason=why)))
 
     def _lap(self, heard: Lapped) -> None:
@@ -465,8 +469,9 @@ class Leading:
             raise Refused(409, f"the agent of node {node} cannot be reached: start it, or wait for it")
         self.apply(Drained(node=node, on=on))
 
-    def stop(self, name: str, seconds: float, by: str) -> None:
-        """Ends a job, whose workers have so many seconds for a last checkpoint. Raises `Refused`."""
+    def stop(self, name: str, seconds: float, by: str) -> dict[str, str]:
+        """Ends a job, whose workers have so many seconds for a last checkpoint. Returns the nodes whose workers
+        will not hear of it, with the release of each one's agent. Raises `Refused`."""
         job = self.state.jobs.get(name)
         if job is None and name in self.restarts:
             raise Refused(409, f"job {name} is in restart mode, and ends with its torchruns: stop those")
@@ -475,7 +480,9 @@ class Leading:
             raise Refused(404, f"there is no job {name!r}; there are: {names}")
         if job.phase in OVER:
             raise Refused(409, f"job {name} is {job.phase.value} already" + (job.reason and f": {job.reason}"))
+        unheard = stopping.unheard(job, self.state.nodes, seconds)
         self.apply(StopAsked(job=name, by=by, seconds=seconds))
+        return unheard
 
     def forget(self, name: str, by: str) -> None:
         """Nothing of a job that is over is kept. Raises `Refused`."""
@@ -505,7 +512,7 @@ class Leading:
         """Lines of a recording from now on (`elasticd.recording`). Raises `Refused` where too many record."""
         if self.recorders.full:
             raise Refused(503, "as many record already as may at once: end one of them, or try again later")
-        return self.recorders.record(lambda: (self.state, self._now()))
+        return self.recorders.record(lambda: (self.state, self.now()))
 
     def exposition(self) -> bytes:
         """The body of `GET /metrics`."""

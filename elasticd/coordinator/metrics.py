@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from elasticd.coordinator.connections import Connections
+from elasticd.decoding import skipped
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.state import JobState, Phase
 
@@ -89,6 +90,7 @@ class _Now(Collector):
             "elasticd_agents_connected", "Agents with a connection.", value=len(self._connections)
         )
         yield from self._devices()
+        yield _skipped()
         for name, words, labels, values in _JOB_GAUGES:
             family = GaugeMetricFamily(f"elasticd_job_{name}", words, labels=["job", *labels])
             for job in self._state.jobs.values():
@@ -120,6 +122,21 @@ class _Now(Collector):
                 rate.add_metric([node.record.node, device.name], rates.get(device.name, 1.0))
                 memory.add_metric([node.record.node, device.name], device.memory)
         yield from (connected, draining, rate, memory)
+
+
+def _skipped() -> Metric:
+    """Of this process, also from before it led."""
+    family = CounterMetricFamily(
+        "elasticd_skipped",
+        "What was skipped as this release does not know it, by kind. message: of an unknown type; content: a "
+        "message of a known type that cannot be decoded; field: in messages that were looked at, one of each "
+        "type a second at most; key: of etcd; record: what is stored at a known key; setting: of the "
+        "configuration in etcd. All of them are normal while releases are mixed.",
+        labels=["kind"],
+    )
+    for kind, times in skipped().items():
+        family.add_metric([kind], times)
+    return family
 
 
 _Values = Iterable[tuple[tuple[str, ...], float]]

@@ -17,7 +17,7 @@ import msgspec
 from elasticd_planner.value import StoredValue, Value
 
 from elasticd.coordinator.journal import EventRecord, Lines
-from elasticd.decoding import decode_stored, log_once
+from elasticd.decoding import decode_stored, skip
 from elasticd.records import Keys, decode_at, encode
 from elasticd.store.protocol import KeyValue
 
@@ -81,7 +81,7 @@ class Pages:
             try:
                 yield decode_stored(_unpacked(decode_at(item.key, item.value, Page).lines), Lines)
             except msgspec.DecodeError as error:
-                log_once(("journal",), f"a page of the journal is skipped: {error}")
+                skip("record", ("journal",), f"a page of the journal is skipped: {error}")
 
     def written(self, lines: Lines) -> Paged:
         """How these lines get into the store. What came before is to be written, or `refused`, first."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 
 from elasticd.coordinator.access import Access, Caller
-from elasticd.coordinator.answers import ClusterStatus, Events, History, Live, Ready, Settings, Steps
+from elasticd.coordinator.answers import ClusterStatus, Events, History, Live, Ready, Settings, Steps, Stopping
 from elasticd.coordinator.changes import Scalar
 from elasticd.coordinator.endpoints import get, post
 from elasticd.coordinator.leading import Leading, Refused
@@ -102,10 +102,11 @@ class Rest:
         return body
 
     @post("/v1/jobs/{job}/stop", refuses=(409,), example=StopRequest(by="alice"))
-    async def stop(self, job: str, body: StopRequest, caller: Caller | None) -> StopRequest:
-        """Ends a job: its workers make a last checkpoint, where they have a folder for it, and leave."""
-        self._served.leading.stop(job, body.seconds, _by(body.by, caller))
-        return body
+    async def stop(self, job: str, body: StopRequest, caller: Caller | None) -> Stopping:
+        """Ends a job: its workers make a last checkpoint, where they have a folder for it, and leave. Says
+        which nodes' workers will not hear of it, and train on until the time is up."""
+        unheard = self._served.leading.stop(job, body.seconds, _by(body.by, caller))
+        return Stopping(by=body.by, seconds=body.seconds, unheard=unheard)
 
     @post("/v1/jobs/{job}/forget", refuses=(409,), example=ForgetRequest(by="alice"))
     async def forget(self, job: str, body: ForgetRequest, caller: Caller | None) -> ForgetRequest:

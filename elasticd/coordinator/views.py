@@ -20,22 +20,23 @@ from elasticd.coordinator.answers import (
     RestartStatus,
 )
 from elasticd.machines.coordinator import State
+from elasticd.machines.job.halted import awaited
 from elasticd.machines.job.state import LIVE, JobState, NodeState
 from elasticd.machines.restarts import RestartJob
 
 
 def status(
-    state: State, cluster: str, leader: LeaderStatus, restarts: Iterable[RestartJob], now: float
+    state: State, cluster: str, leader: LeaderStatus, restarts: Iterable[RestartJob], now: float, at: float
 ) -> ClusterStatus:
     """The whole cluster; `restarts` are the jobs in restart mode that report laps, `now` the seconds of their
-    clock."""
+    clock, `at` those of the machine's, which stands still while the store is away."""
     rates = {device: rate for job in state.jobs.values() for device, rate in job.rates.rates.items()}
     slow, used = _slowness(state), _members(state)
     return ClusterStatus(
         cluster=cluster,
         leader=leader,
         nodes=tuple(_node(node, rates, slow, used[name]) for name, node in sorted(state.nodes.items())),
-        jobs=tuple(_job(job) for _, job in sorted(state.jobs.items())),
+        jobs=tuple(_job(job, at) for _, job in sorted(state.jobs.items())),
         restarts=tuple(_restarting(job, now) for job in restarts),
         paused=state.settings.policy.paused,
         links=tuple(
@@ -103,11 +104,11 @@ def _members(state: State) -> Counter[str]:
     return Counter(device.rpartition("/")[0] for device in used)
 
 
-def _job(job: JobState) -> JobStatus:
+def _job(job: JobState, at: float) -> JobStatus:
     return JobStatus(
         job=job.job,
         phase=job.phase.value,
-        reason=job.reason,
+        reason=job.reason or (awaited(job, at) if job.phase in LIVE else ""),
         plan=job.plan,
         proposal=job.proposal.number if job.proposal is not None else None,
         step=job.progress.step,

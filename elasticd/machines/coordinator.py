@@ -14,7 +14,7 @@ from elasticd_planner.value import Value
 
 from elasticd.health import Health
 from elasticd.machines import crossing, forgetting
-from elasticd.machines.job import machine
+from elasticd.machines.job import gather, machine
 from elasticd.machines.job.effects import (
     AgentDown,
     AgentUp,
@@ -45,6 +45,7 @@ from elasticd.messages import (
     Pace,
     Rejected,
     Swapped,
+    Unread,
     Up,
 )
 from elasticd.orders import Drain
@@ -183,6 +184,9 @@ def _received(state: State, event: Received, now: float) -> Result:
     taken = _taken(state, event.node, message) if isinstance(message, Up) else ""
     if message.job not in state.jobs and len(state.jobs) >= MOST_JOBS:
         taken = f"the cluster has {MOST_JOBS} jobs already: end some, and forget them"
+    if isinstance(message, Unread) and message.job not in state.jobs:
+        down = Down(client=message.client, body=Rejected(reason=gather.cannot_read(message)))
+        return state, (Send(node=event.node, message=down),)
     if message.job not in state.jobs:
         body = message.body if isinstance(message, Up) else None
         if not isinstance(body, Join | Hello):

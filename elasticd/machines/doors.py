@@ -10,7 +10,7 @@ from collections.abc import Container, Iterator
 
 from elasticd.decoding import tag_of
 from elasticd.health import Health
-from elasticd.messages import AgentHello, Join, Leave, Report, StoreCall, ToLeader, Up, WorkerLost
+from elasticd.messages import AgentHello, Join, Leave, Report, StoreCall, ToLeader, Unread, Up, WorkerLost
 from elasticd.names import LONGEST, MOST_DEVICES, device_of, name_refusal
 from elasticd.pulses import Crossed, Frozen, Unreached
 from elasticd.records import NodeRecord
@@ -22,7 +22,7 @@ from elasticd.whereabouts import Halted
 OF_TORCHRUNS = (Join, Leave, StoreCall)
 
 
-def refusal(node: str, message: ToLeader, jobs: Container[str]) -> str:
+def refusal(node: str, message: ToLeader | Unread, jobs: Container[str]) -> str:
     """Why a message that came over this node's connection is not heard, or nothing. jobs: those that there are
     already, whatever they are called: a release before this one may have let them in."""
     if isinstance(message, AgentHello):
@@ -54,12 +54,14 @@ def record_refusal(record: NodeRecord) -> str:
     return ""
 
 
-def _spoken_for(message: Up | WorkerLost | Frozen | Unreached | Halted | Keeps | Lapped) -> Iterator[str]:
+def _spoken_for(
+    message: Up | Unread | WorkerLost | Frozen | Unreached | Halted | Keeps | Lapped,
+) -> Iterator[str]:
     """The devices about which a message is their own node's word. A torchrun has none."""
-    if isinstance(message, Up):
+    if isinstance(message, Up | Unread):
         if message.device:
             yield message.device
-        if isinstance(message.body, Report):
+        if isinstance(message, Up) and isinstance(message.body, Report):
             yield message.body.measurement.device
     elif isinstance(message, WorkerLost | Frozen | Halted | Lapped):
         yield message.device

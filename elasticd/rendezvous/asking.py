@@ -89,7 +89,9 @@ class Asking:
             raise ConnectionError(f"the agent said {type(welcome).__name__} where it was to say Attending")
         self.address = welcome.address
         if self._present is not None:
-            self._exchange(msgspec.structs.replace(self._present, id=next(self._ids)))
+            answer = self._exchange(msgspec.structs.replace(self._present, id=next(self._ids)))
+            if answer.error:  # the others would take this torchrun for lost: no question is asked before
+                raise ConnectionError(f"the store does not know of this torchrun: {answer.error}")
 
     def _exchange(self, body: Question) -> RoundAnswer:
         assert self._sock is not None

@@ -272,8 +272,16 @@ class RankStore(Store):
         self._values[key] = data
         if key.startswith(ROLE_INFO):
             self._own = data
-            with contextlib.suppress(RuntimeError, OSError):  # who starts alone needs nobody to know
-                self._agent.call("set", PREFIX + key, data)
+            self._tell(key, data)
+
+    def _tell(self, key: str, data: bytes) -> None:
+        """The others are to know how many workers this node has. Who starts alone needs nobody to know."""
+        try:
+            self._agent.call("set", PREFIX + key, data)
+        except (RuntimeError, OSError) as error:
+            if self._joined.nodes > 1:
+                said = f"the other nodes do not hear how many workers this one has ({error})"
+                print(f"elasticd: {said}", file=sys.stderr, flush=True)
 
     def get(self, key: str) -> bytes:
         if key.startswith(ASSIGNED_RANKS):

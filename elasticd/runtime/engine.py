@@ -48,7 +48,8 @@ from elasticd.runtime.spans import spans_of
 from elasticd.runtime.stage import Pace, Passed, StageRunner
 from elasticd.runtime.telemetry import Telemetry
 from elasticd.runtime.vote import NO_SAMPLES, Booth, Going, Outcome, Record
-from elasticd.whereabouts import UPDATE
+from elasticd.runtime.where import during
+from elasticd.whereabouts import LOADER, OPTIMIZER, SCHEDULER, UPDATE
 
 #: What of a state says where its data is to be read on: see `feed`.
 DATA = "data"
@@ -201,10 +202,12 @@ class Engine:
         make now (and not before: a plan that is prepared may never come)."""
         install(state, self._owns.values, buffers=self._owns.buffers)
         self._constants.note()
-        owned = self._owns.take(state)
-        self.optimizer = self._recipe.optimizer((part.name, part.parameter) for part in owned)
+        owned, where = self._owns.take(state), self.fabric.stopwatch.where
+        with during(where, OPTIMIZER):
+            self.optimizer = self._recipe.optimizer((part.name, part.parameter) for part in owned)
         if self._recipe.scheduler is not None:
-            self.scheduler = self._recipe.scheduler(self.optimizer)
+            with during(where, SCHEDULER):
+                self.scheduler = self._recipe.scheduler(self.optimizer)
         restore_optimizer(state, owned, self.optimizer)  # what the new scheduler changed is as it was
         self._carried = dict(state.extras)
         if self.scheduler is not None and (text := self._carried.pop("scheduler", None)) is not None:
@@ -310,6 +313,7 @@ class Engine:
         where = self.fabric.stopwatch.where
         self._telemetry.begin()
         self.local.drawing.begin(self._recipe.sampler.seed, step)
+        where.at(LOADER)  # a stream is read here, and the lengths of samples
         self._after = self._recipe.feed.begin(step, self.plan, self.everyone, self._carried.get(DATA))
         batch = self._batch(step)
         passed = Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)

@@ -47,9 +47,9 @@ from elasticd.runtime.switching import Switcher
 from elasticd.runtime.thrown import Farewell, Uncaught
 from elasticd.runtime.vote import LedgerError
 from elasticd.runtime.warming import warm
-from elasticd.runtime.where import shared
+from elasticd.runtime.where import during, shared
 from elasticd.snapshots import Freed
-from elasticd.whereabouts import Whereabouts
+from elasticd.whereabouts import CALLBACK, EVALUATION, Whereabouts
 
 log = logging.getLogger(__name__)
 
@@ -287,11 +287,11 @@ class Job(Seat):
         except Departed:
             self._leave("it was told to go, and the job goes on without it")
             raise
-        except GeneratorExit:
+        except GeneratorExit as closed:
             if self._failed:
                 self._notice.restore()
             else:
-                self._leave_later()
+                self._leave_later(closed.__context__)
             raise
         except BaseException as error:
             if isinstance(error, Exception):
@@ -301,12 +301,14 @@ class Job(Seat):
             raise
         self._leave("")
 
-    def _leave_later(self) -> None:
-        """The loop was left: by `break`, or by an exception of its body, which `_fail_later` may hear of."""
+    def _leave_later(self, handled: BaseException | None) -> None:
+        """The loop was left: by `break`, or by an exception of its body, which `_fail_later` may hear of.
+        handled: the exception around the loop, in whose `except` the script is."""
         self._left = True
         self._notice.restore()
-        self._farewell.later()
-        self._callbacks.on_end(self)
+        self._farewell.later(handled)
+        with during(self._where, CALLBACK):
+            self._callbacks.on_end(self)
 
     def _fail_later(self, error: Exception) -> None:
         """An exception ends the main thread: of the body of the loop, it may be, and then nothing of this rank
@@ -337,10 +339,11 @@ class Job(Seat):
     def _told(self, running: Iterator[Next | Step]) -> Iterator[Next | Step]:
         """Callbacks hear of it first."""
         for each in running:
-            if self.plan is not None:
-                self._callbacks.on_plan(self, self.plan)
-            if isinstance(each, Step):
-                self._callbacks.on_step(self, each)
+            with during(self._where, CALLBACK):
+                if self.plan is not None:
+                    self._callbacks.on_plan(self, self.plan)
+                if isinstance(each, Step):
+                    self._callbacks.on_step(self, each)
             yield each
 
     def _end_copies(self) -> None:
@@ -352,7 +355,8 @@ class Job(Seat):
     def _leave(self, reason: str) -> None:
         self._notice.restore()
         self._part(reason)
-        self._callbacks.on_end(self)
+        with during(self._where, CALLBACK):
+            self._callbacks.on_end(self)
 
     def _part(self, reason: str) -> None:
         self._end_copies()
@@ -380,7 +384,8 @@ class Job(Seat):
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
         found: Evaluation | None = self._together("evaluate", name, weights)
         if found is not None:
-            self._callbacks.on_evaluation(self, found)
+            with during(self._where, CALLBACK):
+                self._callbacks.on_evaluation(self, found)
         return found
 
     def state_dict(
@@ -420,7 +425,8 @@ class Job(Seat):
     def _evaluate(self, name: str, weights: str, engine: Engine, step: int) -> Evaluation:
         recipe = self._recipe
         try:
-            return evaluate(engine, self._held_out[name], name, step, recipe.loss, recipe.collate, weights)
+            with during(self._where, EVALUATION):
+                return evaluate(engine, self._held_out[name], name, step, recipe.loss, recipe.collate, weights)
         except SampleError as error:
             raise self._loop.unreadable(engine, step, error) from error
         except LedgerError as error:

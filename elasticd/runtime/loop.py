@@ -27,6 +27,8 @@ from elasticd.runtime.step import Step
 from elasticd.runtime.switching import Switcher
 from elasticd.runtime.thrown import lost_within, raised
 from elasticd.runtime.vote import Going, LedgerError
+from elasticd.runtime.where import during
+from elasticd.whereabouts import SAVING
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,8 @@ class Loop:
     def finish(self, engine: Engine, step: int) -> None:
         """After the last step, by all members of the plan: also of one that recovered from it."""
         if self.saver is not None and step > 0 and not self.switcher.loaded(step):
-            self.saver.finish(step, engine.gather, engine.layouts, engine.state)
+            with during(engine.fabric.stopwatch.where, SAVING):
+                self.saver.finish(step, engine.gather, engine.layouts, engine.state)
         engine.settle()
 
     def _report(self, done: StepDone, *, first: bool) -> None:

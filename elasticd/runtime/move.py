@@ -28,6 +28,8 @@ from elasticd.runtime.loading import NoCheckpoint, Types, clear, start_from
 from elasticd.runtime.recipe import Recipe
 from elasticd.runtime.stage import Pace
 from elasticd.runtime.standing_in import stood_in
+from elasticd.runtime.where import during
+from elasticd.whereabouts import FIRST, MOVING, READING
 
 #: What goes wrong in a move while the transition group is sound: not ok is said by a whole group.
 SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise, NoCheckpoint)
@@ -139,6 +141,7 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
     The old engine is untouched, but by a move in place, which leaves it spent. Raises one of `SOUND`, or what
     the transition group raises."""
     group, new, recovery = prepared.group, prepared.engine, prepared.recovery
+    where = group.fabric.stopwatch.where
     if prepared.snapshot is not None:
         engine = None  # it may be steps ahead
     steps = group.all_gather(torch.tensor([step if engine else -1]))
@@ -150,18 +153,22 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
         assert new is not None
         if prepared.checkpoints and recipe.checkpoints is not None:
             types = Types(layouts=prepared.new, master=recipe.master)
-            found = start_from(recipe.checkpoints, prepared.checkpoints, types, group, torch.device("cpu"))
+            with during(where, READING):
+                found = start_from(recipe.checkpoints, prepared.checkpoints, types, group, torch.device("cpu"))
             new.adopt(found.state)
             return Side(step=found.step, checkpoint=found.name, began=began)
         if recovery is not None:
             raise NoCheckpoint("the job is to go on from a checkpoint, and this rank has no folder of any")
         if recipe.checkpoints is not None and group.rank == 0:
             clear(recipe.checkpoints)
-        new.adopt(first_state(recipe.model, prepared.new, group.me, seed, recipe.master))
+        with during(where, FIRST):
+            state = first_state(recipe.model, prepared.new, group.me, seed, recipe.master)
+        new.adopt(state)
         return Side(step=step, began=began)
     transport = _transport(group)
     group.fabric.keep(transport)  # whose last messages may still be on their way until all ranks have said ok
-    moved = _migrated(prepared, prepared.old, engine, transport)
+    with during(where, MOVING):
+        moved = _migrated(prepared, prepared.old, engine, transport)
     if new is not None:
         new.adopt(moved.state)
     sizes = moved.schema.sizes

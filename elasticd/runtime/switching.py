@@ -30,7 +30,8 @@ from elasticd.runtime.fabrics import Fabrics
 from elasticd.runtime.groups import Cancelled, Fabric, KeyValue
 from elasticd.runtime.move import SOUND, Prepared, Side, move, prepare
 from elasticd.runtime.recipe import Recipe
-from elasticd.runtime.where import Nowhere, Where
+from elasticd.runtime.where import Nowhere, Where, during
+from elasticd.whereabouts import IDLE
 
 log = logging.getLogger(__name__)
 
@@ -165,12 +166,15 @@ class Switcher:
 
     def _make(self, proposal: Proposal) -> Prepared:
         fabric_of = partial(self._fabric, proposal.number)
-        return prepare(proposal, self._recipe, self._device, self._pacer, fabric_of, self.engine)
+        prepared = prepare(proposal, self._recipe, self._device, self._pacer, fabric_of, self.engine)
+        prepared.transition.stopwatch.where = self._where  # until here this thread waited on them
+        if prepared.engine is not None:
+            prepared.engine.fabric.stopwatch.where = self._where
+        return prepared
 
     def _fabric(self, number: int, part: str) -> Fabric:
         """A fabric that a cancellation of `number` shuts, also one that came while this was under way."""
         fabric = Fabric(f"plan/{number}/{part}", self._device, self._address, self._store)
-        fabric.stopwatch.where = self._where
         with self._lock:
             if self._state.proposal != number or self._state.phase is sw.Phase.STOPPED:
                 self._fabrics.release(fabric)
@@ -279,7 +283,9 @@ class Switcher:
         since = time.monotonic()
         while True:
             try:
-                self._do(self._todo.get(timeout=1.0))
+                with during(self._where, IDLE):
+                    effect = self._todo.get(timeout=1.0)
+                self._do(effect)
                 return
             except queue.Empty:
                 if self._control.lost:

@@ -3,27 +3,36 @@
 An exception in a step, or in a callback, passes through the job's own generator. One that the body of the
 script's loop raises does not: it is heard of when it is about to end the process (`sys.excepthook`). Before
 that the interpreter closes the generator, as it does at a `break`, and nothing tells the one from the other.
-So a worker whose loop was left takes its leave a moment later (`Farewell`).
+So a worker whose loop was left takes its leave a moment later (`Farewell`): once no exception was on its way
+for that long. On its way are those that the main thread handles now and did not handle as the loop was left (in
+a `finally`, a `with`, an `except` that may raise it again), and one that the interpreter is showing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from elasticd.messages import Raised
 from elasticd.runtime.groups import Cancelled, PeerLost
 
+log = logging.getLogger(__name__)
+
 #: Characters of an exception's text and of its traceback that are told; of the latter the end.
 MOST_TEXT, MOST_TRACEBACK = 1000, 8000
 
-#: Seconds that an exception has to come from the body of a loop to the interpreter's hook: past all `finally`
-#: and `with` on its way. The leader waits longer for the others to take their leave too (`leave_seconds`).
+#: Seconds for which no exception was on its way, until a script that left its loop takes its leave. The leader
+#: waits longer for the others to take their leave too (`leave_seconds`).
 _ON_ITS_WAY = 1.0
+#: Seconds between looks for one.
+_LOOK_SECONDS = 0.05
 
 #: Exceptions that were raised while another one was handled, and that are looked through.
 _DEEPEST = 16
@@ -98,7 +107,7 @@ class Uncaught:
 
 class Farewell:
     """Calls `leave` once at most: at once (`now`); or `later`, on another thread, when the main thread has
-    ended or an exception that was on its way would have come; or not at all, if it was `withdrawn` before."""
+    ended or no exception was on its way for a while; or not at all, if it was `withdrawn` before."""
 
     def __init__(self, leave: Callable[[], None]) -> None:
         self._leave = leave
@@ -108,9 +117,12 @@ class Farewell:
         if self.withdrawn():
             self._leave()
 
-    def later(self) -> None:
+    def later(self, handled: BaseException | None = None) -> None:
+        """By the main thread, in an `except GeneratorExit`. handled: what it handled before, in an `except` of
+        the script around the loop."""
         if threading.main_thread().is_alive():
-            threading.Thread(target=self._wait, name="elasticd-farewell").start()
+            given = (handled, _shown())
+            threading.Thread(target=self._wait, args=given, name="elasticd-farewell").start()
         else:  # the interpreter ends, and starts no threads
             self.now()
 
@@ -120,6 +132,42 @@ class Farewell:
             before, self._taken = self._taken, True
         return not before
 
-    def _wait(self) -> None:
-        threading.main_thread().join(_ON_ITS_WAY)
+    def _wait(self, handled: BaseException | None, shown: BaseException | None) -> None:
+        main, told = threading.main_thread(), False
+        quiet = time.monotonic()
+        while main.is_alive() and not self._taken and time.monotonic() - quiet < _ON_ITS_WAY:
+            main.join(min(_LOOK_SECONDS, _ON_ITS_WAY))
+            found = _on_its_way(main, handled, shown)
+            if found is None:
+                continue
+            quiet = time.monotonic()
+            if isinstance(found, Exception) and not told:
+                told = True
+                log.warning(
+                    "the loop's body raised %s: the other ranks wait for what becomes of it", kind_of(found)
+                )
         self.now()
+
+
+def _on_its_way(
+    thread: threading.Thread, handled: BaseException | None, shown: BaseException | None
+) -> BaseException | None:
+    """An exception of a thread that is neither of these two, and no wish to end: that one is taken for leaving.
+    A `GeneratorExit` counts: the loop is still being left, and by what is not known before."""
+    for found, known in ((_handled(thread), handled), (_shown(), shown)):
+        ends = isinstance(found, SystemExit | KeyboardInterrupt)
+        if found is not None and found is not known and not ends:
+            return found
+    return None
+
+
+def _handled(thread: threading.Thread) -> BaseException | None:
+    """The exception that a thread handles now: it is in an `except`, a `finally` or the end of a `with`."""
+    found: Any = sys._current_exceptions().get(thread.ident or 0)
+    return found[1] if isinstance(found, tuple) else found  # Python 3.11 has its class and traceback beside it
+
+
+def _shown() -> BaseException | None:
+    """The exception that the interpreter last showed, or is about to: `sys.excepthook` is called after that."""
+    shown: BaseException | None = getattr(sys, "last_value", None)
+    return shown

@@ -7,6 +7,7 @@ import faulthandler
 import mmap
 import os
 import signal
+from collections.abc import Iterator
 from functools import lru_cache
 from time import perf_counter
 from typing import Protocol
@@ -35,6 +36,17 @@ class Where(Protocol):
     def end(self, seconds: float | None) -> None:
         """It ended, and took so long (None: it failed)."""
         ...
+
+
+@contextlib.contextmanager
+def during(where: Where, place: int) -> Iterator[None]:
+    """It is there meanwhile, and afterwards where it was."""
+    before = where.place
+    where.at(place)
+    try:
+        yield
+    finally:
+        where.at(before)
 
 
 def place_of(label: str) -> int:

@@ -308,16 +308,21 @@ class _Tail:
         threading.Thread(target=self._run, name=f"watch {self._prefix}", daemon=True).start()
 
     def _run(self) -> None:
-        pause = Backoff(*_BACKOFF)
+        pause, said = Backoff(*_BACKOFF), False
         while not self.watch.cancelled:
             begun, place = time.monotonic(), self._next_revision
+            refused = False
             try:
                 self._follow()
                 continue
             except StoreError as error:
-                _log.debug("watch of %s: %s", self._prefix, error)
+                refused = isinstance(error, StoreRefused)
+                level = logging.ERROR if refused and not said else logging.DEBUG
+                _log.log(level, "watch of %s: %s; that is tried again", self._prefix, error)
             if self._next_revision != place or time.monotonic() - begun > _BACKOFF[1]:
                 pause.reset()
+                said = False
+            said = said or refused
             self.watch.wait_cancelled(pause.next())
 
     def _follow(self) -> None:

@@ -264,6 +264,9 @@ class WatchStream:
                 raise WatchCompacted(answer.compact_revision)
             if answer.canceled:
                 why = answer.cancel_reason or "no reason given"
+                if "permission denied" in why:
+                    at = self._session.endpoint
+                    raise StoreRefused(f"etcd at {at} denies a watch ({why}); check user, password and role")
                 raise StoreUnavailable(f"etcd at {self._session.endpoint} cancelled a watch: {why}")
             if answer.events:
                 events = [_event(event) for event in answer.events]

@@ -23,7 +23,8 @@ class DetectSettings(Value, frozen=True, kw_only=True):
     slower a link must be to count as slow. chronic: steps that slowness must last to be called chronic.
 
     outside_seconds: how long the others may wait for a rank that is in its script's own code (an evaluation, a
-    save), in its loader or in a compilation, before its device is given up (0: for ever).
+    save, a factory that a switch calls), in its loader or in a compilation, before its device is given up (0:
+    for ever).
     """
 
     slow: float = 1.1

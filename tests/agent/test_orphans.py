@@ -16,7 +16,8 @@ from elasticd_agent.orphans import Torchruns
 from elasticd import starter
 from elasticd.packets import SOCKET_VARIABLE
 from tests.agent.support import closing_all, until
-from tests.agent.test_torchrun import Nodes, environment
+from tests.agent.test_torchrun import Nodes
+from tests.torchruns import environment
 
 #: A worker that still imports: it has said nothing to anybody.
 IMPORTING = """

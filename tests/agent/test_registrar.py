@@ -1,31 +1,131 @@
-"""The agent's keys in the store: one that the store does not take keeps no other waiting."""
+"""The agent's keys in the store: one that it does not take keeps no other waiting, and is tried again."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
+from elasticd_agent import registrar as registrars
 from elasticd_agent.registrar import Registrar
 
 from elasticd.records import Keys, NodeRecord
 from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.store.protocol import OutcomeUnknown, StoreRefused
 from tests.agent.support import until
 
 KEYS = Keys(cluster="test")
+LARGE, SMALL = KEYS.root + "large", KEYS.root + "small"
+
+
+class Denying(MemoryStore):
+    """Has no permission for some keys; `tried` counts what it refused. What `loses` names is not carried out,
+    and the answer is lost."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryServer())
+        self.denied: set[str] = set()
+        self.loses: set[str] = set()
+        self.tried = 0
+
+    def put(self, key: str, value: bytes, lease: int = 0) -> int:
+        self._check(key)
+        revision = super().put(key, value, lease)
+        if key in self.loses:
+            raise OutcomeUnknown("the answer was lost")
+        return revision
+
+    def delete(self, key: str) -> int:
+        self._check(key)
+        return super().delete(key)
+
+    def _check(self, key: str) -> None:
+        if key in self.denied:
+            self.tried += 1
+            raise StoreRefused("etcd denies access (permission denied); check user, password and role")
+
+
+@contextlib.contextmanager
+def started(store: MemoryStore) -> Iterator[Registrar]:
+    record = NodeRecord(node="n0", devices=(), address="127.0.0.1", agent="a")
+    registrar = Registrar(store, KEYS, record, 30, failed=lambda why: None)
+    registrar.claim()
+    registrar.start()
+    try:
+        yield registrar
+    finally:
+        registrar.close()
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registrars, "_RETRY", (0.01, 0.01))
+    monkeypatch.setattr(registrars, "_RETRY_REFUSED", (0.01, 0.01))
 
 
 def test_a_key_that_is_too_large_for_the_store_is_named_and_the_others_are_written(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    store = MemoryStore(MemoryServer())
-    record = NodeRecord(node="n0", devices=(), address="127.0.0.1", agent="a")
-    registrar = Registrar(store, KEYS, record, 30, failed=lambda why: None)
-    registrar.claim()
-    told: list[str] = []
-    registrar.hold(KEYS.root + "large", b"x" * 2_000_000, lambda: told.append("large"))
-    registrar.hold(KEYS.root + "small", b"x", lambda: told.append("small"))
-    registrar.start()
-    try:
-        until(lambda: store.get(KEYS.root + "small") is not None)
-        until(lambda: sorted(told) == ["large", "small"])
-    finally:
-        registrar.close()
+    store, told = MemoryStore(MemoryServer()), dict[str, str]()
+    with started(store) as registrar:
+        registrar.hold(LARGE, b"x" * 2_000_000, lambda why: told.update(large=why))
+        registrar.hold(SMALL, b"x", lambda why: told.update(small=why))
+        until(lambda: len(told) == 2)
+    assert told["small"] == ""
+    assert "a request of 2,000" in told["large"], "who waits for a key that is not there hears why"
     assert "large is not written: a request of 2,000" in caplog.text
+
+
+def test_a_key_without_a_permission_keeps_no_other_waiting_and_is_written_once_there_is_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, told = Denying(), dict[str, str]()
+    store.denied.add(LARGE)
+    with started(store) as registrar:
+        registrar.hold(LARGE, b"x", lambda why: told.update(large=why))
+        registrar.hold(SMALL, b"x", lambda why: told.update(small=why))
+        until(lambda: len(told) == 2)
+        assert (told["small"], "check user, password and role" in told["large"]) == ("", True)
+        until(lambda: store.tried > 2)
+        assert caplog.text.count("is not written") == 1, "said once, not at each try"
+        store.denied.clear()
+        until(lambda: store.get(LARGE) is not None)
+
+
+def test_a_smaller_value_of_a_key_that_was_too_large_is_written_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registrars, "_RETRY_REFUSED", (3600.0, 3600.0))
+    store, told = MemoryStore(MemoryServer()), list[str]()
+    with started(store) as registrar:
+        registrar.hold(LARGE, b"x" * 2_000_000, told.append)
+        until(lambda: told)
+        registrar.hold(LARGE, b"x", told.append)
+        until(lambda: told[1:])
+        found = store.get(LARGE)
+    assert found is not None
+    assert (told[1], found.value) == ("", b"x")
+
+
+def test_a_key_that_may_not_be_deleted_keeps_no_other_waiting_and_is_deleted_later() -> None:
+    store, told = Denying(), list[str]()
+    with started(store) as registrar:
+        registrar.hold(LARGE, b"x", told.append)
+        until(lambda: told)
+        store.denied.add(LARGE)
+        registrar.release(LARGE)
+        registrar.hold(SMALL, b"x", told.append)
+        until(lambda: told[1:])
+        assert store.get(LARGE) is not None
+        store.denied.clear()
+        until(lambda: store.get(LARGE) is None)
+
+
+def test_a_key_that_is_given_up_while_its_writing_is_in_doubt_does_not_stay() -> None:
+    store = Denying()
+    store.loses.add(LARGE)
+    with started(store) as registrar:
+        registrar.hold(LARGE, b"x", lambda why: None)
+        until(lambda: store.get(LARGE) is not None)
+        registrar.release(LARGE)
+        until(lambda: store.get(LARGE) is None)

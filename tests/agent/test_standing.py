@@ -20,7 +20,24 @@ from elasticd import messages, packets
 from elasticd.machines.agent_state import LinkDown, LinkUp, Stood
 from elasticd.offspring import ending_with_us
 from elasticd.runtime.where import Shared
-from elasticd.whereabouts import BACKWARD, FORWARD, LOADER, LOSS, SCRIPT, STACK, VOTE, Halted, Whereabouts, read
+from elasticd.whereabouts import (
+    BACKWARD,
+    BETWEEN,
+    FORWARD,
+    IDLE,
+    LOADER,
+    LOSS,
+    NAMES,
+    OPTIMIZER,
+    OTHER,
+    SAVING,
+    SCRIPT,
+    STACK,
+    VOTE,
+    Halted,
+    Whereabouts,
+    read,
+)
 from tests.machines.agent_scene import hello, run, told
 
 
@@ -67,7 +84,7 @@ def test_one_place_in_a_step_for_longer_than_two_steps_is_a_standstill(rank: Ran
     assert rank.beats(2.8) == ([], [])
     ((halt,), _) = rank.beats(1.0)
     assert halt.place.step == 7
-    assert halt.name == "the loss"
+    assert halt.place.name == "the loss"
     assert halt.place.computes
     assert 3.0 <= halt.seconds < 3.5
     assert rank.standing.still(halt)
@@ -133,18 +150,55 @@ def test_before_a_plan_has_made_two_steps_nobody_knows_how_long_one_takes(rank: 
     assert rank.beats(300.0) == ([], [])
 
 
-@pytest.mark.parametrize("place", [SCRIPT, LOADER, FORWARD])
-def test_the_scripts_own_code_is_told_as_such(rank: Rank, place: int) -> None:
-    """Also the passes of an evaluation, which is no step."""
+@pytest.mark.parametrize(
+    ("step", "place", "name"),
+    [
+        (False, SCRIPT, "its script's own code"),
+        (True, SCRIPT, "its script's own code"),
+        (True, LOADER, "its loader"),
+        (False, FORWARD, "an evaluation"),
+        (False, LOADER, "an evaluation"),
+        (False, BACKWARD, "its script's own code"),
+        (False, OPTIMIZER, "the optimizer's factory"),
+        (False, SAVING, "the writing of the last checkpoint"),
+    ],
+)
+def test_what_is_outside_of_a_steps_computation_is_told_by_its_name(
+    rank: Rank, step: bool, place: int, name: str
+) -> None:
     usual(rank)
-    if place == LOADER:
+    if step:
         rank.where.begin(7, 1)
     rank.where.at(place)
     ((halt,), _) = rank.beats(5.0)
     assert not halt.place.computes
     assert not halt.place.waits
-    assert halt.name == ("its loader" if place == LOADER else "its script's own code")
+    assert halt.place.name == name
     assert rank.standing.outside() == {"w"}
+
+
+def test_a_wait_for_the_coordinator_is_no_standstill(rank: Rank) -> None:
+    """A device that stands by waits for days."""
+    usual(rank)
+    rank.where.at(IDLE)
+    assert rank.beats(60.0) == ([], [])
+    rank.where.at(OPTIMIZER)
+    ((halt,), _) = rank.beats(5.0)
+    assert halt.place.place == OPTIMIZER
+
+
+def test_every_place_has_a_name_and_one_of_a_newer_release_is_a_collective() -> None:
+    where = Shared()
+    for place in range(len(NAMES)):
+        where.at(place)
+        found = read(os.pread(where.fd, STACK, 0))
+        assert found is not None
+        assert found.place == place
+    where.at(len(NAMES))
+    found = read(os.pread(where.fd, STACK, 0))
+    assert found is not None
+    assert found.place == OTHER
+    assert {IDLE, *BETWEEN} == {*range(OTHER + 1, len(NAMES))}
 
 
 def test_what_the_agent_was_late_for_is_not_held_against_a_worker(rank: Rank) -> None:

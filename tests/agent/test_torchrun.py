@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +12,8 @@ import pytest
 from elasticd.config import AgentSection, ClusterSection, Config
 from elasticd.messages import Goodbye, Hello, Join, Leave, WorkerLost
 from elasticd.store.memory import MemoryServer, MemoryStore
-from tests import forkserver
 from tests.agent.support import CLUSTER, Leader, RunningAgent, closing_all, until
+from tests.torchruns import UNSET, Torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -43,10 +40,6 @@ if "wait" in sys.argv:
     trainer.hear()
 trainer.say(Goodbye())
 """
-
-
-#: In place of a variable's value: the program is to have no such variable.
-UNSET = "(unset)"
 
 
 class Nodes:
@@ -87,39 +80,6 @@ class Nodes:
 
     def workers(self) -> list[dict[str, Any]]:
         return [json.loads(path.read_text()) for path in (self.folder / "out").iterdir()]
-
-
-def environment() -> dict[str, str]:
-    """Of a torchrun: ours, without what was set for elasticd."""
-    ours = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
-    return {**ours, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(forkserver.ROOT)}
-
-
-class Torchrun:
-    """A real torchrun; what it and its workers say goes to a file in `folder`."""
-
-    def __init__(
-        self, folder: Path, *options: str, program: str = "torch.distributed.run", **changed: str
-    ) -> None:
-        number, name = tempfile.mkstemp(dir=folder, prefix="torchrun-")
-        os.close(number)
-        self._log = Path(name)
-        running = {name: value for name, value in {**environment(), **changed}.items() if value != UNSET}
-        self.process = forkserver.start(program, *options, environment=running, output=self._log)
-
-    def ended(self) -> tuple[int, str]:
-        """Waits for it; its exit code, and all that was said."""
-        return self.process.wait(60), self._log.read_text()
-
-    def stop(self) -> None:
-        """Ends it and its workers on every path."""
-        # SIGTERM first: torchrun then ends its workers, which live in sessions of their own.
-        self.process.terminate()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
 
 
 @pytest.fixture

@@ -133,6 +133,23 @@ def test_why_an_unknown_device_names_those_there_are() -> None:
         list(why.device("z/9", "j", STATUS, (), ()))
 
 
+def test_why_tells_whom_a_job_waits_for() -> None:
+    (job,) = STATUS.jobs
+    reason = "waits for worker a/1, which is in the optimizer's factory for 12 s"
+    status = msgspec.structs.replace(STATUS, jobs=(msgspec.structs.replace(job, reason=reason),))
+    assert reason in shown(*why.now(reason))
+    assert shown(*why.now("")).strip() == ""
+    assert reason in shown(*why.device("a/1", "j", status, (), ()))
+    assert why.device_told("a/1", "j", status, (), ())["reason"] == reason
+    other = msgspec.structs.replace(job, reason=reason.replace("a/1", "a/11"))
+    status = msgspec.structs.replace(STATUS, jobs=(other,))
+    assert why.device_told("a/1", "j", status, (), ())["reason"] == "", "it is about another device"
+    job = msgspec.structs.replace(job, plan=None, reason=reason)
+    status = msgspec.structs.replace(STATUS, jobs=(job,))
+    with pytest.raises(why.CannotReach, match=r"no plan yet \(waits for worker a/1, .* for 12 s\); the last"):
+        why._meant(status, (), "j", None)
+
+
 def test_an_exception_of_the_script_is_told_with_its_traceback() -> None:
     trace = 'Traceback (most recent call last):\n  File "train.py", line 7, in loss\nValueError: bad\n'
     raised = ExceptionStatus(device="a/1", step=41, kind="ValueError", message="bad", traceback=trace)

@@ -95,11 +95,11 @@ class Agent:
 
 @asynccontextmanager
 async def agent(
-    coordinator: Coordinator, record: NodeRecord, *, version: int | None = None
+    coordinator: Coordinator, record: NodeRecord, *, version: int | None = None, release: str = ""
 ) -> AsyncIterator[Agent]:
     url = coordinator.url.replace("http", "ws") + "/v1/agent"
     async with connect(url) as socket:
-        hello = AgentHello(record=record)
+        hello = AgentHello(record=record, release=release)
         if version is not None:
             hello = msgspec.structs.replace(hello, version=version, release=f"{version}.0.0")
         this = Agent(record=record, socket=socket)

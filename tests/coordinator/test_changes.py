@@ -108,7 +108,9 @@ def test_a_stored_key_that_this_release_lacks_is_skipped_once_and_kept(
     record = msgspec.structs.replace(made, values={**made.values, **newer})
     store, keys = MemoryStore(MemoryServer()), Keys(cluster="test")
     store.transact((), (Put(keys.config_history(1), encode(record)),))
+    before = decoding.skipped()["setting"]
     found = of(config(), keys, store.snapshot(keys.config).items)
+    assert decoding.skipped()["setting"] > before
     assert found.effective()[1].paused
     changed = found.changed({"policy.horizon_steps": 60}, 2.0, "me")
     assert changed.values == {"policy.paused": True, "policy.horizon_steps": 60, **newer}

@@ -11,16 +11,17 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from elasticd_planner.measurement import Measurement
 
 from elasticd.config import with_overrides
-from elasticd.coordinator import agents, leading
+from elasticd.coordinator import agents, daemon, leading
 from elasticd.coordinator.daemon import Coordinator, run, serve
 from elasticd.coordinator.election import CannotLead
 from elasticd.coordinator.leading import LARGEST_RANK
 from elasticd.gathered import together
-from elasticd.machines.job.state import Phase
+from elasticd.machines.job.state import Phase, fresh
 from elasticd.messages import (
     Finished,
     Join,
@@ -36,10 +37,13 @@ from elasticd.messages import (
     encode,
 )
 from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
+from elasticd.remembered import Mark, StateFile
 from elasticd.rounds import Lap, Lapped, Watching
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Limits, WatchEvent
+from elasticd.version import __version__
+from tests.cli.support import call
 from tests.coordinator.agents import Agent, agent, config, coordinating, get, post, until
 from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.world import World
@@ -157,6 +161,49 @@ def test_job_lives_from_its_join_to_its_end() -> None:
             assert {"job_gathered", "planning", "proposed", "swapped", "recorded", "finished"} <= {*kinds}
 
     asyncio.run(body())
+
+
+def test_stopping_a_job_says_which_nodes_agents_are_too_old_to_tell_their_workers() -> None:
+    async def body() -> None:
+        server = MemoryServer()
+        async with (
+            coordinating(server) as coordinator,
+            agent(coordinator, node_record("alpha"), release=__version__) as alpha,
+            agent(coordinator, node_record("beta"), release="0.1.0") as beta,
+        ):
+            await started(server, [alpha, beta])
+            await until(lambda: coordinator.leading.state.jobs[JOB].phase is Phase.RUNNING)
+            stop = ("stop", JOB, "--wait", "1", "--coordinator", coordinator.url)
+            done = await asyncio.to_thread(call, *stop)
+            assert "cannot tell their workers to go: beta (elasticd 0.1.0). The workers there" in done.stderr
+            assert "'elasticd stop --now" in done.stderr
+            assert "is stopped: stopped by" in done.stdout
+
+    asyncio.run(body())
+
+
+def test_a_leader_whose_etcd_is_found_to_be_an_old_copy_ends_and_names_the_file(tmp_path: Path) -> None:
+    """Its revision has passed the one remembered, so that a job's plan alone tells."""
+    memory = StateFile(str(tmp_path), "test", "coordinator", "c0")
+
+    async def body() -> None:
+        store = MemoryStore(MemoryServer())
+        coordinator = Coordinator(config(), store, memory=memory)
+        try:
+            await coordinator.start()
+            store.put(KEYS.job(JOB, "plan"), b"as it was a while ago")
+            memory.note(marks={KEYS.job(JOB, "plan"): Mark(created=2, modified=10_000, changes=9)})
+            job = msgspec.structs.replace(fresh(JOB, Phase.RUNNING, 0.0), highest=1)
+            state = coordinator.leading.state
+            coordinator.leading.state = msgspec.structs.replace(state, jobs={JOB: job})
+            with pytest.raises(CannotLead, match=r"restored from an old copy.*delete that file"):
+                await asyncio.wait_for(coordinator.ended(), 60)
+        finally:
+            await coordinator.stop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(daemon, "NOTE_SECONDS", 0.01)
+        asyncio.run(body())
 
 
 def test_job_that_is_over_can_be_forgotten_and_one_that_runs_cannot() -> None:

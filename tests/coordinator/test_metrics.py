@@ -10,17 +10,22 @@ from pathlib import Path
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
+from elasticd import decoding
+from elasticd.coordinator import pages
 from elasticd.coordinator.connections import Connections
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.metrics import Metrics
 from elasticd.credentials import Credentials
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.state import Phase, fresh
-from elasticd.messages import Kept
+from elasticd.messages import Kept, Leave, encode
+from elasticd.records import Keys
+from elasticd.store.protocol import KeyValue
 from tests.coordinator.agents import agent, coordinating, until
 from tests.machines.cast import FakeWorker, node_record
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "elasticd.json"
+KEYS = Keys(cluster="test")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -83,6 +88,53 @@ def test_messages_are_counted_by_type_and_the_refused_by_reason() -> None:
             assert found["elasticd_refused_total", (("reason", "unreadable"),)] == 1
 
     asyncio.run(body())
+
+
+def test_what_is_skipped_is_counted_by_kind() -> None:
+    worker = FakeWorker(device="alpha/0", incarnation="a")
+    known = encode(worker.up(Kept(number=1, step=0)))
+    sent = {
+        "message": known.replace(b"stayed-on-plan", b"stayed-longer"),
+        "content": known.replace(b'"number":1', b'"number":"one"'),
+        "field": encode(worker.up(Leave(job="j"))).replace(b'"job":"j"', b'"job":"j","why":"x"'),
+    }
+
+    async def body() -> None:
+        async with coordinating() as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            await until(lambda: "alpha" in coordinator.leading.state.nodes)
+            before = await scrape(coordinator)
+            for data in sent.values():
+                await alpha.socket.send(data)
+                await alpha.socket.send(data)
+            await alpha.tell(worker.up(Kept(number=1, step=0)))
+            heard = ("elasticd_agent_messages_total", (("type", "stayed-on-plan"),))
+            while (found := await scrape(coordinator)).get(heard) is None:
+                await asyncio.sleep(0.01)
+
+            def more(kind: str) -> float:
+                name = ("elasticd_skipped_total", (("kind", kind),))
+                return found[name] - before[name]
+
+            assert (more("message"), more("content")) == (2, 2)
+            assert more("field") == 1, "one message of a kind is looked at in a second"
+            assert (more("key"), more("record"), more("setting")) == (0, 0, 0)
+
+    decoding._next_look.clear()
+    asyncio.run(body())
+
+
+def test_what_is_skipped_of_the_store_is_counted_though_it_is_logged_once() -> None:
+    before = decoding.skipped()
+    for _ in range(3):
+        assert KEYS.note_unknown(KEYS.root + "quotas/a")
+        key = KEYS.journal + pages._name(1)
+        page = KeyValue(key=key, value=b"{", create_revision=1, mod_revision=1, version=1)
+        assert list(pages.Pages(KEYS, [page]).restored()) == []
+    after = decoding.skipped()
+    assert {kind: after[kind] - before[kind] for kind in after if after[kind] != before[kind]} == {
+        "key": 3,
+        "record": 3,
+    }
 
 
 def test_the_dashboard_asks_for_metrics_that_are_there_and_for_each_of_them() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import msgspec
 import pytest
 from websockets.asyncio.client import connect
 
@@ -174,6 +175,31 @@ def test_chaos_that_makes_no_sense_is_refused(body: dict[str, object], status: i
             assert code == status, answer
             assert said in answer["error"]
             assert not alpha.heard
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(("release", "status"), [("0.1.0", 409), (__version__, 200)])
+def test_an_agent_that_cannot_cut_the_data_network_is_named(release: str, status: int) -> None:
+    records = {
+        name: msgspec.structs.replace(node_record(name), address=address)
+        for name, address in (("alpha", "10.0.0.1"), ("beta", "10.0.0.2"))
+    }
+
+    async def ask() -> None:
+        async with (
+            coordinating() as coordinator,
+            agent(coordinator, records["alpha"], release=__version__) as alpha,
+            agent(coordinator, records["beta"], release=release),
+        ):
+            await until(lambda: len(coordinator.leading.state.nodes) == 2)
+            body = {"action": "cut", "node": "alpha", "other": "beta", "seconds": 1.0}
+            code, answer = await post(coordinator, "/v1/chaos", body)
+            assert code == status
+            if code == 200:
+                await until(lambda: bool(alpha.heard))
+            else:
+                assert "the agent of node beta (elasticd 0.1.0) cannot cut the data network" in answer["error"]
 
     asyncio.run(ask())
 

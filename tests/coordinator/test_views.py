@@ -1,4 +1,5 @@
-"""What the status says of devices: their rates, the kind of slowness they have, how many of a node work."""
+"""What the status says of devices (their rates, the kind of slowness they have, how many of a node work) and of
+whom a job waits for."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from elasticd_planner.slowness import Episode
 from elasticd.coordinator.answers import DeviceStatus, LeaderStatus
 from elasticd.coordinator.views import status
 from elasticd.machines.coordinator import State
-from elasticd.machines.job.state import NodeState, Phase, Settings, fresh
+from elasticd.machines.job.state import JobState, NodeState, Phase, Settings, Worker, fresh
+from elasticd.whereabouts import Halted
 from tests.cli.test_status import PLAN
 from tests.machines.cast import node_record
 
@@ -23,7 +25,7 @@ def devices(rates: RateState, chronic: int = 200) -> dict[str, DeviceStatus]:
         name: NodeState(record=node_record(name), connected=True, since=0.0) for name in ("a", "b", "unused")
     }
     settings = Settings(detect=DetectSettings(chronic=chronic))
-    found = status(State(epoch=1, nodes=nodes, jobs={"j": job}, settings=settings), "c", LEADER, (), 0.0)
+    found = status(State(epoch=1, nodes=nodes, jobs={"j": job}, settings=settings), "c", LEADER, (), 0.0, 0.0)
     assert {node.node: node.members for node in found.nodes} == {"a": 2, "b": 1, "unused": 0}
     return {device.name: device for node in found.nodes for device in node.devices}
 
@@ -55,3 +57,25 @@ def test_chronic_is_what_the_settings_say() -> None:
     found = devices(rates, chronic=50)["a/0"].slowness
     assert found is not None
     assert found.kind == "chronic"
+
+
+def reason(job: JobState, at: float) -> str:
+    (found,) = status(State(epoch=1, jobs={"j": job}, settings=Settings()), "c", LEADER, (), 0.0, at).jobs
+    return found.reason
+
+
+def test_a_job_that_waits_for_a_worker_outside_of_a_step_says_so() -> None:
+    plan = PLAN.replace(binding=dict.fromkeys(PLAN.members, "1f"))
+    first = PLAN.members[0]
+    workers = {}
+    for device in PLAN.members:
+        place = "the optimizer's factory" if device == first else "a collective"
+        halted = Halted(job="j", device=device, incarnation="1f", place=place, waits=device != first)
+        workers[device] = Worker(
+            device=device, incarnation="1f", node="a", client="w", pid=1, halted=halted, halted_at=100.0
+        )
+    job = msgspec.structs.replace(fresh("j", Phase.RUNNING, 0.0), plan=plan, workers=workers)
+    assert reason(job, 101.0) == ""
+    assert reason(job, 112.0) == f"waits for worker {first}, which is in the optimizer's factory for 12 s"
+    assert reason(msgspec.structs.replace(job, reason="its own"), 112.0) == "its own"
+    assert reason(msgspec.structs.replace(job, phase=Phase.STOPPED), 112.0) == ""

@@ -12,8 +12,9 @@ from elasticd.store.server import EtcdServer
 from tests import sizes
 from tests.etcds import SharedEtcd
 from tests.integration.cluster import until
-from tests.integration.torchruns import EXAMPLES, RestartJob, end
+from tests.integration.torchruns import EXAMPLES, RestartJob
 from tests.liveness import living
+from tests.torchruns import end
 
 SCRIPTS = DDP, FSDP2 = EXAMPLES / "ddp.py", EXAMPLES / "fsdp2.py"
 WATCHED = Path(__file__).with_name("watched.py")

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
-import psutil
 
 from elasticd.config import with_overrides
 from elasticd.store.server import EtcdServer
-from tests import forkserver, nursery
 from tests.etcds import SharedEtcd
 from tests.integration.cluster import ROOT, Cluster, until
-from tests.liveness import living
+from tests.torchruns import Torchrun
 
 EXAMPLES = ROOT / "examples"
 
 
-class Torchrun:
-    """One torchrun and what it and its workers say. `all_said`: what all torchruns of its job say."""
+class InRounds(Torchrun):
+    """A torchrun in restart mode. `all_said`: what all torchruns of its job say."""
 
     def __init__(
         self,
@@ -40,71 +35,24 @@ class Torchrun:
         conf: str,
     ) -> None:
         self.node, self._all_said = node, all_said
-        number, name = tempfile.mkstemp(dir=cluster.folder, prefix=f"torchrun-{node}-")
-        os.close(number)
-        self._log = Path(name)
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("ELASTICD_")}
         options = [
             *("--rdzv-backend=elasticd", "--rdzv-id=job"),
             *(f"--rdzv-endpoint={cluster.socket(node)}", f"--rdzv-conf=mode=restart{conf}"),
             *(f"--nnodes={nodes}", f"--nproc-per-node={cluster.nodes[node]}", "--max-restarts=3"),
             *(str(script), *options),
         ]
-        self.process = forkserver.start(
-            "torch.distributed.run",
-            *options,
-            environment={**environment, "LOGLEVEL": "INFO", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            output=self._log,
-        )
-
-    @property
-    def said(self) -> str:
-        return self._log.read_text()
-
-    def workers(self) -> list[int]:
-        """The ids of its workers' processes, as they are now."""
-        return [worker.pid for worker in self._workers()]
-
-    def _workers(self) -> list[psutil.Process]:
-        children = psutil.Process(self.process.pid).children()
-        return living(children, unnamed=nursery.NAME)
+        super().__init__(cluster.folder, *options, LOGLEVEL="INFO")
 
     def worlds(self) -> list[int]:
         """The sizes of the worlds that its steps were made in, in order."""
         sizes = [int(size) for size in re.findall(r"world (\d+) loss", self.said)]
         return [size for at, size in enumerate(sizes) if at == 0 or sizes[at - 1] != size]
 
-    def kill(self) -> list[psutil.Process]:
-        """SIGKILL, to it alone; its workers, which live on."""
-        workers = self._workers()
-        self.process.kill()
-        self.process.wait()
-        return workers
-
     def wait(self, seconds: float = 300.0) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the torchrun of {self.node} did not end:\n{self._all_said()}") from None
-
-    def close(self) -> None:
-        workers = []
-        if self.process.poll() is None:
-            workers = self._workers()
-            self.process.terminate()  # it ends its workers then
-            try:
-                self.process.wait(15)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        for worker in workers:
-            end(worker)
-
-
-def end(worker: psutil.Process) -> None:
-    """Kills a worker that its torchrun left behind, if it is still that one."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        worker.kill()
 
 
 class RestartJob:
@@ -122,7 +70,7 @@ class RestartJob:
         self._etcd = etcd
         self._nodes = nodes
         self._script, self._options, self._nnodes, self._conf = script, options, nnodes, conf
-        self.torchruns: list[Torchrun] = []
+        self.torchruns: list[InRounds] = []
 
     def __enter__(self) -> RestartJob:
         self.cluster = Cluster(self._nodes, etcd=self._etcd.endpoint)
@@ -137,12 +85,12 @@ class RestartJob:
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
         for torchrun in self.torchruns:
-            torchrun.close()
+            torchrun.stop()
         self.cluster.close()
 
-    def start(self, node: str, *more: str) -> Torchrun:
+    def start(self, node: str, *more: str) -> InRounds:
         options = [*self._options, *more, f"--folder={self.folder}"]
-        run = Torchrun(
+        run = InRounds(
             self.cluster, node, self._script, options, self.said, nodes=self._nnodes, conf=self._conf
         )
         self.torchruns.append(run)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
 from elasticd.machines.job.effects import Received
-from elasticd.machines.job.halted import MOST_STACK
+from elasticd.machines.job.halted import MOST_STACK, awaited
 from elasticd.machines.job.state import Phase, Settings
 from elasticd.whereabouts import Halted
 from tests.machines.cast import JOB
-from tests.machines.test_coordinator_faults import recovered, running
+from tests.machines.test_coordinator_faults import ROOM, recovered, running
 from tests.machines.test_leaving import members
 from tests.machines.world import World
 
@@ -41,8 +43,8 @@ def waits(world: World, *devices: str) -> None:
         say(world, told(world, device, **place))
 
 
-def outside(world: World, device: str, seconds: float = 2.0) -> None:
-    say(world, told(world, device, place="its script's own code", seconds=seconds))
+def outside(world: World, device: str, seconds: float = 2.0, place: str = "its script's own code") -> None:
+    say(world, told(world, device, place=place, seconds=seconds))
 
 
 def moves(world: World, device: str) -> None:
@@ -212,7 +214,7 @@ def test_a_fence_waits_for_one_that_is_in_its_scripts_own_code() -> None:
     world.kill("beta/1")
     pass_time(world, 60.0)
     assert world.phase is Phase.RECOVERING
-    assert "beta/0 answers the fence once its script's own code lets it" in world.job.reason
+    assert "beta/0 (in its script's own code) answers the fence once it is out of there" in world.job.reason
     assert {*world.job.gone} == {"beta/1"}
     moves(world, "beta/0")
     world.thaw("beta/0")
@@ -254,3 +256,127 @@ def test_another_incarnations_halt_means_nothing_and_what_is_kept_is_bounded() -
     assert len(halted.place) < 100
     assert len(halted.stack) == MOST_STACK
     assert world.job.workers["beta/1"].halted_at == world.now
+
+
+# -- in a switch -----------------------------------------------------------------------------------------------
+
+FACTORY = "the optimizer's factory"
+
+
+def limited(seconds: float) -> Settings:
+    settings = Settings(prepare_seconds=10.0, retry_seconds=5.0)
+    detect = msgspec.structs.replace(settings.detect, outside_seconds=seconds)
+    return msgspec.structs.replace(settings, detect=detect)
+
+
+def starting(settings: Settings) -> World:
+    """All have prepared the first plan, and move to it."""
+    world = World(settings=settings, memory=ROOM)
+    for name in world.records:
+        world.join(name)
+    world.settle()
+    assert (world.phase, world.plan()) == (Phase.PROPOSED, None)
+    return world
+
+
+def joining(settings: Settings) -> World:
+    """The plan in force goes on without beta/1, which the next one takes up again."""
+    world = World(settings=settings, memory=ROOM)
+    world.start()
+    world.train(2)
+    hangs(world, "beta/1")
+    waits(world, *OTHERS)
+    pass_time(world)
+    for device in OTHERS:
+        moves(world, device)
+    world.deaf.discard("beta/1")
+    world.thaw("beta/1")
+    world.settle()
+    while world.phase is not Phase.PROPOSED:
+        world.train(1)
+    plan = world.plan()
+    assert plan is not None
+    assert "beta/1" not in plan.members
+    return world
+
+
+def recovering(settings: Settings) -> World:
+    """alpha/1 died; the others have prepared the plan without it."""
+    world = World(settings=settings, memory=ROOM)
+    world.start()
+    world.train(2)
+    vote, world._vote = world._vote, lambda: None  # type: ignore[method-assign]
+    world.kill("alpha/1")
+    world.settle()
+    assert world.phase is Phase.PROPOSED
+    world._vote = vote  # type: ignore[method-assign]
+    return world
+
+
+@pytest.mark.parametrize("switch", [starting, joining, recovering])
+@pytest.mark.parametrize("limit", [0.0, 50.0])
+def test_one_that_a_switch_waits_for_is_told_and_has_the_time_that_is_set(
+    switch: Callable[[Settings], World], limit: float
+) -> None:
+    world = switch(limited(limit))
+    others = [device for device in OTHERS if world.workers[device].alive]
+    world.deaf.add("beta/1")
+    outside(world, "beta/1", place=FACTORY)
+    assert awaited(world.job, world.now) == ""
+    waits(world, *others)
+    fences = world.kinds().count("fenced")
+    pass_time(world, 30.0)
+    told_now = awaited(world.job, world.now)
+    assert told_now.startswith(f"waits for worker beta/1, which is in {FACTORY} for 3")
+    pass_time(world, 30.0)
+    assert (world.kinds().count("fenced") > fences) == (limit > 0), "nobody knows how long it may take"
+    if limit:
+        why = next(note.text for note in reversed(world.notes) if note.kind == "fenced")
+        assert f"worker beta/1 stands still in {FACTORY} for 5" in why
+        for device in others:
+            moves(world, device)
+        for _ in range(5):
+            world.train(1)
+        assert recovered(world), world.job.reason
+        assert "beta/1" not in members(world)
+
+
+def test_a_job_is_not_said_to_wait_while_another_is_at_something_else_or_all_are() -> None:
+    world = running()
+    outside(world, "beta/1", seconds=60.0, place="the writing of the last checkpoint")
+    waits(world, *OTHERS[1:])
+    world.settle()
+    assert awaited(world.job, world.now) == "", "alpha/0 is in its step"
+    for device in OTHERS:
+        outside(world, device, seconds=20.0, place="an evaluation")
+    world.settle()
+    said = awaited(world.job, world.now)
+    assert said.startswith("waits for worker beta/1, which is in the writing of the last checkpoint for 60 s; ")
+    assert said.endswith("in an evaluation for 20 s and 1 more")
+
+
+def test_one_that_alone_holds_a_part_of_the_state_of_a_recovery_is_waited_for() -> None:
+    world = World(settings=limited(50.0), memory=5_200_000)  # two copies of the state on four devices
+    world.start()
+    world.train(2)
+    plan = world.plan()
+    assert plan is not None
+    vote, world._vote = world._vote, lambda: None  # type: ignore[method-assign]
+    (gone, *rest) = plan.members
+    world.kill(gone)
+    world.settle()
+    recovery = world.proposals[-1].recovery
+    assert recovery is not None
+    stage = plan.places[gone].stage
+    (alone,) = [device for device in rest if plan.places[device].stage == stage]
+    outside(world, alone, place=FACTORY)
+    world.deaf.add(alone)
+    waits(world, *(device for device in rest if device != alone))
+    pass_time(world, 100.0)
+    assert "they are waited for, as nobody else holds" in world.job.reason
+    moves(world, alone)
+    world.deaf.clear()
+    world._vote = vote  # type: ignore[method-assign]
+    for _ in range(5):
+        world.train(1)
+    assert recovered(world), world.job.reason

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from elasticd.machines.job.effects import StopAsked
 from elasticd.machines.job.state import Phase
+from elasticd.machines.job.stopping import unheard
 from elasticd.messages import Rejected
 from elasticd.orders import End
 from elasticd.records import DoneRecord
@@ -46,6 +48,24 @@ def test_all_agents_are_told_and_the_job_ends_once_all_workers_have_their_last_c
     tell(world, *devices)
     world.settle()
     assert ended(world).startswith(f"stopped by alice@host, after step {world.steps}")
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+def test_nodes_whose_agents_are_too_old_to_pass_it_on_are_named(seconds: float) -> None:
+    world = running()
+    beta = world.state.nodes["beta"]
+    assert unheard(world.job, world.state.nodes, seconds) == {}
+    old = msgspec.structs.replace(beta, release="0.1.3")
+    world.state = msgspec.structs.replace(world.state, nodes={**world.state.nodes, "beta": old})
+    assert unheard(world.job, world.state.nodes, seconds) == ({"beta": "0.1.3"} if seconds else {})
+    ask(world, seconds)
+    said = [note.text for note in world.notes if note.kind == "stopping"]
+    assert all("the workers of beta (elasticd 0.1.3) are not told" in text for text in said)
+    assert len(said) == (seconds > 0), "at once it ends by the store, which that agent reads"
+    if seconds:
+        tell(world, "beta/0", "beta/1")  # somebody sent them SIGTERM
+        world.settle()
+        assert unheard(world.job, world.state.nodes, seconds) == {}
 
 
 def test_no_plan_is_made_for_those_who_have_not_heard_yet() -> None:

@@ -15,13 +15,12 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
-from elasticd_agent import streams
+from elasticd_agent import link, streams
 from elasticd_agent.link import Link
 from elasticd_agent.rounds import _Job
 from elasticd_planner.measurement import Measurement
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from elasticd import decoding, messages, packets, records
 from elasticd.decoding import decode_stored
@@ -98,7 +97,8 @@ def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
     return sum(text in record.getMessage() for record in caplog.records)
 
 
-JOIN = Join(job="j", min_nodes=1, max_nodes=2, pid=1)
+JOIN = Join(job="j", min_nodes=1, max_nodes=2, pid=os.getpid())
+HELLO = Hello(job="j", local_rank=0, world_size=1, pid=os.getpid(), spec=spec("j"))
 WELCOME = messages.encode(Welcome(device="a/0", incarnation="1f", address="127.0.0.1"))
 
 
@@ -179,8 +179,12 @@ def test_a_torchrun_in_restart_mode_skips_what_it_does_not_know(tmp_path: Path) 
     asking = Asking(path, "j", 10.0)
     assert asking.address == "10.0.0.1"
     assert asking.read() == answer
-    peer.ready().close()
-    with pytest.raises((RendezvousConnectionError, Refusal)):
+    later = msgspec.structs.replace(answer, id=2, token=5)
+    for data in (MALFORMED, messages.encode(later)):
+        packets.send(peer.ready(), data)
+    assert asking.read() == later
+    packets.send(peer.ready(), NOISE)
+    with pytest.raises(Refusal, match="install the same release"):
         asking.read()
     asking.close()
     peer.close()
@@ -235,6 +239,41 @@ def test_an_agent_skips_what_its_leader_says(caplog: pytest.LogCaptureFixture) -
     asyncio.run(body())
     assert said(caplog, "'quota-report', which elasticd") == 1
     assert said(caplog, "'quota-report' in a message 'to-client', which elasticd") == 1
+
+
+@pytest.mark.parametrize("kind", [Hello, Join])
+def test_whose_opening_the_leader_cannot_decode_is_told_so_through_an_agent_that_can(
+    kind: type[messages.Message], node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The agent is of the worker's release, the leader is not."""
+    newer, together = f'"type":"{decoding.tag_of(kind)}"'.encode(), link.together
+
+    def changed(text: bytes) -> bytes:
+        return text.replace(b'"pid":', b'"pid":"of a container",  "p":') if newer in text else text
+
+    monkeypatch.setattr(link, "together", lambda texts: together([changed(text) for text in texts]))
+
+    def said_to(client: Any) -> str:
+        client.say(JOIN if kind is Join else HELLO)
+        answers = [client.hear()] if kind is Join else [client.hear(), client.hear()]
+        assert isinstance(answers[-1], Rejected), answers
+        return answers[-1].reason
+
+    async def body() -> None:
+        async with coordinating(node.server) as coordinator:
+            node.agent()
+            for times in (1, 2):
+                why = await asyncio.to_thread(said_to, node.trainer())
+                assert f"the coordinator, of elasticd {__version__}, cannot decode the hello of" in why
+                assert "install the same release of elasticd everywhere" in why
+                refused = 'elasticd_refused_total{reason="unreadable"} ' + f"{times}.0"
+                text = coordinator.leading.metrics.text(
+                    coordinator.leading.state, coordinator.leading.connections, store_away=False
+                )
+                assert refused in text.decode()
+
+    asyncio.run(body())
+    assert said(caplog, "in a message 'from-client' whose content elasticd") == 1
 
 
 def test_an_agent_answers_a_request_of_another_agent_that_it_does_not_know() -> None:

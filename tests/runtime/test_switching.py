@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,14 +39,18 @@ from elasticd.messages import (
 )
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.records import Proposal, Recovery
+from elasticd.runtime import thrown
 from elasticd.runtime.groups import PeerLost
 from elasticd.runtime.job import Step
+from elasticd.runtime.where import Nowhere, shared
+from elasticd.whereabouts import WORDS, read
 from tests.integration.test_switches import plan_of, stage
 from tests.runtime.test_control import WELCOME, Agent
 
 CONFIG = DecoderConfig(vocabulary=16, width=16, layers=3, heads=4, kv_heads=2, hidden=12)
 STEPS = 3
 ME, OTHER = "a/0", "a/1"
+ROWS = [{"inputs": torch.arange(8), "targets": torch.arange(8)}] * 12
 
 
 def plan(number: int) -> Plan:
@@ -92,6 +98,24 @@ class Played:
         return [message for message in self.said if isinstance(message, kinds)]
 
 
+def leader(said: Message) -> list[Message]:
+    """Has who lost the others go on from what it holds, with its checkpoints published. Of a job that an
+    exception ends it says so."""
+    match said:
+        case Raised(ends=True):
+            return [Shutdown(reason="the script's code raised ValueError: bad sample")]
+        case Bereft():
+            return [Fenced(number=2, reason="a/1 died, or its code raised")]
+        case Standing(copies=copies):
+            return [Propose(proposal=recovery(copies[0].step))]
+        case Swapped(number=number):
+            return [Recorded(number=number)]
+        case Saved(name=name):
+            return [Published(name=name)]
+        case _:
+            return []
+
+
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """As torchrun starts a worker; this process does not end with its parent, though."""
@@ -108,12 +132,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 def job(**changes: Any) -> elasticd.Job:
     with torch.device("meta"):
         model = Decoder(CONFIG).describe()
-    row = torch.arange(8) % 16
     return elasticd.Job(
         model=model,
-        loss=next_token_loss,
+        loss=changes.pop("loss", next_token_loss),
         optimizer=changes.pop("optimizer", torch.optim.AdamW),
-        dataset=changes.pop("dataset", [{"inputs": row, "targets": row}] * 12),
+        dataset=changes.pop("dataset", ROWS),
         global_batch=6,
         **changes,
     )
@@ -190,21 +213,7 @@ def test_a_recovery_from_the_last_step_makes_the_last_checkpoint_and_ends(
     where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The others are lost while the last checkpoint is made, or just after it."""
-
-    def answers(said: Message) -> list[Message]:
-        match said:
-            case Bereft():
-                return [Fenced(number=2, reason="a/1 died")]
-            case Standing(copies=copies):
-                return [Propose(proposal=recovery(copies[0].step))]
-            case Swapped(number=number):
-                return [Recorded(number=number)]
-            case Saved(name=name):
-                return [Published(name=name)]
-            case _:
-                return []
-
-    agent = Played(str(tmp_path / "s"), answers)
+    agent = Played(str(tmp_path / "s"), leader)
     folder = tmp_path / "checkpoints"
     trained = job(checkpoint=folder, checkpoint_every=100)
     agent.start(Propose(proposal=first()))
@@ -216,6 +225,126 @@ def test_a_recovery_from_the_last_step_makes_the_last_checkpoint_and_ends(
     assert agent.of(Finished) == [Finished(step=STEPS)]
     assert [item.step for item in scan(folder)] == [STEPS]
     assert messages.encode(agent.said[-1]) == messages.encode(Goodbye())
+
+
+def here() -> str:
+    """Where this process tells its agent that it is."""
+    found = read(os.pread(shared().fd, WORDS.size, 0))
+    assert found is not None
+    return found.name
+
+
+def test_what_elasticd_calls_between_steps_is_told_by_its_name(tmp_path: Path) -> None:
+    """A hang there holds all others up, and only its name says why."""
+    places = dict[str, str]()
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        places["optimizer"] = here()
+        return torch.optim.AdamW(named)
+
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        places["scheduler"] = here()
+        return torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+        places.setdefault("loss in a step", here())
+        return next_token_loss(output, batch)
+
+    def held_out_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
+        places["loss in an evaluation"] = here()
+        return next_token_loss(output, batch)
+
+    class Told(elasticd.Callback):
+        def on_plan(self, job: Any, plan: Any) -> None:
+            places["on_plan"] = here()
+
+        def on_step(self, job: Any, step: Any) -> None:
+            places["on_step"] = here()
+
+        def on_evaluation(self, job: Any, evaluation: Any) -> None:
+            places["on_evaluation"] = here()
+
+        def on_end(self, job: Any) -> None:
+            places["on_end"] = here()
+
+    class Dataset:
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            places["dataset"] = here()
+            return ROWS[index]
+
+    def length(index: int) -> int:
+        places["length"] = here()
+        return 8
+
+    agent = Played(str(tmp_path / "s"), leader)
+    trained = job(
+        optimizer=optimizer,
+        scheduler=scheduler,
+        loss=loss,
+        length=length,
+        dataset=Dataset(),
+        readers=0,
+        held_out=elasticd.HeldOut(dataset=ROWS, loss=held_out_loss),
+        callbacks=[Told()],
+    )
+    model = trained._recipe.model
+    init: Any = model._init
+
+    def told_init(*given: Any) -> torch.Tensor:
+        places["init"] = here()
+        value: torch.Tensor = init(*given)
+        return value
+
+    model._init = told_init
+    agent.start(Propose(proposal=first()))
+    for step in trained.steps(STEPS):
+        if step.index == 0:
+            places["the loop's body"] = here()
+            trained.evaluate()
+    agent.end()
+    assert places == {
+        "init": "the first values of its parameters (init)",
+        "optimizer": "the optimizer's factory",
+        "scheduler": "the scheduler's factory",
+        "dataset": "its loader",
+        "length": "its loader",
+        "loss in a step": "the loss",
+        "loss in an evaluation": "an evaluation",
+        "on_plan": "a callback",
+        "on_step": "a callback",
+        "on_evaluation": "a callback",
+        "on_end": "a callback",
+        "the loop's body": "its script's own code",
+    }
+
+
+def test_the_thread_that_prepares_a_plan_does_not_say_where_the_main_thread_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for other ranks, too, on groups that are the main thread's only later."""
+    from elasticd.runtime import switching
+
+    told, prepare = list[object](), switching.prepare
+
+    def preparing(*given: Any) -> Any:
+        prepared = prepare(*given)
+        assert prepared.engine is not None
+        told.extend(fabric.stopwatch.where for fabric in (prepared.transition, prepared.engine.fabric))
+        return prepared
+
+    monkeypatch.setattr(switching, "prepare", preparing)
+    agent = Played(str(tmp_path / "s"), leader)
+    trained = job()
+    agent.start(Propose(proposal=first()))
+    for _ in trained.steps(1):
+        engine = trained._switcher.engine
+        assert engine is not None
+        assert engine.fabric.stopwatch.where is shared()
+    agent.end()
+    assert [type(where) for where in told] == [Nowhere, Nowhere]
 
 
 def bad_loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, int]:
@@ -250,27 +379,13 @@ class Bad(torch.optim.SGD):
         raise ValueError("bad update")
 
 
-def leader(said: Message) -> list[Message]:
-    """Has the members save the state, and ends the job."""
-    match said:
-        case Raised(ends=True):
-            return [Shutdown(reason="the script's code raised ValueError: bad sample")]
-        case Bereft():
-            return [Fenced(number=2, reason="the script's code raised")]
-        case Standing(copies=copies):
-            return [Propose(proposal=recovery(copies[0].step))]
-        case Swapped(number=number):
-            return [Recorded(number=number)]
-        case Saved(name=name):
-            return [Published(name=name)]
-        case _:
-            return []
-
-
-@pytest.mark.parametrize("where", ["loss", "loop", "callback"])
+@pytest.mark.parametrize("where", ["loss", "loop", "callback", "exits"])
 def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_the_leader_asks_for_it(
-    where: str, tmp_path: Path
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """exits: it takes longer from the loop's body to the script's end than a leave is put off."""
+    monkeypatch.setattr(thrown, "_ON_ITS_WAY", 0.2)
+
     class Told(elasticd.Callback):
         def on_step(self, job: Any, step: Any) -> None:
             if where == "callback" and step.index == 1:
@@ -282,15 +397,18 @@ def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_
     agent.start(Propose(proposal=first()))
 
     def script() -> None:
-        for step in trained.steps(10):
-            if step.index == 1 and where == "loss":
-                fails_from_here(trained)
-            elif step.index == 1 and where == "loop":
-                raise ValueError("bad sample")
+        try:
+            for step in trained.steps(10):
+                if step.index == 1 and where == "loss":
+                    fails_from_here(trained)
+                elif step.index == 1 and where in ("loop", "exits"):
+                    raise ValueError("bad sample")
+        finally:
+            time.sleep(0.6 if where == "exits" else 0.0)
 
     with pytest.raises(ValueError, match="bad sample") as caught:
         script()
-    if where == "loop":  # whose generator was closed: as the interpreter does with what nobody caught
+    if where in ("loop", "exits"):  # as the interpreter does with what nobody caught
         sys.excepthook(ValueError, caught.value, None)
     trained._control.close(Goodbye(reason="the test ends"))
     agent.end()
@@ -303,6 +421,7 @@ def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_
     (stood,) = agent.of(Standing)
     assert [(copy.number, copy.step) for copy in stood.copies] == [(1, 2)]
     assert [item.step for item in scan(folder)] == [2]
+    assert agent.of(Goodbye) == [Goodbye(reason="the test ends")]
 
 
 @pytest.mark.parametrize("how", ["break", "caught", "close"])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 import pytest
 
 from elasticd.messages import encode
+from elasticd.runtime import thrown
 from elasticd.runtime.groups import PeerLost
 from elasticd.runtime.thrown import MOST_TEXT, MOST_TRACEBACK, Farewell, Uncaught, kind_of, lost_within, raised
 
@@ -88,3 +91,109 @@ def test_a_farewell_is_said_once_and_a_moment_later_unless_it_was_withdrawn() ->
     assert withdrawn.withdrawn()
     withdrawn.now()
     assert said == ["leave"]
+
+
+#: Seconds that a farewell takes in the tests that follow, and what is much longer.
+MOMENT, LONG = 0.2, 0.6
+
+
+def loop(farewell: Farewell) -> Iterator[int]:
+    """As the job's: it is closed by whatever leaves it."""
+    try:
+        yield 0
+    except GeneratorExit as closed:
+        farewell.later(closed.__context__)
+        raise
+
+
+def by_finally(said: threading.Event, farewell: Farewell) -> None:
+    try:
+        for _ in loop(farewell):
+            raise ValueError("bad sample")
+    finally:
+        with contextlib.suppress(KeyError):
+            raise KeyError("another one, that is caught")
+        assert not said.wait(LONG)
+
+
+def by_with(said: threading.Event, farewell: Farewell) -> None:
+    @contextlib.contextmanager
+    def closing() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            assert not said.wait(LONG)
+
+    with closing():
+        for _ in loop(farewell):
+            raise ValueError("bad sample")
+
+
+def by_except(said: threading.Event, farewell: Farewell) -> None:
+    try:
+        for _ in loop(farewell):
+            raise ValueError("bad sample")
+    except ValueError:
+        assert not said.wait(LONG)
+        raise
+
+
+def by_the_end_of_the_loop(said: threading.Event, farewell: Farewell) -> None:
+    """Callbacks hear of it in there, and may take long."""
+
+    def slow() -> Iterator[int]:
+        try:
+            yield from loop(farewell)
+        except GeneratorExit:
+            assert not said.wait(LONG)
+            raise
+
+    for _ in slow():
+        raise ValueError("bad sample")
+
+
+@pytest.mark.parametrize("leaves", [by_finally, by_with, by_except, by_the_end_of_the_loop])
+def test_an_exception_that_is_on_its_way_is_waited_for_however_long_that_takes(
+    leaves: Callable[[threading.Event, Farewell], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thrown, "_ON_ITS_WAY", MOMENT)
+    said = threading.Event()
+    farewell = Farewell(said.set)
+    with pytest.raises(ValueError, match="bad sample"):
+        leaves(said, farewell)
+    assert said.wait(30), "it was caught, and the script has left the loop"
+
+
+def test_an_exception_that_the_interpreter_shows_is_waited_for_however_long_that_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It sets `last_value`, and then calls the hook, which may be anybody's and send mail."""
+    monkeypatch.setattr(thrown, "_ON_ITS_WAY", MOMENT)
+    monkeypatch.setattr(sys, "last_value", KeyError("before"), raising=False)
+    said = threading.Event()
+    farewell = Farewell(said.set)
+    with contextlib.suppress(ValueError):
+        for _ in loop(farewell):
+            raise ValueError("bad sample")
+    monkeypatch.setattr(sys, "last_value", ValueError("bad sample"))
+    assert not said.wait(LONG)
+    assert farewell.withdrawn()
+
+
+@pytest.mark.parametrize("error", [None, SystemExit(3), KeyboardInterrupt()])
+def test_a_break_in_an_except_around_the_loop_and_a_wish_to_end_are_leaves(
+    error: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thrown, "_ON_ITS_WAY", MOMENT)
+    said = threading.Event()
+    with contextlib.suppress(SystemExit, KeyboardInterrupt):
+        try:
+            raise ConnectionError("the first try")
+        except ConnectionError:
+            try:
+                for _ in loop(Farewell(said.set)):
+                    if error is not None:
+                        raise error
+                    break
+            finally:
+                assert said.wait(30)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,22 @@ def test_cluster_works_over_tls_with_a_password_and_a_role_of_its_own(
     with pytest.raises(StoreRefused, match="denies access"):
         store.put("/elasticd/other/a", b"1")
     store.revoke(with_lease)
+    store.close()
+
+
+def test_a_watch_that_etcd_denies_is_said_once_and_not_taken_for_an_outage(
+    etcd: SecureEtcd, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="elasticd.store.etcd")
+    store = EtcdStore(etcd_options(configured(etcd, authority, tmp_path)))
+    watch = store.watch("/elasticd/other/", 1)
+    deadline = time.monotonic() + WATCHED_SECONDS
+    while len(tries := [line for line in caplog.records if "denies a watch" in line.getMessage()]) < 3:
+        assert time.monotonic() < deadline, caplog.text
+        time.sleep(0.02)
+    assert [line.levelno for line in tries[:3]] == [logging.ERROR, logging.DEBUG, logging.DEBUG]
+    assert "watch of /elasticd/other/" in tries[0].getMessage()
+    watch.cancel()
     store.close()
 
 

@@ -13,6 +13,7 @@ from elasticd_planner.value import Value
 from elasticd.health import OfNode
 from elasticd.messages import (
     Down,
+    Unread,
     Up,
     WorkerLost,
 )
@@ -100,7 +101,7 @@ class Received(Value, frozen=True, kw_only=True):
     """A message from a connected agent."""
 
     node: str
-    message: Up | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps
+    message: Up | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps
 
 
 class Planned(Value, frozen=True, kw_only=True):

@@ -10,11 +10,12 @@ import msgspec
 from elasticd.decoding import shown
 from elasticd.machines.job.ending import AGAIN, affirm, stop
 from elasticd.machines.job.fence import FALLIBLE
-from elasticd.machines.job.losses import lost
+from elasticd.machines.job.losses import bound, lost
 from elasticd.machines.job.state import OVER, Joiner, Phase, Worker
 from elasticd.machines.job.turn import Turn
-from elasticd.messages import Closed, Hello, Join, Joined, Rejected, Up, WorkerLost
+from elasticd.messages import Closed, Hello, Join, Joined, Rejected, Unread, Up, WorkerLost
 from elasticd.records import JobSpec
+from elasticd.version import __version__
 
 
 def join(turn: Turn, node: str, up: Up, body: Join) -> None:
@@ -275,6 +276,40 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
     if job.phase not in (Phase.GATHERING, Phase.ASSEMBLING):
         turn.set(decided=None)
         turn.note("joined", f"worker {up.device} stands by", device=up.device)
+
+
+def unread(turn: Turn, node: str, message: Unread) -> None:
+    """A worker is there, or a torchrun, whose opening this release cannot decode. A worker that a plan binds
+    trains on, and what it trains the store knows: it is met. Any other one cannot take part, and is told so; of
+    a torchrun's whose workers are there nothing new is to be known."""
+    job = turn.job
+    known = job.workers.get(message.device)
+    if message.device and bound(turn, message.device, message.incarnation):
+        if known is None or known.incarnation != message.incarnation:
+            known = Worker(
+                device=message.device,
+                incarnation=message.incarnation,
+                node=node,
+                client=message.client,
+                pid=0,
+            )
+        turn.worker(known, node=node, client=message.client, orphan=False, frozen="", halted=None)
+        return
+    if not message.device and _has_workers(turn, node):
+        return
+    why = cannot_read(message)
+    turn.send(node, message.client, Rejected(reason=why))
+    if message.device and job.phase is Phase.ASSEMBLING:
+        stop(turn, why)
+
+
+def cannot_read(message: Unread) -> str:
+    """What a worker or torchrun is told whose opening this release cannot decode."""
+    what = f"worker {message.device}" if message.device else "this torchrun"
+    return (
+        f"the coordinator, of elasticd {__version__}, cannot decode the hello of {what}"
+        f"{_of_release(message.release)}: {message.reason}; install the same release of elasticd everywhere"
+    )
 
 
 def assemble(turn: Turn) -> None:

@@ -52,6 +52,7 @@ from elasticd.messages import (
     Saved,
     Standing,
     Swapped,
+    Unread,
     Up,
     WorkerLost,
 )
@@ -161,7 +162,9 @@ def _alike(before: JobState, after: JobState) -> bool:
     return same and before.phase is after.phase and len(before.workers) == len(after.workers)
 
 
-def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Unreached | Halted | Keeps) -> None:
+def _message(
+    turn: Turn, node: str, message: Up | Unread | WorkerLost | Frozen | Unreached | Halted | Keeps
+) -> None:
     if isinstance(message, Keeps):
         snapshots.keeps(turn, node, message)
         return
@@ -176,6 +179,9 @@ def _message(turn: Turn, node: str, message: Up | WorkerLost | Frozen | Unreache
         return
     if isinstance(message, Halted):
         halted.stood(turn, message)
+        return
+    if isinstance(message, Unread):
+        gather.unread(turn, node, message)
         return
     body = message.body
     if isinstance(body, Join):

@@ -95,11 +95,16 @@ def _spared(turn: Turn, found: Collection[str], why: str) -> bool:
     """Whether members that live, but stand still, are waited for: those that alone hold a part of the state,
     where there is none to go back to. Without them the job would end; and a step that takes longer than any of
     late, or a debugger, looks no different from a hang."""
-    job = turn.job
-    if job.fence is not None or job.plan is None or job.spec is None or older_state(turn):
+    job, plan = turn.job, turn.job.plan
+    holders = set(plan.members) if plan is not None else set()
+    if job.fence is not None:
+        recovery = job.proposal.recovery if job.proposal is not None and job.phase is Phase.PROPOSED else None
+        plan = job.proposal.old if job.proposal is not None and recovery is not None else None
+        holders = set(recovery.sources) if recovery is not None else set()
+    if plan is None or job.spec is None or older_state(turn):
         return False
     if _NOBODY_ELSE not in job.reason:  # else it was found before
-        lost = lost_boxes(job.spec.model, job.plan, {*job.plan.members} - {*found})
+        lost = lost_boxes(job.spec.model, plan, holders - {*found})
         if not lost:
             return False
         waits(turn, f"{why}; {_NOBODY_ELSE} {lost}")
@@ -174,9 +179,10 @@ def _silent(turn: Turn, silent: list[Worker]) -> None:
     """Who does not answer a fence is gone, too: frozen, or with a node that is away. An agent that is being
     started again has the time for that; and who may hold what nobody else does is waited for."""
     late = [worker for worker in silent if _late(turn, worker)]
-    late, outside = [w for w in late if not busy(turn, w)], [w.device for w in late if busy(turn, w)]
+    late, outside = [w for w in late if not busy(turn, w)], [w for w in late if busy(turn, w)]
     if outside and not late:
-        waits(turn, f"{', '.join(outside)} answers the fence once its script's own code lets it")
+        where = ", ".join(f"{w.device} (in {w.halted.place})" for w in outside if w.halted is not None)
+        waits(turn, f"{where} answers the fence once it is out of there")
     if not late:
         return
     names = ", ".join(sorted(worker.device for worker in late))
