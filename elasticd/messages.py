@@ -402,7 +402,7 @@ class AgentRejected(Message, frozen=True, kw_only=True, tag="agent-rejected"):
 
 class Unread(Value, frozen=True, kw_only=True, tag="unread-opening"):
     """Not sent: what a leader has of an `Up` whose opening of a client (`Hello`, `Join`) it cannot decode, and
-    why. release: the client's, where that can be read."""
+    why. release, and a torchrun's slot (-1: none): the client's, where they can be read."""
 
     client: str
     job: str
@@ -410,6 +410,7 @@ class Unread(Value, frozen=True, kw_only=True, tag="unread-opening"):
     incarnation: str
     reason: str
     release: str = ""
+    slot: int = -1
 
 
 ToLeader = AgentHello | Up | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps | Lapped
@@ -463,6 +464,7 @@ class _Opening(msgspec.Struct):
 
     type: str
     release: Any = ""
+    slot: Any = None
 
 
 class _Passed(msgspec.Struct, tag=tag_of(Up)):
@@ -490,6 +492,7 @@ def _unread(data: bytes, why: str) -> Unread | None:
         incarnation=up.incarnation,
         reason=why[:MOST_WHY],
         release=up.body.release if isinstance(up.body.release, str) else "",
+        slot=up.body.slot if isinstance(up.body.slot, int) else -1,
     )
 
 

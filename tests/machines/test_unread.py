@@ -23,10 +23,14 @@ class Mixed(World):
         else:
             super().up(device, body)
 
-    def opens(self, device: str, incarnation: str = "", *, node: str = "beta", job: str = JOB) -> None:
+    def opens(
+        self, device: str, incarnation: str = "", *, node: str = "beta", job: str = JOB, slot: int = -1
+    ) -> None:
         """Such an opening, of a worker or (no device) of a torchrun."""
         reason = "Expected `int`, got `str` - at `$.body.pid`"
-        opening = Unread(client="odd", job=job, device=device, incarnation=incarnation, reason=reason)
+        opening = Unread(
+            client="odd", job=job, device=device, incarnation=incarnation, reason=reason, slot=slot
+        )
         self.say(Received(node=node, message=opening))
 
     def refused(self) -> list[str]:
@@ -94,12 +98,19 @@ def test_a_torchrun_is_told_unless_its_workers_are_there() -> None:
     world.opens("", node="gamma")
     world.settle()
     assert world.refused() == [], "a node that nobody has heard of has no say"
-    for device in world.records["beta"].devices:
-        world.kill(device.name)
+    world.kill("beta/1")
+    world.settle()
+    world.opens("", slot=0)
+    world.settle()
+    assert world.refused() == []
+    world.opens("", slot=1)
+    world.settle()
+    assert ["of this torchrun" in why for why in world.refused()] == [True]
+    world.kill("beta/0")
     world.settle()
     world.opens("")
     world.settle()
-    assert ["of this torchrun" in why for why in world.refused()] == [True]
+    assert ["of this torchrun" in why for why in world.refused()] == [True, True]
 
 
 def test_one_of_a_job_that_nobody_has_heard_of_is_told_and_makes_none() -> None:

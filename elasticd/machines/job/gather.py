@@ -295,7 +295,7 @@ def unread(turn: Turn, node: str, message: Unread) -> None:
             )
         turn.worker(known, node=node, client=message.client, orphan=False, frozen="", halted=None)
         return
-    if not message.device and _has_workers(turn, node):
+    if not message.device and _has_workers(turn, node if message.slot < 0 else f"{node}/{message.slot}"):
         return
     why = cannot_read(message)
     turn.send(node, message.client, Rejected(reason=why))
