@@ -59,7 +59,8 @@ class Partition:
         return self._best[pipelines]
 
     def _convolved(self, a: Ints, b: Ints) -> Ints:
-        """max over j of a[j] + b[k - j]; only j at which `a` grows count."""
+        """max over j of a[j] + b[k - j]; only j at which `a` grows count. Where both are one, j or k - j takes no
+        more than half along the longest axis."""
         grows = a > NEVER // 2
         for axis in range(a.ndim):
             before = np.full_like(a, NEVER)
@@ -68,9 +69,16 @@ class Partition:
             target[axis], source[axis] = slice(1, None), slice(0, -1)
             before[tuple(target)] = a[tuple(source)]
             grows &= a > before
+        if a is b:
+            longest = int(np.argmax(a.shape))
+            grows[(slice(None),) * longest + (slice((a.shape[longest] + 1) // 2, None),)] = False
         found = np.full_like(a, 2 * NEVER)
-        for where in np.argwhere(grows):
-            to = tuple(slice(int(i), None) for i in where)
-            of = tuple(slice(0, n - int(i)) for i, n in zip(where, a.shape, strict=True))
-            np.maximum(found[to], a[tuple(where)] + b[of], out=found[to])
+        points = np.argwhere(grows).tolist()
+        values = a[grows].tolist()
+        ends = [[slice(n - i) for i in range(n)] for n in a.shape]
+        starts = [slice(i, None) for i in range(max(a.shape))]
+        for where, value in zip(points, values, strict=True):
+            target_part = found[tuple([starts[i] for i in where])]
+            source_part = b[tuple([end[i] for end, i in zip(ends, where, strict=True)])]
+            np.maximum(target_part, source_part + value, out=target_part)
         return found

@@ -39,8 +39,9 @@ WEIGHTS = (0.0, 4.0, 16.0, 64.0, 1e6)
 #: The bound is found to this relative precision; where there is a plan this near nothing more is looked at.
 PRECISE, NEAR = 5e-4, 5e-4
 
-#: Whole pipelines are looked at where a plan is further from the bound, and so many numbers in their arrays.
-WORTH, WHOLE = 0.035, 4e8
+#: Whole pipelines are looked at where a plan is further from the bound and pieces are no more than these; and so
+#: many numbers in their arrays.
+WORTH, PIECES, WHOLE = 0.035, 80, 3e8
 
 #: Prices of groups that are enough, and how near groups are that have the same where there are more.
 PRICES, CLOSE = 16, (0.01, 0.02, 0.04, 0.08)
@@ -232,7 +233,7 @@ class TableBound:
     def whole(self, pipelines: int) -> ChainBound | None:
         """The bound of whole pipelines, where the ways to share the batch are few and the prices not many."""
         ways = self._shared(pipelines)
-        if ways is None or not ways.size:
+        if ways is None or not ways.size or len(self.blocks) > PIECES:
             return None
         limits = Limits(
             layers=self.task.layers,
