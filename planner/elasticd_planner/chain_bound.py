@@ -1,21 +1,21 @@
-"""A lower bound of table problems whose pipelines are whole: prices of groups that no plan within a time can pay.
+"""A lower bound of table problems with whole pipelines: prices of groups that no plan within a time can pay.
 
-Theory of operation. Give every kind of TP group a price v >= 0. Whatever a plan's division of the
-nodes, its groups are worth at most what the best division of each node is worth: `total`. A pipeline of m
-micro-batches that ends within T is worth at least w(m), the price of the cheapest chain that does (`chains`). So
-where pipelines share the batch as m_1 + ... + m_D = M,
+Theory of operation. Give every kind of TP group a price v >= 0. Whatever a plan's division of the nodes, its
+groups are worth at most what the best division of each node is worth: `total`. A pipeline of m micro-batches
+that ends within T is worth at least w(m), the price of the cheapest chain that does (`chains`). So where
+pipelines share the batch as m_1 + ... + m_D = M,
 
     w(m_1) + ... + w(m_D)  <=  total
 
 in every plan within T. Prices that break this prove that no plan within T shares the batch that way; where each
 way is excluded, by prices of its own or of several, there is no plan within T. This is the dual of a linear
 programme over all chains and all divisions (Dantzig and Wolfe). It knows what `table_bound` does not: how whole
-layers of several stages fit together, memory by position, and the time that a slow group's other stages take.
+layers of several stages fit together, memory by position, and the time of a slow group's other stages.
 
-Good prices are found by cuts (`prices`). Where prices do not exclude a way, the chains and divisions that keep it
-possible must be worth more than they are: a cut. Chains and divisions are kept, so that most cuts cost little;
-only a proof asks for all chains. First prices for all ways are looked for, which exclude most; the others are
-excluded one by one. Where the search for prices ends early the bound is smaller, and no less true.
+Good prices are found by cuts (`prices`). Where prices do not exclude a way, the chains and divisions that keep
+it possible must be worth more than they are: a cut. Chains and divisions are kept, so that most cuts cost
+little; only a proof asks for all chains. First prices for all ways are looked for, which exclude most; the
+others are excluded one by one. Where the search for prices ends early the bound is smaller, and no less true.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elasticd_planner.assign import EQUAL, Floats, Ints
 from elasticd_planner.chains import LAST, Cases, Chain, Cheapest, Limits, Pieces
 from elasticd_planner.prices import centre
 
-#: The part of what is between the bound and a plan that the bound is raised by at once. A rise by less than this
+#: The part of what is between the bound and a plan that the bound is raised by first. A rise by less than this
 #: part of the bound is not worth another look, and a plan this near to the bound needs none.
 RISE, LEAST_RISE, NEAR = 0.4, 4e-3, 0.02
 
@@ -98,7 +98,7 @@ class Known:
 
 
 class _Able:
-    """What the known chains do in some cases: what lambda is multiplied by, [chain, m]; inf where one cannot."""
+    """What the known chains do in some cases: the factor of lambda, [chain, m]; inf where one cannot."""
 
     def __init__(self, known: Known, cases: Cases) -> None:
         self._known, self._cases = known, cases
@@ -132,8 +132,8 @@ class _Cut:
 
 
 class ChainBound:
-    """The bound of one number of pipelines. `ways`: those to share the batch that are not excluded within a time
-    by other means, [pipeline, way]."""
+    """The bound of one number of pipelines. `ways`: those to share the batch that nothing else excludes within
+    a time, [pipeline, way]."""
 
     def __init__(
         self,
@@ -170,10 +170,9 @@ class ChainBound:
         layers = np.floor(time / (counts * self.pieces.blocks[:, None]))
         layers = np.minimum(layers, self.pieces.rooms.max(axis=1)[:, None])
         worth = (counts * np.minimum(layers, self.limits.layers)).max(axis=1, initial=1.0)
-        most = np.zeros(self.size)
-        np.maximum.at(most, self.pieces.price, worth)
-        worth = most
-        return np.concatenate([worth + 1e-3 * worth.max(), np.full(len(LAST), 4 * worth.mean() / time)])
+        prices = np.zeros(self.size)
+        np.maximum.at(prices, self.pieces.price, worth)
+        return np.concatenate([prices + 1e-3 * prices.max(), np.full(len(LAST), 4 * prices.mean() / time)])
 
     # One time.
 

@@ -1,20 +1,21 @@
 """Whole pipelines at prices: the cheapest chain of TP groups that takes m micro-batches within a time.
 
-Theory of operation. Each group has a price. `Chains.least` finds, for each m, what the groups of a pipeline that
+Theory of operation. Each group has a price v. `Cheapest` finds, for each m, what the groups of a pipeline that
 takes m micro-batches within T cost at least. A dynamic programme places the stages from the last to the first:
-f[l] is the least price of d stages that hold l layers. A stage holds what its memory allows at its position, and
-what its time allows. Steady: m n c <= T. A step: with s the seconds of the slowest stage,
+f[l] is the least price of d stages that hold l layers. A stage holds what its memory allows at its position,
+and what its time allows. Steady: m n c <= T. A step: with s the seconds of the slowest stage,
 
     n c <= s,        (m - 1) s + (sum of n c)  <=  T,
 
-so that s <= (T - L c_min) / (m - 1), and m n c + (L - n) c_min <= T. Where m is small the sum counts. Then all s
-are cut into short spans (a, b]: in one of them a stage has n c <= b, and (m - 1) a + sum(n c) <= T. That second
-resource has a price of its own, lambda: for any lambda >= 0 the groups cost at least the least of
+so that s <= (T - L c_min) / (m - 1), and m n c + (L - n) c_min <= T. Where m is small the sum counts. Then
+all s are cut into short spans (a, b]. A pipeline of a span has no stage with n c > b, one at least with n c >
+a, and (m - 1) a + sum(n c) <= T. That sum has a price of its own, lambda: for any lambda >= 0 the groups cost
+at least
 
-    (sum of v + lambda n c)  +  lambda ((m - 1) a - T).
+    the least of  (sum of v + lambda n c)  +  lambda ((m - 1) a - T)
 
-A few neighbouring m share lambda and spans (a `Class`), so that one programme serves them all. Up to the span
-of b = T / (m - 1 + depth) the sum never counts.
+over the chains of the span. A few neighbouring m share lambda and spans (a class), so that one programme serves
+them all. In the first span, up to b = T / (m - 1 + depth), the sum never counts.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ AHEAD = 10000
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """Groups by piece: seconds of a layer, and the most layers by position from the end, [piece, position], of a
-    stage that is not the first and of one that is. The last position stands for all further to the front. `price`:
-    which price a piece has."""
+    """Groups by piece: seconds of a layer, and the most layers by position from the end, [piece, position], of
+    a stage that is not the first and of one that is. The last position stands for all further to the front.
+    `price`: which price a piece has."""
 
     blocks: Floats
     rooms: Ints
@@ -79,8 +80,8 @@ class Chain:
 
 
 class Cases:
-    """What is told apart in a time T, [case]: the class (-1: none), the seconds a and b of the slowest stage, and
-    the most layers of a stage, [piece, case]. `of`: the cases of each m, and what lambda is multiplied by."""
+    """What is told apart in a time T, [case]: the class (-1: none), the seconds a and b of the slowest stage,
+    and the most layers of a stage, [piece, case]. `of`: the cases of each m, and their factors of lambda."""
 
     def __init__(self, pieces: Pieces, limits: Limits, time: float, counts: Ints) -> None:
         self.pieces, self.limits, self.time = pieces, limits, time
@@ -149,8 +150,8 @@ class Cases:
 
 
 class _Columns:
-    """Columns of the programme. `own`: cases, those first whose seconds have a price, `priced` of them. These have
-    two columns each: chains with a stage that takes longer than a, and then chains without one yet."""
+    """Columns of the programme. `own`: cases, those first whose seconds have a price, `priced` of them. These
+    have two columns each: chains with a stage that takes longer than a, and then chains without one yet."""
 
     def __init__(self, own: Ints, priced: int) -> None:
         self.own, self.priced = own, priced
@@ -270,7 +271,7 @@ class Cheapest:
         return each
 
     def _slow(self, state: _Columns, rooms: Ints) -> Floats:
-        """The least costs of a stage with 1, 2, ... layers that takes longer than a: [layers - 1, priced case]."""
+        """The least costs of a stage with 1, 2, ... layers, longer than a: [layers - 1, priced case]."""
         cases, p = self.cases, state.priced
         found = np.full((cases.limits.layers, p), np.inf)
         for i in self._kept:

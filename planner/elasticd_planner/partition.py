@@ -59,8 +59,8 @@ class Partition:
         return self._best[pipelines]
 
     def _convolved(self, a: Ints, b: Ints) -> Ints:
-        """max over j of a[j] + b[k - j]; only j at which `a` grows count. Where both are one, j or k - j takes no
-        more than half along the longest axis."""
+        """max over j of a[j] + b[k - j]; only j at which `a` grows count. Where `a` is `b`, j or k - j takes
+        half of k at most along the longest axis."""
         grows = a > NEVER // 2
         for axis in range(a.ndim):
             before = np.full_like(a, NEVER)

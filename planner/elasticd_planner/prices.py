@@ -2,7 +2,7 @@
 
 A cut is a row g with g x > 0 wanted. The centre of all x in (0, 1)^n that keep every cut is far from all of
 them, so that the next cut takes a good part away: a cutting-plane method that needs a few cuts for each price,
-wherever it starts. It is found by Newton's method from the last one, with slacks s = G x that need not hold yet.
+wherever it starts. Newton's method finds it from the last one, with slacks s = G x that need not hold yet.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ WEIGHTS = (0.0, 4.0, 16.0, 64.0, 1e6)
 #: The bound is found to this relative precision; where there is a plan this near nothing more is looked at.
 PRECISE, NEAR = 5e-4, 5e-4
 
-#: Whole pipelines are looked at where a plan is further from the bound and pieces are no more than these; and so
-#: many numbers in their arrays.
+#: Whole pipelines are looked at where a plan is further from the bound and pieces are no more than these; and
+#: so many numbers in their arrays.
 WORTH, PIECES, WHOLE = 0.035, 80, 3e8
 
 #: Prices of groups that are enough, and how near groups are that have the same where there are more.
@@ -395,7 +395,7 @@ class TableBound:
 
     @cached_property
     def _prices(self) -> Ints:
-        """Which price a piece has. Pieces of the same devices that differ in shares have the same: a division may
+        """Which price a piece has. Pieces of the same devices with other shares have the same: a division may
         choose among them. Where prices are many, pieces that are nearly alike have the same, too."""
         alike = list(range(len(self.blocks)))
 

@@ -101,7 +101,7 @@ def test_no_chain_within_the_time_is_cheaper(
             assert chain.depth == stages == chain.groups.sum()
             price = float(own @ chain.groups)
             price += found.rate[case] * (chain.through + (count - 1) * cases.start[case] - time)
-            assert price >= found.least(count) * (1 - 1e-9) - 1e-9
+            assert price >= found.least(count) - 1e-9
 
 
 @pytest.mark.parametrize("seed", sizes.every(range(24), 8))
@@ -132,11 +132,13 @@ def by_number(problem: TableProblem, objective: Objective, least: float) -> list
     return found
 
 
-#: 32B with slow whole nodes: rates by node, objective, the optimum (by enumeration of all pipelines of groups of
-#: two, which is what the plans have), and the gap that may be left.
+#: 32B with slow whole nodes: rates by node, objective, units, and the gap that may be left. Of steps the units
+#: are the least of all pipelines of groups of two, by enumeration; of the steady figure those of a plan.
 SLOW: list[tuple[dict[int, float], Objective, float, float]] = [
     ({0: 2.57, 1: 12.53}, "step", 609.4, 0.12),
-    ({0: 1.9, 1: 12.53}, "steady", 450.0, 0.12),
+    ({0: 5.42, 1: 5.42}, "step", 569.2, 0.12),
+    ({0: 12.53, 1: 12.53}, "step", 986.9, 0.17),
+    ({0: 1.71, 1: 12.53}, "steady", 454.9, 0.06),
 ]
 
 
@@ -152,5 +154,7 @@ def test_slow_nodes_that_are_a_part_of_every_pipeline_leave_a_small_gap(
 def test_the_centre_keeps_every_cut_and_is_none_where_cuts_contradict() -> None:
     cuts = np.array([[1.0, -1.0, 0.0], [0.0, 1.0, -2.0]])
     found = centre(cuts, np.full(3, 0.5))
-    assert found is not None and (cuts @ found > 0).all() and (found > 0).all() and (found < 1).all()
+    assert found is not None
+    assert (cuts @ found > 0).all()
+    assert ((found > 0) & (found < 1)).all()
     assert centre(np.array([[1.0, -1.0], [-1.0, 1.0]]), np.full(2, 0.5)) is None
