@@ -65,7 +65,8 @@ class Partition:
         return self._best[pipelines]
 
     def _convolved(self, a: Ints, b: Ints) -> Ints:
-        """max over j of a[j] + b[k - j]; only j at which `a` grows count."""
+        """max over j of a[j] + b[k - j]; only j at which `a` grows count. Where `a` is `b`, j or k - j takes
+        half of k at most along the longest axis."""
         grows = a > NEVER // 2
         for axis in range(a.ndim):
             before = np.full_like(a, NEVER)
@@ -74,6 +75,9 @@ class Partition:
             target[axis], source[axis] = slice(1, None), slice(0, -1)
             before[tuple(target)] = a[tuple(source)]
             grows &= a > before
+        if a is b:
+            longest = int(np.argmax(a.shape))
+            grows[(slice(None),) * longest + (slice((a.shape[longest] + 1) // 2, None),)] = False
         # With room for sums behind each axis but the first, a shift by j is one shift of the flat arrays.
         shape = (a.shape[0], *(2 * n - 1 for n in a.shape[1:]))
         inside = tuple(slice(0, n) for n in a.shape)

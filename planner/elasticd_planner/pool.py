@@ -343,7 +343,7 @@ class Pool:
         if index not in self._shapes:
             counts = self._counts(self._uses[index])
             orders = self.pipelines if self.every_order else None
-            self._shapes[index] = _Combination(counts, self.columns, self.widest, orders)
+            self._shapes[index] = _Combination(counts, self.columns, self.widest, orders, self.pipelines)
             if size(list(counts.values())) > self.widest:
                 self.merged.add(index)
             if self._shapes[index].shapes.binding:
@@ -369,7 +369,9 @@ class _Combination:
     """All pipelines of a combination. Where there are too many, columns of nearly equal cost are merged, at
     the cost of the worse one (a real plan is never worse than that)."""
 
-    def __init__(self, counts: dict[int, int], columns: Columns, widest: int, orders: int | None) -> None:
+    def __init__(
+        self, counts: dict[int, int], columns: Columns, widest: int, orders: int | None, pipelines: int
+    ) -> None:
         listed: list[tuple[tuple[int, ...], Column, int]] = [
             ((index,), columns.columns[index], count) for index, count in counts.items()
         ]
@@ -384,7 +386,9 @@ class _Combination:
             (a, left, m), (b, right, n) = listed[at], listed[at + 1]
             listed[at : at + 2] = [((*a, *b), _worse(left, right), m + n)]
         self.of = tuple(of for of, _, _ in listed)
-        self.shapes = Shapes([c for _, c, _ in listed], [n for _, _, n in listed], columns.rules, orders)
+        self.shapes = Shapes(
+            [c for _, c, _ in listed], [n for _, _, n in listed], columns.rules, orders, others=pipelines - 1
+        )
         self._last: tuple[float, Partition] | None = None
 
     def partition(self, limit: float) -> Partition:

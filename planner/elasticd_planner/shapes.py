@@ -45,7 +45,8 @@ def orders(columns: Sequence[Column]) -> list[Order]:
 class Shapes:
     """The lines of every pipeline of at most `counts` groups of each column. `pipelines`: where memory binds,
     every order of stages is looked at, under the caps that so many pipelines may come to (None: canonical
-    orders alone). `listed`: of these pipelines alone, [column, pipeline]."""
+    orders alone). `listed`: of these pipelines alone, [column, pipeline]. `others`: so many pipelines must find
+    memory in the groups that one leaves."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class Shapes:
         rules: Rules,
         pipelines: int | None = None,
         listed: Ints | None = None,
+        others: int = 0,
     ) -> None:
         self.orders = orders(columns)
         self.columns, self.counts, self.rules = tuple(columns), tuple(counts), rules
@@ -64,6 +66,11 @@ class Shapes:
         self.binding = False
         devices = np.array([column.width for column in columns]) @ self.grid
         allowed = (self.depth >= 1) & (self.depth <= rules.layers) & (devices >= rules.fewest)
+        room = np.array([max(*column.most, *column.most_first) for column in columns])
+        held = room @ self.grid
+        allowed &= held >= rules.layers
+        if others:
+            allowed &= room @ np.array(counts) - held >= others * rules.layers
         self.rows = np.flatnonzero(allowed)
         lines = [self._lines(self.orders[0])]
         self._ordering: Ordering | None = None

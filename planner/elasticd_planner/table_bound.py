@@ -21,12 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import combinations_with_replacement, islice, product
 
 import numpy as np
 
 from elasticd_planner.assign import EQUAL, Floats, Ints
+from elasticd_planner.chain_bound import Budget, ChainBound
+from elasticd_planner.chains import Limits, Pieces
 from elasticd_planner.division import NodeKind
 from elasticd_planner.table import TableCost
 from elasticd_planner.task import Task
@@ -36,6 +38,13 @@ WEIGHTS = (0.0, 4.0, 16.0, 64.0, 1e6)
 
 #: The bound is found to this relative precision; where there is a plan this near nothing more is looked at.
 PRECISE, NEAR = 5e-4, 5e-4
+
+#: Whole pipelines are looked at where a plan is further from the bound and pieces are no more than these; and
+#: so many numbers in their arrays.
+WORTH, PIECES, WHOLE = 0.035, 80, 3e8
+
+#: Prices of groups that are enough, and how near groups are that have the same where there are more.
+PRICES, CLOSE = 16, (0.01, 0.02, 0.04, 0.08)
 
 #: Cases that are looked at at once where there are few ways to share the batch.
 CASES = 1024
@@ -70,6 +79,11 @@ class _Node:
     runs: tuple[tuple[tuple[int, int], ...], ...] = ()
     fixed: tuple[int, ...] = ()
 
+    @property
+    def devices(self) -> int:
+        """Groups of one node at most."""
+        return len(self.fixed) or len(self.runs) or sum(self.counts)
+
     def most(self, values: Floats) -> Floats:
         """The most that the groups of one node add: [piece, case] to [case]."""
         if self.fixed:
@@ -92,6 +106,54 @@ class _Node:
                 np.maximum(after, before + value, out=after)
         return np.asarray(table[self.counts])
 
+    def chosen(self, prices: Floats) -> tuple[float, Ints]:
+        """The most that the groups of one node add, and how many groups of each piece do."""
+        counts = np.zeros(len(prices), dtype=np.int64)
+        if self.fixed:
+            np.add.at(counts, list(self.fixed), 1)
+            return float(prices @ counts), counts
+        if self.runs:
+            self._run(prices, counts)
+            return float(self.most(prices[:, None])[0]), counts
+        table = np.zeros(tuple(count + 1 for count in self.counts))
+        values = []
+        for taken, pieces in self.groups:
+            piece = max(pieces, key=lambda piece: float(prices[piece]))
+            values.append((taken, piece, float(prices[piece])))
+            after = table[tuple(slice(n, None) for n in taken)]
+            before = table[tuple(slice(0, have + 1 - n) for have, n in zip(self.counts, taken, strict=True))]
+            for _ in range(min(have // n for have, n in zip(self.counts, taken, strict=True) if n)):
+                np.maximum(after, before + values[-1][2], out=after)
+        left, least = self.counts, EQUAL * float(table[self.counts])
+        while table[left] > least:
+            for taken, piece, value in values:
+                rest = tuple(have - n for have, n in zip(left, taken, strict=True))
+                if min(rest) >= 0 and table[rest] + value >= table[left] - least:
+                    counts[piece] += 1
+                    left = rest
+                    break
+            else:
+                break
+        return float(table[self.counts]), counts
+
+    def _run(self, prices: Floats, counts: Ints) -> None:
+        """Counts the groups of the best runs."""
+        best: list[float] = [0.0]
+        ended: list[tuple[int, int] | None] = [None]
+        for stop, ends in enumerate(self.runs, 1):
+            worth, chosen = best[stop - 1], None
+            for width, piece in ends:
+                if best[stop - width] + float(prices[piece]) > worth:
+                    worth, chosen = best[stop - width] + float(prices[piece]), (width, piece)
+            best.append(worth)
+            ended.append(chosen)
+        at = len(self.runs)
+        while at:
+            end = ended[at]
+            if end is not None:
+                counts[end[1]] += 1
+            at -= end[0] if end is not None else 1
+
 
 class TableBound:
     """The bounds of one task whose cost is a table's."""
@@ -105,6 +167,7 @@ class TableBound:
         pieces = list(self._places)
         self.blocks = np.array([block for block, _, _ in pieces])
         self.fastest = float(self.blocks.min(initial=math.inf))
+        self._budget = Budget(left=WHOLE)
         self._parts = np.array([part for _, part, _ in pieces])
         self._memory = np.array([memory for _, _, memory in pieces], dtype=np.float64)
 
@@ -159,8 +222,33 @@ class TableBound:
     def least(self, pipelines: int, low: float, known: float) -> float:
         """Units that no plan of so many pipelines can beat: `low`, or more where that can be shown. `known`:
         those of a plan."""
+        if known <= low * (1 + NEAR):
+            return low
+        low = self._least(pipelines, low, known)
+        if known <= low * (1 + WORTH) or self._budget.left <= 0:
+            return low
+        whole = self.whole(pipelines)
+        return whole.least(low, known, self._budget) if whole is not None else low
+
+    def whole(self, pipelines: int) -> ChainBound | None:
+        """The bound of whole pipelines, where the ways to share the batch are few and the prices not many."""
         ways = self._shared(pipelines)
-        if known <= low * (1 + NEAR) or self._left(pipelines, low * (1 + PRECISE), ways) is not None:
+        if ways is None or not ways.size or len(self.blocks) > PIECES:
+            return None
+        limits = Limits(
+            layers=self.task.layers,
+            steady=self.task.steady,
+            deep=self.task.deep,
+            groups=sum(node.number * node.devices for node in self.nodes),
+            most=self.task.micro_batches - (pipelines - 1) * self._shallowest,
+        )
+        pieces = Pieces(blocks=self.blocks, rooms=self._rooms, first=self._first_rooms, price=self._prices)
+        return ChainBound(pieces, limits, self.nodes, partial(self._within, pipelines, ways))
+
+    def _least(self, pipelines: int, low: float, known: float) -> float:
+        """The same without whole pipelines."""
+        ways = self._shared(pipelines)
+        if self._left(pipelines, low * (1 + PRECISE), ways) is not None:
             return low
         low, high = low * (1 + PRECISE), known
         while high > low * (1 + PRECISE):
@@ -171,6 +259,11 @@ class TableBound:
             else:  # what is excluded in this time is excluded in less
                 high, ways = middle, left if ways is not None else None
         return low
+
+    def _within(self, pipelines: int, ways: Ints, limit: float) -> Ints:
+        """The ways to share the batch that nothing here excludes within a time."""
+        left = self._left(pipelines, limit, ways)
+        return ways[:, :0] if left is None else left
 
     def _left(self, pipelines: int, limit: float, ways: Ints | None) -> Ints | None:
         """Those ways to share the batch in which the groups may hold all layers; None where there is none. Of
@@ -277,20 +370,70 @@ class TableBound:
 
     @cached_property
     def _rooms(self) -> Ints:
-        """The most layers that memory holds: [piece, position from the end]. The last column stands for all
-        positions further to the front."""
+        """The most layers that memory holds: [piece, position from the end], of stages that are not the first.
+        The last column stands for all positions further to the front."""
+        return self._held(first=False)
+
+    @cached_property
+    def _first_rooms(self) -> Ints:
+        """The same of first stages."""
+        return self._held(first=True)
+
+    def _held(self, *, first: bool) -> Ints:
         cost, layers = self.cost, self.task.layers
         deepest = len(cost.layer_bytes) + 1
         found = np.full((len(self.blocks), deepest), layers, dtype=np.int64)
         free = (self._memory - cost.reserve - cost.fixed) / (cost.full * self._parts)
         for position in range(deepest):
             each = cost.layer_bytes[max(0, deepest - 2 - position)]
-            room = free - (cost.embedding if position == 0 else 0.0)
+            room = free - (cost.embedding if first or position == 0 else 0.0)
             if each > 0:
                 held = np.floor(np.maximum(room, 0.0) / each * (1 + 1e-6))
                 found[:, position] = np.minimum(held, layers)
             found[room < 0, position] = 0
         return found
+
+    @cached_property
+    def _prices(self) -> Ints:
+        """Which price a piece has. Pieces of the same devices with other shares have the same: a division may
+        choose among them. Where prices are many, pieces that are nearly alike have the same, too."""
+        alike = list(range(len(self.blocks)))
+
+        def least(piece: int) -> int:
+            while alike[piece] != piece:
+                piece = alike[piece]
+            return piece
+
+        for node in self.nodes:
+            for _, pieces in node.groups:
+                for piece in pieces[1:]:
+                    alike[least(piece)] = least(pieces[0])
+        found = np.unique([least(piece) for piece in alike], return_inverse=True)[1]
+        for close in CLOSE:
+            if found.max() < PRICES:
+                break
+            found = self._closer(found, close)
+        return found
+
+    def _closer(self, prices: Ints, close: float) -> Ints:
+        """Fewer prices: those are one whose fastest pieces' costs, and memory, differ by this part at most."""
+        many = int(prices.max()) + 1
+        blocks, rooms = np.full(many, np.inf), np.zeros((many, self._rooms.shape[1]))
+        np.minimum.at(blocks, prices, self.blocks)
+        np.maximum.at(rooms, prices, self._rooms)
+        made: list[int] = []
+        found = np.zeros(many, dtype=np.int64)
+        for i in np.argsort(blocks, kind="stable").tolist():
+            near = [
+                k
+                for k, first in enumerate(made)
+                if blocks[i] <= blocks[first] * (1 + close)
+                and (np.abs(rooms[i] - rooms[first]) <= 2 * close * rooms[first]).all()
+            ]
+            if not near:
+                made.append(i)
+            found[i] = near[0] if near else len(made) - 1
+        return np.asarray(found[prices])
 
     @cached_property
     def _shallowest(self) -> int:
