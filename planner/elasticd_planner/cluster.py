@@ -111,10 +111,11 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
     def reach(self, devices: Iterable[str]) -> Link:
         """The slowest link among some devices: by the level that they span."""
         names = list(devices)
-        nodes = {name.rpartition("/")[0] for name in names}
-        if len(nodes) > 1:
+        first = names[0].rpartition("/")[0] if names else ""
+        # The last one says so soonest of two groups.
+        if any(name.rpartition("/")[0] != first for name in reversed(names)):
             return self.between
-        node = self._special.get(min(nodes)) if self._special else None
+        node = self._special.get(first)
         if node is None:
             return self.inside
         within, inside = self.inner(node)

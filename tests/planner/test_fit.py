@@ -1,5 +1,7 @@
 """A fitted profile explains what was measured, and says the same of other plans."""
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from elasticd_planner import fit as fitting
@@ -9,6 +11,7 @@ from elasticd_planner.plan import ModulePlan, Plan, Strategy
 from elasticd_planner.problem import Problem
 from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.recompute import flagged
+from elasticd_planner.steps import Step
 from elasticd_planner.value import Invalid
 
 from tests.planner import workers
@@ -18,8 +21,16 @@ TWO_BY_TWO = plan((5, [(5, ["n0/0", "n0/1"], [4, 4])]), (5, [(5, ["n1/0", "n1/1"
 CLUSTER = cluster(2, 2)
 
 
-def steps(made: Plan, count: int = STEPS, **options: object) -> list[Measurement]:
-    return [m for step in range(count) for m in workers.measure(made, step, **options)]  # type: ignore[arg-type]
+def steps(
+    made: Plan,
+    count: int = STEPS,
+    change: Callable[[Measurement], Measurement] = lambda measured: measured,
+    **options: object,
+) -> list[Step]:
+    return [
+        Step.of(map(change, workers.measure(made, step, **options)))  # type: ignore[arg-type]
+        for step in range(count)
+    ]
 
 
 def predicted(model: ModelProfile, made: Plan, rates: dict[str, float] | None = None) -> float:
@@ -80,9 +91,8 @@ def test_waiting_for_a_slow_member_is_no_collective_time() -> None:
 
 def test_noise_and_wild_steps_move_the_fit_little() -> None:
     noisy = [
-        m
+        Step.of(workers.measure(TWO_BY_TWO, step, noise=0.05, wild={"n1/0": 5.0} if step % 7 == 3 else None))
         for step in range(20)
-        for m in workers.measure(TWO_BY_TWO, step, noise=0.05, wild={"n1/0": 5.0} if step % 7 == 3 else None)
     ]
     assert fit(profile(), TWO_BY_TWO, noisy, CLUSTER).block.seconds == pytest.approx(workers.BLOCK, rel=0.03)
 
@@ -107,24 +117,28 @@ def test_blocks_that_make_their_activations_again_teach_how_long_that_takes() ->
 
 def test_so_do_blocks_that_the_user_chose() -> None:
     half = profile(recomputed_part=0.5)
-    measured = [
-        msgspec.structs.replace(m, again_seconds=0.5 * workers.AGAIN * m.block_seconds)
-        for m in steps(TWO_BY_TWO)
-    ]
-    assert fit(half, TWO_BY_TWO, measured, CLUSTER).recompute_factor == pytest.approx(1 + workers.AGAIN)
+
+    def again(m: Measurement) -> Measurement:
+        return msgspec.structs.replace(m, again_seconds=0.5 * workers.AGAIN * m.block_seconds)
+
+    assert fit(half, TWO_BY_TWO, steps(TWO_BY_TWO, change=again), CLUSTER).recompute_factor == pytest.approx(
+        1 + workers.AGAIN
+    )
 
 
 def test_of_a_large_job_some_pipelines_tell_what_all_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the others the longest step alone is looked at."""
     whole = fit(profile(), TWO_BY_TWO, steps(TWO_BY_TWO), CLUSTER)
     monkeypatch.setattr(fitting, "ENOUGH", 2)
-    measured = [
-        msgspec.structs.replace(m, block_seconds=9 * m.block_seconds, tensor_seconds=9 * m.tensor_seconds)
-        if m.device.startswith("n1/")
-        else m
-        for m in steps(TWO_BY_TWO)
-    ]
-    sampled = fit(profile(), TWO_BY_TWO, measured, CLUSTER)
+
+    def other(m: Measurement) -> Measurement:
+        if not m.device.startswith("n1/"):
+            return m
+        return msgspec.structs.replace(
+            m, block_seconds=9 * m.block_seconds, tensor_seconds=9 * m.tensor_seconds
+        )
+
+    sampled = fit(profile(), TWO_BY_TWO, steps(TWO_BY_TWO, change=other), CLUSTER)
     assert sampled == whole
 
 
