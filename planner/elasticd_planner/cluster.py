@@ -82,10 +82,11 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
     within: Link | None = None
 
     def __post_init__(self) -> None:
-        counts = Counter(device.name for device in self.devices)
-        twice = sorted(name for name, count in counts.items() if count > 1)
-        if twice:
-            refuse(f"device {twice[0]} is listed twice in the cluster")
+        names = [device.name for node in self.nodes for device in node.devices]
+        if len({*names}) < len(names):
+            counts = Counter(names)
+            twice = min(name for name in counts if counts[name] > 1)
+            refuse(f"device {twice} is listed twice in the cluster")
 
     @property
     def devices(self) -> tuple[Device, ...]:

@@ -34,7 +34,7 @@ class Seats:
     def of(cls, plan: Plan) -> Seats:
         pipelines = [pipeline for module in plan.modules for pipeline in module.pipelines]
         stages = [stage for pipeline in pipelines for stage in pipeline.stages]
-        counts = [len(pipeline.stages) for pipeline in pipelines]
+        counts, layers = zip(*((len(pipeline.stages), pipeline.layers) for pipeline in pipelines), strict=True)
         width = np.array([len(stage.devices) for stage in stages])
         shares = np.fromiter(
             chain.from_iterable(stage.shares for stage in stages), np.float64, int(width.sum())
@@ -50,9 +50,7 @@ class Seats:
             pipeline=np.repeat(np.arange(len(pipelines)), counts),
             recompute=np.array([stage.recompute for stage in stages]),
             first=np.array([stage.start == 0 for stage in stages]),
-            last=np.array(
-                [stage.chunks[-1][1] == pipeline.layers for pipeline in pipelines for stage in pipeline.stages]
-            ),
+            last=np.array([stage.chunks[-1][1] for stage in stages]) == np.repeat(layers, counts),
         )
 
 

@@ -1,21 +1,28 @@
 """A fitted profile explains what was measured, and says the same of other plans."""
 
 from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
 
 import msgspec
 import pytest
 from elasticd_planner import fit as fitting
-from elasticd_planner.fit import STEPS, fit
+from elasticd_planner.cost import after_seconds
+from elasticd_planner.fit import STEPS, fit, remeasured
 from elasticd_planner.measurement import Measurement
-from elasticd_planner.plan import ModulePlan, Plan, Strategy
+from elasticd_planner.plan import ModulePlan, Plan, Stage, Strategy
 from elasticd_planner.problem import Problem
+from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.recompute import flagged
 from elasticd_planner.steps import Step
 from elasticd_planner.value import Invalid
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.planner import workers
-from tests.planner.models import cluster, plan, predict, profile
+from tests.planner.models import cluster, plan, plans, predict, profile
+from tests.sizes import examples
 
 TWO_BY_TWO = plan((5, [(5, ["n0/0", "n0/1"], [4, 4])]), (5, [(5, ["n1/0", "n1/1"], [4, 4])]))
 CLUSTER = cluster(2, 2)
@@ -95,6 +102,71 @@ def test_noise_and_wild_steps_move_the_fit_little() -> None:
         for step in range(20)
     ]
     assert fit(profile(), TWO_BY_TWO, noisy, CLUSTER).block.seconds == pytest.approx(workers.BLOCK, rel=0.03)
+
+
+class Plain(NamedTuple):
+    """What a fit says, by a loop over single measurements."""
+
+    block: float
+    embed: float
+    collectives: dict[int, float]
+    reduction: float
+
+
+def plainly(
+    model: ModelProfile, made: Plan, measured: list[list[Measurement]], rates: dict[str, float]
+) -> Plain:
+    blocks, embeds, least = [], [], dict[tuple[int, Stage], float]()
+    for m in (m for step in measured for m in step if m.block_work > 0):
+        place = made.places[m.device]
+        stage, pipeline = made.stage(place), made.modules[0].pipelines[place.pipeline]
+        rate, width = rates.get(m.device, 1.0), len(stage.devices)
+        blocks.append(m.block_seconds / (model.block.seconds * model.block.factor(width) * m.block_work * rate))
+        if m.embed_seconds > 0:
+            embeds.append(m.embed_seconds / (m.tokens * stage.fraction(place.position) * rate))
+        count = stage.layers * model.block.collectives * (1.5 if stage.recompute else 1.0)
+        count += model.embed.collectives * (stage.start == 0)
+        count += model.head.collectives * (stage.stop == pipeline.layers)
+        if width > 1 and m.tensor_seconds > 0:
+            spent = m.tensor_seconds / (count * pipeline.micro_batches)
+            least[m.step, stage] = min(spent, least.get((m.step, stage), spent))
+    by_width = {len(stage.devices): [] for _, stage in least}
+    for (_, stage), seconds in least.items():
+        by_width[len(stage.devices)].append(seconds)
+    waited = [min(m.reduce_seconds for m in step if m.block_work > 0) for step in measured]
+    return Plain(
+        block=model.block.seconds * median(blocks),
+        embed=median(embeds),
+        collectives={width: median(seconds) for width, seconds in by_width.items()},
+        reduction=median(waited),
+    )
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(plans(), st.integers(0, 1000), st.data())
+def test_arrays_say_what_a_loop_over_the_measurements_does(made: Plan, start: int, data: st.DataObject) -> None:
+    """Of devices that are slow, of steps in which some measured no work, or are missing."""
+    members = st.sampled_from(made.members)
+    rates = data.draw(st.dictionaries(members, st.floats(1.1, 4), max_size=2))
+    idle = data.draw(st.sets(members, max_size=len(made.members) - 1))
+    measured = [workers.measure(made, start + step, rates, noise=0.1) for step in range(STEPS)]
+    measured[3] = [
+        msgspec.structs.replace(m, block_work=0.0, reduce_seconds=0.0) if m.device in idle else m
+        for m in measured[3]
+    ]
+    measured[5] = [m for m in reversed(measured[5]) if m.device not in idle]
+    model, everybody = profile(), cluster(3, 3, 3)
+    expected = plainly(model, made, measured, rates)
+    fitted = fit(model, made, [Step.of(step) for step in measured], everybody, rates)
+    assert fitted.block.seconds == pytest.approx(expected.block)
+    assert fitted.embed.seconds == pytest.approx(expected.embed)
+    assert fitted.collective_seconds == pytest.approx(expected.collectives)
+    again = remeasured(model, made, [Step.of(step) for step in measured], rates)
+    assert again == msgspec.structs.replace(model, block=fitted.block, embed=fitted.embed, head=fitted.head)
+    if len(made.modules[0].pipelines) > 1:
+        without = msgspec.structs.replace(fitted, reduction_scale=0.0)
+        costs = [after_seconds(made, everybody, ProfileCost(each)) for each in (fitted, without)]
+        assert (costs[0] - costs[1]) / fitted.pipeline_scale == pytest.approx(expected.reduction)
 
 
 def test_widths_known_before_are_kept() -> None:

@@ -74,6 +74,8 @@ def measured(turn: Turn, report: Report) -> None:
     plan = job.plan
     if plan is None or measurement.plan != plan.number or measurement.device not in plan.binding:
         return
+    if measurement.step not in job.gathered:
+        _fit(turn, plan)
     step = job.gathered.get(measurement.step, NOTHING).after(measurement)
     gathered = {
         number: found
@@ -105,7 +107,13 @@ def _observe(turn: Turn, plan: Plan, step: Step) -> None:
     first = turn.job.first_step if turn.job.first_step is not None else step.step
     sampled = () if changes or step.step == first else (*earlier, step)
     turn.set(first_step=first, sampled=sampled)
-    if len(sampled) < turn.settings.fit_steps:
+
+
+def _fit(turn: Turn, plan: Plan) -> None:
+    """Fits the profile once there are steps enough. The first report of the next step brings it about: the last
+    one of a step brings about its judgement, which is enough for one message."""
+    profile, sampled = turn.job.profile, turn.job.sampled
+    if profile is None or len(sampled) < turn.settings.fit_steps or sampled[-1].plan != plan.number:
         return
     devices = _devices(turn)
     turn.set(sampled=(), first_step=None)
@@ -322,7 +330,7 @@ def all_there(turn: Turn) -> bool:
     job = turn.job
     if job.settle_until is not None and job.phase in (Phase.RUNNING, Phase.RECOVERING):
         return False
-    nodes = [turn.nodes.get(worker.node) for worker in job.workers.values()]
+    nodes = [*map(turn.nodes.get, {worker.node for worker in job.workers.values()})]
     if job.phase is Phase.RECOVERING:  # who is lost, is lost
         return any(node is not None and node.connected for node in nodes)
     return job.all_reported and all(node is not None and node.connected for node in nodes)
@@ -330,11 +338,11 @@ def all_there(turn: Turn) -> bool:
 
 def _devices(turn: Turn) -> tuple[Device, ...]:
     """The devices that have a worker of this job, by name, but for those that are to be left."""
-    there = {worker.device for worker in turn.job.workers.values() if not worker.left and not worker.leaving}
-    nodes = {worker.node for worker in turn.job.workers.values()} & turn.nodes.keys()
-    nodes = {node for node in nodes if not turn.nodes[node].record.draining}
-    weights = Counter(worker.node for worker in turn.job.workers.values() if worker.node in nodes)
-    nodes = usable(turn, weights)
+    workers = turn.job.workers.values()
+    there = {worker.device for worker in workers if worker.left_at is None and not worker.leaving}
+    counts = Counter([worker.node for worker in workers])
+    known = {name: turn.nodes[name] for name in counts if name in turn.nodes}
+    nodes = usable(turn, {name: counts[name] for name, node in known.items() if not node.record.draining})
     found = [device for node in sorted(nodes) for device in turn.nodes[node].record.devices]
     if turn.job.phase is Phase.RUNNING:  # elsewhere speed matters more than how fast a newcomer is
         there -= probing.awaited(turn)
@@ -342,14 +350,15 @@ def _devices(turn: Turn) -> tuple[Device, ...]:
 
 
 def _rates(turn: Turn, devices: tuple[Device, ...]) -> dict[str, float]:
-    names = {device.name for device in devices}
-    return {name: rate for name, rate in turn.job.rates.rates.items() if name in names}
+    rates = turn.job.rates.rates
+    names = {device.name for device in devices} if rates else set()
+    return {name: rate for name, rate in rates.items() if name in names}
 
 
 def _cluster(turn: Turn, devices: tuple[Device, ...]) -> Cluster:
     nodes: dict[str, list[Device]] = {}
     for device in devices:
-        nodes.setdefault(device.node, []).append(device)
+        nodes.setdefault(device.name.rpartition("/")[0], []).append(device)
     return Cluster(
         nodes=tuple(Node(name=name, devices=tuple(held)) for name, held in nodes.items()),
         inside=turn.settings.inside,

@@ -413,20 +413,15 @@ class JobState(Value, frozen=True, kw_only=True):
         """Devices of members, of the running or the proposed plan, whose worker has not said hello, or not
         to the agent that its node has now. Who is fenced off is not waited for."""
         plans = (self.plan, self.proposal.plan if self.proposal is not None else None)
-        return tuple(
-            dict.fromkeys(
-                device
-                for plan in plans
-                if plan is not None
-                for device, incarnation in plan.binding.items()
-                if self.gone.get(device) != incarnation
-                and (
-                    (worker := self.workers.get(device)) is None
-                    or worker.incarnation != incarnation
-                    or worker.orphan
-                )
-            )
-        )
+        found: dict[str, None] = {}
+        for plan in plans:
+            for device, incarnation in plan.binding.items() if plan is not None else ():
+                worker = self.workers.get(device)
+                if worker is not None and worker.incarnation == incarnation and not worker.orphan:
+                    continue
+                if self.gone.get(device) != incarnation:
+                    found[device] = None
+        return tuple(found)
 
 
 def fresh(job: str, phase: Phase, now: float) -> JobState:
