@@ -45,7 +45,7 @@ from elasticd.coordinator.leading import Leading
 from elasticd.coordinator.writer import stored
 from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.effects import Tick
-from elasticd.machines.job.state import Settings
+from elasticd.machines.job.state import NOTHING, Settings
 from elasticd.messages import AgentHello, Report, Up, to_leader
 from elasticd.records import Keys
 from elasticd.store.memory import MemoryStore
@@ -174,10 +174,15 @@ def one_fit(agents: int, devices: int) -> Row:
     """What the leader's loop does at once when a job has its first ten steps: the profile's fit."""
     job, steps = Job(agents, devices), range(1, STEPS + 1)
     profile = derive(MODEL, float(TOKENS), 1)
-    reports = [
-        to_leader(one.at(step, 0.0)) for step in steps for node in job.nodes for one in job.reports(node)
-    ]
-    measured = [up.body.measurement for up in reports if isinstance(up, Up) and isinstance(up.body, Report)]
+    measured = []
+    for step in steps:
+        reports = [to_leader(one.at(step, 0.0)) for node in job.nodes for one in job.reports(node)]
+        bodies = [up.body for up in reports if isinstance(up, Up)]
+        found = NOTHING
+        for body in bodies:
+            if isinstance(body, Report):
+                found = found.after(body.measurement)
+        measured.append(found.whole(job.plan.number, step, job.plan.members))
     began = time.process_time()
     fit(profile, job.plan, measured, Cluster(nodes=job.nodes), {})
     spent = time.process_time() - began

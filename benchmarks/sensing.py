@@ -20,10 +20,10 @@ import numpy as np
 from _results import Row, finish, row
 from elasticd_planner.cluster import Link
 from elasticd_planner.detect import DetectSettings
-from elasticd_planner.lengths import lengths_of
 from elasticd_planner.links import LinkState, observe_links
 from elasticd_planner.rates import Change, RateState, observe
 from elasticd_planner.shift import Shift, ShiftState, watch
+from elasticd_planner.steps import Step
 
 from elasticd.simulator.traces import Data, Grid, SlowLink, Trace, Trouble
 
@@ -56,7 +56,7 @@ class Run:
         for step, measured in enumerate(self.trace.steps(0, self.steps)):
             self.state, found = observe(self.state, measured, SETTINGS)
             self.changes += found
-            data, shift = watch(data, step, lengths_of(measured), SETTINGS)
+            data, shift = watch(data, step, Step.of(measured).lengths, SETTINGS)
             self.shifts += [shift] if shift else []
             self.look(step, self.state)
         return self

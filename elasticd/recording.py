@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
+from elasticd_planner.rated import as_mapping
 from elasticd_planner.value import StoredValue
 
 from elasticd.decoding import decoded, decoded_as, stored_refusal, tag_of
@@ -88,7 +89,7 @@ class Line(StoredValue, frozen=True, kw_only=True, tag="recording-line"):
 
 
 def began(state: State, at: float, time: float) -> bytes:
-    return _line("began", at, time, _finite(msgspec.to_builtins(state)))
+    return _line("began", at, time, _finite(msgspec.to_builtins(state, enc_hook=as_mapping)))
 
 
 def heard(event: Event, at: float, time: float) -> bytes:

@@ -67,8 +67,7 @@ def _slowness(state: State) -> dict[str, Slowness]:
     return {
         device: job.rates.slowness(device, chronic)
         for job in state.jobs.values()
-        for device, known in job.rates.devices.items()
-        if known.episodes or known.spikes
+        for device in job.rates.troubled
     }
 
 

@@ -20,9 +20,9 @@ import math
 from statistics import median
 
 import msgspec
-from elasticd_planner.measurement import Measurement
 from elasticd_planner.policy import PolicySettings
 from elasticd_planner.rates import DetectSettings, RateState, observe
+from elasticd_planner.steps import Step
 from elasticd_planner.value import Value
 
 from elasticd.machines.job.effects import Note, Write
@@ -82,7 +82,9 @@ def lap(
         pending = {step: pending[step] for step in sorted(pending)[-MOST_STEPS:]}
         return msgspec.structs.replace(job, pending=pending), ()
     pending = {step: known for step, known in pending.items() if step > number}
-    rates, changes = observe(job.rates, [_measurement(known) for known in laps.values()], detect)
+    seconds, work = [known.lap.seconds for known in laps.values()], [known.lap.work for known in laps.values()]
+    step = Step.timed(heard.by.round, number, (*laps,), seconds, work)
+    rates, changes = observe(job.rates, step, detect)
     wall = max(known.lap.wall for known in laps.values())
     recent = (*job.recent, {device: known.lap for device, known in laps.items()})[-JUDGED_STEPS:]
     job = msgspec.structs.replace(
@@ -153,15 +155,3 @@ def _begun(job: RestartJob, number: int, now: float) -> RestartJob:
     if job.round >= 0 and job.step and math.isfinite(job.heard):
         seconds = now - job.heard
     return RestartJob(job=job.job, round=number, out=job.out, restart_seconds=seconds)
-
-
-def _measurement(heard: Lapped) -> Measurement:
-    return Measurement(
-        device=heard.device,
-        plan=heard.by.round,
-        step=heard.lap.step,
-        tokens=0,
-        block_seconds=heard.lap.seconds,
-        block_work=heard.lap.work,
-        step_seconds=heard.lap.wall,
-    )

@@ -115,7 +115,7 @@ class Leader:
         job = self.job(name)
         if not self.alive or job is None or job.phase is not Phase.RUNNING:
             return False
-        learning = job.first_step is not None or bool(job.samples) or not (job.profile and job.profile.fitted)
+        learning = job.first_step is not None or bool(job.sampled) or not (job.profile and job.profile.fitted)
         waiting = job.settle_until is not None or job.not_before > self._engine.now()
         undecided = job.asked is not None or job.decided is None or job.deferred is not None
         return not (learning or waiting or undecided or self._away(job))

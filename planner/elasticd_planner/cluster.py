@@ -82,10 +82,11 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
     within: Link | None = None
 
     def __post_init__(self) -> None:
-        counts = Counter(device.name for device in self.devices)
-        twice = sorted(name for name, count in counts.items() if count > 1)
-        if twice:
-            refuse(f"device {twice[0]} is listed twice in the cluster")
+        names = [device.name for node in self.nodes for device in node.devices]
+        if len({*names}) < len(names):
+            counts = Counter(names)
+            twice = min(name for name in counts if counts[name] > 1)
+            refuse(f"device {twice} is listed twice in the cluster")
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -111,10 +112,11 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
     def reach(self, devices: Iterable[str]) -> Link:
         """The slowest link among some devices: by the level that they span."""
         names = list(devices)
-        nodes = {name.rpartition("/")[0] for name in names}
-        if len(nodes) > 1:
+        first = names[0].rpartition("/")[0] if names else ""
+        # The last one says so soonest of two groups.
+        if any(name.rpartition("/")[0] != first for name in reversed(names)):
             return self.between
-        node = self._special.get(min(nodes)) if self._special else None
+        node = self._special.get(first)
         if node is None:
             return self.inside
         within, inside = self.inner(node)

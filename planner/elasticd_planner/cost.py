@@ -111,16 +111,18 @@ def rate_of(rates: Rates, device: str) -> float:
     return rates.get(device, 1.0)
 
 
-def stage_times(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel) -> Times:
+#: What groups cost, by what that depends on: their rates, shares and link, and whether they recompute.
+Groups = dict[tuple[tuple[float, ...], tuple[int, ...], Link, bool], GroupCost]
+
+
+def stage_times(
+    pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel, known: Groups | None = None
+) -> Times:
     """Seconds that one micro-batch spends on each stage, and between them; of an interleaved pipeline on each
-    chunk, in the order in which the micro-batch meets them."""
-    stages, spans = pipeline.stages, pipeline.spans
-    groups = [
-        cost.recomputing(stage.recompute).group(
-            [rate_of(rates, device) for device in stage.devices], stage.shares, reach(cluster, stage.devices)
-        )
-        for stage in stages
-    ]
+    chunk, in the order in which the micro-batch meets them. `known`: groups that were asked for before; those
+    of this pipeline are added."""
+    stages, spans, known = pipeline.stages, pipeline.spans, {} if known is None else known
+    groups = [_group(stage, cluster, rates, cost, known) for stage in stages]
     around = (*stages, stages[0]) if pipeline.chunks > 1 else stages
     hops = [
         cost.boundary(reach(cluster, (*stage.devices, *after.devices))) / 2 for stage, after in pairwise(around)
@@ -139,6 +141,14 @@ def stage_times(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostMo
     return Times(forward=np.array(forward), backward=np.array(backward), boundary=np.array(boundary))
 
 
+def _group(stage: Stage, cluster: Cluster, rates: Rates, cost: CostModel, known: Groups) -> GroupCost:
+    each = tuple([rate_of(rates, device) for device in stage.devices])
+    key = each, stage.shares, reach(cluster, stage.devices), stage.recompute
+    if key not in known:
+        known[key] = cost.recomputing(stage.recompute).group(*key[:3])
+    return known[key]
+
+
 def stage_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel) -> tuple[float, ...]:
     """Seconds that one micro-batch spends on each stage; a boundary is charged to the sender."""
     charged = stage_times(pipeline, cluster, rates, cost).charged
@@ -155,8 +165,31 @@ def pipeline_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: C
 
 def step_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
     """Seconds of one step under a plan."""
-    slowest = max(pipeline_seconds(p, cluster, rates, cost) for p in plan.modules[0].pipelines)
+    slowest = _slowest(plan.modules[0].pipelines, cluster, rates, cost)
     return slowest + after_seconds(plan, cluster, cost)
+
+
+def _slowest(pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, cost: CostModel) -> float:
+    """Seconds of the slowest pipeline. A large job has hundreds that are alike: those with as many stages and
+    micro-batches are counted at once, and an interleaved one once for all that take the same."""
+    known: Groups = {}
+    alike: dict[tuple[int, int, int], list[Times]] = {}
+    for each in pipelines:
+        key = each.chunks, len(each.stages), each.micro_batches
+        alike.setdefault(key, []).append(stage_times(each, cluster, rates, cost, known))
+    found = []
+    for (chunks, _, micro_batches), times in alike.items():
+        if chunks == 1:
+            together = Times(
+                forward=np.stack([each.forward for each in times]),
+                backward=np.stack([each.backward for each in times]),
+                boundary=np.stack([each.boundary for each in times]),
+            )
+            found.append(float(cost.timing.seconds(together, micro_batches).max()))
+            continue
+        different = {b"".join((each.forward, each.backward, each.boundary)): each for each in times}
+        found += [cost.timing.interleaved(each, micro_batches, chunks) for each in different.values()]
+    return max(found)
 
 
 def steady_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:

@@ -7,6 +7,7 @@ token its sequence's length. Memory follows the longest.
 from __future__ import annotations
 
 import math
+import struct
 from collections import Counter
 from collections.abc import Iterable
 
@@ -52,15 +53,26 @@ def histogram(lengths: Iterable[int]) -> dict[int, int]:
     return dict(sorted(Counter(map(bucket, lengths)).items()))
 
 
-def lengths_of(measurements: Iterable[Measurement]) -> Lengths | None:
-    """Of all sequences of a step, each counted once (members of a pipeline see the same ones: of those that
-    report the same lengths and tokens one counts). None where they were not measured."""
-    distinct = {
-        (m.tokens, m.squares, m.longest, tuple(sorted(m.lengths.items())))
-        for m in measurements
-        if m.squares > 0
-    }
-    sequences = sum(count for _, _, _, counts in distinct for _, count in counts)
+def packed(measurement: Measurement) -> bytes:
+    """What a device reports of a step's sequences, the same bytes for the same sequences: the numbers of
+    `_SEQUENCES`, then the histogram. Nothing where they were not measured."""
+    if not measurement.squares > 0:
+        return b""
+    counts = measurement.lengths
+    numbers = measurement.tokens, measurement.squares, measurement.longest, sum(counts.values())
+    return _SEQUENCES.pack(*numbers) + msgspec.json.encode(sorted(counts.items()))
+
+
+#: Of the sequences that a device reports: tokens, sum of squared lengths, the longest, and how many.
+_SEQUENCES = struct.Struct("<4d")
+
+
+def lengths_of(reported: Iterable[bytes]) -> Lengths | None:
+    """Of all sequences of a step, each counted once, from what devices report of them (`packed`; members of a
+    pipeline see the same ones: of those that report the same lengths and tokens one counts). None where they
+    were not measured."""
+    distinct = [_SEQUENCES.unpack_from(each) for each in dict.fromkeys(reported) if each]
+    sequences = sum(count for _, _, _, count in distinct)
     if not sequences:
         return None
     tokens = sum(tokens for tokens, _, _, _ in distinct)

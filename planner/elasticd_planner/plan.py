@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from elasticd_planner.seats import Seats
 from elasticd_planner.value import StoredValue, Value, refuse
 
 #: Version of the JSON form of a plan; a reader accepts its own and all older ones. Only plans with interleaved
@@ -252,6 +253,11 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     def members(self) -> tuple[str, ...]:
         """The members in rank order: those that compute, then the carriers by name."""
         return (*self.places, *sorted(self.carriers))
+
+    @cached_property
+    def seats(self) -> Seats:
+        """The same members in columns."""
+        return Seats.of(self)
 
     def rank(self, device: str) -> int:
         return self.members.index(device)

@@ -23,7 +23,7 @@ import msgspec
 from elasticd_planner.cluster import NORMAL
 from elasticd_planner.detect import DetectSettings
 from elasticd_planner.fleet import fleet_cost
-from elasticd_planner.rates import Change, RateState, believed
+from elasticd_planner.rates import Change, RateState, all_believed
 from elasticd_planner.value import Value
 
 FLEET = "the fleet for the same matrix product"
@@ -90,17 +90,16 @@ def judged(
     if not fresh:
         return probes, rates, ()
     normal = probes.normal
-    changes: list[Change] = []
+    found: dict[str, tuple[float, float | None]] = {}
     for name in fresh:
         known = probes.devices[name]
         ratio = known.cost / normal
         before = known.before / normal if known.before is not None else None
-        found = _verdict(rates, name, ratio, before, settings)
-        rates, change = believed(rates, name, ratio, found, settings, FLEET)
-        changes += [change] if change is not None else []
+        found[name] = ratio, _verdict(rates, name, ratio, before, settings)
+    rates, changes = all_believed(rates, found, settings, FLEET)
     devices = {name: msgspec.structs.replace(probes.devices[name], fresh=False) for name in fresh}
     probes = msgspec.structs.replace(probes, devices={**probes.devices, **devices})
-    return probes, rates, tuple(changes)
+    return probes, rates, changes
 
 
 def _verdict(

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from elasticd_planner.arrays import Floats, Ints
 from elasticd_planner.rules import ModelSpec, Parameter
 from elasticd_planner.timing import FORWARD
 from elasticd_planner.value import Value, refuse
@@ -66,6 +67,11 @@ class SectionProfile(Value, frozen=True, kw_only=True):
             return self.slowdown.get(width, 1.0)
         known = sorted(self.slowdown.items())
         return float(np.interp(width, [w for w, _ in known], [factor for _, factor in known]))
+
+    def factors(self, widths: Ints) -> Floats:
+        """The same for many widths."""
+        found = {width: self.factor(width) for width in {*widths.tolist()}}
+        return np.array([found[width] for width in widths.tolist()])
 
 
 class ModelProfile(Value, frozen=True, kw_only=True):

@@ -25,6 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+
+from elasticd_planner.arrays import Bools, Floats
 from elasticd_planner.value import Value
 
 #: Spreads beyond which a step is a shift or a wild one.
@@ -85,10 +88,37 @@ class Detector:
         total = before.total + before.clear * self.usual + max(-self.most, min(self.most, weight))
         return Evidence(total=total, since=before.since + 1) if total > 0 else NONE
 
+    def add_all(self, before: Floats, residuals: Floats) -> tuple[Floats, Bools]:
+        """The same for many signals at once: evidence [3, signals], its rows total, clear and since; and which
+        residuals [signals] are far out, as `clear` has it."""
+        total, clear, since = before
+        weight = self.shift * (residuals - self.shift / 2) / self.spread**2
+        weight = np.maximum(-self.most, np.minimum(self.most, weight))
+        after = np.empty_like(before)
+        sums = total + clear * self.usual + weight
+        np.maximum(sums, 0.0, out=after[0])
+        after[1] = 0.0
+        np.multiply(since + 1, sums > 0, out=after[2])
+        far = residuals >= CLEAR * self.spread
+        if far.any():
+            far &= residuals > self.shift / 2
+            after[:, far] = before[:, far]
+            after[1:, far] += 1
+        return after, far
+
     def passed(self, evidence: Evidence) -> bool:
         """Whether the signal has shifted."""
+        return evidence.total + evidence.clear * self.most >= self._enough
+
+    def passed_all(self, evidence: Floats) -> Bools:
+        """The same for many signals at once, evidence as in `add_all`."""
+        passed: Bools = evidence[0] + evidence[1] * self.most >= self._enough
+        return passed
+
+    @property
+    def _enough(self) -> float:
         # A verdict's least steps weigh the limit exactly, but for rounding.
-        return evidence.total + evidence.clear * self.most >= self.limit * (1 - 1e-9)
+        return self.limit * (1 - 1e-9)
 
     def steps(self, evidence: Evidence, residuals: Sequence[float]) -> int:
         """For how many of the last steps the signal has shifted, if it has: for as long as there was evidence,
@@ -110,6 +140,14 @@ def trimmed(values: Sequence[float]) -> float:
     return sum(inner) / len(inner)
 
 
-def spread_of(changes: Sequence[float]) -> float:
-    """The standard deviation of a signal from the changes between its steps, whatever some of them are."""
-    return median(map(abs, changes)) / (MAD * math.sqrt(2))
+def spread_of(change: float) -> float:
+    """The standard deviation of a signal from the median of the changes between its steps, up and down alike:
+    whatever some of them are."""
+    return change / (MAD * math.sqrt(2))
+
+
+def middle(ordered: Sequence[float] | Floats) -> float:
+    """The median of numbers in ascending order."""
+    half = len(ordered) // 2
+    found = ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    return float(found)

@@ -58,8 +58,7 @@ class Signal(Value, frozen=True, kw_only=True):
 
     def after(self, value: float, expected: float, settings: DetectSettings) -> tuple[Signal, int]:
         """The signal after one more step, and for how many steps it has shifted (0: not at all)."""
-        moves = [] if self.last is None else [value - self.last]
-        heard = noise(self.noise, self.seen, moves)
+        heard = noise(self.noise, self.seen, None if self.last is None else abs(value - self.last))
         spread = max(SPREAD, heard)
         test = Detector.of(math.log1p(settings.shift), spread, settings.false_alarms, settings.quickest)
         above, below = test.add(self.above, value - expected), test.add(self.below, expected - value)

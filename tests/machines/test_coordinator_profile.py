@@ -7,7 +7,7 @@ from elasticd_planner.profiles import ModelProfile, derive
 
 from elasticd.records import JobSpec, decode, encode
 from tests.machines import cast, world
-from tests.machines.cast import TRUTH, model
+from tests.machines.cast import JOB, TRUTH, model
 from tests.machines.world import World
 
 #: Ten times slower than the truth in seconds, with a fixed part and a loss by width, as profiles have.
@@ -49,6 +49,48 @@ def test_steps_that_were_measured_are_believed_more(monkeypatch: object) -> None
     found = block.fixed_seconds + profile.tokens * block.seconds * block.factor(len(stage.devices)) * part
     truth = TRUTH.tokens * TRUTH.block.seconds * part
     assert 0.8 < found / truth < 1.2
+
+
+def measured_enough() -> World:
+    """A world at the end of the last step that the fit needs."""
+    made = World()
+    made.start()
+    while len(made.job.sampled) < made.settings.fit_steps:
+        made.train()
+        assert made.steps < 20
+    assert "fitted" not in made.kinds()
+    return made
+
+
+def test_the_first_report_of_a_step_has_the_profile_fitted_and_the_last_one_has_it_asked_about() -> None:
+    """Both take a large job's leader long, and are not done in one message."""
+    made = measured_enough()
+    made.planner_waits = True
+    plan = made.plan()
+    assert plan is not None
+    made.steps += 1
+    for device in plan.members:
+        made.up(device, made.report(plan, device))
+    made.turn()
+    assert made.kinds()[-1] == "fitted"
+    assert made.job.profile is not None
+    assert made.job.profile.fitted
+    assert made.planning is None
+    while made.inbox:
+        made.turn()
+    assert made.planning is not None
+    assert made.planning.problem.profile == made.job.profile
+
+
+def test_steps_of_a_plan_that_was_replaced_meanwhile_teach_nothing() -> None:
+    made = measured_enough()
+    other = tuple(msgspec.structs.replace(step, plan=0) for step in made.job.sampled)
+    jobs = {JOB: msgspec.structs.replace(made.job, sampled=other)}
+    made.state = msgspec.structs.replace(made.state, jobs=jobs)
+    made.train(2)
+    assert not {"fitted", "refused"} & {*made.kinds()}
+    made.train(12)
+    assert "fitted" in made.kinds()
 
 
 def test_a_spec_with_a_profile_travels_as_it_is() -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from elasticd_planner.measurement import Measurement
+from elasticd_planner.steps import Step, row_of
 
-from elasticd.machines.job.state import NOTHING
+from elasticd.machines.job.state import NOTHING, Reported
 
 
 def measured(device: str, seconds: float = 1.0) -> Measurement:
     return Measurement(device=device, plan=1, step=1, tokens=1, block_seconds=seconds, block_work=1.0)
+
+
+def whole(found: Reported, *devices: str) -> Step:
+    return found.whole(plan=1, step=1, devices=devices)
 
 
 def test_each_device_counts_once_and_its_last_word_holds() -> None:
@@ -17,15 +22,18 @@ def test_each_device_counts_once_and_its_last_word_holds() -> None:
         found = found.after(measured(device))
     found = found.after(measured("b/0", 2.0))
     assert found.count == 3
-    assert found.by_device() == {
-        "a/0": measured("a/0"),
-        "a/1": measured("a/1"),
-        "b/0": measured("b/0", 2.0),
-    }
+    assert whole(found, "b/0", "a/1", "a/0") == Step.of(
+        [measured("b/0", 2.0), measured("a/1"), measured("a/0")]
+    )
 
 
 def test_a_report_changes_no_value_that_was_there_before() -> None:
     before = NOTHING.after(measured("a/0"))
     before.after(measured("a/1"))
-    assert before.by_device() == {"a/0": measured("a/0")}
+    assert [*before.nodes["a"]] == ["a/0"]
     assert NOTHING.count == 0
+
+
+def test_rows_of_another_release_are_not_mixed_with_ones_of_this() -> None:
+    other = Reported(count=1, nodes={"a": {"a/0": row_of(measured("a/0"))}}, columns=("block_work",))
+    assert other.after(measured("a/1")) == NOTHING.after(measured("a/1"))

@@ -2,12 +2,22 @@
 
 import pytest
 from elasticd_planner.cluster import Link
-from elasticd_planner.cost import memory_by_device, stage_seconds, step_seconds
+from elasticd_planner.cost import (
+    after_seconds,
+    memory_by_device,
+    pipeline_seconds,
+    stage_seconds,
+    step_seconds,
+)
+from elasticd_planner.plan import Plan
 from elasticd_planner.problem import Problem
 from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile, SectionProfile
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.planner.models import cluster, plan, predict
+from tests.planner.models import cluster, plan, plans, predict, profile
+from tests.sizes import examples
 
 #: A block takes 1 s on a normal device, embed 0.1 s, head 0.2 s; communication costs nothing.
 FREE = ModelProfile(
@@ -32,6 +42,18 @@ def test_a_group_is_as_slow_as_its_slowest_share() -> None:
     assert last == pytest.approx(2 * (3 + 0.2))
     # Three micro-batches; while the first is on the last stage, the first stage goes ahead with the second.
     assert step_seconds(PLAN, quiet, {"n0/1": 3.0, "n0/2": 2.0}, cost) == pytest.approx(first + 3 * last)
+
+
+@settings(max_examples=examples(40))
+@given(plans(), st.dictionaries(st.integers(0, 30), st.floats(1, 4), max_size=3))
+def test_a_step_takes_as_long_as_its_slowest_pipeline_and_what_follows(
+    made: Plan, slow: dict[int, float]
+) -> None:
+    """However many pipelines are alike, and counted at once."""
+    here, cost = cluster(*[8] * 8), ProfileCost(profile())
+    rates = {made.members[place % len(made.members)]: rate for place, rate in slow.items()}
+    each = [pipeline_seconds(pipeline, here, rates, cost) for pipeline in made.modules[0].pipelines]
+    assert step_seconds(made, here, rates, cost) == max(each) + after_seconds(made, here, cost)
 
 
 def test_a_collective_costs_what_was_measured_else_a_ring() -> None:

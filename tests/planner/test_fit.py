@@ -1,25 +1,43 @@
 """A fitted profile explains what was measured, and says the same of other plans."""
 
+from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
+
 import msgspec
 import pytest
 from elasticd_planner import fit as fitting
-from elasticd_planner.fit import STEPS, fit
+from elasticd_planner.cost import after_seconds
+from elasticd_planner.fit import STEPS, fit, remeasured
 from elasticd_planner.measurement import Measurement
-from elasticd_planner.plan import ModulePlan, Plan, Strategy
+from elasticd_planner.plan import ModulePlan, Plan, Stage, Strategy
 from elasticd_planner.problem import Problem
+from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.recompute import flagged
+from elasticd_planner.steps import Step
 from elasticd_planner.value import Invalid
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.planner import workers
-from tests.planner.models import cluster, plan, predict, profile
+from tests.planner.models import cluster, plan, plans, predict, profile
+from tests.sizes import examples
 
 TWO_BY_TWO = plan((5, [(5, ["n0/0", "n0/1"], [4, 4])]), (5, [(5, ["n1/0", "n1/1"], [4, 4])]))
 CLUSTER = cluster(2, 2)
 
 
-def steps(made: Plan, count: int = STEPS, **options: object) -> list[Measurement]:
-    return [m for step in range(count) for m in workers.measure(made, step, **options)]  # type: ignore[arg-type]
+def steps(
+    made: Plan,
+    count: int = STEPS,
+    change: Callable[[Measurement], Measurement] = lambda measured: measured,
+    **options: object,
+) -> list[Step]:
+    return [
+        Step.of(map(change, workers.measure(made, step, **options)))  # type: ignore[arg-type]
+        for step in range(count)
+    ]
 
 
 def predicted(model: ModelProfile, made: Plan, rates: dict[str, float] | None = None) -> float:
@@ -80,11 +98,75 @@ def test_waiting_for_a_slow_member_is_no_collective_time() -> None:
 
 def test_noise_and_wild_steps_move_the_fit_little() -> None:
     noisy = [
-        m
+        Step.of(workers.measure(TWO_BY_TWO, step, noise=0.05, wild={"n1/0": 5.0} if step % 7 == 3 else None))
         for step in range(20)
-        for m in workers.measure(TWO_BY_TWO, step, noise=0.05, wild={"n1/0": 5.0} if step % 7 == 3 else None)
     ]
     assert fit(profile(), TWO_BY_TWO, noisy, CLUSTER).block.seconds == pytest.approx(workers.BLOCK, rel=0.03)
+
+
+class Plain(NamedTuple):
+    """What a fit says, by a loop over single measurements."""
+
+    block: float
+    embed: float
+    collectives: dict[int, float]
+    reduction: float
+
+
+def plainly(
+    model: ModelProfile, made: Plan, measured: list[list[Measurement]], rates: dict[str, float]
+) -> Plain:
+    blocks, embeds, least = [], [], dict[tuple[int, Stage], float]()
+    for m in (m for step in measured for m in step if m.block_work > 0):
+        place = made.places[m.device]
+        stage, pipeline = made.stage(place), made.modules[0].pipelines[place.pipeline]
+        rate, width = rates.get(m.device, 1.0), len(stage.devices)
+        blocks.append(m.block_seconds / (model.block.seconds * model.block.factor(width) * m.block_work * rate))
+        if m.embed_seconds > 0:
+            embeds.append(m.embed_seconds / (m.tokens * stage.fraction(place.position) * rate))
+        count = stage.layers * model.block.collectives * (1.5 if stage.recompute else 1.0)
+        count += model.embed.collectives * (stage.start == 0)
+        count += model.head.collectives * (stage.stop == pipeline.layers)
+        if width > 1 and m.tensor_seconds > 0:
+            spent = m.tensor_seconds / (count * pipeline.micro_batches)
+            least[m.step, stage] = min(spent, least.get((m.step, stage), spent))
+    by_width = {len(stage.devices): [] for _, stage in least}
+    for (_, stage), seconds in least.items():
+        by_width[len(stage.devices)].append(seconds)
+    waited = [min(m.reduce_seconds for m in step if m.block_work > 0) for step in measured]
+    return Plain(
+        block=model.block.seconds * median(blocks),
+        embed=median(embeds),
+        collectives={width: median(seconds) for width, seconds in by_width.items()},
+        reduction=median(waited),
+    )
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(plans(), st.integers(0, 1000), st.data())
+def test_arrays_say_what_a_loop_over_the_measurements_does(made: Plan, start: int, data: st.DataObject) -> None:
+    """Of devices that are slow, of steps in which some measured no work, or are missing."""
+    members = st.sampled_from(made.members)
+    rates = data.draw(st.dictionaries(members, st.floats(1.1, 4), max_size=2))
+    idle = data.draw(st.sets(members, max_size=len(made.members) - 1))
+    measured = [workers.measure(made, start + step, rates, noise=0.1) for step in range(STEPS)]
+    measured[3] = [
+        msgspec.structs.replace(m, block_work=0.0, reduce_seconds=0.0) if m.device in idle else m
+        for m in measured[3]
+    ]
+    measured[5] = [m for m in reversed(measured[5]) if m.device not in idle]
+    model, everybody = profile(), cluster(3, 3, 3)
+    expected = plainly(model, made, measured, rates)
+    fitted = fit(model, made, [Step.of(step) for step in measured], everybody, rates)
+    assert fitted.block.seconds == pytest.approx(expected.block)
+    assert fitted.embed.seconds == pytest.approx(expected.embed)
+    assert fitted.collective_seconds == pytest.approx(expected.collectives)
+    again = remeasured(model, made, [Step.of(step) for step in measured], rates)
+    assert again == msgspec.structs.replace(model, block=fitted.block, embed=fitted.embed, head=fitted.head)
+    if len(made.modules[0].pipelines) > 1:
+        without = msgspec.structs.replace(fitted, reduction_scale=0.0)
+        costs = [after_seconds(made, everybody, ProfileCost(each)) for each in (fitted, without)]
+        assert (costs[0] - costs[1]) / fitted.pipeline_scale == pytest.approx(expected.reduction)
 
 
 def test_widths_known_before_are_kept() -> None:
@@ -107,24 +189,28 @@ def test_blocks_that_make_their_activations_again_teach_how_long_that_takes() ->
 
 def test_so_do_blocks_that_the_user_chose() -> None:
     half = profile(recomputed_part=0.5)
-    measured = [
-        msgspec.structs.replace(m, again_seconds=0.5 * workers.AGAIN * m.block_seconds)
-        for m in steps(TWO_BY_TWO)
-    ]
-    assert fit(half, TWO_BY_TWO, measured, CLUSTER).recompute_factor == pytest.approx(1 + workers.AGAIN)
+
+    def again(m: Measurement) -> Measurement:
+        return msgspec.structs.replace(m, again_seconds=0.5 * workers.AGAIN * m.block_seconds)
+
+    assert fit(half, TWO_BY_TWO, steps(TWO_BY_TWO, change=again), CLUSTER).recompute_factor == pytest.approx(
+        1 + workers.AGAIN
+    )
 
 
 def test_of_a_large_job_some_pipelines_tell_what_all_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the others the longest step alone is looked at."""
     whole = fit(profile(), TWO_BY_TWO, steps(TWO_BY_TWO), CLUSTER)
     monkeypatch.setattr(fitting, "ENOUGH", 2)
-    measured = [
-        msgspec.structs.replace(m, block_seconds=9 * m.block_seconds, tensor_seconds=9 * m.tensor_seconds)
-        if m.device.startswith("n1/")
-        else m
-        for m in steps(TWO_BY_TWO)
-    ]
-    sampled = fit(profile(), TWO_BY_TWO, measured, CLUSTER)
+
+    def other(m: Measurement) -> Measurement:
+        if not m.device.startswith("n1/"):
+            return m
+        return msgspec.structs.replace(
+            m, block_seconds=9 * m.block_seconds, tensor_seconds=9 * m.tensor_seconds
+        )
+
+    sampled = fit(profile(), TWO_BY_TWO, steps(TWO_BY_TWO, change=other), CLUSTER)
     assert sampled == whole
 
 

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from elasticd_planner import formats, seconds, staying
 from elasticd_planner.cluster import Cluster, Device, Link, Node
-from elasticd_planner.cost import memory_by_device, stage_seconds, stage_times, steady_seconds, step_seconds
+from elasticd_planner.cost import (
+    after_seconds,
+    memory_by_device,
+    pipeline_seconds,
+    stage_seconds,
+    stage_times,
+    steady_seconds,
+    step_seconds,
+)
 from elasticd_planner.interleave import Interleaving, chunked, flattened, plain
 from elasticd_planner.passes import passes
 from elasticd_planner.placement import bytes_to_move, strategy
@@ -93,6 +101,23 @@ TWO = Pipeline(
 def made(*pipelines: Pipeline) -> Plan:
     batch = sum(pipeline.micro_batches for pipeline in pipelines)
     return Plan(number=1, strategies=(strategy(pipelines),), micro_batch=1, global_batch=batch)
+
+
+def test_interleaved_pipelines_that_are_alike_are_counted_once_and_others_each() -> None:
+    alike, slow = (
+        msgspec.structs.replace(
+            TWO,
+            stages=tuple(
+                msgspec.structs.replace(s, devices=(f"n{at + i}/0",)) for i, s in enumerate(TWO.stages)
+            ),
+        )
+        for at in (2, 4)
+    )
+    whole, here = made(TWO, alike, slow), problem(6).cluster
+    rates, cost = {"n5/0": 2.0}, ProfileCost(profile())
+    each = [pipeline_seconds(pipeline, here, rates, cost) for pipeline in (TWO, alike, slow)]
+    assert each[0] == each[1] < each[2]
+    assert step_seconds(whole, here, rates, cost) == each[2] + after_seconds(whole, here, cost)
 
 
 # -- the value -------------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 import pytest
 from elasticd_planner.fleet import Curve
-from elasticd_planner.lengths import Lengths, attention_rise, bucket, evaluated, even, histogram, lengths_of
+from elasticd_planner.lengths import Lengths, attention_rise, bucket, evaluated, even, histogram
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.profiles import derive
+from elasticd_planner.steps import Step
 from elasticd_planner.value import Invalid
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,9 +40,9 @@ def test_a_histogram_has_each_sequence_once_in_its_bucket(lengths: list[int]) ->
 
 def test_members_of_a_pipeline_count_its_sequences_once() -> None:
     one, two = [100, 300], [200, 800]
-    found = lengths_of([measured("a", one), measured("b", one), measured("c", two), measured("d", [])])
+    found = Step.of([measured("a", one), measured("b", one), measured("c", two), measured("d", [])]).lengths
     assert found == Lengths(mean=350, effective=(100**2 + 300**2 + 200**2 + 800**2) / 1400, longest=800)
-    assert lengths_of([measured("d", [])]) is None
+    assert Step.of([measured("d", [])]).lengths is None
 
 
 def test_times_follow_tokens_and_squares_and_memory_the_longest() -> None:

@@ -7,6 +7,7 @@ from elasticd_planner.fleet import fleet_cost
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
 from elasticd_planner.profiles import ModelProfile, SectionProfile
+from elasticd_planner.rated import as_mapping
 from elasticd_planner.rates import (
     Change,
     DetectSettings,
@@ -232,7 +233,10 @@ def test_rates_are_rounded_more_coarsely_where_they_are_larger() -> None:
 def test_the_state_survives_json() -> None:
     watch = Watch()
     watch.run(FOUR, 8, {"n0/1": 3.0})
-    assert msgspec.json.decode(msgspec.json.encode(watch.state), type=RateState) == watch.state
+    assert (
+        msgspec.json.decode(msgspec.json.encode(watch.state, enc_hook=as_mapping), type=RateState)
+        == watch.state
+    )
 
 
 @pytest.mark.parametrize(

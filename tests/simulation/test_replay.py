@@ -11,11 +11,17 @@ import httpx2
 import msgspec
 import pytest
 from click.testing import CliRunner
+from elasticd_planner.measurement import Measurement
+from elasticd_planner.rated import DeviceRate, Devices
+from elasticd_planner.rates import RateState
+from elasticd_planner.steps import Step
 
 from elasticd import recording
 from elasticd.cli.app import elasticd
 from elasticd.credentials import Credentials
+from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import AgentUp, Event
+from elasticd.machines.job.state import NOTHING, Phase, fresh
 from elasticd.recording import Line, RecordingError
 from elasticd.simulator.leader import Leader
 from elasticd.simulator.planning import Planner
@@ -181,3 +187,44 @@ def test_a_coordinator_is_recorded_from_any_moment_and_the_recording_ends_with_i
     assert set(lines[0].state().nodes) == {"alpha"}
     assert lines[1].event() == AgentUp(record=node_record("beta"))
     assert lines[2].note().kind == "node_up"
+
+
+def test_a_recording_has_what_was_measured_of_a_large_job() -> None:
+    """Which is in columns, and packed."""
+    measured = Measurement(
+        device="a/0",
+        plan=1,
+        step=3,
+        tokens=5,
+        block_seconds=0.1,
+        block_work=1.0,
+        squares=25.0,
+        longest=5,
+        lengths={9: 1},
+    )
+    job = msgspec.structs.replace(
+        fresh("job", Phase.RUNNING, 0.0),
+        rates=RateState(devices=Devices.of({"a/0": DeviceRate(rate=1.5, residuals=(0.4,), spikes=(2,))})),
+        gathered={4: NOTHING.after(measured)},
+        last_steps=(Step.of([measured]),),
+        sampled=(Step.of([measured]),),
+    )
+    state = State(epoch=1, jobs={"job": job})
+    (line,) = recording.read([recording.began(state, 1.0, 2.0)], "the test")
+    assert line.state() == state
+    # Releases before had other names for measurements that are not packed: rates are kept of them.
+    older = msgspec.json.decode(line.body)
+    before = [msgspec.to_builtins(measured)]
+    named = {
+        "partial": {"4": {"count": 1, "nodes": {"a": {"a/0": before[0]}}}},
+        "recent": [before],
+        "samples": [before],
+    }
+    kept = {
+        name: value
+        for name, value in older["jobs"]["job"].items()
+        if name not in ("gathered", "last_steps", "sampled")
+    }
+    older["jobs"]["job"] = kept | named
+    read = msgspec.structs.replace(line, body=msgspec.Raw(msgspec.json.encode(older))).state()
+    assert read.jobs["job"] == msgspec.structs.replace(job, gathered={}, last_steps=(), sampled=())

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from elasticd_planner.cluster import Link
 from elasticd_planner.detect import DetectSettings
-from elasticd_planner.lengths import lengths_of
 from elasticd_planner.links import LinkState, observe_links
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.rates import Change, RateState, observe
 from elasticd_planner.shift import Shift, ShiftState, watch
+from elasticd_planner.steps import Step
 from elasticd_planner.value import Invalid
 
 from elasticd.simulator.traces import Data, Grid, Rough, SlowLink, Trace, Trouble
@@ -31,7 +31,7 @@ def detect(trace: Trace, steps: int) -> tuple[RateState, list[Change], list[Shif
     for step, measured in enumerate(trace.steps(0, steps)):
         state, found = observe(state, measured, SETTINGS)
         changes += found
-        data, shift = watch(data, step, lengths_of(measured), SETTINGS)
+        data, shift = watch(data, step, Step.of(measured).lengths, SETTINGS)
         shifts += [shift] if shift else []
     return state, changes, shifts
 

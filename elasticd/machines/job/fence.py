@@ -52,7 +52,7 @@ def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
         remedy=None,
         decided=None,
         deferred=None,
-        partial={},
+        gathered={},
         not_before=0.0,
     )
     told = turn.told("fenced", f"fence {number}: {why}", number=number, gone=sorted(gone))

@@ -41,12 +41,14 @@ def all_told(turn: Turn) -> None:
     """Every worker is told to go, as when one torchrun that has them all is: nobody is left to go on. Those
     that train, and so can, make a last checkpoint before; whose grace is over first is lost, and ends that."""
     job = turn.job
-    if job.phase not in FALLIBLE or job.settle_until is not None or not job.workers or not job.all_reported:
+    if job.phase not in FALLIBLE or job.settle_until is not None:
         return
+    if any(not worker.leaving and worker.left_at is None for worker in job.workers.values()):
+        return  # which the first of thousands says
     there = [worker for worker in job.workers.values() if not worker.left]
-    if job.unmet:
+    if job.unmet or not job.all_reported:
         return  # members that a new leader has not met were told nothing that it knows of
-    if there and all(worker.leaving for worker in there) and not _saving(job):
+    if there and not _saving(job):
         reasons = ", ".join(dict.fromkeys(worker.leaving for worker in there))
         why = job.stopping or f"all workers were told to go ({reasons})"
         stop(turn, f"{why}, after step {job.progress.step}")
@@ -62,6 +64,9 @@ def _saving(job: JobState) -> bool:
 def to_leave(turn: Turn) -> tuple[str, ...]:
     """The devices to be left that the plan in force still uses, in rank order."""
     members = turn.job.plan.members if turn.job.plan is not None else ()
+    drained = any(node.record.draining for node in turn.nodes.values())
+    if not drained and not any(worker.leaving for worker in turn.job.workers.values()):
+        return ()
     return tuple(device for device in members if _drained(turn, device) or _told(turn, device))
 
 

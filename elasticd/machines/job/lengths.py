@@ -6,12 +6,10 @@ know it: what they took is what the profile says from then on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from elasticd_planner.fit import remeasured
-from elasticd_planner.lengths import Lengths, attention_rise, evaluated, even, lengths_of
-from elasticd_planner.measurement import Measurement
+from elasticd_planner.lengths import Lengths, attention_rise, evaluated, even
 from elasticd_planner.shift import watch
+from elasticd_planner.steps import Step
 
 from elasticd.machines.job.turn import Turn
 
@@ -19,11 +17,11 @@ from elasticd.machines.job.turn import Turn
 OFF = 0.1
 
 
-def measured(turn: Turn, step: Sequence[Measurement]) -> None:
+def measured(turn: Turn, step: Step) -> None:
     """Takes in the lengths of a whole step. Where they have shifted, the profile is evaluated anew for what
     they are now; a plan for it is asked for as for any other profile."""
     job = turn.job
-    state, shift = watch(job.shifts, step[0].step, lengths_of(step), turn.settings.detect)
+    state, shift = watch(job.shifts, step.step, step.lengths, turn.settings.detect)
     turn.set(shifts=state)
     if job.profile is None or job.spec is None:
         return
@@ -40,20 +38,15 @@ def measured(turn: Turn, step: Sequence[Measurement]) -> None:
     rise = attention_rise(job.spec.model, job.rates.curve)
     profile = evaluated(job.profile, before, after, rise)
     if profile.fitted and job.plan is not None:
-        profile = remeasured(profile, job.plan, _alike(job.recent, after), job.rates.rates)
-    turn.set(profile=profile, samples=(), first_step=None)
-    turn.note("shifted", reason, step=step[0].step, mean=after.mean, longest=after.longest)
+        alike = [step for step in job.last_steps if _is_like(step, after)]
+        profile = remeasured(profile, job.plan, alike, job.rates.rates)
+    turn.set(profile=profile, sampled=(), first_step=None)
+    turn.note("shifted", reason, step=step.step, mean=after.mean, longest=after.longest)
 
 
-def _alike(recent: Sequence[Sequence[Measurement]], after: Lengths) -> list[Measurement]:
-    """The measurements of those steps whose lengths are such as these."""
-    found = [(lengths_of(step), step) for step in recent]
-    return [
-        measurement
-        for lengths, step in found
-        if lengths is not None and abs(lengths.effective / after.effective - 1) <= OFF
-        for measurement in step
-    ]
+def _is_like(step: Step, after: Lengths) -> bool:
+    """Whether a step's lengths are such as these."""
+    return step.lengths is not None and abs(step.lengths.effective / after.effective - 1) <= OFF
 
 
 def _off(before: Lengths, after: Lengths) -> bool:

@@ -157,9 +157,10 @@ def _adds(job: JobState, event: Received) -> bool:
 
 
 def _alike(before: JobState, after: JobState) -> bool:
-    """Whether nothing changed that anything could become due from."""
-    same = before.rates is after.rates and before.profile is after.profile
-    return same and before.phase is after.phase and len(before.workers) == len(after.workers)
+    """Whether nothing changed that anything could become due from at once. A profile that was fitted is asked
+    about with the end of the step: to fit it was enough for one message."""
+    same = before.rates is after.rates and before.phase is after.phase
+    return same and len(before.workers) == len(after.workers)
 
 
 def _message(

@@ -73,8 +73,10 @@ def suspect(turn: Turn) -> None:
                 fault(turn, away, why)
             return
     halted = turn.now - job.progress.at > turn.settings.hang_seconds + 2 * job.progress.slowest
+    if since is None and not halted:
+        return
     frozen = [worker for worker in _owners(turn) if worker.frozen]
-    if frozen and (since is not None or halted):
+    if frozen:
         gone = {worker.device: worker.incarnation for worker in frozen}
         why = f"worker {', '.join(gone)} is frozen: {frozen[0].frozen}"
         if not _spared(turn, gone, why):
@@ -123,11 +125,12 @@ def _awaited(turn: Turn, nodes: Collection[str], away: Collection[str], why: str
 def _unreachable(turn: Turn) -> dict[str, str]:
     """Members on nodes that have been away for too long; nobody, where no member's node can be reached: then
     nobody is left to say that the steps have stopped, and it may be this leader who is cut off."""
-    nodes = [turn.nodes.get(worker.node) for worker in _owners(turn)]
+    owners = _owners(turn)
+    nodes = map(turn.nodes.get, {worker.node for worker in owners})
     if not any(node is not None and node.connected for node in nodes):
         return {}
     away = {}
-    for worker in _owners(turn):
+    for worker in owners:
         node = turn.nodes.get(worker.node)
         known = node is not None and (node.connected or turn.now - node.since < turn.settings.node_seconds)
         if not known:

@@ -9,7 +9,6 @@ import msgspec
 from elasticd_planner.cluster import Cluster, Device, Node
 from elasticd_planner.expected import expectation
 from elasticd_planner.fit import fit
-from elasticd_planner.measurement import Measurement
 from elasticd_planner.placement import bytes_to_move
 from elasticd_planner.plan import Plan
 from elasticd_planner.policy import Decision, decide, measured_price
@@ -18,6 +17,7 @@ from elasticd_planner.problem import Freedom, Problem
 from elasticd_planner.profiles import ModelProfile, derive
 from elasticd_planner.rates import observe
 from elasticd_planner.stability import outlook, settled
+from elasticd_planner.steps import Step
 from elasticd_planner.value import Invalid
 
 from elasticd.machines.job import lengths, probing, raised, rehearsing
@@ -74,27 +74,28 @@ def measured(turn: Turn, report: Report) -> None:
     plan = job.plan
     if plan is None or measurement.plan != plan.number or measurement.device not in plan.binding:
         return
-    step = job.partial.get(measurement.step, NOTHING).after(measurement)
-    partial = {
+    if measurement.step not in job.gathered:
+        _fit(turn, plan)
+    step = job.gathered.get(measurement.step, NOTHING).after(measurement)
+    gathered = {
         number: found
-        for number, found in {**job.partial, measurement.step: step}.items()
+        for number, found in {**job.gathered, measurement.step: step}.items()
         if number > measurement.step - MOST_PARTIAL
     }
     if step.count < len(plan.binding):
-        turn.set(partial=partial)
+        turn.set(gathered=gathered)
         return
-    del partial[measurement.step]
-    turn.set(partial=partial)
-    found = step.by_device()
-    _observe(turn, plan, tuple(found[device] for device in plan.members))
+    del gathered[measurement.step]
+    turn.set(gathered=gathered)
+    _observe(turn, plan, step.whole(plan.number, measurement.step, plan.members))
 
 
-def _observe(turn: Turn, plan: Plan, step: tuple[Measurement, ...]) -> None:
+def _observe(turn: Turn, plan: Plan, step: Step) -> None:
     """A whole step: who became slow or recovered, and one more sample for the profile's fit."""
     work = expectation(turn.job.profile, plan) if turn.job.profile is not None else None
     rates, changes = observe(turn.job.rates, step, turn.settings.detect, work)
-    recent = tuple(known for known in turn.job.recent if known[0].plan == plan.number)
-    turn.set(rates=rates, recent=(*recent, step)[-MOST_RECENT:])
+    last = tuple(known for known in turn.job.last_steps if known.plan == plan.number)
+    turn.set(rates=rates, last_steps=(*last, step)[-MOST_RECENT:])
     lengths.measured(turn, step)
     probing.told(turn, changes)
     profile = turn.job.profile
@@ -102,22 +103,27 @@ def _observe(turn: Turn, plan: Plan, step: tuple[Measurement, ...]) -> None:
         return
     # The first step of a plan has the cost of everything that is done once; a step before a rate changed was
     # made at others than those that the fit would take it for.
-    earlier = tuple(sample for sample in turn.job.samples if sample[0].plan == plan.number)
-    first = turn.job.first_step if turn.job.first_step is not None else step[0].step
-    samples = () if changes or step[0].step == first else (*earlier, step)
-    turn.set(first_step=first, samples=samples)
-    if len(samples) < turn.settings.fit_steps:
+    earlier = tuple(sample for sample in turn.job.sampled if sample.plan == plan.number)
+    first = turn.job.first_step if turn.job.first_step is not None else step.step
+    sampled = () if changes or step.step == first else (*earlier, step)
+    turn.set(first_step=first, sampled=sampled)
+
+
+def _fit(turn: Turn, plan: Plan) -> None:
+    """Fits the profile once there are steps enough. The first report of the next step brings it about: the last
+    one of a step brings about its judgement, which is enough for one message."""
+    profile, sampled = turn.job.profile, turn.job.sampled
+    if profile is None or len(sampled) < turn.settings.fit_steps or sampled[-1].plan != plan.number:
         return
-    measurements = [measurement for sample in samples for measurement in sample]
     devices = _devices(turn)
-    turn.set(samples=(), first_step=None)
+    turn.set(sampled=(), first_step=None)
     try:
-        profile = fit(profile, plan, measurements, _cluster(turn, devices), _rates(turn, devices))
+        profile = fit(profile, plan, sampled, _cluster(turn, devices), _rates(turn, devices))
     except Invalid as error:  # what the workers measured makes no sense
         turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
         return
     turn.set(profile=profile, taught_by=plan.number, rehearsed=turn.job.rehearsed - _widths(plan))
-    text = f"profile fitted from {len(samples)} steps of plan {plan.number}"
+    text = f"profile fitted from {len(sampled)} steps of plan {plan.number}"
     turn.note("fitted", text, number=plan.number, block_seconds=profile.block.seconds)
 
 
@@ -324,7 +330,7 @@ def all_there(turn: Turn) -> bool:
     job = turn.job
     if job.settle_until is not None and job.phase in (Phase.RUNNING, Phase.RECOVERING):
         return False
-    nodes = [turn.nodes.get(worker.node) for worker in job.workers.values()]
+    nodes = [*map(turn.nodes.get, {worker.node for worker in job.workers.values()})]
     if job.phase is Phase.RECOVERING:  # who is lost, is lost
         return any(node is not None and node.connected for node in nodes)
     return job.all_reported and all(node is not None and node.connected for node in nodes)
@@ -332,11 +338,11 @@ def all_there(turn: Turn) -> bool:
 
 def _devices(turn: Turn) -> tuple[Device, ...]:
     """The devices that have a worker of this job, by name, but for those that are to be left."""
-    there = {worker.device for worker in turn.job.workers.values() if not worker.left and not worker.leaving}
-    nodes = {worker.node for worker in turn.job.workers.values()} & turn.nodes.keys()
-    nodes = {node for node in nodes if not turn.nodes[node].record.draining}
-    weights = Counter(worker.node for worker in turn.job.workers.values() if worker.node in nodes)
-    nodes = usable(turn, weights)
+    workers = turn.job.workers.values()
+    there = {worker.device for worker in workers if worker.left_at is None and not worker.leaving}
+    counts = Counter([worker.node for worker in workers])
+    known = {name: turn.nodes[name] for name in counts if name in turn.nodes}
+    nodes = usable(turn, {name: counts[name] for name, node in known.items() if not node.record.draining})
     found = [device for node in sorted(nodes) for device in turn.nodes[node].record.devices]
     if turn.job.phase is Phase.RUNNING:  # elsewhere speed matters more than how fast a newcomer is
         there -= probing.awaited(turn)
@@ -344,14 +350,15 @@ def _devices(turn: Turn) -> tuple[Device, ...]:
 
 
 def _rates(turn: Turn, devices: tuple[Device, ...]) -> dict[str, float]:
-    names = {device.name for device in devices}
-    return {name: rate for name, rate in turn.job.rates.rates.items() if name in names}
+    rates = turn.job.rates.rates
+    names = {device.name for device in devices} if rates else set()
+    return {name: rate for name, rate in rates.items() if name in names}
 
 
 def _cluster(turn: Turn, devices: tuple[Device, ...]) -> Cluster:
     nodes: dict[str, list[Device]] = {}
     for device in devices:
-        nodes.setdefault(device.node, []).append(device)
+        nodes.setdefault(device.name.rpartition("/")[0], []).append(device)
     return Cluster(
         nodes=tuple(Node(name=name, devices=tuple(held)) for name, held in nodes.items()),
         inside=turn.settings.inside,

@@ -46,6 +46,7 @@ from elasticd_planner.profiles import GUESSED_FLOPS, ModelProfile
 from elasticd_planner.rates import DetectSettings, RateState
 from elasticd_planner.shift import ShiftState
 from elasticd_planner.stability import Stability
+from elasticd_planner.steps import COLUMNS, Row, Step, row_of
 from elasticd_planner.value import Value, refuse
 
 from elasticd.health import Health
@@ -270,20 +271,28 @@ class Progress(Value, frozen=True, kw_only=True):
 
 class Reported(Value, frozen=True, kw_only=True):
     """What some members reported of a step, by node and device; `count` of them. By node, since a report makes
-    another of these values, and one of a thousand nodes is not to copy the others' devices."""
+    another of these values, and one of a thousand nodes is not to copy the others' devices. Each report is
+    packed at once, so that the last one finds little left to do. `columns` are those of the rows."""
 
     count: int = 0
-    nodes: dict[str, dict[str, Measurement]] = msgspec.field(default_factory=dict)
+    nodes: dict[str, dict[str, Row]] = msgspec.field(default_factory=dict)
+    columns: tuple[str, ...] = COLUMNS
 
     def after(self, measurement: Measurement) -> Reported:
         """With one more; a later word of a device takes the place of its earlier one."""
+        if self.columns != COLUMNS:  # a recording of another release has these
+            return NOTHING.after(measurement)
         node = measurement.device.rpartition("/")[0]
         before = self.nodes.get(node, {})
-        held = {**before, measurement.device: measurement}
+        held = {**before, measurement.device: row_of(measurement)}
         return Reported(count=self.count + len(held) - len(before), nodes={**self.nodes, node: held})
 
-    def by_device(self) -> dict[str, Measurement]:
-        return {device: found for held in self.nodes.values() for device, found in held.items()}
+    def whole(self, plan: int, step: int, devices: tuple[str, ...]) -> Step:
+        """The step, once all of these devices have reported it."""
+        rows: dict[str, Row] = {}
+        for held in self.nodes.values():
+            rows |= held
+        return Step.gathered(plan, step, devices, [*map(rows.__getitem__, devices)])
 
 
 NOTHING = Reported()
@@ -302,8 +311,8 @@ class JobState(Value, frozen=True, kw_only=True):
         `moved` what the last switches cost. A new leader learns the latter two anew.
     fault: `fence` is the one that no recorded plan has followed yet, `remedy` the plan that is to; `gone` are
         all that were ever fenced off, by device the last of them: their words count no more.
-    measuring: `partial` steps that some members have not reported yet; `samples` for the fit, from the step
-        after `first_step` on; `recent` whole steps of the plan in force; `probes` of devices without work;
+    measuring: `gathered` of steps that some members have not reported yet; `sampled` for the fit, from the step
+        after `first_step` on; `last_steps` whole ones of the plan in force; `probes` of devices without work;
         `rehearsal` of all-reduces before the first plan, `rehearsed` the widths that are known of it alone;
         `taught_by` the plan that the profile was last fitted to. `shifts` watches the data's lengths; the
         profile is for such as `lengths` (None: as the spec says, all alike).
@@ -349,15 +358,15 @@ class JobState(Value, frozen=True, kw_only=True):
     stability: Stability = msgspec.field(default_factory=Stability)
     moved: tuple[Moved, ...] = ()
     token: int = 0
-    partial: dict[int, Reported] = msgspec.field(default_factory=dict)
+    gathered: dict[int, Reported] = msgspec.field(default_factory=dict)
     first_step: int | None = None
     rehearsal: Rehearsal | None = None
     rehearsed: frozenset[int] = frozenset()
     taught_by: int = 0
     sequence: int = 0
     reread: bool = False
-    recent: tuple[tuple[Measurement, ...], ...] = ()
-    samples: tuple[tuple[Measurement, ...], ...] = ()
+    last_steps: tuple[Step, ...] = ()
+    sampled: tuple[Step, ...] = ()
     shifts: ShiftState = msgspec.field(default_factory=ShiftState)
     lengths: Lengths | None = None
     progress: Progress = Progress()
@@ -404,20 +413,15 @@ class JobState(Value, frozen=True, kw_only=True):
         """Devices of members, of the running or the proposed plan, whose worker has not said hello, or not
         to the agent that its node has now. Who is fenced off is not waited for."""
         plans = (self.plan, self.proposal.plan if self.proposal is not None else None)
-        return tuple(
-            dict.fromkeys(
-                device
-                for plan in plans
-                if plan is not None
-                for device, incarnation in plan.binding.items()
-                if self.gone.get(device) != incarnation
-                and (
-                    (worker := self.workers.get(device)) is None
-                    or worker.incarnation != incarnation
-                    or worker.orphan
-                )
-            )
-        )
+        found: dict[str, None] = {}
+        for plan in plans:
+            for device, incarnation in plan.binding.items() if plan is not None else ():
+                worker = self.workers.get(device)
+                if worker is not None and worker.incarnation == incarnation and not worker.orphan:
+                    continue
+                if self.gone.get(device) != incarnation:
+                    found[device] = None
+        return tuple(found)
 
 
 def fresh(job: str, phase: Phase, now: float) -> JobState:

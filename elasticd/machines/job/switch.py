@@ -182,7 +182,7 @@ def _record(turn: Turn, proposal: Proposal, step: int) -> None:
         plan=proposal.plan,
         proposal=None,
         give_up="",
-        partial={},
+        gathered={},
         first_step=None,
         deferred=None,
         unmet={d: one for d, one in job.unmet.items() if proposal.plan.binding.get(d) == one},
