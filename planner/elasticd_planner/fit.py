@@ -24,7 +24,7 @@ from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile, SectionProfile
 from elasticd_planner.seats import Seats, seats_of
 from elasticd_planner.sequential import middle
-from elasticd_planner.steps import Step
+from elasticd_planner.steps import COLUMNS, Step
 from elasticd_planner.value import refuse
 
 #: Steps that a fit needs.
@@ -45,7 +45,7 @@ def fit(
     devices while they were measured. Raises Invalid where steps are missing."""
     rates = rates or {}
     measured = _Measured.of(plan, steps, rates)
-    if (count := len({step.step for step in measured.steps})) < STEPS:
+    if (count := len(measured.table)) < STEPS:
         refuse(f"profile {profile.name}: a fit needs {STEPS} steps of plan {plan.number}, not {count}")
     some = measured.sample()
     collectives = _collectives(profile, some)
@@ -74,14 +74,13 @@ def remeasured(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Measured:
-    """Some members' measurements in steps of their plan. known [steps, members]: who measured work. Of a
-    member: where it is in each step's devices (-1: nowhere), its group, its part of each layer, and how many
-    times longer than a normal one it takes."""
+    """Some members' measurements in steps of their plan. table [steps, members, `COLUMNS`]: zeros of a member
+    that measured no work in a step, as `known` says [steps, members]. Of a member: its group, its part of each
+    layer, and how many times longer than a normal one it takes."""
 
     seats: Seats
-    steps: Sequence[Step]
+    table: Floats
     known: Bools
-    places: Ints  # [steps, members]
     group: Ints  # [members]; and both below
     part: Floats
     rate: Floats
@@ -90,50 +89,40 @@ class _Measured:
     def of(cls, plan: Plan, steps: Sequence[Step], rates: Rates) -> _Measured:
         """All members in those steps of `plan` in which any measured work."""
         steps = [step for step in steps if step.plan == plan.number]
-        places = np.full((len(steps), len(plan.places)), -1)
-        for i, step in enumerate(steps):
+        table = np.zeros((len(steps), len(plan.places), len(COLUMNS)))
+        for found, step in zip(table, steps, strict=True):
             seat = seats_of(plan, step.devices)
-            here = np.flatnonzero(seat >= 0)
-            places[i, seat[here]] = here
+            here = seat >= 0
+            found[seat[here]] = step.table[here]
+        known = table[:, :, COLUMNS.index("block_work")] > 0
+        table[~known] = 0.0
         rate = np.ones(len(plan.places))
         if rates:
             rate[:] = [rates.get(device, 1.0) for device in plan.places]
-        known = _column(steps, places, "block_work") > 0
-        some = np.flatnonzero(known.any(axis=1)).tolist()
-        return cls(
-            seats=plan.seats,
-            steps=[steps[i] for i in some],
-            known=known[some],
-            places=places[some],
-            group=plan.seats.group,
-            part=plan.seats.part,
-            rate=rate,
-        )
+        some, seats = known.any(axis=1), plan.seats
+        if not some.all():
+            table, known = table[some], known[some]
+        return cls(seats=seats, table=table, known=known, group=seats.group, part=seats.part, rate=rate)
 
     def column(self, name: str) -> Floats:
-        """One of `steps.COLUMNS` [steps, members]; zero of a member that measured no work."""
-        return np.where(self.known, _column(self.steps, self.places, name), 0.0)
+        """One of `COLUMNS` [steps, members]."""
+        found: Floats = self.table[:, :, COLUMNS.index(name)]
+        return found
 
     def sample(self) -> _Measured:
         """All members of every so many pipelines: all stages and whole groups are among them."""
         every = -(-len(self.group) // ENOUGH)
+        if every == 1:
+            return self
         chosen = np.flatnonzero(self.seats.pipeline[self.group] % every == 0)
         return replace(
             self,
+            table=self.table[:, chosen],
             known=self.known[:, chosen],
-            places=self.places[:, chosen],
             group=self.group[chosen],
             part=self.part[chosen],
             rate=self.rate[chosen],
         )
-
-
-def _column(steps: Sequence[Step], places: Ints, name: str) -> Floats:
-    """A column of steps at these places [steps, members]; zero where a member has none."""
-    found = np.zeros(places.shape)
-    for each, step, place in zip(found, steps, places, strict=True):
-        np.copyto(each, step.column(name)[place], where=place >= 0)
-    return found
 
 
 def _median(numbers: Floats) -> float:

@@ -59,12 +59,15 @@ def packed(measurement: Measurement) -> bytes:
     if not measurement.squares > 0:
         return b""
     counts = measurement.lengths
+    if [*counts] != sorted(counts):  # a worker's `histogram` is
+        counts = dict(sorted(counts.items()))
     numbers = measurement.tokens, measurement.squares, measurement.longest, sum(counts.values())
-    return _SEQUENCES.pack(*numbers) + msgspec.json.encode(sorted(counts.items()))
+    return _SEQUENCES.pack(*numbers) + _encoder.encode(counts)
 
 
 #: Of the sequences that a device reports: tokens, sum of squared lengths, the longest, and how many.
 _SEQUENCES = struct.Struct("<4d")
+_encoder = msgspec.json.Encoder()
 
 
 def lengths_of(reported: Iterable[bytes]) -> Lengths | None:

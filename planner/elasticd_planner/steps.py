@@ -89,18 +89,27 @@ class Step(Value, frozen=True, kw_only=True):
         numbers = np.array((seconds, work, nothing, nothing), "<f8").T.tobytes()
         return cls(plan=plan, step=step, devices=devices, numbers=numbers, columns=STARTS)
 
+    @property
+    def table(self) -> Floats:
+        """All numbers [devices, `COLUMNS`]; zeros where another release has not kept them."""
+        table: Floats = np.frombuffer(self.numbers, "<f8").reshape(len(self.devices), len(self.columns))
+        if self.columns == COLUMNS:
+            return table
+        found = np.zeros((len(self.devices), len(COLUMNS)))
+        for place, name in enumerate(COLUMNS):
+            if name in self.columns:
+                found[:, place] = table[:, self.columns.index(name)]
+        return found
+
     def column(self, name: str) -> Floats:
-        """One of `COLUMNS`, by device [devices]; zeros where another release has not kept it."""
-        if name not in self.columns:
-            return np.zeros(len(self.devices))
-        table = np.frombuffer(self.numbers, "<f8").reshape(len(self.devices), len(self.columns))
-        found: Floats = table[:, self.columns.index(name)]
+        """One of `COLUMNS` [devices]."""
+        found: Floats = self.table[:, COLUMNS.index(name)]
         return found
 
     @property
     def rows(self) -> list[tuple[float, float, float, float]]:
         """What detection reads, device by device: the numbers of `STARTS`."""
         if self.columns[: len(STARTS)] != STARTS:  # of another release
-            return [*zip(*(self.column(name).tolist() for name in STARTS), strict=True)]
+            return [tuple(row) for row in self.table[:, : len(STARTS)].tolist()]
         size = 8 * len(self.columns)
         return [_START.unpack_from(self.numbers, at) for at in range(0, len(self.numbers), size)]

@@ -1,5 +1,6 @@
 """Lengths of sequences: what a step's are like, and what a model costs at others."""
 
+import msgspec
 import pytest
 from elasticd_planner.fleet import Curve
 from elasticd_planner.lengths import Lengths, attention_rise, bucket, evaluated, even, histogram
@@ -40,7 +41,8 @@ def test_a_histogram_has_each_sequence_once_in_its_bucket(lengths: list[int]) ->
 
 def test_members_of_a_pipeline_count_its_sequences_once() -> None:
     one, two = [100, 300], [200, 800]
-    found = Step.of([measured("a", one), measured("b", one), measured("c", two), measured("d", [])]).lengths
+    turned = msgspec.structs.replace(measured("b", one), lengths=dict(reversed(histogram(one).items())))
+    found = Step.of([measured("a", one), turned, measured("c", two), measured("d", [])]).lengths
     assert found == Lengths(mean=350, effective=(100**2 + 300**2 + 200**2 + 800**2) / 1400, longest=800)
     assert Step.of([measured("d", [])]).lengths is None
 

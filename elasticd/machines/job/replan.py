@@ -115,10 +115,11 @@ def _fit(turn: Turn, plan: Plan) -> None:
     profile, sampled = turn.job.profile, turn.job.sampled
     if profile is None or len(sampled) < turn.settings.fit_steps or sampled[-1].plan != plan.number:
         return
-    devices = _devices(turn)
     turn.set(sampled=(), first_step=None)
+    # All that a fit asks of the cluster is its links.
+    links = Cluster(nodes=(), inside=turn.settings.inside, between=turn.settings.between)
     try:
-        profile = fit(profile, plan, sampled, _cluster(turn, devices), _rates(turn, devices))
+        profile = fit(profile, plan, sampled, links, turn.job.rates.rates)
     except Invalid as error:  # what the workers measured makes no sense
         turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
         return
