@@ -178,6 +178,7 @@ class Cheapest:
         self._kept = self._useful()
         self._held: list[tuple[_Columns, Floats]] = []
         self._costed: dict[tuple[int, int], tuple[_Columns, Floats]] = {}
+        self._filled: dict[tuple[int, bool], tuple[_Columns, list[tuple[Ints, Floats]]]] = {}
         #: Numbers in the arrays that were looked at, about.
         self.work = 0.0
         #: The least price of chains of 1, 2, ... stages, [stages, case].
@@ -219,6 +220,34 @@ class Cheapest:
             if not (better & (pieces.first[kept] >= pieces.first[i]).all(axis=1)).any():
                 kept.append(i)
         return kept
+
+    @cached_property
+    def _ranked(self) -> Ints:
+        """Steady: the pieces of each case that no other one replaces, [rank, case]; -1: none."""
+        cases, pieces = self.cases, self.cases.pieces
+        kept = np.array(self._kept, dtype=np.int64)
+        kept = kept[np.argsort(self.prices[kept], kind="stable")]
+        rooms = np.concatenate([pieces.rooms[kept], pieces.first[kept]], axis=1)
+        most = np.minimum(cases.most[kept][:, :, None], rooms[:, None, :]).astype(np.int16)
+        useful = most.max(axis=2) > 0
+        for i in range(1, len(kept)):
+            useful[i] &= ~((most[:i] >= most[i]).all(axis=2) & useful[:i]).any(axis=0)
+        ranked = np.full((int(useful.sum(axis=0).max(initial=0)), useful.shape[1]), -1)
+        ranked[(np.cumsum(useful, axis=0) - 1)[useful], np.nonzero(useful)[1]] = kept[np.nonzero(useful)[0]]
+        return ranked
+
+    def _full(self, state: _Columns, place: int, *, first: bool) -> list[tuple[Ints, Floats]]:
+        """Steady: layers and price of a stage with as many layers as there may be, by column."""
+        known = self._filled.get((place, first))
+        if known is not None and known[0] is state:
+            return known[1]
+        pieces = self._ranked[:, state.case]
+        rooms = self.cases.pieces.first if first else self.cases.pieces.rooms
+        most = np.minimum(self.cases.most[pieces, state.case], rooms[pieces, place])
+        price = np.where((pieces >= 0) & (most > 0), self.prices[pieces], np.inf)
+        made = list(zip(most, price, strict=True))
+        self._filled[place, first] = state, made
+        return made
 
     def _run(self) -> Floats:
         cases, limits = self.cases, self.cases.limits
@@ -279,20 +308,19 @@ class Cheapest:
             n = np.arange(1, len(costs) + 1)[:, None]
             slow = n * cases.pieces.blocks[i] > cases.start[state.own[:p]] * (1 - EQUAL)
             np.minimum(found[: len(costs)], np.where(slow, costs, np.inf), out=found[: len(costs)])
-        return found[: int(np.isfinite(found).any(axis=1).nonzero()[0].max(initial=-1)) + 1]
+        most: int = np.isfinite(found).any(axis=1).nonzero()[0].max(initial=-1)
+        return np.asarray(found[: most + 1])
 
     def _ended(self, state: _Columns, held: Floats, place: int) -> Floats:
         """The least prices of all layers with one more stage, the first: [own case]."""
         cases, layers, p = self.cases, self.cases.limits.layers, state.priced
         found = np.full(len(state.case), np.inf)
+        if cases.limits.steady:
+            for most, price in self._full(state, place, first=True):
+                np.minimum(found, held[layers - most, np.arange(len(found))] + price, out=found)
+            return found
         for i in self._kept:
-            room = int(cases.pieces.first[i, place])
-            if cases.limits.steady:
-                most = np.minimum(cases.most[i, state.case], room)
-                value = held[layers - most, np.arange(len(found))] + np.where(most > 0, self.prices[i], np.inf)
-                np.minimum(found, value, out=found)
-                continue
-            costs = self._costs(i, state, room)
+            costs = self._costs(i, state, int(cases.pieces.first[i, place]))
             if len(costs):
                 value = (costs + held[layers - len(costs) : layers][::-1]).min(axis=0)
                 np.minimum(found, value, out=found)
@@ -307,19 +335,18 @@ class Cheapest:
         """The least prices with one more stage: [layers, column]."""
         cases, layers, p = self.cases, self.cases.limits.layers, state.priced
         found, more = np.full(held.shape, np.inf), np.empty(held.shape)
-        wanted, column = np.arange(layers + 1)[:, None], np.arange(held.shape[1])
-        flat = held.ravel()
-        for i in self._kept:
-            room = int(cases.pieces.rooms[i, place])
-            if cases.limits.steady:  # as many layers as there may be
-                most = np.minimum(cases.most[i, state.case], room)
+        if cases.limits.steady:
+            wanted, column = np.arange(layers + 1)[:, None], np.arange(held.shape[1])
+            flat = held.ravel()
+            for most, price in self._full(state, place, first=False):
                 index = np.maximum(wanted - most, 0) * held.shape[1] + column
                 np.take(flat, index, out=more, mode="clip")
-                more += np.where(most > 0, self.prices[i], np.inf)
+                more += price
                 np.minimum(found, more, out=found)
-                self.work += 4 * more.size + 2 * AHEAD
-                continue
-            costs = self._costs(i, state, room)
+                self.work += 4 * more.size + AHEAD
+            return found
+        for i in self._kept:
+            costs = self._costs(i, state, int(cases.pieces.rooms[i, place]))
             for n, cost in enumerate(costs, 1):
                 np.add(held[:-n], cost, out=more[n:])
                 np.minimum(found[n:], more[n:], out=found[n:])
