@@ -187,7 +187,10 @@ def _slowest(pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, cost
             )
             found.append(float(cost.timing.seconds(together, micro_batches).max()))
             continue
-        different = {b"".join((each.forward, each.backward, each.boundary)): each for each in times}
+        different = {
+            b"".join(part.tobytes() for part in (each.forward, each.backward, each.boundary)): each
+            for each in times
+        }
         found += [cost.timing.interleaved(each, micro_batches, chunks) for each in different.values()]
     return max(found)
 
