@@ -187,7 +187,9 @@ def _slowest(pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, cost
             )
             found.append(float(cost.timing.seconds(together, micro_batches).max()))
             continue
-        different = {b"".join((each.forward, each.backward, each.boundary)): each for each in times}
+        different = {
+            (each.forward.tobytes(), each.work.tobytes(), each.boundary.tobytes()): each for each in times
+        }
         found += [cost.timing.interleaved(each, micro_batches, chunks) for each in different.values()]
     return max(found)
 
