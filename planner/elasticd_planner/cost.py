@@ -188,8 +188,7 @@ def _slowest(pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, cost
             found.append(float(cost.timing.seconds(together, micro_batches).max()))
             continue
         different = {
-            b"".join(part.tobytes() for part in (each.forward, each.backward, each.boundary)): each
-            for each in times
+            (each.forward.tobytes(), each.work.tobytes(), each.boundary.tobytes()): each for each in times
         }
         found += [cost.timing.interleaved(each, micro_batches, chunks) for each in different.values()]
     return max(found)
