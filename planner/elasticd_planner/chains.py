@@ -294,7 +294,7 @@ class Cheapest:
             return known[1]
         most = np.minimum(self.cases.most[i, state.case], room)
         n = np.arange(1, int(most.max(initial=0)) + 1)[:, None]
-        each = self.prices[i] + self.rate[state.case] * (n * self.cases.pieces.blocks[i])
+        each: Floats = self.prices[i] + self.rate[state.case] * (n * self.cases.pieces.blocks[i])
         each[most < n] = np.inf
         self._costed[i, room] = state, each
         return each
