@@ -46,6 +46,9 @@ OTHERS = 8
 #: Prices above what all nodes are worth are not told apart.
 CEILING = 1.0001
 
+#: What a programme and a centre cost besides their numbers, in numbers.
+PROGRAMME, CENTRE = 1e6, 5e5
+
 #: Centres looked at for some ways.
 CENTRES = 200
 
@@ -228,6 +231,7 @@ class ChainBound:
         if at is None:
             return None
         self._at = at
+        self._budget.left -= CENTRE
         return at * self._scale
 
     def _row(self, able: _Able, cut: _Cut) -> Floats | None:
@@ -269,7 +273,7 @@ class ChainBound:
             total += node.number * value
         total *= 1 + EQUAL
         cheapest = Cheapest(cases, own, prices[self.size :], total * CEILING)
-        self._budget.left -= cheapest.work
+        self._budget.left -= cheapest.work + PROGRAMME
         worth = np.full(self.limits.most + 1, np.inf)
         for count in np.unique(ways).tolist():
             worth[count] = cheapest.least(count)

@@ -35,9 +35,9 @@ AHEADS, MIDDLE = (1.02, 1.06), 5
 #: What a group is charged in the rankings, in micro-batches, by whether the objective is the steady figure.
 PRICES = {False: (1.0, 2.0), True: (0.0, 1.0, 2.0)}
 
-#: The most pipelines by counts that are looked at: of a combination where one addition ends the partition, and
-#: where not; of one of many combinations.
-WIDEST, WIDEST_TABLE, NARROW = 1_500, 800, 150
+#: The most pipelines by counts that are looked at: of a combination where one addition ends the partition, of a
+#: step and of the steady figure, and where not; of one of many combinations.
+WIDEST, WIDEST_STEADY, WIDEST_TABLE, NARROW = 1_500, 3_000, 800, 150
 
 
 #: Stands for the groups of a node that has none: it adds nothing.
@@ -91,7 +91,8 @@ class Pool:
         self.every_order = self.thorough = thorough
         self.binding: set[int] = set()
         #: Pipelines by counts that are looked at, and combinations that have more.
-        self.widest = self.most_shapes = WIDEST if pipelines <= 2 else WIDEST_TABLE
+        widest = WIDEST_STEADY if columns.rules.steady else WIDEST
+        self.widest = self.most_shapes = widest if pipelines <= 2 else WIDEST_TABLE
         self.merged: set[int] = set()
         #: Micro-batches that each combination did when last asked.
         self.taken: dict[int, int] = {}

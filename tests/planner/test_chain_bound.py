@@ -110,7 +110,7 @@ def test_no_plan_is_below_it(seed: int, uneven: bool) -> None:
     """Divisions, shares, pins, memory by position and pipelines as deep as they have micro-batches."""
     rng = random.Random(1000 + seed)
     looked_at = 0
-    for _ in range(8):
+    for _ in range(5):
         problem = small(rng, TINY, uneven=uneven)
         for objective in OBJECTIVES:
             least = table_brute.best(problem, objective)
@@ -118,7 +118,7 @@ def test_no_plan_is_below_it(seed: int, uneven: bool) -> None:
                 bounds = by_number(problem, objective, least)
                 assert min(bounds) <= least * (1 + 1e-9)
                 looked_at += 1
-    assert looked_at > 4
+    assert looked_at > 2
 
 
 def by_number(problem: TableProblem, objective: Objective, least: float) -> list[float]:
@@ -128,7 +128,7 @@ def by_number(problem: TableProblem, objective: Objective, least: float) -> list
     for number in wide._numbers(every=True):
         whole = wide._table.whole(number) if wide._table is not None else None
         low = least * 0.4
-        found.append(whole.least(low, least * 1.6, Budget(left=5e6)) if whole is not None else low)
+        found.append(whole.least(low, least * 1.6, Budget(left=2e7)) if whole is not None else low)
     return found
 
 
