@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -171,7 +172,19 @@ def _websocket() -> type[asyncio.Protocol]:
         """Says whose certificate was shown, asks less often for life where there are many, and holds nobody's
         silence against it while it is this side that does not listen."""
 
-        _due = 0.0
+        _due = _listening = 0.0
+        _paused = False
+
+        @property
+        def read_paused(self) -> bool:
+            """Whether messages of this connection wait, so that nothing more is read of it."""
+            return self._paused
+
+        @read_paused.setter
+        def read_paused(self, paused: bool) -> None:
+            if self._paused and not paused:
+                self._listening = time.monotonic()
+            self._paused = paused
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             self.app: ASGIApp = _with_peer(self.app, transport)
@@ -186,13 +199,16 @@ def _websocket() -> type[asyncio.Protocol]:
             self._due = self.loop.time() + SILENCE
 
         def keepalive_timeout(self) -> None:
-            late = self.loop.time() - self._due > LATE
-            if not (self.read_paused or late):
+            # The answer may be there: behind messages that are not read yet, or come while this loop was busy.
+            now = self.loop.time()
+            again = SILENCE - (now - self._listening)
+            if self.read_paused or now - self._due > LATE:
+                again = SILENCE
+            if again <= 0:
                 super().keepalive_timeout()
                 return
-            # The answer may be there: behind messages that are not read yet, or come while this loop was busy.
-            self._due = self.loop.time() + SILENCE
-            self.pong_timer = self.loop.call_later(SILENCE, self.keepalive_timeout)
+            self._due = now + again
+            self.pong_timer = self.loop.call_later(again, self.keepalive_timeout)
 
     return WebSocket
 
