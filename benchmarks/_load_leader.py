@@ -25,6 +25,7 @@ from elasticd_planner.policy import PolicySettings
 from elasticd.config import ClusterSection, Config, CoordinatorSection
 from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.daemon import Coordinator
+from elasticd.coordinator.garbage import collecting
 from elasticd.coordinator.leading import Leading
 from elasticd.machines.job.state import Settings
 from elasticd.messages import Report, ToLeader, Up
@@ -144,12 +145,14 @@ async def main(agents: int, devices: int, folder: Path | None, etcd: str | None)
     watch = Watch(coordinator.leading)
     watch.begin()
     looking = asyncio.create_task(watch.look())
+    garbage = asyncio.create_task(collecting())
     loop = asyncio.get_running_loop()
     print(coordinator.url, flush=True)
     while await loop.run_in_executor(None, sys.stdin.readline):
         sys.stdout.write(msgspec.json.encode(watch.take()).decode() + "\n")
         sys.stdout.flush()
     looking.cancel()
+    garbage.cancel()
     await coordinator.stop()
     store.close()
 

@@ -23,6 +23,7 @@ from elasticd.coordinator import election
 from elasticd.coordinator.access import Access
 from elasticd.coordinator.answers import ClusterStatus, LeaderStatus
 from elasticd.coordinator.election import CannotLead, Deposed, Term
+from elasticd.coordinator.garbage import collecting
 from elasticd.coordinator.leading import Leading
 from elasticd.coordinator.listening import (
     CLOSE_IT,
@@ -356,6 +357,7 @@ async def run(
         loop.add_signal_handler(number, ending.set)
     supervisor = Supervisor()
     watch = asyncio.create_task(supervisor.watch())
+    garbage = asyncio.create_task(collecting())
     told = _teller(config, supervisor)
     running: list[Coordinator] = []
 
@@ -379,6 +381,7 @@ async def run(
     finally:
         supervisor.stopping()
         watch.cancel()
+        garbage.cancel()
         for number in (*signals, signal.SIGHUP):
             loop.remove_signal_handler(number)
         if store is None:
