@@ -223,7 +223,7 @@ async def _reported(leading: Leading, job: Job, seconds: int, virtual: list[floa
     for node in job.nodes:
         hello, *greetings = map(to_leader, job.greetings(node))
         assert isinstance(hello, AgentHello)
-        connection = leading.agent_up(hello.record)
+        connection = leading.agent_up(hello)
         for greeting in greetings:
             await leading.heard(connection, greeting)
         connections.append(connection)

@@ -90,6 +90,8 @@ LOOK_SECONDS = 60.0
 LAP_SECONDS = 60.0
 #: Kinds of messages, by node, of which the log tells that they are not heard.
 MOST_TOLD = 256
+#: What the machine hears. A tuple: a union would be made anew for each of thousands of reports a second.
+MACHINES = (Up, Unread, WorkerLost, Frozen, Unreached, Halted, OfNode, Keeps)
 #: Calls that need no bootstrap store where there is none: nothing is in it.
 EMPTY_WITHOUT = ("check", "delete")
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live).
@@ -340,7 +342,7 @@ class Leading:
             return
         if isinstance(message, Unread):
             self.metrics.refused("unreadable")
-        if isinstance(message, Up | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps):
+        if isinstance(message, MACHINES):
             if isinstance(message, Up) and isinstance(message.body, Report):
                 self._reported(message, message.body)
             self.apply(Received(node=connection.node, message=message))

@@ -29,6 +29,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._kinds: dict[str, Counter] = {}
         self._messages = Counter(
             "elasticd_agent_messages", "Messages of agents, by type.", ["type"], registry=self._registry
         )
@@ -55,7 +56,10 @@ class Metrics:
         )
 
     def message(self, kind: str, seconds: float) -> None:
-        self._messages.labels(kind).inc()
+        counted = self._kinds.get(kind)
+        if counted is None:
+            counted = self._kinds[kind] = self._messages.labels(kind)
+        counted.inc()
         self._handling.observe(seconds)
 
     def refused(self, reason: str) -> None:

@@ -20,6 +20,10 @@ from elasticd.whereabouts import Halted
 
 #: What a torchrun says, which drives no device.
 OF_TORCHRUNS = (Join, Leave, StoreCall)
+#: What is of a connection's own node, whatever it names; of a worker or a torchrun; of an agent about a device.
+OF_THE_NODE = (Crossed, Health)
+OF_CLIENTS = (Up, Unread)
+OF_DEVICES = (WorkerLost, Frozen, Halted, Lapped)
 
 
 def refusal(node: str, message: ToLeader | Unread, jobs: Container[str]) -> str:
@@ -27,8 +31,8 @@ def refusal(node: str, message: ToLeader | Unread, jobs: Container[str]) -> str:
     already, whatever they are called: a release before this one may have let them in."""
     if isinstance(message, AgentHello):
         return record_refusal(message.record)
-    if isinstance(message, Crossed | Health):
-        return ""  # of the connection's own node, whatever they name
+    if isinstance(message, OF_THE_NODE):
+        return ""
     job = message.by.job if isinstance(message, Lapped) else message.job
     if job not in jobs and (why := name_refusal("the job's name (--rdzv-id)", job)):
         return why
@@ -58,11 +62,11 @@ def _spoken_for(
     message: Up | Unread | WorkerLost | Frozen | Unreached | Halted | Keeps | Lapped,
 ) -> Iterator[str]:
     """The devices about which a message is their own node's word. A torchrun has none."""
-    if isinstance(message, Up | Unread):
+    if isinstance(message, OF_CLIENTS):
         if message.device:
             yield message.device
         if isinstance(message, Up) and isinstance(message.body, Report):
             yield message.body.measurement.device
-    elif isinstance(message, WorkerLost | Frozen | Halted | Lapped):
+    elif isinstance(message, OF_DEVICES):
         yield message.device
     # Keeps: an agent keeps snapshots of other nodes' devices. Unreached: of the connection's own node.

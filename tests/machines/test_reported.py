@@ -30,10 +30,10 @@ def test_each_device_counts_once_and_its_last_word_holds() -> None:
 def test_a_report_changes_no_value_that_was_there_before() -> None:
     before = NOTHING.after(measured("a/0"))
     before.after(measured("a/1"))
-    assert [*before.nodes["a"]] == ["a/0"]
+    assert [device for held in before.buckets.values() for device in held] == ["a/0"]
     assert NOTHING.count == 0
 
 
 def test_rows_of_another_release_are_not_mixed_with_ones_of_this() -> None:
-    other = Reported(count=1, nodes={"a": {"a/0": row_of(measured("a/0"))}}, columns=("block_work",))
+    other = Reported(count=1, buckets={0: {"a/0": row_of(measured("a/0"))}}, columns=("block_work",))
     assert other.after(measured("a/1")) == NOTHING.after(measured("a/1"))

@@ -43,6 +43,8 @@ from elasticd.records import JobSpec
 
 #: What is left after a step of the weight that the slowest one before it has.
 FADING = 0.9
+#: Seconds to which it is known when the last report came: thousands come in a moment.
+FINE = 0.01
 #: Whole steps that are kept of the plan in force.
 MOST_RECENT = 3
 #: Steps that some members have not reported are kept until this many newer ones have begun.
@@ -69,7 +71,7 @@ def measured(turn: Turn, report: Report) -> None:
             stepped(turn)
             if job.phase is Phase.RUNNING and job.reason:  # a hang that was none
                 turn.set(reason="")
-    if turn.now > turn.job.progress.at:
+    if turn.now - turn.job.progress.at > FINE:
         turn.set(progress=msgspec.structs.replace(turn.job.progress, at=turn.now))
     plan = job.plan
     if plan is None or measurement.plan != plan.number or measurement.device not in plan.binding:

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import enum
 import math
+import zlib
 
 import msgspec
 from elasticd_planner.cluster import Device, Link
@@ -269,28 +270,32 @@ class Progress(Value, frozen=True, kw_only=True):
     tokens_per_second: float | None = None
 
 
+#: Of the reports of a step: of 8,000 devices a hundred are in each.
+BUCKETS = 79
+
+
 class Reported(Value, frozen=True, kw_only=True):
-    """What some members reported of a step, by node and device; `count` of them. By node, since a report makes
-    another of these values, and one of a thousand nodes is not to copy the others' devices. Each report is
-    packed at once, so that the last one finds little left to do. `columns` are those of the rows."""
+    """What some members reported of a step, by bucket and device; `count` of them. In buckets, since a report
+    makes another of these values, and is not to copy what thousands of others said. Each report is packed at
+    once, so that the last one finds little left to do. `columns` are those of the rows."""
 
     count: int = 0
-    nodes: dict[str, dict[str, Row]] = msgspec.field(default_factory=dict)
+    buckets: dict[int, dict[str, Row]] = msgspec.field(default_factory=dict)
     columns: tuple[str, ...] = COLUMNS
 
     def after(self, measurement: Measurement) -> Reported:
         """With one more; a later word of a device takes the place of its earlier one."""
         if self.columns != COLUMNS:  # a recording of another release has these
             return NOTHING.after(measurement)
-        node = measurement.device.rpartition("/")[0]
-        before = self.nodes.get(node, {})
+        bucket = zlib.crc32(measurement.device.encode()) % BUCKETS
+        before = self.buckets.get(bucket, {})
         held = {**before, measurement.device: row_of(measurement)}
-        return Reported(count=self.count + len(held) - len(before), nodes={**self.nodes, node: held})
+        return Reported(count=self.count + len(held) - len(before), buckets={**self.buckets, bucket: held})
 
     def whole(self, plan: int, step: int, devices: tuple[str, ...]) -> Step:
         """The step, once all of these devices have reported it."""
         rows: dict[str, Row] = {}
-        for held in self.nodes.values():
+        for held in self.buckets.values():
             rows |= held
         return Step.gathered(plan, step, devices, [*map(rows.__getitem__, devices)])
 
