@@ -372,7 +372,7 @@ def test_replaced_leader_stands_by_again(capsys: pytest.CaptureFixture[str]) -> 
         assert leader() is None
 
     asyncio.run(body())
-    assert "does not lead any longer" in capsys.readouterr().err
+    assert "standing by again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["job/spec", "job/ranks/a:b"])

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from elasticd_planner.detect import DetectSettings
 
 from elasticd.chaos.verbs import Chaos
 from elasticd.cli.reach import Api, CannotReach
+from elasticd.machines.job.state import Settings
 from tests.integration import train, train_shifting
 from tests.integration.cluster import JOB, Cluster, until
 
@@ -16,6 +18,8 @@ SCRIPT = Path(train_shifting.__file__)
 #: Bytes of a device: two replicas fit with windows of 512 tokens, with 2,048 only half of the model does.
 MEMORY = 9_200_000
 FORWARD = 1e-4
+#: A busy machine may well make a device twice as slow as the other; four times the tokens would make it four.
+SETTINGS = Settings(detect=DetectSettings(slow=3.0))
 
 
 class Shifting:
@@ -53,7 +57,7 @@ class Shifting:
 
 @pytest.mark.slow
 def test_a_job_switches_when_its_data_shifts_and_back_and_never_for_a_shift_that_pays_nothing() -> None:
-    with Cluster({"a": 1, "b": 1}, forward=FORWARD, memory=MEMORY) as cluster:
+    with Cluster({"a": 1, "b": 1}, settings=SETTINGS, forward=FORWARD, memory=MEMORY) as cluster:
         cluster.run(SCRIPT, steps=100_000)
         job = Shifting(cluster)
         job.becomes([1, 1], 0)
