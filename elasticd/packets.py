@@ -182,12 +182,10 @@ def accept(sock: socket.socket) -> tuple[bytes | None, int | None]:
     """The next message and the descriptor that came with it, which the caller closes. Both are None at the end
     of the connection. Raises PacketError for what no `send` sent."""
     try:
-        data, ancillary, flags, _ = sock.recvmsg(
-            LARGEST_PACKET + _SIZE.size, socket.CMSG_SPACE(2 * struct.calcsize("i")), socket.MSG_CMSG_CLOEXEC
-        )
+        data, ancillary, flags = _packet(sock)
     except ConnectionResetError:
-        # The other end closed with messages of ours unread.
-        return None, None
+        # The other end closed with messages of ours unread. The kernel says so once, before its last words.
+        data, ancillary, flags = _packet(sock)
     fds = _descriptors(ancillary)
     given: int | None = None
     try:
@@ -207,6 +205,12 @@ def accept(sock: socket.socket) -> tuple[bytes | None, int | None]:
         for fd in fds:
             if fd != given:
                 os.close(fd)
+
+
+def _packet(sock: socket.socket) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
+    return sock.recvmsg(
+        LARGEST_PACKET + _SIZE.size, socket.CMSG_SPACE(2 * struct.calcsize("i")), socket.MSG_CMSG_CLOEXEC
+    )[:3]
 
 
 def _send_with(sock: socket.socket, parts: list[bytes], fds: list[int]) -> None:

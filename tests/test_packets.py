@@ -65,6 +65,16 @@ def test_end_with_unread_messages_is_none_too(pair: tuple[socket.socket, socket.
     assert packets.receive(pair[1]) is None
 
 
+def test_last_words_are_heard_though_messages_to_who_said_them_are_unread(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    packets.send(pair[1], b"never read")
+    packets.send(pair[0], b"why")
+    packets.send(pair[0], b"goodbye")
+    pair[0].close()
+    assert [packets.receive(pair[1]) for _ in range(3)] == [b"why", b"goodbye", None]
+
+
 def test_sending_to_one_that_is_gone_says_so(pair: tuple[socket.socket, socket.socket]) -> None:
     pair[1].close()
     with pytest.raises(BrokenPipeError):

@@ -360,11 +360,15 @@ class _Connection:
 
 
 def _has_data(sock: socket.socket) -> bool:
-    try:
-        sock.recv(1, socket.MSG_PEEK)
-    except OSError:
-        return False
-    return True
+    for _ in range(2):
+        try:
+            sock.recv(1, socket.MSG_PEEK)
+        except ConnectionResetError:
+            continue  # it ended with messages of ours unread: its own are still there
+        except OSError:
+            return False
+        return True
+    return False
 
 
 def _close(fd: int | None) -> None:
