@@ -97,3 +97,38 @@ def test_but_not_for_ever() -> None:
     assert world.phase is Phase.STOPPED
     assert "node beta cannot be reached" in world.job.reason
     assert "state is lost" in world.job.reason
+
+
+def all_away() -> World:
+    """Nobody could be reached for a while, and alpha's agent is the first to be back: the workers train on."""
+    world = running()
+    world.cut = {"alpha", "beta"}
+    for node in ("alpha", "beta"):
+        world.disconnect(node)
+    for _ in range(10):
+        world.tick(1.0)
+    world.cut = {"beta"}
+    world.reconnect("alpha")
+    world.settle()
+    return world
+
+
+def test_steps_of_a_time_in_which_nobody_could_tell_of_them_are_not_missed() -> None:
+    world = all_away()
+    world.tick(0.1)
+    assert "fenced" not in world.kinds(), "beta's agent is on its way as well"
+    world.cut = set()
+    world.reconnect("beta")
+    world.settle()
+    world.train(3)
+    world.tick(0.1)
+    assert world.phase is Phase.RUNNING
+    assert "fenced" not in world.kinds()
+
+
+def test_a_node_that_stays_away_is_missed_once_those_that_are_back_tell_of_no_step() -> None:
+    world = all_away()
+    for _ in range(10):
+        world.tick(1.0)
+    (fence,) = [note.text for note in world.notes if note.kind == "fenced"]
+    assert "node beta cannot be reached, and the job's steps have stopped" in fence

@@ -63,7 +63,8 @@ def suspect(turn: Turn) -> None:
     if job.phase not in FALLIBLE or job.phase is Phase.RECOVERING or job.settle_until is not None:
         return
     since = min((w.bereft_at for w in job.workers.values() if w.bereft_at is not None), default=None)
-    stopped = turn.now - job.progress.at > turn.settings.node_seconds + 2 * job.progress.slowest
+    still = _without_steps(turn)
+    stopped = still > turn.settings.node_seconds + 2 * job.progress.slowest
     if since is not None or (stopped and job.phase is Phase.RUNNING):
         away = _unreachable(turn)
         if away:
@@ -72,7 +73,7 @@ def suspect(turn: Turn) -> None:
             if not _awaited(turn, nodes, away, why):
                 fault(turn, away, why)
             return
-    halted = turn.now - job.progress.at > turn.settings.hang_seconds + 2 * job.progress.slowest
+    halted = still > turn.settings.hang_seconds + 2 * job.progress.slowest
     if since is None and not halted:
         return
     frozen = [worker for worker in _owners(turn) if worker.frozen]
@@ -91,6 +92,15 @@ def suspect(turn: Turn) -> None:
     if since is not None and turn.now - since >= turn.settings.bereft_seconds:
         who = ", ".join(device for device, w in job.workers.items() if w.bereft_at is not None)
         regroup(turn, f"{who} lost the other members, of whom none is known to have died", at_once=True)
+
+
+def _without_steps(turn: Turn) -> float:
+    """Seconds without a step. They count while there is somebody to tell of one: agents that come back after a
+    pause of their network, of etcd or of the leader come one after the other."""
+    owners = {worker.node for worker in _owners(turn)}
+    nodes = [turn.nodes[name] for name in owners if name in turn.nodes]
+    heard = min((node.since for node in nodes if node.connected), default=turn.now)
+    return turn.now - max(turn.job.progress.at, heard)
 
 
 def _spared(turn: Turn, found: Collection[str], why: str) -> bool:
