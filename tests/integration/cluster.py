@@ -42,6 +42,9 @@ T = TypeVar("T")
 MANY = 100_000
 
 
+#: How many times slower a device is made. Beside other processes a step of these tiny models takes several
+#: times as long as its blocks are said to take, and most of the slowness is lost in that.
+SLOW = 6.0
 #: Seconds that any condition has at least: a busy machine takes half a minute to start a worker.
 LEAST = 180.0
 

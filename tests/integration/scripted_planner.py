@@ -12,7 +12,7 @@ import msgspec
 from elasticd_planner.plan import Plan, Prediction
 from elasticd_planner.problem import Answer, Problem
 
-#: Rates up to this count as noise; the tests slow devices three times.
+#: Rates up to this count as noise.
 NOISE = 1.7
 
 

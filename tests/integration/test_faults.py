@@ -13,7 +13,7 @@ from elasticd.cli.reach import Api
 from elasticd.machines.job.state import Settings
 from tests import sizes
 from tests.integration import train
-from tests.integration.cluster import Cluster, until
+from tests.integration.cluster import SLOW, Cluster, until
 from tests.integration.test_switches import check_exactness, plan_of, stage
 
 SCRIPT = Path(train.__file__)
@@ -29,6 +29,7 @@ PLANS = {
 PAIR = {
     "": plan_of((2, [stage(0, 3, ("a/0", 1))]), (1, [stage(0, 3, ("b/0", 1))])),
     "without b/0": plan_of((3, [stage(0, 3, ("a/0", 1))])),
+    "without a/0": plan_of((3, [stage(0, 3, ("b/0", 1))])),
 }
 
 
@@ -74,7 +75,7 @@ def test_a_worker_killed_at_any_moment_of_a_switch_costs_one_device(moment: str)
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT, **{"b/0": {"die_at": moment}})
         cluster.runs(1, steps=12)
-        cluster.pace("a/1", 3.0)
+        cluster.pace("a/1", SLOW)
         until(
             lambda: cluster.events("fenced") and cluster.job()["phase"] in ("running", "done"),
             60,
@@ -168,7 +169,7 @@ def test_an_agent_that_is_started_again_gets_its_workers_back() -> None:
         before = cluster.job()["members"]
         cluster.restart_agent("a")
         until(lambda: cluster.events("agent_restarted"), 30, lambda: str(cluster.events()))
-        cluster.pace("a/1", 3.0)
+        cluster.pace("a/1", SLOW)
         until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
         after = cluster.job()["members"]
         assert [(m["device"], m["incarnation"]) for m in after] == [

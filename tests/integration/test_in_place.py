@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.integration.cluster import Cluster, until
+from tests.integration.cluster import SLOW, Cluster, until
 from tests.integration.test_older import (
     SCRIPT,
     SETTINGS,
@@ -42,7 +42,7 @@ def test_one_killed_in_the_midst_of_a_move_in_place_costs_the_steps_since_the_sn
         cluster.run(SCRIPT, **options)
         whole_snapshot(cluster, 4)
         survivors = {device: cluster.workers[device].pid for device in ("a/0", "c/0")}
-        cluster.pace("a/0", 3.0)
+        cluster.pace("a/0", SLOW)
         until(lambda: cluster.workers["b/0"].poll() is not None, 240, lambda: said(cluster))
         assert cluster.workers["b/0"].returncode == -signal.SIGKILL, said(cluster)
         assert proposed_in_place(cluster), said(cluster)
@@ -63,7 +63,7 @@ def test_state_that_does_not_fit_twice_moves_in_place_and_training_stays_exact()
     with Cluster(NODES, plans=PLANS, settings=SETTINGS, memory=MEMORY) as cluster:
         cluster.run(SCRIPT, job={"snapshot_every": 2}, round=ROUND)
         whole_snapshot(cluster, 4)
-        cluster.pace("a/0", 3.0)
+        cluster.pace("a/0", SLOW)
         until(lambda: len(cluster.events("recorded")) == 2, 240, lambda: said(cluster))
         assert proposed_in_place(cluster), said(cluster)
         back = recorded_from(cluster)

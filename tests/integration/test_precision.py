@@ -14,7 +14,7 @@ from msgspec import structs
 
 from tests.integration import test_faults as faults
 from tests.integration import train
-from tests.integration.cluster import Cluster, until
+from tests.integration.cluster import SLOW, Cluster, until
 from tests.integration.test_switches import SCRIPT, SETTINGS, plan_of, stage
 
 
@@ -41,7 +41,7 @@ def test_a_job_in_float16_that_recomputes_switches_in_place_and_learns_like_one_
         asked = {"precision": "fp16", "recompute": "plan"}
         cluster.run(SCRIPT, zero=1, replicas=2, job=asked)
         cluster.runs(1, steps=12, seconds=180)
-        cluster.pace("a/1", 3.0)
+        cluster.pace("a/1", SLOW)
         cluster.runs(2, steps=3, seconds=180)
         steps = cluster.finish()
         codes = cluster.wait(300)
