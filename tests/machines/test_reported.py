@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.steps import Step, row_of
 
@@ -35,5 +36,10 @@ def test_a_report_changes_no_value_that_was_there_before() -> None:
 
 
 def test_rows_of_another_release_are_not_mixed_with_ones_of_this() -> None:
-    other = Reported(count=1, buckets={0: {"a/0": row_of(measured("a/0"))}}, columns=("block_work",))
+    other = Reported(buckets={0: {"a/0": row_of(measured("a/0"))}}, columns=("block_work",))
     assert other.after(measured("a/1")) == NOTHING.after(measured("a/1"))
+
+
+def test_what_release_0_1_was_gathering_is_nothing_here() -> None:
+    recorded = b'{"count": 1, "nodes": {"a": {"a/0": {"job": "job"}}}}'
+    assert msgspec.json.decode(recorded, type=Reported).after(measured("a/1")) == NOTHING.after(measured("a/1"))

@@ -275,11 +275,10 @@ BUCKETS = 79
 
 
 class Reported(Value, frozen=True, kw_only=True):
-    """What some members reported of a step, by bucket and device; `count` of them. In buckets, since a report
-    makes another of these values, and is not to copy what thousands of others said. Each report is packed at
-    once, so that the last one finds little left to do. `columns` are those of the rows."""
+    """What some members reported of a step, by bucket and device. In buckets, since a report makes another of
+    these values, and is not to copy what thousands of others said. Each report is packed at once, so that the
+    last one finds little left to do. `columns` are those of the rows."""
 
-    count: int = 0
     buckets: dict[int, dict[str, Row]] = msgspec.field(default_factory=dict)
     columns: tuple[str, ...] = COLUMNS
 
@@ -290,7 +289,13 @@ class Reported(Value, frozen=True, kw_only=True):
         bucket = zlib.crc32(measurement.device.encode()) % BUCKETS
         before = self.buckets.get(bucket, {})
         held = {**before, measurement.device: row_of(measurement)}
-        return Reported(count=self.count + len(held) - len(before), buckets={**self.buckets, bucket: held})
+        return Reported(buckets={**self.buckets, bucket: held})
+
+    @property
+    def count(self) -> int:
+        """The devices that have reported. Not a field: a recording of another release would bring one that its
+        other fields do not bear out here."""
+        return sum(map(len, self.buckets.values()))
 
     def whole(self, plan: int, step: int, devices: tuple[str, ...]) -> Step:
         """The step, once all of these devices have reported it."""
