@@ -149,6 +149,24 @@ def test_what_befalls_most_of_a_job_is_no_fault_of_its_devices_and_is_said() -> 
     assert world.kinds().count("waiting") == 2, "of another step it is said again"
 
 
+@pytest.mark.parametrize("limit", [0.0, 50.0])
+def test_most_of_a_job_that_is_outside_for_longer_than_the_limit_is_not_given_up_and_that_is_said(
+    limit: float,
+) -> None:
+    """A shared file system that hangs has all loaders stand still."""
+    world = running()
+    world.state = msgspec.structs.replace(world.state, settings=limited(limit))
+    for device in OTHERS:
+        outside(world, device, place="its loader")
+    waits(world, "beta/1")
+    kept(world)
+    said = awaited(world.job, world.now, limit)
+    assert said.startswith("waits for worker alpha/0, which is in its loader for 6")
+    assert said.endswith("since most of the job's stand still") == (limit > 0)
+    assert world.kinds().count("waiting") == (limit > 0), "without a limit nobody knows how long it may take"
+    assert world.kinds().count("halted") == 3 * (limit > 0)
+
+
 def test_a_jobs_only_device_that_hangs_is_not_given_up_and_that_is_said() -> None:
     world = World(("alpha",), memory=ROOM)
     world.records["alpha"] = node_record("alpha", devices=1, memory=ROOM)

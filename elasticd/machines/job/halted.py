@@ -51,9 +51,12 @@ def stood(turn: Turn, message: Halted) -> None:
 def culprits(turn: Turn) -> tuple[Worker, ...]:
     """The members that all others wait for, and that have no reason to let them. Never more than half of them:
     what befalls most of a job is no fault of its devices."""
-    for members in (_training(turn.job), _switching(turn.job)):
+    job, limit = turn.job, turn.settings.detect.outside_seconds
+    for members in (_training(job), _switching(job)):
         others = [worker for worker in members if not _waits(worker)]
-        if others and 2 * len(others) <= len(members) and all(_stands(turn, worker) for worker in others):
+        if not others or 2 * len(others) > len(members):
+            continue
+        if all(_stands(job, worker, turn.now, limit) for worker in others):
             return tuple(others)
     return ()
 
@@ -92,24 +95,25 @@ def _outside(worker: Worker) -> bool:
     return worker.halted is not None and not (worker.halted.waits or worker.halted.computes)
 
 
-def awaited(job: JobState, now: float) -> str:
+def awaited(job: JobState, now: float, limit: float = 0.0) -> str:
     """Which workers a job waits for, where they are and for how long, in words; nothing while one of the others
-    does something else than wait for them. Members that only wait for one another may wait for who joins."""
+    does something else than wait for them. limit: `detect.outside_seconds`. Members of the plan in force that
+    wait for one another may all wait for one that joins: so they are looked at last."""
     mutual = ""
     for members in (_training(job), _switching(job)):
         if not members or any(worker.halted is None for worker in members):
             continue
         found = [worker for worker in members if not _waits(worker)]
         if found and now - min(worker.halted_at for worker in found) >= TOLD_SECONDS:
-            return f"waits for {_named(found, now)}{_kept(members, found)}"
+            return f"waits for {_named(found, now)}{_kept(job, members, found, now, limit)}"
         if not found and now - max(worker.halted_at for worker in members) >= TOLD_SECONDS:
             mutual = _mutual(job, members)
     return mutual
 
 
-def _kept(members: Sequence[Worker], found: Sequence[Worker]) -> str:
-    """Why workers that hang in a step's computation are not given up, where that is for their number."""
-    if 2 * len(found) <= len(members) or not any(_computes(worker) for worker in found):
+def _kept(job: JobState, members: Sequence[Worker], found: Sequence[Worker], now: float, limit: float) -> str:
+    """Why workers that stand still for longer than they may are not given up, if it is for their number."""
+    if 2 * len(found) <= len(members) or not any(_stands(job, worker, now, limit) for worker in found):
         return ""
     if len(members) == 1:
         return "; it is the job's only device, and is not given up for it"
@@ -122,20 +126,18 @@ def _mutual(job: JobState, members: Sequence[Worker]) -> str:
 
 
 def tell(turn: Turn) -> None:
-    """Of members that hang in a step's computation, though none is a culprit, since they are most of the job's
-    or another one is outside of a step: whom the job waits for, and their stacks. Of each step once."""
+    """Of members that stand still for longer than they may, though none is a culprit, since they are most of
+    the job's or another one may still: whom the job waits for, and their stacks. Of each step once."""
     job = turn.job
     if job.standstill == job.progress.step:
         return
-    found = [w for members in (_training(job), _switching(job)) for w in members if _computes(w)]
-    if found and (text := awaited(job, turn.now)):
+    limit = turn.settings.detect.outside_seconds
+    members = (*_training(job), *_switching(job))
+    found = [worker for worker in members if _stands(job, worker, turn.now, limit)]
+    if found and (text := awaited(job, turn.now, limit)):
         turn.set(standstill=job.progress.step)
         turn.note("waiting", f"waiting: {text}", number=job.number)
         note(turn, tuple({worker.device: worker for worker in found}.values())[:MOST_NAMED])
-
-
-def _computes(worker: Worker) -> bool:
-    return worker.halted is not None and worker.halted.computes
 
 
 def _named(workers: Sequence[Worker], now: float) -> str:
@@ -153,25 +155,27 @@ def _more(workers: Sequence[object]) -> str:
     return f" and {len(workers) - MOST_NAMED} more" * (len(workers) > MOST_NAMED)
 
 
-def _stands(turn: Turn, worker: Worker) -> bool:
+def _stands(job: JobState, worker: Worker, now: float, limit: float) -> bool:
     """Whether a member that waits for nobody stands still for longer than it may."""
-    if worker.halted is None:
+    if worker.halted is None or worker.halted.waits:
         return False
-    return worker.halted.computes or _too_long_outside(turn, worker)
+    return worker.halted.computes or _too_long_outside(job, worker, now, limit)
 
 
-def _too_long_outside(turn: Turn, worker: Worker) -> bool:
+def _too_long_outside(job: JobState, worker: Worker, now: float, limit: float) -> bool:
     """Beyond the limit. Of a place in a step it counts from when two steps, as they are expected, are over."""
-    limit = turn.settings.detect.outside_seconds
-    prediction = turn.job.plan.prediction if turn.job.plan is not None else None
+    prediction = job.plan.prediction if job.plan is not None else None
     step = worker.halted is not None and worker.halted.step >= 0
     late = 2 * prediction.step_seconds if step and prediction is not None else 0.0
-    return limit > 0 and turn.now - worker.halted_at >= limit + late
+    return limit > 0 and now - worker.halted_at >= limit + late
 
 
 def busy(turn: Turn, worker: Worker) -> bool:
-    """Whether a worker that is silent is known to be in its script's own code, or in its loader, and may be."""
-    return _outside(worker) and not worker.frozen and not _too_long_outside(turn, worker)
+    """Whether a worker that is silent is known to be in its script's own code, in its loader or in its plan's
+    first steps, and may be."""
+    limit = turn.settings.detect.outside_seconds
+    may = not _too_long_outside(turn.job, worker, turn.now, limit)
+    return _outside(worker) and not worker.frozen and may
 
 
 def described(turn: Turn, found: tuple[Worker, ...]) -> str:
