@@ -43,7 +43,7 @@ from elasticd.records import Keys, NodeRecord, schema_refusal
 from elasticd.remembered import NOTE_SECONDS, StateFile
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
 from elasticd.version import __version__
-from elasticd.whereabouts import FACTORIES, Halted, Whereabouts
+from elasticd.whereabouts import Whereabouts
 from elasticd_agent import probe, stacks
 from elasticd_agent.crossing import Crossings
 from elasticd_agent.harm import Harms
@@ -57,7 +57,7 @@ from elasticd_agent.registrar import Registrar
 from elasticd_agent.rounds import Rounds
 from elasticd_agent.sensors import Sensors
 from elasticd_agent.severed import Severable
-from elasticd_agent.standing import Halt, Standing
+from elasticd_agent.standing import Halt, Standing, told_of
 from elasticd_agent.watch import Records
 from elasticd_agent.workers import Ears, Workers
 
@@ -321,28 +321,15 @@ class Agent:
 
     async def _halted(self, halt: Halt, pid: int) -> None:
         """Tells of a worker that stands still, with its stack where nobody else makes it wait."""
-        place, text, computes = halt.place.name, "", halt.place.computes
-        if computes or halt.place.place in FACTORIES:
+        text = ""
+        if halt.looks:
             pidfd = self._workers.pidfd(halt.client)
             text = await stacks.stack(pid, pidfd, self._standing.stacks_of(halt.client))
-            if computes and (busy := stacks.busy(text)):
-                place, computes = busy, False
-            _log.warning("%s stands still in %s for %.1f s", halt.client, place, halt.seconds)
-        if not self._standing.still(halt):
-            return  # it moved meanwhile, and that is not to be told before
-        found = Halted(
-            job="",
-            device="",
-            incarnation="",
-            place=place,
-            step=halt.place.step if halt.place.step is not None else -1,
-            rank=halt.place.rank if halt.place.rank is not None else -1,
-            waits=halt.place.waits,
-            computes=computes,
-            seconds=halt.seconds,
-            stack=text,
-        )
-        self._emit(Stood(client=halt.client, halted=found))
+        found = told_of(halt, text)
+        if halt.looks:
+            _log.warning("%s stands still in %s for %.1f s", halt.client, found.place, halt.seconds)
+        if self._standing.still(halt):  # else it moved meanwhile, and that is not to be told before
+            self._emit(Stood(client=halt.client, halted=found))
 
     def _hear_whereabouts(self, client: str, body: Whereabouts, fd: int | None) -> None:
         if why := self._standing.hear(client, body, fd):

@@ -315,7 +315,8 @@ class JobState(Value, frozen=True, kw_only=True):
         counts requests; `deferred` waits for more steps; `stability` knows how long conditions last, and
         `moved` what the last switches cost. A new leader learns the latter two anew.
     fault: `fence` is the one that no recorded plan has followed yet, `remedy` the plan that is to; `gone` are
-        all that were ever fenced off, by device the last of them: their words count no more.
+        all that were ever fenced off, by device the last of them: their words count no more. `standstill` is
+        the step in which members were last said to hang though nobody is given up (-1: none was).
     measuring: `gathered` of steps that some members have not reported yet; `sampled` for the fit, from the step
         after `first_step` on; `last_steps` whole ones of the plan in force; `probes` of devices without work;
         `rehearsal` of all-reduces before the first plan, `rehearsed` the widths that are known of it alone;
@@ -352,6 +353,7 @@ class JobState(Value, frozen=True, kw_only=True):
     fence: Fence | None = None
     gone: dict[str, str] = msgspec.field(default_factory=dict)
     remedy: Remedy | None = None
+    standstill: int = -1
     profile: ModelProfile | None = None
     rates: RateState = msgspec.field(default_factory=RateState)
     probes: ProbeState = msgspec.field(default_factory=ProbeState)
