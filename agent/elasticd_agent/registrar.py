@@ -31,6 +31,7 @@ from elasticd.store.protocol import (
     StoreReplaced,
     StoreTooLarge,
 )
+from elasticd_agent.defects import outlived
 
 #: Seconds between attempts to write the keys, and those that the store refuses: doubled from the first to the
 #: second.
@@ -197,6 +198,9 @@ class Registrar:
         except StoreError as error:
             _log.debug("the store did not take this node's keys, trying again: %s", error)
             return False
+        except Exception as error:  # this thread lasts as long as the agent
+            outlived("this node's keys", error)
+            return False
         return True
 
     def _is_there(self, key: str, value: bytes | None) -> bool:
@@ -220,7 +224,7 @@ class Registrar:
                 self._store.put(key, value, self._lease)
         except StoreReplaced:
             raise  # it refuses all that is ours, as the lease's keeper says
-        except (StoreRefused, StoreTooLarge) as error:
+        except (StoreRefused, StoreTooLarge, ValueError, TypeError) as error:  # the last two: it is no key
             self._written = before
             self._refuse(key, value, error)
             return
@@ -230,7 +234,7 @@ class Registrar:
         if self._refused.pop(key, None) is not None:
             _log.info("the store takes the key %s now", shown(key))
 
-    def _refuse(self, key: str, value: bytes | None, error: StoreError) -> None:
+    def _refuse(self, key: str, value: bytes | None, error: Exception) -> None:
         """Said once, until the store takes the key."""
         if key not in self._refused:
             what = "deleted" if value is None else "written"

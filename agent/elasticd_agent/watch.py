@@ -38,6 +38,7 @@ from elasticd.remembered import StateFile
 from elasticd.store.leader import Leader
 from elasticd.store.protocol import KeyValue, Store, StoreReplaced, WatchEvent, WatchItem
 from elasticd.store.watch import Watch
+from elasticd_agent.defects import outlived
 
 _PARTS = ("proposal", "plan", "fence", "checkpoints", "done")
 R = TypeVar("R", bound=msgspec.Struct)
@@ -105,6 +106,13 @@ class Records:
             self._read(item.key, item)
 
     def _read(self, key: str, item: KeyValue | None) -> None:
+        """One key. An error costs this key, not those that are read after it."""
+        try:
+            self._read_key(key, item)
+        except Exception as error:
+            outlived("a record of the store", error)
+
+    def _read_key(self, key: str, item: KeyValue | None) -> None:
         if self._shelf.take(key, item.value if item is not None else None) or self._keys.note_unknown(key):
             return
         if key == self._keys.schema:
