@@ -83,18 +83,31 @@ class Registrar:
         Raises NodeTaken, and StoreError when the store is not there.
         """
         deadline = time.monotonic() + self._ttl + 1.0
-        lease = self._store.grant(self._ttl)
-        while not self._take(lease):
-            holder = self._store.get(self._node_key)
-            if holder is not None and time.monotonic() >= deadline:
-                self._store.revoke(lease)
-                raise NodeTaken(self._taken_by(holder))
-            if self._stop.wait(jittered(_POLL_SECONDS)):
-                self._store.revoke(lease)
+        lease = None
+        while lease is None:
+            lease = self._claimed(self._store.grant(self._ttl), deadline)
+            if lease is None and self._stop.wait(jittered(_POLL_SECONDS)):
                 return
-            self._store.keep_alive(lease)
         self._lease = lease
         self._keeper = LeaseKeeper(self._store, lease, self._ttl, lambda _: self._wake.set()).start()
+
+    def _claimed(self, lease: int, deadline: float) -> int | None:
+        """The lease once it has the node's key; None where the store is so slow that it ran out before, or
+        where this is given up. Raises as `claim`."""
+        try:
+            while not self._take(lease):
+                holder = self._store.get(self._node_key)
+                if holder is not None and time.monotonic() >= deadline:
+                    self._store.revoke(lease)
+                    raise NodeTaken(self._taken_by(holder))
+                if self._stop.wait(jittered(_POLL_SECONDS)):
+                    self._store.revoke(lease)
+                    return None
+                self._store.keep_alive(lease)
+        except LeaseLost as error:
+            _log.warning("the store is too slow to keep the key of node %s: %s", self._record.node, error)
+            return None
+        return lease
 
     def start(self) -> None:
         self._thread.start()
