@@ -34,6 +34,8 @@ LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "hist
 OTHER_KEYS = ("members", "rendezvous", "ranks", "parts")
 #: Those of a job's keys that live as long as it does, and are changed by each step of its control.
 LASTING: tuple[Literal["plan", "fence"], ...] = ("plan", "fence")
+#: Digits of a number in a key, at most: those of 64 bits.
+MOST_DIGITS = 18
 T = TypeVar("T", bound=msgspec.Struct)
 
 # fmt: off
@@ -114,7 +116,11 @@ class Keys(Value, frozen=True, kw_only=True):
         name, _, rest = key.removeprefix(self.root).partition("/")
         if name != "jobs":
             return "" if name in CLUSTER_KEYS else name
-        part = rest.partition("/")[2].partition("/")[0]
+        part, _, last = rest.partition("/")[2].partition("/")
+        if part == "history" and numbered(last) is None:
+            # Release 0.1 let a job's name have a '/' in it: jobs/x/history/members/... is of "x/history".
+            folder, slash, _ = last.partition("/")
+            return f"jobs/JOB/history/{folder if slash else 'NAME'}"
         return "" if part in (*LEADER_KEYS, *OTHER_KEYS) else f"jobs/JOB/{part}"
 
     def note_unknown(self, key: str) -> bool:
@@ -128,6 +134,12 @@ class Keys(Value, frozen=True, kw_only=True):
                 f"{shown(part)!r} are skipped; is their writer of a newer release?",
             )
         return bool(part)
+
+
+def numbered(name: str) -> int | None:
+    """The number that the last part of a key is; None for what no leader writes there. (Python refuses to read
+    numbers of thousands of digits, and a number beyond 64 bits would be no record's.)"""
+    return int(name) if len(name) <= MOST_DIGITS and name.isascii() and name.isdecimal() else None
 
 
 class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):
