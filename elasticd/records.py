@@ -28,8 +28,9 @@ RECORD_VERSION = 1
 #: Version of the keys, and of what they mean together.
 SCHEMA_VERSION = 1
 #: How the keys below a cluster's prefix begin, and those below a job's: those that the leader decides by, and
-#: those that agents write, or that torchruns have written, or that records need.
-CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "journal", "nodes", "jobs")
+#: those that agents write, or that torchruns have written, or that records need. (In release 0.1 a job's agents
+#: had `members` there; all agents are told of what is below jobs.)
+CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "journal", "nodes", "members", "jobs")
 LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "history")
 OTHER_KEYS = ("members", "rendezvous", "ranks", "parts")
 #: Those of a job's keys that live as long as it does, and are changed by each step of its control.
@@ -41,7 +42,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 # fmt: off
 #: How a key below a job's begins; all of them begin with the empty one.
 JobPart = Literal[
-    "", "spec", "plan", "proposal", "fence", "done", "checkpoints", "members/", "history/", "ranks/", "parts/"
+    "", "spec", "plan", "proposal", "fence", "done", "checkpoints", "history/", "ranks/", "parts/"
 ]
 # fmt: on
 
@@ -95,8 +96,13 @@ class Keys(Value, frozen=True, kw_only=True):
     def job(self, job: str, part: JobPart) -> str:
         return f"{self.jobs}{job}/{part}"
 
+    @property
+    def members(self) -> str:
+        """The prefix of all workers: no job's, so that none of them is told to each agent."""
+        return self.root + "members/"
+
     def member(self, job: str, device: str) -> str:
-        return self.job(job, "members/") + device.replace("/", ":")
+        return f"{self.members}{job}/{device.replace('/', ':')}"
 
     def rendezvous(self, job: str) -> str:
         """The prefix of what torchruns in restart mode, and nobody else, keep through their agents."""

@@ -272,7 +272,8 @@ def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:
 
 
 def _decided(parts: dict[str, KeyValue]) -> bool:
-    """Whether a leader decided any of it: agents write `members/`, `rendezvous/`, torchruns tell `ranks/`."""
+    """Whether a leader decided any of it: agents write `rendezvous/` (and 0.1's `members/`), torchruns tell
+    `ranks/`."""
     return any(part.partition("/")[0] in LEADER_KEYS for part in parts)
 
 

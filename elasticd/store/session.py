@@ -118,7 +118,8 @@ class Guard:
             self._known = Identity(cluster_id=cluster_id, revision=highest)
 
     def seen(self, revision: int) -> None:
-        """Take note of a watch's event: who only watches learns by nothing else how far the store has come."""
+        """Take note of a watch's event, or of a lease's refresh: who only watches and keeps a lease learns by
+        nothing else how far the store has come."""
         with self._lock:
             if self._known is not None and revision > self._known.revision:
                 self._known = Identity(cluster_id=self._known.cluster_id, revision=revision)
@@ -175,6 +176,7 @@ class EtcdSession:
         if answer.header.revision < floor:
             # A member that lags says so too: only a linearizable read tells it from one that was restored.
             self.identify()
+        self._guard.seen(answer.header.revision)  # of a member that went through all that led there
         return int(answer.TTL)
 
     def watch(self, prefix: str, revision: int) -> WatchStream:

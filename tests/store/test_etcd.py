@@ -386,3 +386,18 @@ def test_a_client_that_only_watches_knows_how_far_the_store_has_come(etcd_server
         watcher.close()
         if writer is not None:
             writer.close()
+
+
+def test_a_client_that_only_keeps_a_lease_knows_how_far_the_store_has_come(etcd_server):
+    """As an agent whose prefixes are quiet: an etcd that comes back older than it was is known by that."""
+    keeper, writer = (EtcdStore(EtcdOptions(endpoints=(etcd_server.endpoint,))) for _ in range(2))
+    try:
+        lease = keeper.grant(60)
+        last = writer.put("/not watched/key", b"x")
+        assert keeper.known().revision < last
+        keeper.keep_alive(lease)
+        assert keeper.known().revision >= last
+        keeper.revoke(lease)
+    finally:
+        keeper.close()
+        writer.close()
