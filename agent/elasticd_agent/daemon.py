@@ -35,7 +35,6 @@ from elasticd.machines.agent_state import (
     HangUp,
     Note,
     Pulse,
-    Result,
     Send,
     SetMember,
     SetNode,
@@ -279,7 +278,7 @@ class Agent:
     def _take(self, event: Event) -> None:
         """One event. An error costs what `machine.failed` says, or the effect that it hinders."""
         try:
-            state, effects = self._stepped(event)
+            state, effects = machine.step(self._state, event, time.monotonic())
         except Exception as error:
             outlived(type(event).__name__, error)
             try:
@@ -287,6 +286,11 @@ class Agent:
             except Exception as another:
                 outlived(f"the failure of {type(event).__name__}", another)
                 return
+        if self._memory is not None and state.epoch > self._state.epoch:  # first remembered, then obeyed
+            try:
+                self._memory.note(epoch=state.epoch)
+            except Exception as error:
+                outlived("the memory of the highest epoch", error)
         self._state = state
         for observe in (self._keeper.observe, self._torchruns.observe):
             try:
@@ -298,12 +302,6 @@ class Agent:
                 self._perform(effect)
             except Exception as error:
                 self._undone(effect, outlived(type(effect).__name__, error))
-
-    def _stepped(self, event: Event) -> Result:
-        state, effects = machine.step(self._state, event, time.monotonic())
-        if self._memory is not None and state.epoch > self._state.epoch:  # first remembered, then obeyed
-            self._memory.note(epoch=state.epoch)
-        return state, effects
 
     def _undone(self, effect: Effect, why: str) -> None:
         """An effect failed. A client that did not hear what it was to hear is let go: it would wait for it."""

@@ -153,7 +153,11 @@ def failed(state: State, event: Event, error: Exception, now: float) -> Result:
         except Exception:
             what = f"{what}, and again without {', '.join(gone)}"
     if isinstance(event, LinkUp):
-        effects.append(HangUp(reason=what))
+        try:  # without what is kept of those that are gone
+            state, more = step(replace(state, departed=(), reports=()), event, now)
+            effects += more
+        except Exception:
+            effects.append(HangUp(reason=what))
     elif not isinstance(event, Tick):
         for client in [each.id for each in state.clients.values() if each.device and each.job == event.job]:
             state, ended = _let_go(state, client, what)

@@ -173,6 +173,26 @@ def test_the_keeper_keeps_the_lease_and_tells_once_when_it_is_lost(store, world)
     assert len(lost) == 1
 
 
+def test_a_defect_does_not_end_the_thread_that_keeps_a_lease(caplog):
+    class Failing(MemoryStore):
+        asked = 0
+
+        def keep_alive(self, lease):
+            self.asked += 1
+            if self.asked <= 2:
+                raise RuntimeError("a defect")
+            return super().keep_alive(lease)
+
+    store = Failing(MemoryServer())
+    keeper = LeaseKeeper(store, store.grant(60), 0.03, pytest.fail).start()
+    deadline = time.monotonic() + PATIENCE
+    while store.asked < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    keeper.stop()
+    assert store.asked >= 4
+    assert caplog.text.count("elasticd failed to refresh lease") == 1
+
+
 def test_the_keeper_takes_an_outage_for_no_loss(store, world):
     lease = store.grant(60)
     keeper = LeaseKeeper(store, lease, 60, lambda reason: pytest.fail(reason))
