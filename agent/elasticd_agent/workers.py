@@ -24,11 +24,13 @@ from elasticd import messages, packets
 from elasticd.logs import Seldom
 from elasticd.machines.agent_state import Ended, Event, Opened, Said
 from elasticd.messages import (
+    FromWorker,
     Hello,
     Join,
     Message,
     OfRounds,
     Rejected,
+    ToAgentAlone,
     ToWorker,
 )
 from elasticd.pulses import Pong
@@ -286,7 +288,7 @@ class _Connection:
             if self._opening is None or isinstance(body, Hello | Join):  # it waits for an answer
                 self._refuse(f"elasticd failed on {what} ({why}): please report it with the agent's log")
 
-    def _hear(self, body: Message, fd: int | None) -> None:
+    def _hear(self, body: FromWorker | ToAgentAlone, fd: int | None) -> None:
         """One message, with the descriptor that came with it."""
         if isinstance(body, Snapped | Fetch) and self._opening is not None:
             self._ears.snapshots(self._name, body, fd)

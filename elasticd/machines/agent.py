@@ -135,8 +135,9 @@ def failed(state: State, event: Event, error: Exception, now: float) -> Result:
     if isinstance(event, Ended):
         return _drop(state, event.client, event.how)
     if isinstance(event, Said):
-        asked = isinstance(event.body, StoreCall)
-        return state, (_failed((event.client, event.body.id), what),) if asked else ()
+        if isinstance(event.body, StoreCall):
+            return state, (_failed((event.client, event.body.id), what),)
+        return state, ()
     if isinstance(event, Pulse | Stood | Heard | Drained | LeaderRead):
         return state, ()
     if isinstance(event, LinkDown):
