@@ -44,7 +44,7 @@ from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.state import Settings
 from elasticd.notify import Supervisor
 from elasticd.parts import Shelf
-from elasticd.records import LASTING, HistoryRecord, Keys, decode_at
+from elasticd.records import LASTING, HistoryRecord, Keys, decode_at, numbered
 from elasticd.remembered import NOTE_SECONDS, StateError, StateFile
 from elasticd.store.leader import Leader, LeadershipLost
 from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplaced
@@ -319,7 +319,7 @@ class Coordinator:
         return [
             decode_at(item.key, item.value, HistoryRecord, shelf.of(item.key))
             for item in items
-            if item.key.startswith(folder)
+            if item.key.startswith(folder) and numbered(item.key.removeprefix(folder)) is not None
         ]
 
     def ready(self) -> str:

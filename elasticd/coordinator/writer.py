@@ -43,6 +43,7 @@ from elasticd.records import (
     PlanRecord,
     Proposal,
     decode_at,
+    numbered,
 )
 from elasticd.store.leader import Leadership, LeadershipLost
 from elasticd.store.protocol import (
@@ -271,7 +272,8 @@ def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:
 
 
 def _decided(parts: dict[str, KeyValue]) -> bool:
-    """Whether a leader decided any of it: agents write `members/`, `rendezvous/`, torchruns tell `ranks/`."""
+    """Whether a leader decided any of it: agents write `rendezvous/` (and 0.1's `members/`), torchruns tell
+    `ranks/`."""
     return any(part.partition("/")[0] in LEADER_KEYS for part in parts)
 
 
@@ -281,9 +283,9 @@ def _stored(job: str, found: dict[str, KeyValue], shelf: Shelf) -> Stored:
         return decode_at(item.key, item.value, kind, shelf.of(item.key)) if item is not None else None
 
     history = {
-        int(name): part
+        number: part
         for part in found
-        if part.startswith("history/") and (name := part.removeprefix("history/")).isdecimal()
+        if part.startswith("history/") and (number := numbered(part.removeprefix("history/"))) is not None
     }
     plan, proposal = read("plan", PlanRecord), read("proposal", Proposal)
     done = read("done", DoneRecord)

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from elasticd_planner.measurement import Measurement
 
+from elasticd import decoding
 from elasticd.config import with_overrides
 from elasticd.coordinator import agents, daemon, leading
 from elasticd.coordinator.daemon import Coordinator, run, serve
@@ -585,6 +586,28 @@ def test_a_job_whose_name_cannot_be_a_key_is_refused_and_the_next_leader_leads(n
             assert second.ready() == ""
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("name", ["members/n0:0", "9" * 5000, "9" * 19, "\N{SUPERSCRIPT TWO}", ""])
+def test_a_new_leader_leads_whatever_stands_in_the_place_of_history(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Release 0.1 let a job be called "x/history": its agent wrote jobs/x/history/members/n0:0."""
+
+    async def body() -> None:
+        server = MemoryServer()
+        MemoryStore(server).put(KEYS.job("x", "history/") + name, b"{}")
+        async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            assert coordinator.ready() == ""
+            assert dict(coordinator.leading.state.jobs) == {}
+            assert await coordinator.history("x") == []
+            join = Join(job="x", min_nodes=1, max_nodes=1, pid=1)
+            await alpha.tell(Up(client="t", job="x", device="", incarnation="", body=join))
+            await until(lambda: "x" in coordinator.leading.state.jobs)
+
+    decoding._logged.clear()
+    asyncio.run(body())
+    assert sum("jobs/JOB/history/" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_write_that_the_store_refuses_ends_its_job_and_no_other() -> None:

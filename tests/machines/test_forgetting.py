@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from elasticd.machines import coordinator, forgetting
 from elasticd.machines.job.effects import AgentDown, AgentUp, ForgetAsked, Received, Stored, Tick, Write
-from elasticd.machines.job.state import LIVE, OVER, Phase, Settings, fresh
+from elasticd.machines.job.state import LIVE, OVER, JobState, Phase, Settings, fresh
 from elasticd.messages import Join, Rejected, Up, WorkerLost
 from elasticd.records import DoneRecord
 from tests.machines.cast import JOB, node_record
@@ -64,6 +66,26 @@ def test_a_later_leader_counts_from_the_end() -> None:
     state, effects = coordinator.step(state, Tick(), 1011.0)
     assert [effect.forget for effect in effects if isinstance(effect, Write)] == [True]
     assert state.jobs == {}
+
+
+def test_a_tick_looks_at_no_job_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept for a week, two thousand of them if need be, and there are ten ticks a second."""
+    over = [Stored(job=f"j{n:04}", done=DoneRecord(step=n, epoch=1)) for n in range(2000)]
+    state = coordinator.takeover(7, over, Settings(keep_jobs=2000), 1000.0)
+    live = {name: fresh(name, Phase.GATHERING, 1000.0) for name in ("one", "two")}
+    state = msgspec.structs.replace(state, jobs={**state.jobs, **live})
+    stepped: list[str] = []
+    step = coordinator.machine.step
+
+    def counted(job: JobState, *given: Any) -> Any:
+        stepped.append(job.job)
+        return step(job, *given)
+
+    monkeypatch.setattr(coordinator.machine, "step", counted)
+    for at in range(10):
+        state, _ = coordinator.step(state, Tick(), 1000.0 + at / 10)
+    assert stepped == ["one", "two"] * 10
+    assert len(state.jobs) == 2002
 
 
 def test_of_more_than_may_be_kept_the_oldest_go_a_few_at_a_time() -> None:
