@@ -21,15 +21,14 @@ from elasticd_planner.value import Value
 
 from elasticd.decoding import decoder_of
 
-
 #: Steps in which rounding stays small; how much of a loss it explains in those, and later.
 EARLY, EARLY_APART, LATE_APART = 2000, 1e-9, 1e-6
 
 
 def tolerance(step: int) -> float:
     """How far from that of the undisturbed run a loss may be, relatively, in float64. Sums in another order are
-    1e-16 apart in the first step, and training carries that on: 1e-12 in 500 steps, 2e-10 in 2,000, 2e-9 to 5e-8
-    in 3,000 to 4,700 (measured). A sample that is lost or counted twice changes some 1e-3 at once."""
+    1e-16 apart in the first step, and training carries that on: 1e-12 in 500 steps, 2e-10 in 2,000, 2e-9
+    in 3,000 and 5e-8 in 4,700, as was measured. A sample that is lost or counted twice changes far more."""
     return EARLY_APART if step < EARLY else LATE_APART
 
 
