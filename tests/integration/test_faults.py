@@ -207,6 +207,27 @@ def test_an_agent_that_is_started_again_gets_its_workers_back() -> None:
 
 
 @pytest.mark.slow
+def test_an_agent_that_is_started_again_before_the_first_plan_gets_its_workers_back() -> None:
+    cluster = Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS)
+    let = cluster.folder / "let"  # the planner answers once this is there
+    waiting = f'until [ -e "{let}" ]; do sleep 0.05; done; exec "$@"'
+    cluster._planner = ("/bin/sh", "-c", waiting, "planner", *cluster._planner)
+    with cluster:
+        cluster.run(SCRIPT)
+        until(lambda: cluster.job().get("phase") == "planning", 60, lambda: str(cluster.events()))
+        before = [(member["device"], member["pid"]) for member in cluster.job()["members"]]
+        cluster.restart_agent("a")
+        until(lambda: cluster.events("agent_restarted"), 60, lambda: str(cluster.events()))
+        let.touch()
+        cluster.runs(1, steps=5)
+        assert [(member["device"], member["pid"]) for member in cluster.job()["members"]] == before
+        steps = cluster.finish()
+        codes = cluster.wait(120)
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+        check_exactness(cluster, steps, plans=1)
+
+
+@pytest.mark.slow
 def test_a_frozen_worker_is_left_behind_and_joins_again_when_it_thaws() -> None:
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT)

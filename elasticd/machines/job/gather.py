@@ -313,9 +313,11 @@ def cannot_read(message: Unread) -> str:
 
 
 def assemble(turn: Turn) -> None:
-    """The first plan is due once all workers that torchrun started are there."""
+    """The first plan is due once all workers that torchrun started are there, each at its node's agent."""
     job = turn.job
-    if job.phase is Phase.ASSEMBLING and job.world_size and len(job.workers) >= job.world_size:
+    if job.phase is not Phase.ASSEMBLING or not job.world_size or len(job.workers) < job.world_size:
+        return
+    if not any(worker.orphan for worker in job.workers.values()):
         turn.enter(Phase.PLANNING)
 
 

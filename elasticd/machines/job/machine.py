@@ -250,6 +250,7 @@ def _due(turn: Turn) -> None:
     gather.answer_late(turn)
     losses.deserted(turn)
     losses.absent(turn)
+    losses.stranded(turn)
     leaving.all_told(turn)
     stopping.due(turn)
     raised.judge(turn)
