@@ -21,6 +21,7 @@ from elasticd.machines.agent_state import (
     Drained,
     Ended,
     Event,
+    HangUp,
     Heard,
     LinkDown,
     LinkUp,
@@ -358,3 +359,14 @@ def test_whatever_fails_the_state_after_it_is_one_to_go_on_from(
     if "w0" not in state.clients:
         state, _ = run(hello(0, client="again"), state=state)
         assert "again" in state.clients
+
+
+def test_a_link_comes_without_the_words_of_one_that_is_gone_where_these_make_it_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state, _ = run(hello(0), hello(1), said(Kept(number=1, step=1)), Ended(client="w0", how="it ended"))
+    handler = raising(machine.TABLE[Phase.AWAY, LinkUp], lambda state, event: bool(state.departed))
+    monkeypatch.setitem(machine.TABLE, (Phase.AWAY, LinkUp), handler)  # type: ignore[arg-type]
+    state, effects = machine.failed(state, LinkUp(), RuntimeError("a defect"), 0.0)
+    assert (state.phase, {*state.clients}) == (Phase.LINKED, {"w1"})
+    assert not any(isinstance(effect, HangUp) for effect in effects)
