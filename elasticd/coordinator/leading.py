@@ -235,7 +235,11 @@ class Leading:
     def tell(self, note: Note) -> None:
         """Into the journal, which is written to etcd, and the log."""
         self.journal.tell(note, time.time())
-        self.wrote(note.job, len(note.text) + sum(len(v) for v in note.data.values() if isinstance(v, str)))
+        size = len(note.text) + sum(len(value) for value in note.data.values() if isinstance(value, str))
+        if note.job:
+            self.wrote(note.job, size)
+        elif note.data.get("node") in self.state.nodes:
+            self._allowance(note.data["node"]).spend(size, self._clock())
         self.metrics.event(note.kind)
         named = ("node", "plan", "step", "device")
         about: dict[str, object] = {name: note.data[name] for name in named if name in note.data}
@@ -314,7 +318,7 @@ class Leading:
         """Has the rounds deleted of jobs in restart mode whose torchruns are gone, and that were not heard of
         for as long as a job that is over is kept."""
         now = self._clock()
-        if self.writer is None or now < self._look_at:
+        if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
         self._clear_stores(now)
