@@ -196,7 +196,7 @@ def _received(state: State, event: Received, now: float) -> Result:
         if not isinstance(body, Join | Hello):
             return state, ()
         known = fresh(message.job, Phase.GATHERING, now)
-        if isinstance(body, Hello):  # its torchrun would have joined before
+        if isinstance(message, Up) and isinstance(body, Hello):  # its torchrun would have joined before
             taken = taken or gather.uninvited(known, event.node, message.device)
         if not taken:
             state = msgspec.structs.replace(state, jobs={**state.jobs, message.job: known})

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
+from elasticd.health import OfNode
 from elasticd.messages import (
     Bereft,
     Doubt,
@@ -20,13 +21,14 @@ from elasticd.messages import (
     Leaving,
     Refused,
     Swapped,
-    ToLeader,
     Unread,
     Up,
     WorkerLost,
 )
 from elasticd.names import harmless
 from elasticd.pulses import Frozen, Unreached
+from elasticd.snapshots import Keeps
+from elasticd.whereabouts import Halted
 
 #: Characters of one such text. Stacks and tracebacks have bounds of their own (`job.halted`, `job.raised`).
 MOST_TEXT = 4000
@@ -51,6 +53,9 @@ _TEXTS: dict[type, tuple[str, ...]] = {
     Frozen: ("how",),
 }
 
+#: What the coordinator's machine hears.
+Words = Up | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps
+
 M = TypeVar("M", bound=msgspec.Struct)
 
 
@@ -59,7 +64,7 @@ def shortened(text: str, most: int = MOST_TEXT) -> str:
     return text if len(text) <= most else text[: most - len(MARK)] + MARK
 
 
-def bounded(message: ToLeader | Unread) -> ToLeader | Unread:
+def bounded(message: Words) -> Words:
     """The message, with its texts cut."""
     if isinstance(message, Up):
         body = message.body
