@@ -315,8 +315,8 @@ class Leading:
                 self.writer.put(Rank(job=job))
 
     def _clear_rounds(self) -> None:
-        """Has the rounds deleted of jobs in restart mode whose torchruns are gone, and that were not heard of
-        for as long as a job that is over is kept."""
+        """Drops stores of jobs that never began. Has the rounds deleted of jobs in restart mode whose torchruns
+        are gone, and that were not heard of for as long as a job that is over is kept."""
         now = self._clock()
         if now < self._look_at:
             return

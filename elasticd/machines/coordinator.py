@@ -35,6 +35,7 @@ from elasticd.machines.job.effects import (
     Tick,
     Unwritten,
 )
+from elasticd.machines.job.part import joined_from
 from elasticd.machines.job.restored import restored
 from elasticd.machines.job.state import LIVE, OVER, JobState, NodeState, Phase, Settings, fresh
 from elasticd.messages import (
@@ -231,23 +232,19 @@ def _taken(state: State, node: str, up: Up) -> str:
 
 
 def _crowded(state: State, node: str) -> str:
-    """Why no job more is known, or nothing. Those that wait for torchruns count for the nodes of the ones that
-    have come: one node's leave half of what there is room for to others, two nodes' a third."""
+    """Why no job more is known, or nothing. Jobs count for the nodes whose torchruns have joined, also once
+    they are over: one node's leave half of what there is room for to others, two nodes' a third."""
     free = MOST_JOBS - len(state.jobs)
     if free <= 0:
         return f"the cluster has {MOST_JOBS} jobs already: end some, and forget them"
-    devices = len(state.nodes[node].record.devices)
-    begun = sum(
-        1
-        for job in state.jobs.values()
-        if job.phase in (Phase.GATHERING, Phase.ASSEMBLING)
-        and any(joiner.node == node for joiner in job.joiners.values())
-    )
-    if begun < min(devices + MOST_BEGUN, free):
+    record = state.nodes[node].record
+    mine = [job.phase for job in state.jobs.values() if joined_from(job, record)]
+    begun = sum(phase in (Phase.GATHERING, Phase.ASSEMBLING) for phase in mine)
+    if begun < len(record.devices) + MOST_BEGUN and len(mine) < free:
         return ""
     return (
-        f"node {node} has torchruns in {begun} jobs that have not begun, and room is left for {free} jobs of "
-        "all nodes: end some of its torchruns"
+        f"node {node} has torchruns in {begun} jobs that have not begun and in {len(mine)} in all, and room is "
+        f"left for {free} jobs of all nodes: end some of its torchruns, and forget jobs that are over"
     )
 
 

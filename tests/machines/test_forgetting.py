@@ -198,6 +198,25 @@ def test_torchruns_of_one_node_leave_room_for_the_jobs_of_others(monkeypatch: py
     assert joins("alpha", "a0"), "of a job that there is nothing is refused"
 
 
+def test_jobs_of_one_node_that_are_over_leave_room_for_the_jobs_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coordinator, "MOST_JOBS", 40)
+    world = World()
+    for number in range(60):
+        job = f"a{number}"
+        body = Join(job=job, min_nodes=2, max_nodes=2, pid=3)
+        up = Up(client=f"t{job}", job=job, device="", incarnation="", body=body)
+        world.say(Received(node="alpha", message=up))
+        world.settle()
+        over = {n: msgspec.structs.replace(each, phase=Phase.STOPPED) for n, each in world.state.jobs.items()}
+        world.state = msgspec.structs.replace(world.state, jobs=over)
+    assert len(world.state.jobs) == coordinator.MOST_JOBS / 2
+    world.join("beta")
+    world.settle()
+    assert JOB in world.state.jobs
+
+
 def test_jobs_that_a_leader_knows_are_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "MOST_JOBS", 1)
     world = running()

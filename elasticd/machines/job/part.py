@@ -18,15 +18,19 @@ def joins(job: JobState, node: str, device: str) -> bool:
     return node in places or device in places
 
 
+def joined_from(job: JobState, of: NodeRecord) -> bool:
+    """Whether a torchrun of this node has asked to take part."""
+    return of.node in job.joiners or any(device.name in job.joiners for device in of.devices)
+
+
 def takes_part(job: JobState, of: NodeRecord) -> bool:
     """Whether a torchrun of this node has joined, or a worker on one of its devices is known, or bound by a
     plan."""
-    if of.node in job.joiners or of.node in job.joined:
+    if of.node in job.joined or joined_from(job, of):
         return True
     plans = [plan for plan in (job.plan, job.proposal.plan if job.proposal is not None else None) if plan]
     return any(
-        device.name in job.joiners
-        or device.name in job.joined
+        device.name in job.joined
         or device.name in job.workers
         or any(device.name in plan.binding for plan in plans)
         for device in of.devices
