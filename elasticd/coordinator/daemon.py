@@ -223,6 +223,7 @@ class Coordinator:
                 told=leading.tell,
                 refused=leading.unwritten,
                 failed=self._unwritable,
+                wrote=leading.wrote,
             )
         except msgspec.DecodeError as error:
             raise CannotLead(f"the records under {self.keys.jobs} cannot be read: {error}") from error

@@ -75,8 +75,9 @@ class WriteConflict(Exception):
 class Writer:
     """Executes `Write` effects one after the other, on the store's thread; `told` hears their notes.
 
-    `refused` hears of a write that cannot be made, and why. `failed` is called once, with why this leader must
-    end: its key is lost, a record was changed, or the store takes nothing of it any more.
+    `refused` hears of a write that cannot be made, and why; `wrote` how many bytes were written for a job, as
+    etcd has them: compressed, and without what it had already. `failed` is called once, with why this leader
+    must end: its key is lost, a record was changed, or the store takes nothing of it any more.
     """
 
     def __init__(
@@ -90,11 +91,13 @@ class Writer:
         told: Callable[[Note], None],
         refused: Callable[[Asked, Exception], None],
         failed: Callable[[Exception], None],
+        wrote: Callable[[str, int], None] = lambda job, size: None,
     ) -> None:
         """Raises `msgspec.DecodeError` for a record among the `known` ones that cannot be read."""
         self._store, self._executor, self._leadership, self._keys = store, executor, leadership, keys
         self._ledger = Ledger(keys, store.limits, known)
-        self._told, self._refused, self._failed = told, refused, failed
+        self._told, self._refused, self._failed, self._wrote = told, refused, failed, wrote
+        self._bytes = 0  # of what is being written
         self._queue: asyncio.Queue[Asked] = asyncio.Queue()
         self._held: Asked | None = None  # the first in the queue, if it was taken from there already
         self.away = False
@@ -150,6 +153,7 @@ class Writer:
     async def _write(self, taken: Sequence[Asked]) -> bool:
         """Has it written, or refused; False where this leader may not write any more."""
         loop = asyncio.get_running_loop()
+        self._bytes = 0
         try:
             while not await loop.run_in_executor(self._executor, self._attempt, taken):
                 await asyncio.sleep(PAUSE)
@@ -161,6 +165,8 @@ class Writer:
                 return await self._one_by_one(taken)
             self._refused(taken[0], error)
         else:
+            if isinstance(taken[0], Write):
+                self._wrote(taken[0].job, self._bytes)
             for note in (note for asked in taken if isinstance(asked, Write) for note in asked.notes):
                 self._told(note)
         for asked in taken:
@@ -208,6 +214,7 @@ class Writer:
 
     def _make(self, ops: Ops) -> None:
         result = self._leadership.transact(self._store, self._ledger.compares(ops), ops)
+        self._bytes += sum(len(op.key) + len(op.value) for op in ops if isinstance(op, Put))
         puts = [op.key for op in ops if isinstance(op, Put)]
         revisions = dict.fromkeys(puts, result.revision) if result.succeeded else self._read_back(ops)
         self._ledger.done(ops, revisions)

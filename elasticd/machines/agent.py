@@ -88,6 +88,7 @@ from elasticd.messages import (
     Propose,
     Published,
     Recorded,
+    Rejected,
     Report,
     Shutdown,
     StoreAnswer,
@@ -105,6 +106,10 @@ from elasticd.whereabouts import Halted
 
 #: Reports kept while the link is away; the oldest go first.
 MOST_REPORTS = 256
+#: Calls of a process on the bootstrap store that wait for their answers. A worker has a few threads that ask.
+MOST_CALLS = 64
+#: Words of a process that a new leader is to hear. The store's records outdate them one by one.
+MOST_SAID = 64
 #: Ended workers whose last words are kept for a leader that may not have heard them.
 MOST_DEPARTED = 256
 #: Seconds that the leader has beyond a call's own deadline to answer it.
@@ -244,6 +249,11 @@ def _said(state: State, event: Said, now: float) -> Result:
     if isinstance(body, Hello) or (isinstance(body, Join) and client.device):
         return state, (Note(text=f"{client.id} said hello twice; the second was not heard"),)
     if isinstance(body, StoreCall):
+        mine = sum(1 for asker, _ in state.calls if asker == client.id)
+        if mine >= MOST_CALLS and (client.id, body.id) not in state.calls:
+            return state, (
+                _failed((client.id, body.id), f"{mine} calls of this process wait for answers already"),
+            )
         call = Call(call=body, deadline=now + body.seconds + GRACE_SECONDS)
         return replace(state, calls={**state.calls, (client.id, body.id): call}), _up(state, client, body)
     if isinstance(body, Report):
@@ -251,6 +261,9 @@ def _said(state: State, event: Said, now: float) -> Result:
             return state, _up(state, client, body)
         return replace(state, reports=(*state.reports, _wrap(client, body))[-MOST_REPORTS:]), ()
     if isinstance(body, Join):  # A torchrun asks again after a local restart.
+        if body.job != client.job:
+            why = f"this torchrun takes part in job {client.job}: start another for job {shown(body.job)}"
+            return state, (Send(client=client.id, body=Rejected(reason=why)),)
         client = replace(client, opening=body, goodbye=False)
     elif isinstance(body, Goodbye | Leave):
         farewell = body.reason if isinstance(body, Goodbye) else ""
@@ -260,7 +273,7 @@ def _said(state: State, event: Said, now: float) -> Result:
     elif isinstance(body, Rehearsed):  # a leader that did not ask has no use for it
         return state, _up(state, client, body)
     elif body not in client.said:
-        client = replace(client, said=(*client.said, body))
+        client = replace(client, said=(*client.said, body)[-MOST_SAID:])
     return _with_client(state, client), _up(state, client, body)
 
 
@@ -302,6 +315,9 @@ def _ended(state: State, event: Ended, now: float) -> Result:
 
 def _link_up(state: State, event: LinkUp, now: float) -> Result:
     words: list[ToLeader] = [AgentHello(record=state.record, release=__version__)]
+    # Torchruns come first: a job that has not begun takes no worker without its torchrun.
+    torchruns = (client for client in state.clients.values() if not client.device and not client.goodbye)
+    words += [_wrap(client, client.opening) for client in torchruns]
     for client in state.departed:
         # With its hello, for a leader that took over meanwhile has not met it; but for one whose device has
         # another worker by now: that hello would be taken for the newer.
@@ -310,7 +326,7 @@ def _link_up(state: State, event: LinkUp, now: float) -> Result:
         words += [_wrap(client, body) for body in (*hello, *client.said)]
         words.append(_lost(client))
     for client in state.clients.values():
-        if client.goodbye and not client.device:
+        if not client.device:
             continue
         words.append(_wrap(client, client.opening))
         words += [_wrap(client, body) for body in client.said]

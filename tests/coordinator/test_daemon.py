@@ -30,6 +30,7 @@ from elasticd.messages import (
     Prepared,
     Rejected,
     Report,
+    Saved,
     StoreAnswer,
     StoreCall,
     Swapped,
@@ -485,6 +486,7 @@ def test_value_that_the_store_does_not_take_is_refused_to_its_sender_and_harms_n
         server = MemoryServer()
         async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
             server.limits = Limits(request_bytes=100_000)
+            await alpha.takes_part(JOB)
             for number, size in ((0, 3_000_000), (1, 100_000), (2, 10)):
                 await alpha.tell(told(number, f"rdzv/{number}", size))
             await alpha.tell(told(3, f"plan/{'9' * 5000}/x", 1))
@@ -525,6 +527,8 @@ def test_one_agents_long_frame_keeps_no_other_agent_waiting(monkeypatch: pytest.
             agent(coordinator, node_record("alpha")) as alpha,
             agent(coordinator, node_record("beta")) as beta,
         ):
+            await alpha.takes_part(JOB)
+            await beta.takes_part(JOB)
             said = [encode(check(number)) for number in range(700)]
             await alpha.socket.send(together(said))
             await until(lambda: bool(alpha.bodies("t")))
@@ -553,6 +557,8 @@ def test_a_worker_that_sets_its_ranks_again_and_again_does_not_fill_the_store(
             agent(coordinator, node_record("beta")) as beta,
         ):
             asked = 10
+            await alpha.takes_part(JOB)
+            await beta.takes_part(JOB)
             for number in range(asked):
                 await alpha.tell(told(number))
             await until(lambda: len(alpha.bodies("t")) == asked)
@@ -563,6 +569,41 @@ def test_a_worker_that_sets_its_ranks_again_and_again_does_not_fill_the_store(
             await beta.tell(told(1))
             await until(lambda: len(beta.bodies("t")) == 1)
             assert beta.bodies("t")[0].error is None, "the other node's share is its own"
+
+    asyncio.run(body())
+
+
+def test_a_node_whose_words_have_too_much_written_is_heard_more_slowly_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that says of ever new checkpoints has a list written each time."""
+    monkeypatch.setattr(leading, "WRITES_AT_ONCE", 100_000)
+    monkeypatch.setattr(leading, "WRITES_A_SECOND", 100.0)
+    saved = 500
+
+    async def body() -> None:
+        server = MemoryServer()
+        async with (
+            coordinating(server) as coordinator,
+            agent(coordinator, node_record("alpha")) as alpha,
+            agent(coordinator, node_record("beta")) as beta,
+        ):
+            workers = await started(server, [alpha, beta])
+            await until(lambda: coordinator.leading.state.jobs[JOB].phase is Phase.RUNNING)
+            here = {worker.device: worker for worker in workers}
+            for number in range(saved):
+                name = f"step-{number:08d}.plan-1.{'x' * 40}"
+                await alpha.tell(here["alpha/0"].up(Saved(name=name, step=number, plan=1)))
+            await until(lambda: coordinator.leading.wait("alpha") > 0)
+            assert coordinator.leading.wait("beta") == 0
+            await beta.tell(here["beta/0"].up(StoreCall(id=1, op="set", key="plan/1/x", value=b"x")))
+            await until(lambda: beta.bodies("wbeta/0") == [StoreAnswer(id=1)])
+            writer = coordinator.leading.writer
+            assert writer is not None
+            await asyncio.wait_for(writer.drained(), 60)
+            names = [one.name for one in coordinator.leading.state.jobs[JOB].published]
+            assert not any(f"step-{saved - 1:08d}" in name for name in names), "it is not heard yet"
+            assert not alpha.closed
 
     asyncio.run(body())
 

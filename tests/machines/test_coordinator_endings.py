@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from elasticd.machines.job.effects import AgentUp, Received
-from elasticd.machines.job.state import Phase, Settings
+from elasticd.machines.job.state import Phase, Settings, fresh
 from elasticd.messages import Closed, Join, Rejected, Report, Up
 from tests.machines.asked import refused
 from tests.machines.cast import FakeWorker
@@ -219,6 +219,9 @@ def test_job_whose_worker_is_turned_away_does_not_wait_for_it() -> None:
     )
     other = msgspec.structs.replace(world.records["alpha"], node="gamma", agent="agent-gamma")
     world.say(AgentUp(record=other))
+    world.settle()
+    both = msgspec.structs.replace(fresh("late", Phase.ASSEMBLING, 0.0), joined=("alpha", "gamma"))
+    world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, "late": both})
     for node, device in (("gamma", "gamma/0"), ("alpha", "alpha/0")):
         up = Up(client=f"x{device}", job="late", device=device, incarnation="y", body=late)
         world.say(Received(node=node, message=up))

@@ -197,6 +197,48 @@ def test_job_that_nobody_waits_for_any_more_before_it_began_is_forgotten() -> No
     assert JOB in world.state.jobs, "it may only be coming anew"
 
 
+def test_torchruns_of_one_node_leave_room_for_the_jobs_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "MOST_JOBS", 40)
+    world = World()
+
+    def joins(node: str, job: str) -> bool:
+        body = Join(job=job, min_nodes=2, max_nodes=2, pid=3)
+        up = Up(client=f"t{node}{job}", job=job, device="", incarnation="", body=body)
+        world.say(Received(node=node, message=up))
+        world.settle()
+        return job in world.state.jobs
+
+    mine = [joins("alpha", f"a{number}") for number in range(60)]
+    assert sum(mine) == len(world.records["alpha"].devices) + coordinator.MOST_BEGUN
+    (refused,) = world.told["talphaa59"]
+    assert isinstance(refused, Rejected)
+    assert "node alpha has torchruns in 18 jobs that have not begun" in refused.reason
+    others = [joins("beta", f"b{number}") for number in range(60)]
+    assert 0 < sum(others) < len(others), "what was left to it, and not all of that"
+    assert len(world.state.jobs) < coordinator.MOST_JOBS
+    world.tick()
+    assert joins("alpha", "a0"), "of a job that there is nothing is refused"
+
+
+def test_jobs_of_one_node_that_are_over_leave_room_for_the_jobs_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coordinator, "MOST_JOBS", 40)
+    world = World()
+    for number in range(60):
+        job = f"a{number}"
+        body = Join(job=job, min_nodes=2, max_nodes=2, pid=3)
+        up = Up(client=f"t{job}", job=job, device="", incarnation="", body=body)
+        world.say(Received(node="alpha", message=up))
+        world.settle()
+        over = {n: msgspec.structs.replace(each, phase=Phase.STOPPED) for n, each in world.state.jobs.items()}
+        world.state = msgspec.structs.replace(world.state, jobs=over)
+    assert len(world.state.jobs) == coordinator.MOST_JOBS / 2
+    world.join("beta")
+    world.settle()
+    assert JOB in world.state.jobs
+
+
 def test_jobs_that_a_leader_knows_are_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "MOST_JOBS", 1)
     world = running()

@@ -328,7 +328,8 @@ class JobState(Value, frozen=True, kw_only=True):
         which ends by `stop_at`. `thrown` are exceptions of the script's own code, the newest last; `failing`
         says that one of them ends the job (empty: none does), once its state is saved.
     older state: `snapshots` in the agents' memory, checkpoints `published`, the newest last, and `unpublished`
-        ones of a plan that is not recorded yet; when a worker last `arrived`. Until `patient_until` a new
+        ones of a plan that is not recorded yet. `republish`: the list, last written at `published_at`, is to be
+        written again. When a worker last `arrived`. Until `patient_until` a new
         leader takes nothing for lost that it has not heard of.
     takeover: `unmet` are the members, by device their incarnations, that a leader before this one bound and
         that this one has not heard of yet. They may live, and hold copies.
@@ -385,6 +386,8 @@ class JobState(Value, frozen=True, kw_only=True):
     snapshots: Snapshots = msgspec.field(default_factory=Snapshots)
     published: tuple[PublishedCheckpoint, ...] = ()
     unpublished: tuple[Saved, ...] = ()
+    republish: bool = False
+    published_at: float = -math.inf
     arrived: float = -math.inf
     patient_until: float = 0.0
     unmet: dict[str, str] = msgspec.field(default_factory=dict)
