@@ -91,7 +91,7 @@ def stamped(rows: Iterable[Row]) -> list[Row]:
 
 def unmeasured(before: Iterable[Row], rows: Iterable[Row]) -> list[Row]:
     """The rows with a goal of an earlier run that this one has no row with a goal for: without a value, missed.
-    Numbers in a name are figures of the run (as "in 60 injections"), and do not count."""
+    Numbers in a name are figures of the run (as "in 60 injections", "192 of 400 problems"), not of its name."""
     there = Counter(_words(each.name) for each in rows if each.goal is not None)
     lacking = []
     for old in before:
@@ -105,7 +105,8 @@ def unmeasured(before: Iterable[Row], rows: Iterable[Row]) -> list[Row]:
 
 
 def _words(name: str) -> str:
-    return re.sub(r"\d[\d.,]*", "#", name)
+    """The same for a run of all problems ("400 problems") and for one of a part ("192 of 400 problems")."""
+    return re.sub(r"# of #", "#", re.sub(r"\d[\d.,]*", "#", name))
 
 
 def commit(root: Path = ROOT) -> str | None:

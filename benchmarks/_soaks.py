@@ -24,6 +24,8 @@ ROOT = RESULTS.parent.parent
 MEASURED = ("elasticd", "agent", "migration", "planner")
 #: Faults of all runs together, and how far a loss may be from that of the undisturbed run.
 FAULTS, APART = 1000, 1e-9
+#: The row of those faults.
+RANDOM = "soak: faults at random, of all kinds"
 #: Faults of one run, and the seconds that it may take: rounding grows with the steps, so that runs are short.
 EACH, SECONDS = 60, 3600.0
 
@@ -60,7 +62,7 @@ def figures(runs: Sequence[Run]) -> Iterator[Row]:
     faults, kinds = sum(each.faults for each in reports), Counter[str]()
     for each in reports:
         kinds.update(each.kinds)
-    yield row("soak: faults at random, of all kinds", faults, "", goal=f">= {FAULTS}", met=faults >= FAULTS)
+    yield row(RANDOM, faults, "", goal=f">= {FAULTS}", met=faults >= FAULTS)
     for kind, number in sorted(kinds.items()):
         yield row(f"soak: faults of kind {kind}", number, "")
     wrong = sum(len(each.wrong) for each in reports)

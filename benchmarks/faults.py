@@ -32,6 +32,7 @@ import _loaded  # noqa: E402
 import _peers  # noqa: E402
 import _planted  # noqa: E402
 import _soaks  # noqa: E402
+from _injected import injected  # noqa: E402
 from _injections import (  # noqa: E402
     Lost,
     Seen,
@@ -55,8 +56,6 @@ FOUR = (*NODES, "n3")
 #: Bytes of an emulated device that cannot hold the whole model (1.28 MB with its optimizer's state), but its
 #: share of it twice; seconds from node to node, said to be so many that tensor parallelism does not pay.
 SMALL, FAR = 1_200_000, 0.01
-#: Faults that all parts together inject, at least.
-INJECTIONS = 1000
 #: Seconds that etcd is down, each time.
 DOWN = 2.0
 #: Bytes a second between two processes of this kind of machine (FACTS: 64 KiB and more).
@@ -289,8 +288,6 @@ PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "torchrun": _peers.torchrun_rows,
     "torchft": _peers.torchft_rows,
 }
-#: Kinds of faults in a part; the peers' are not ours.
-KINDS = {"workers": 1, "layouts": 1, "nodes": 1, "cuts": 1, "hangs": 1, "outages": 2}
 FULL, FULL_OF_PEERS, FULL_MINUTES = 60, 20, 30.0
 
 
@@ -315,12 +312,6 @@ def main() -> int:
     if missed:
         print(f"goals missed: {', '.join(missed)}")
     return 1 if missed else 0
-
-
-def injected(parts: Parts) -> Iterator[Row]:
-    """How many faults the figures of all parts rest on."""
-    faults = sum(KINDS.get(name, 0) * count for name, count in parts.injections.items())
-    yield row("faults injected, of all kinds", faults, "", goal=f">= {INJECTIONS}", met=faults >= INJECTIONS)
 
 
 def _measure(parts: Parts, name: str, injections: int, minutes: float) -> list[Row]:

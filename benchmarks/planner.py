@@ -4,9 +4,9 @@ clusters as they are (`drawn`, by _drawn.py).
 make bench NAME=planner                       # all parts
 make bench NAME=planner ARGS="time straggler" # some of them; the results keep the others as they are
 
-Random problems come from fixed seeds. Times are medians in this process, without the interpreter's start.
-The oracles (tests/planner/table_brute.py and table_exact.py, and the enumerations here) share nothing with the
-search but the formulas.
+Random problems come from fixed seeds, those of `drawn` from a fresh one. Times are medians in this process,
+without the interpreter's start. The oracles (tests/planner/table_brute.py and table_exact.py, and the
+enumerations here) share nothing with the search but the formulas.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from _drawn import COUNT, LARGE, SEED, drawn_rows  # noqa: E402
+from _drawn import COUNT, LARGE, drawn_rows  # noqa: E402
 from _exactness import exactness_rows  # noqa: E402
 from _parts import Parts  # noqa: E402
 from _results import RESULTS, Row, row, table  # noqa: E402
@@ -372,7 +372,7 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description="The planner's figures.")
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; all without any")
-    parser.add_argument("--seed", type=int, default=SEED, help="that draws the problems of 'drawn'")
+    parser.add_argument("--seed", type=int, help="that draws the problems of 'drawn' (default: a fresh one)")
     parser.add_argument("--count", type=int, default=COUNT, help="of them with 32 and 64 devices")
     parser.add_argument("--large", type=int, default=LARGE, help="of them with 256 and 1,024 devices")
     given = parser.parse_args()

@@ -28,18 +28,21 @@ RECORD_VERSION = 1
 #: Version of the keys, and of what they mean together.
 SCHEMA_VERSION = 1
 #: How the keys below a cluster's prefix begin, and those below a job's: those that the leader decides by, and
-#: those that agents write, or that torchruns have written, or that records need.
-CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "journal", "nodes", "jobs")
+#: those that agents write, or that torchruns have written, or that records need. (In release 0.1 a job's agents
+#: had `members` there; all agents are told of what is below jobs.)
+CLUSTER_KEYS = ("schema", "leader", "config", "config-history", "journal", "nodes", "members", "jobs")
 LEADER_KEYS = ("spec", "plan", "proposal", "fence", "done", "checkpoints", "history")
 OTHER_KEYS = ("members", "rendezvous", "ranks", "parts")
 #: Those of a job's keys that live as long as it does, and are changed by each step of its control.
 LASTING: tuple[Literal["plan", "fence"], ...] = ("plan", "fence")
+#: Digits of a number in a key, at most: those of 64 bits.
+MOST_DIGITS = 18
 T = TypeVar("T", bound=msgspec.Struct)
 
 # fmt: off
 #: How a key below a job's begins; all of them begin with the empty one.
 JobPart = Literal[
-    "", "spec", "plan", "proposal", "fence", "done", "checkpoints", "members/", "history/", "ranks/", "parts/"
+    "", "spec", "plan", "proposal", "fence", "done", "checkpoints", "history/", "ranks/", "parts/"
 ]
 # fmt: on
 
@@ -93,8 +96,13 @@ class Keys(Value, frozen=True, kw_only=True):
     def job(self, job: str, part: JobPart) -> str:
         return f"{self.jobs}{job}/{part}"
 
+    @property
+    def members(self) -> str:
+        """The prefix of all workers: no job's, so that none of them is told to each agent."""
+        return self.root + "members/"
+
     def member(self, job: str, device: str) -> str:
-        return self.job(job, "members/") + device.replace("/", ":")
+        return f"{self.members}{job}/{device.replace('/', ':')}"
 
     def rendezvous(self, job: str) -> str:
         """The prefix of what torchruns in restart mode, and nobody else, keep through their agents."""
@@ -114,7 +122,11 @@ class Keys(Value, frozen=True, kw_only=True):
         name, _, rest = key.removeprefix(self.root).partition("/")
         if name != "jobs":
             return "" if name in CLUSTER_KEYS else name
-        part = rest.partition("/")[2].partition("/")[0]
+        part, _, last = rest.partition("/")[2].partition("/")
+        if part == "history" and numbered(last) is None:
+            # Release 0.1 let a job's name have a '/' in it: jobs/x/history/members/... is of "x/history".
+            folder, slash, _ = last.partition("/")
+            return f"jobs/JOB/history/{folder if slash else 'NAME'}"
         return "" if part in (*LEADER_KEYS, *OTHER_KEYS) else f"jobs/JOB/{part}"
 
     def note_unknown(self, key: str) -> bool:
@@ -128,6 +140,12 @@ class Keys(Value, frozen=True, kw_only=True):
                 f"{shown(part)!r} are skipped; is their writer of a newer release?",
             )
         return bool(part)
+
+
+def numbered(name: str) -> int | None:
+    """The number that the last part of a key is; None for what no leader writes there. (Python refuses to read
+    numbers of thousands of digits, and a number beyond 64 bits would be no record's.)"""
+    return int(name) if len(name) <= MOST_DIGITS and name.isascii() and name.isdecimal() else None
 
 
 class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):

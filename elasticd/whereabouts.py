@@ -84,6 +84,8 @@ class Place(NamedTuple):
     @property
     def name(self) -> str:
         """As people are told. Between two steps whatever elasticd does not do itself is the script's own."""
+        if self.begins:
+            return f"{NAMES[self.place]} (in its plan's first steps)"
         if self.waits or self.step is not None or self.place in BETWEEN:
             return NAMES[self.place]
         return NAMES[EVALUATION if self.place in _EVALUATES else SCRIPT]
@@ -95,7 +97,17 @@ class Place(NamedTuple):
 
     @property
     def computes(self) -> bool:
-        """In a step, in what takes about as long each time."""
+        """In a step, in what takes about as long each time, and it is known how long."""
+        return self._in_computation and self.usual > 0
+
+    @property
+    def begins(self) -> bool:
+        """In the computation of one of a plan's first two steps. How long that takes nobody knows: what is done
+        once is done there, as a compilation."""
+        return self._in_computation and not self.usual
+
+    @property
+    def _in_computation(self) -> bool:
         return self.step is not None and self.place in COMPUTES
 
 
@@ -126,7 +138,8 @@ class Whereabouts(Message, frozen=True, kw_only=True, tag="whereabouts"):
 class Halted(Message, frozen=True, kw_only=True, tag="worker-halt"):
     """To the leader: a worker's main thread has been at one place for `seconds`; or it moves again (an empty
     `place`). step: that is under way, -1 between two steps; `rank`: whom it waits for, -1 where that is no one
-    rank. `computes`: it is in what a step does at about the same time each time. `stack`: of its threads."""
+    rank. `computes`: it is in what takes about as long in each step, and has been for longer than that.
+    `stack`: of its threads."""
 
     job: str
     device: str

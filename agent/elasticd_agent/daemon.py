@@ -2,6 +2,11 @@
 
 Clients, link and store emit events; each goes through the machine in turn, and its effects are carried out
 before the next. All that blocks (the store's calls) runs in threads.
+
+All workers of the node depend on this process, so a defect of elasticd does not end it: an exception costs the
+message, its client or its job's workers here (`machine.failed`), and is logged (`defects`). What ends an agent
+is said by name: another agent has its node, its store is another one or an old copy, its leader or its store is
+of a release too far away.
 """
 
 from __future__ import annotations
@@ -11,7 +16,9 @@ import logging
 import secrets
 import time
 from collections import deque
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from typing import Any
 
 from msgspec import structs
 
@@ -23,7 +30,9 @@ from elasticd.machines.agent_state import (
     ClearMember,
     Dismiss,
     Effect,
+    Ended,
     Event,
+    HangUp,
     Note,
     Pulse,
     Send,
@@ -43,9 +52,10 @@ from elasticd.records import Keys, NodeRecord, schema_refusal
 from elasticd.remembered import NOTE_SECONDS, StateFile
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
 from elasticd.version import __version__
-from elasticd.whereabouts import FACTORIES, Halted, Whereabouts
+from elasticd.whereabouts import Whereabouts
 from elasticd_agent import probe, stacks
 from elasticd_agent.crossing import Crossings
+from elasticd_agent.defects import outlived
 from elasticd_agent.harm import Harms
 from elasticd_agent.keeper import Keeper
 from elasticd_agent.link import Link
@@ -57,7 +67,7 @@ from elasticd_agent.registrar import Registrar
 from elasticd_agent.rounds import Rounds
 from elasticd_agent.sensors import Sensors
 from elasticd_agent.severed import Severable
-from elasticd_agent.standing import Halt, Standing
+from elasticd_agent.standing import Halt, Standing, told_of
 from elasticd_agent.watch import Records
 from elasticd_agent.workers import Ears, Workers
 
@@ -65,6 +75,8 @@ from elasticd_agent.workers import Ears, Workers
 LEASE_SECONDS = 3
 _TICK_SECONDS = 0.25
 _SENSE_SECONDS = 10.0
+#: Seconds until a part that failed is begun again.
+_AGAIN_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -211,14 +223,14 @@ class Agent:
         keeper, every = self._keeper, self._config.agent.probe_seconds
         crossings = Crossings(every, keeper.sender, keeper.ring, lambda: self._state, self._link.send)
         parts = (
-            self._tick(),
-            self._beat(),
-            self._remember(),
-            self._supervisor.watch(),
-            crossings.run(),
-            self._sense(),
+            self._tick,
+            self._beat,
+            self._remember,
+            self._supervisor.watch,
+            crossings.run,
+            self._sense,
         )
-        beside = [asyncio.create_task(part) for part in parts]
+        beside = [asyncio.create_task(_lasting(part)) for part in parts]
         try:
             await self._reaching.start()
             await records.start()
@@ -259,21 +271,47 @@ class Agent:
             return
         while self._events:
             try:
-                before = self._state.epoch
-                self._state, effects = machine.step(self._state, self._events[0], time.monotonic())
-                if self._memory is not None and self._state.epoch > before:  # first remembered, then obeyed
-                    self._memory.note(epoch=self._state.epoch)
-                self._keeper.observe(self._events[0])
-                self._torchruns.observe(self._events[0])
-                for effect in effects:
-                    self._perform(effect)
-            except Exception as error:
-                _log.exception("the agent failed on %r", self._events[0])
-                self._finish(
-                    f"the agent has an error ({type(error).__name__}: {error}): see its log, restart it"
-                )
+                self._take(self._events[0])
             finally:
                 self._events.popleft()
+
+    def _take(self, event: Event) -> None:
+        """One event. An error costs what `machine.failed` says, or the effect that it hinders."""
+        try:
+            state, effects = machine.step(self._state, event, time.monotonic())
+        except Exception as error:
+            outlived(type(event).__name__, error)
+            try:
+                state, effects = machine.failed(self._state, event, error, time.monotonic())
+            except Exception as another:
+                outlived(f"the failure of {type(event).__name__}", another)
+                return
+        if self._memory is not None and state.epoch > self._state.epoch:  # first remembered, then obeyed
+            try:
+                self._memory.note(epoch=state.epoch)
+            except Exception as error:
+                outlived("the memory of the highest epoch", error)
+        self._state = state
+        for observe in (self._keeper.observe, self._torchruns.observe):
+            try:
+                observe(event)
+            except Exception as error:
+                outlived(f"{type(event).__name__} beside the machine", error)
+        for effect in effects:
+            try:
+                self._perform(effect)
+            except Exception as error:
+                self._undone(effect, outlived(type(effect).__name__, error))
+
+    def _undone(self, effect: Effect, why: str) -> None:
+        """An effect failed. A client that did not hear what it was to hear is let go: it would wait for it."""
+        if isinstance(effect, Send):
+            how = f"elasticd failed to send it {type(effect.body).__name__} ({why})"
+            self._emit(Ended(client=effect.client, how=how))
+            try:
+                self._workers.dismiss(effect.client, f"{how}: please report it with the agent's log")
+            except Exception as error:
+                outlived("Dismiss", error)
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Send):
@@ -291,6 +329,8 @@ class Agent:
             self._registrar.clear_member(effect.job, effect.device)
         elif isinstance(effect, Note):
             _log.warning("%s", effect.text)
+        elif isinstance(effect, HangUp):
+            self._link.hang_up()
         else:
             self._finish(effect.reason)
 
@@ -315,34 +355,27 @@ class Agent:
             for client in moving:
                 self._emit(Stood(client=client))
             for halt in halted:
-                task = asyncio.create_task(self._halted(halt, there[halt.client]))
+                task = asyncio.create_task(self._look_at(halt, there[halt.client]))
                 looking.add(task)
                 task.add_done_callback(looking.discard)
 
+    async def _look_at(self, halt: Halt, pid: int) -> None:
+        try:
+            await self._halted(halt, pid)
+        except Exception as error:
+            outlived("a look at a worker that stands still", error)
+
     async def _halted(self, halt: Halt, pid: int) -> None:
         """Tells of a worker that stands still, with its stack where nobody else makes it wait."""
-        place, text, computes = halt.place.name, "", halt.place.computes
-        if computes or halt.place.place in FACTORIES:
+        text = ""
+        if halt.looks:
             pidfd = self._workers.pidfd(halt.client)
             text = await stacks.stack(pid, pidfd, self._standing.stacks_of(halt.client))
-            if computes and (busy := stacks.busy(text)):
-                place, computes = busy, False
-            _log.warning("%s stands still in %s for %.1f s", halt.client, place, halt.seconds)
-        if not self._standing.still(halt):
-            return  # it moved meanwhile, and that is not to be told before
-        found = Halted(
-            job="",
-            device="",
-            incarnation="",
-            place=place,
-            step=halt.place.step if halt.place.step is not None else -1,
-            rank=halt.place.rank if halt.place.rank is not None else -1,
-            waits=halt.place.waits,
-            computes=computes,
-            seconds=halt.seconds,
-            stack=text,
-        )
-        self._emit(Stood(client=halt.client, halted=found))
+        found = told_of(halt, text)
+        if halt.looks:
+            _log.warning("%s stands still in %s for %.1f s", halt.client, found.place, halt.seconds)
+        if self._standing.still(halt):  # else it moved meanwhile, and that is not to be told before
+            self._emit(Stood(client=halt.client, halted=found))
 
     def _hear_whereabouts(self, client: str, body: Whereabouts, fd: int | None) -> None:
         if why := self._standing.hear(client, body, fd):
@@ -431,6 +464,17 @@ class Agent:
     def _emulated_pace(self) -> Pace | None:
         emulate = self._config.emulate
         return Pace(forward=emulate.forward, backward=emulate.backward) if emulate.enabled else None
+
+
+async def _lasting(part: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """A part of the agent that goes on beside the others: it is begun again after an error."""
+    while True:
+        try:
+            await part()
+            return
+        except Exception as error:
+            outlived(getattr(part, "__qualname__", "a part of the agent"), error)
+        await asyncio.sleep(_AGAIN_SECONDS)
 
 
 async def check_store(store: Store, endpoints: tuple[str, ...]) -> None:

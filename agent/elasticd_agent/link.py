@@ -23,11 +23,13 @@ from elasticd.gathered import together
 from elasticd.machines.agent_state import Drained, Event, Heard, LinkDown, LinkUp
 from elasticd.messages import (
     Report,
+    ToAgent,
     ToLeader,
     Up,
 )
 from elasticd.orders import Drain, End, Harm, TryReach
 from elasticd.snapshots import Whole
+from elasticd_agent.defects import outlived
 
 #: Seconds between attempts: doubled from the first to the second.
 _BACKOFF = (0.05, 2.0)
@@ -62,6 +64,7 @@ class Link:
         self._said = ""
         self._url: str | None = None
         self._moved = asyncio.Event()
+        self._hung_up = False
         self._outgoing: asyncio.Queue[ToLeader] | None = None
         self._task = asyncio.create_task(self._run(), name="link to the leader")
 
@@ -70,6 +73,10 @@ class Link:
         if url != self._url:
             self._url = url
             self._moved.set()
+
+    def hang_up(self) -> None:
+        """Answers a `LinkUp` of which nothing could be made: another connection is tried, a little later."""
+        self._hung_up = True
 
     def send(self, message: ToLeader) -> None:
         """Queue a message on the present connection; without one it is dropped."""
@@ -88,8 +95,11 @@ class Link:
             if url is None:
                 await self._moved.wait()
                 continue
-            if await self._visit(url):
-                pause.reset()
+            try:
+                if await self._visit(url):
+                    pause.reset()
+            except Exception as error:
+                outlived("the link to the leader", error)
             if self._url != url:
                 pause.reset()
             else:
@@ -120,14 +130,17 @@ class Link:
             _log.debug("the leader at %s cannot be reached: %s", url, error)
             return False
         self._said = ""
-        self._outgoing = asyncio.Queue()
+        self._outgoing, self._hung_up = asyncio.Queue(), False
         _log.info("linked to the leader at %s", url)
         try:
             self._emit(LinkUp())
+            if self._hung_up:
+                return False
             await self._serve(connection, self._outgoing)
         finally:
             self._outgoing = None
-            self._emit(LinkDown())
+            if not self._hung_up:
+                self._emit(LinkDown())
             _log.info("the link to the leader at %s is gone", url)
             # Not the closing handshake: a leader that is stuck would keep us here.
             connection.transport.abort()
@@ -170,18 +183,24 @@ class Link:
                 continue
             if message is None:
                 continue
-            if isinstance(message, Whole):
-                self._whole(message)
-            elif isinstance(message, Harm):
-                self._harm(message)
-            elif isinstance(message, End):
-                self._end(message)
-            elif isinstance(message, TryReach):
-                self._reach(message)
-            elif isinstance(message, Drain):
-                self._emit(Drained(on=message.on))
-            else:
-                self._emit(Heard(message=message))
+            try:
+                self._hear(message)
+            except Exception as error:
+                outlived(f"{type(message).__name__} of the leader", error)
+
+    def _hear(self, message: ToAgent) -> None:
+        if isinstance(message, Whole):
+            self._whole(message)
+        elif isinstance(message, Harm):
+            self._harm(message)
+        elif isinstance(message, End):
+            self._end(message)
+        elif isinstance(message, TryReach):
+            self._reach(message)
+        elif isinstance(message, Drain):
+            self._emit(Drained(on=message.on))
+        else:
+            self._emit(Heard(message=message))
 
     async def _write(self, connection: ClientConnection, outgoing: asyncio.Queue[ToLeader]) -> None:
         while True:
@@ -197,7 +216,9 @@ class Link:
                     break
             while len(waiting) < MOST_TOGETHER and not outgoing.empty():
                 waiting.append(outgoing.get_nowait())
-            await connection.send(together([messages.encode(message) for message in waiting]))
+            written = [data for message in waiting if (data := _encoded(message)) is not None]
+            if written:
+                await connection.send(together(written))
 
     async def _wait_moved(self, seconds: float) -> None:
         try:
@@ -205,6 +226,15 @@ class Link:
                 await self._moved.wait()
         except TimeoutError:
             return
+
+
+def _encoded(message: ToLeader) -> bytes | None:
+    """None for a message that cannot be sent, with a line in the log: it costs none of the others."""
+    try:
+        return messages.encode(message)
+    except Exception as error:
+        outlived(f"{type(message).__name__} to the leader", error)
+        return None
 
 
 def _is_report(message: ToLeader) -> bool:

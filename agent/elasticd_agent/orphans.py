@@ -65,7 +65,7 @@ class Torchruns:
             return
         try:
             pidfd = os.pidfd_open(int(marked.partition("-")[0]))
-        except (OSError, ValueError):
+        except (OSError, ValueError, OverflowError):  # the last two: whoever set the environment made it up
             self._run(self._end(marked))
             return
         if not starter.alive(marked):

@@ -31,6 +31,7 @@ from elasticd.store.protocol import (
     StoreReplaced,
     StoreTooLarge,
 )
+from elasticd_agent.defects import outlived
 
 #: Seconds between attempts to write the keys, and those that the store refuses: doubled from the first to the
 #: second.
@@ -82,18 +83,31 @@ class Registrar:
         Raises NodeTaken, and StoreError when the store is not there.
         """
         deadline = time.monotonic() + self._ttl + 1.0
-        lease = self._store.grant(self._ttl)
-        while not self._take(lease):
-            holder = self._store.get(self._node_key)
-            if holder is not None and time.monotonic() >= deadline:
-                self._store.revoke(lease)
-                raise NodeTaken(self._taken_by(holder))
-            if self._stop.wait(jittered(_POLL_SECONDS)):
-                self._store.revoke(lease)
+        lease = None
+        while lease is None:
+            lease = self._claimed(self._store.grant(self._ttl), deadline)
+            if lease is None and self._stop.wait(jittered(_POLL_SECONDS)):
                 return
-            self._store.keep_alive(lease)
         self._lease = lease
         self._keeper = LeaseKeeper(self._store, lease, self._ttl, lambda _: self._wake.set()).start()
+
+    def _claimed(self, lease: int, deadline: float) -> int | None:
+        """The lease once it has the node's key; None where the store is so slow that it ran out before, or
+        where this is given up. Raises as `claim`."""
+        try:
+            while not self._take(lease):
+                holder = self._store.get(self._node_key)
+                if holder is not None and time.monotonic() >= deadline:
+                    self._store.revoke(lease)
+                    raise NodeTaken(self._taken_by(holder))
+                if self._stop.wait(jittered(_POLL_SECONDS)):
+                    self._store.revoke(lease)
+                    return None
+                self._store.keep_alive(lease)
+        except LeaseLost as error:
+            _log.warning("the store is too slow to keep the key of node %s: %s", self._record.node, error)
+            return None
+        return lease
 
     def start(self) -> None:
         self._thread.start()
@@ -197,6 +211,9 @@ class Registrar:
         except StoreError as error:
             _log.debug("the store did not take this node's keys, trying again: %s", error)
             return False
+        except Exception as error:  # this thread lasts as long as the agent
+            outlived("this node's keys", error)
+            return False
         return True
 
     def _is_there(self, key: str, value: bytes | None) -> bool:
@@ -220,7 +237,7 @@ class Registrar:
                 self._store.put(key, value, self._lease)
         except StoreReplaced:
             raise  # it refuses all that is ours, as the lease's keeper says
-        except (StoreRefused, StoreTooLarge) as error:
+        except (StoreRefused, StoreTooLarge, ValueError, TypeError) as error:  # the last two: it is no key
             self._written = before
             self._refuse(key, value, error)
             return
@@ -230,7 +247,7 @@ class Registrar:
         if self._refused.pop(key, None) is not None:
             _log.info("the store takes the key %s now", shown(key))
 
-    def _refuse(self, key: str, value: bytes | None, error: StoreError) -> None:
+    def _refuse(self, key: str, value: bytes | None, error: Exception) -> None:
         """Said once, until the store takes the key."""
         if key not in self._refused:
             what = "deleted" if value is None else "written"

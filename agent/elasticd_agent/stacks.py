@@ -84,12 +84,12 @@ async def _written(pidfd: int, fd: int, number: int) -> str:
 
 
 async def _grown(fd: int) -> str:
-    """What came, once nothing more does."""
+    """What came, once nothing more does. A writer that waits for a processor is in the midst of a line."""
     size = STACK
     for _ in range(int(_WRITE_SECONDS / 0.05)):
         await asyncio.sleep(0.05)
         before, size = size, os.fstat(fd).st_size
-        if size == before > STACK:
+        if size == before > STACK and os.pread(fd, 1, size - 1) == b"\n":
             break
     data = os.pread(fd, MOST, max(STACK, size - MOST))
     return data.decode(errors="replace")

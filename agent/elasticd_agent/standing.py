@@ -7,6 +7,11 @@ second. How long the script's own code may take nobody knows, nor the loader, no
 between two steps (the optimizer's factory, say): the leader is told after two seconds, and what to make of it
 is its matter. A wait for the coordinator is no standstill. What the agent itself was late for it does not hold
 against a worker.
+
+Nor does anybody know how long the first two steps under a plan take. What comes in new shapes may be compiled,
+by libraries that no stack gives away, too. A compilation takes as long as it takes, whatever a step does: no
+multiple of an earlier plan's steps bounds it. So where a worker is in these steps, also in a wait, is told as a
+place outside of a step is.
 """
 
 from __future__ import annotations
@@ -16,34 +21,39 @@ from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elasticd.whereabouts import IDLE, WORDS, Place, Whereabouts, read
+from elasticd.whereabouts import FACTORIES, IDLE, WORDS, Halted, Place, Whereabouts, read
+from elasticd_agent import stacks
 from elasticd_agent.pulses import BEAT
 
 #: Seconds beyond the longest steps of late: twice that, of computation; once, of a wait. And seconds alone.
 COMPUTES, WAITS, OUTSIDE = 1.0, 0.5, 2.0
+#: Seconds at one place of a plan's first steps after which that is told again, with its stack.
+LOOKED = 10.0
 #: How much slower a device that works still may suddenly be.
 SLOWER = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Halt:
-    """A worker that stands still, by its client's name; seconds: for how long it has been there."""
+    """A worker that stands still, by its client's name; seconds: for how long it has been there; looks: whether
+    its stack is to be told, too."""
 
     client: str
     place: Place
     seconds: float
+    looks: bool
 
 
 @dataclass(kw_only=True, slots=True)
 class _Known:
-    """A worker's memory file, the place that was read last, since when it is there, and whether that was
-    told."""
+    """A worker's memory file, the place that was read last, since when it is there, and how many times that
+    was told."""
 
     fd: int
     signal: int
     place: Place | None = None
     since: float = 0.0
-    told: bool = False
+    told: int = 0
 
 
 class Standing:
@@ -79,16 +89,20 @@ class Standing:
             if place is None or known.place is None or not _same(place, known.place):
                 if known.told:
                     moving.append(client)
-                known.place, known.since, known.told = place, now, False
+                known.place, known.since, known.told = place, now, 0
                 continue
             known.since += late
-            if not known.told and now - known.since >= _patience(place):
-                known.told = True
-                halted.append(Halt(client=client, place=place, seconds=now - known.since))
+            seconds, moments = now - known.since, _moments(place)
+            due = sum(seconds >= moment for moment in moments)
+            if due > known.told:
+                known.told = due
+                looks = due == len(moments) and _looks(place)
+                halted.append(Halt(client=client, place=place, seconds=seconds, looks=looks))
         return halted, moving
 
     def outside(self) -> frozenset[str]:
-        """The workers that were last in their script's own code, or in their loader."""
+        """The workers that were last in their script's own code, in their loader, or in the computation of a
+        plan's first steps."""
         return frozenset(
             client
             for client, known in self._known.items()
@@ -98,7 +112,9 @@ class Standing:
     def still(self, halt: Halt) -> bool:
         """Whether the worker has not moved since."""
         known = self._known.get(halt.client)
-        return known is not None and known.told and known.place is not None and _same(known.place, halt.place)
+        return (
+            known is not None and known.told > 0 and known.place is not None and _same(known.place, halt.place)
+        )
 
     def stacks_of(self, client: str) -> tuple[int, int] | None:
         """A descriptor of the worker's memory file, the caller's to close, and the signal at which it writes
@@ -120,13 +136,38 @@ def _same(one: Place, other: Place) -> bool:
     return (one.step, one.place, one.changes) == (other.step, other.place, other.changes)
 
 
-def _patience(place: Place) -> float:
+def _moments(place: Place) -> tuple[float, ...]:
     """Seconds at one place after which that is told."""
     if place.computes:
-        return max(2 * place.usual, SLOWER * place.stay) + COMPUTES if place.usual else float("inf")
-    if place.waits and place.step is not None:
-        return place.usual + WAITS if place.usual else float("inf")
-    return OUTSIDE if place.place != IDLE else float("inf")
+        return (max(2 * place.usual, SLOWER * place.stay) + COMPUTES,)
+    if place.begins:
+        return (OUTSIDE, LOOKED)
+    if place.waits and place.step is not None and place.usual:
+        return (place.usual + WAITS,)
+    return (OUTSIDE,) if place.place != IDLE else ()
+
+
+def _looks(place: Place) -> bool:
+    """Whether the stack of one that stays there says what else nobody knows."""
+    return place.computes or place.begins or place.place in FACTORIES
+
+
+def told_of(halt: Halt, stack: str) -> Halted:
+    """As the leader is told, but for the worker's names. A stack may show that it compiles or is debugged."""
+    place = halt.place
+    busy = stacks.busy(stack) if place.computes or place.begins else ""
+    return Halted(
+        job="",
+        device="",
+        incarnation="",
+        place=busy or place.name,
+        step=place.step if place.step is not None else -1,
+        rank=place.rank if place.rank is not None else -1,
+        waits=place.waits,
+        computes=place.computes and not busy,
+        seconds=halt.seconds,
+        stack=stack,
+    )
 
 
 def _read(fd: int) -> Place | None:

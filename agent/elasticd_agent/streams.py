@@ -138,7 +138,7 @@ class Sender:
                 context = self._identity.context(server=False, peers=certificate)
                 with context.wrap_socket(plain) as stream:
                     _send(stream, snapshot, revoked)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise StreamFailed(f"the agent at {address}: {error}") from error
 
     def cross(self, address: str, certificate: str, size: int) -> tuple[float, float]:
@@ -152,7 +152,7 @@ class Sender:
                 context = self._identity.context(server=False, peers=certificate)
                 with context.wrap_socket(plain) as stream:
                     return _crossed(stream, size)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             raise StreamFailed(f"the agent at {address}: {error}") from error
 
     def close(self) -> None:

@@ -1,5 +1,13 @@
 """What the agent reads from the store: who leads, the other nodes, and each job's proposal, plan, fence,
-checkpoints and end."""
+checkpoints and end.
+
+It watches the prefixes that have these, and not the whole cluster: what a leader writes into its journal and
+its configuration, and what agents write of their workers, would be told to all agents for nothing. Each prefix
+is heard in the order of its revisions; parts, records and end of a job are in one. Between prefixes there is no
+order, and none is needed: a leader's records name its epoch, so that it is as high after them as after its key.
+What a leader that was replaced wrote later is not there, as its writes compare its key; the second lock against
+that (`elasticd.machines.agent_orders`) closes with the first that is heard of the new one.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +45,8 @@ from elasticd.records import (
 from elasticd.remembered import StateFile
 from elasticd.store.leader import Leader
 from elasticd.store.protocol import KeyValue, Store, StoreReplaced, WatchEvent, WatchItem
-from elasticd.store.watch import Watch
+from elasticd.store.watch import Sink, Watch
+from elasticd_agent.defects import outlived
 
 _PARTS = ("proposal", "plan", "fence", "checkpoints", "done")
 R = TypeVar("R", bound=msgspec.Struct)
@@ -46,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 class Records:
-    """Turns the store's keys into events, on the running loop, in the order of their revisions.
+    """Turns the store's keys into events, on the running loop, in the order of each prefix' revisions.
 
     `follow` is called with the leader's url, or None when there is no leader, `node_read` with each node's
     record, or None when that is gone, `refuse` with why this agent cannot work with what the store holds now.
@@ -71,40 +80,54 @@ class Records:
         self._refuse, self._memory = refuse, memory
         self._known: set[str] = set()
         self._shelf = Shelf(keys.jobs)
-        self._watch: Watch | None = None
+        self._watches: list[Watch] = []
 
     async def start(self) -> None:
         """Read everything once, then watch. Raises StoreError when the store is not there."""
-        snapshot = await asyncio.to_thread(self._store.snapshot, self._keys.root)
-        self._adopt(snapshot.items)
+        keys = self._keys
+        prefixes = keys.schema, keys.leader, keys.nodes, keys.jobs  # whom to obey first, then the orders
+        snapshots = await asyncio.to_thread(lambda: [self._store.snapshot(prefix) for prefix in prefixes])
+        for prefix, snapshot in zip(prefixes, snapshots, strict=True):
+            self._adopt(prefix, snapshot.items)
+        for prefix, snapshot in zip(prefixes, snapshots, strict=True):
+            self._watches.append(self._store.watch(prefix, snapshot.revision + 1, self._sink(prefix)))
+
+    def close(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+
+    def _sink(self, prefix: str) -> Sink:
         loop = asyncio.get_running_loop()
 
         def sink(item: WatchItem) -> None:
-            loop.call_soon_threadsafe(self._take, item)
+            loop.call_soon_threadsafe(self._take, prefix, item)
 
-        self._watch = self._store.watch(self._keys.root, snapshot.revision + 1, sink)
+        return sink
 
-    def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-
-    def _take(self, item: WatchItem) -> None:
+    def _take(self, prefix: str, item: WatchItem) -> None:
         if isinstance(item, WatchEvent):
             self._read(item.key, item.item if item.kind == "put" else None)
         else:
-            self._adopt(item.snapshot.items)
+            self._adopt(prefix, item.snapshot.items)
 
-    def _adopt(self, items: tuple[KeyValue, ...]) -> None:
-        """The whole of what the store holds: also what it does not hold any more."""
-        for key in self._known - {item.key for item in items}:
+    def _adopt(self, prefix: str, items: tuple[KeyValue, ...]) -> None:
+        """All that the store holds of a prefix: also what it does not hold any more."""
+        for key in {key for key in self._known if key.startswith(prefix)} - {item.key for item in items}:
             self._read(key, None)
-        # The parts before the records that need them: those may have changed since.
-        self._shelf = Shelf(self._keys.jobs, ((item.key, item.value) for item in items))
-        # The leader first: its epoch is what the orders of the others are measured by.
-        for item in sorted(items, key=lambda item: item.key != self._keys.leader):
+        if prefix == self._keys.jobs:
+            # The parts before the records that need them: those may have changed since.
+            self._shelf = Shelf(self._keys.jobs, ((item.key, item.value) for item in items))
+        for item in items:
             self._read(item.key, item)
 
     def _read(self, key: str, item: KeyValue | None) -> None:
+        """One key. An error costs this key, not those that are read after it."""
+        try:
+            self._read_key(key, item)
+        except Exception as error:
+            outlived("a record of the store", error)
+
+    def _read_key(self, key: str, item: KeyValue | None) -> None:
         if self._shelf.take(key, item.value if item is not None else None) or self._keys.note_unknown(key):
             return
         if key == self._keys.schema:

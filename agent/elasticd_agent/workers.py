@@ -24,11 +24,13 @@ from elasticd import messages, packets
 from elasticd.logs import Seldom
 from elasticd.machines.agent_state import Ended, Event, Opened, Said
 from elasticd.messages import (
+    FromWorker,
     Hello,
     Join,
     Message,
     OfRounds,
     Rejected,
+    ToAgentAlone,
     ToWorker,
 )
 from elasticd.pulses import Pong
@@ -36,6 +38,7 @@ from elasticd.snapshots import Fetch, OfSnapshots, Snapped
 from elasticd.version import __version__
 from elasticd.whereabouts import Whereabouts
 from elasticd_agent.admission import Admission, peer_pidfd
+from elasticd_agent.defects import outlived
 
 #: Seconds that a process has to end after it closed its connection, before it counts as gone without.
 _LINGER_SECONDS = 2.0
@@ -277,6 +280,16 @@ class _Connection:
             if self._opening is None:
                 self._refuse("the agent does not know its first message: use one release everywhere")
             return
+        try:
+            self._hear(body, fd)
+        except Exception as error:
+            what = f"{type(body).__name__} of a client"
+            why = outlived(what, error)
+            if self._opening is None or isinstance(body, Hello | Join):  # it waits for an answer
+                self._refuse(f"elasticd failed on {what} ({why}): please report it with the agent's log")
+
+    def _hear(self, body: FromWorker | ToAgentAlone, fd: int | None) -> None:
+        """One message, with the descriptor that came with it."""
         if isinstance(body, Snapped | Fetch) and self._opening is not None:
             self._ears.snapshots(self._name, body, fd)
             return
@@ -342,7 +355,12 @@ class _Connection:
 
     def _gone(self, how: str) -> None:
         self.close()
-        if not self._ears.rounds(self._name, self._pid, None) and self._opening is not None:
+        try:
+            of_rounds = self._ears.rounds(self._name, self._pid, None)
+        except Exception as error:
+            outlived("the end of a client", error)
+            of_rounds = False
+        if not of_rounds and self._opening is not None:
             self._ears.events(Ended(client=self._name, how=how))
 
     def _close_socket(self) -> None:

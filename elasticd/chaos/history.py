@@ -65,6 +65,8 @@ class History:
                 self._lead(event)
             elif self._shelf.take(event.key, event.item.value if event.kind == "put" else None):
                 continue
+            elif event.key.startswith(self._keys.members) and event.kind == "put":
+                self._member(event)
             elif event.key.startswith(self._keys.jobs) and event.kind == "put":
                 self._record(event)
 
@@ -78,6 +80,11 @@ class History:
         if not self.leaders or self.leaders[-1] != self._epoch:
             self.leaders.append(self._epoch)
 
+    def _member(self, event: WatchEvent) -> None:
+        name = event.key.removeprefix(self._keys.members).rpartition("/")[0]
+        member = decode(event.item.value, MemberRecord)
+        self.jobs.setdefault(name, JobHistory()).pids[member.incarnation] = member.pid
+
     def _record(self, event: WatchEvent) -> None:
         name, _, part = event.key.removeprefix(self._keys.jobs).partition("/")
         job, parts = self.jobs.setdefault(name, JobHistory()), self._shelf.of(event.key)
@@ -86,10 +93,6 @@ class History:
             self._same(
                 event, job, record.number, msgspec.structs.replace(record.plan, number=record.number).digest
             )
-            return
-        if part.startswith("members/"):
-            member = decode(event.item.value, MemberRecord)
-            job.pids[member.incarnation] = member.pid
             return
         found = _decoded(part, event.item.value, parts)
         if found is None:

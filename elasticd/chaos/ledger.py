@@ -4,7 +4,7 @@
 2. A process is given steps in order, each once, and none is skipped while its plan stays.
 3. Every step trained on its own samples: none is lost, none counts twice.
 4. All who were given a step under the plan in force then have the same loss, to the bit, and it is that of an
-   undisturbed run, but for rounding.
+   undisturbed run, but for rounding (`tolerance`).
 5. Who was given a step under another plan was fenced off: what it did is no part of history.
 """
 
@@ -20,6 +20,16 @@ from pathlib import Path
 from elasticd_planner.value import Value
 
 from elasticd.decoding import decoder_of
+
+#: Steps in which rounding stays small; how much of a loss it explains in those, and later.
+EARLY, EARLY_APART, LATE_APART = 2000, 1e-9, 1e-6
+
+
+def tolerance(step: int) -> float:
+    """How far from that of the undisturbed run a loss may be, relatively, in float64. Sums in another order are
+    1e-16 apart in the first step, and training carries that on: 1e-12 in 500 steps, 2e-10 in 2,000, 2e-9
+    in 3,000 and 5e-8 in 4,700, as was measured. A sample that is lost or counted twice changes far more."""
+    return EARLY_APART if step < EARLY else LATE_APART
 
 
 class Line(Value, frozen=True, kw_only=True):
@@ -67,11 +77,10 @@ def check(
     plain: Sequence[Line],
     *,
     over: bool = True,
-    tolerance: float = 1e-6,
 ) -> list[str]:
     """What is wrong. plans: number and first step of each recorded plan, in order; fenced_off: the highest
-    number of a fence that named a process, by its pid; plain: the undisturbed run, whose losses are met within
-    `tolerance` (relative); over: whether the job came to its end."""
+    number of a fence that named a process, by its pid; plain: the undisturbed run; over: whether the job came
+    to its end."""
     wrong: list[str] = []
     begins = [step for _, step in plans]
     history: dict[int, list[tuple[Ledger, Line]]] = {}
@@ -89,9 +98,7 @@ def check(
                 )
     for step in range(steps):
         given = history.get(step)
-        wrong += (
-            [f"step {step} was given to nobody"] if not given else _one(step, given, samples, plain, tolerance)
-        )
+        wrong += [f"step {step} was given to nobody"] if not given else _one(step, given, samples, plain)
     beyond = [step for step in history if step >= steps]
     wrong += [f"step {step} is beyond the last" for step in beyond]
     if over and not any(ledger.ended for ledger in ledgers):
@@ -116,7 +123,6 @@ def _one(
     given: Sequence[tuple[Ledger, Line]],
     samples: Callable[[int], Sequence[int]],
     plain: Sequence[Line],
-    tolerance: float,
 ) -> list[str]:
     wrong = []
     right = tuple(samples(step))
@@ -128,7 +134,7 @@ def _one(
         wrong.append(f"step {step} has {len(losses)} losses: {sorted(losses)}")
     expected = plain[step].loss if step < len(plain) else math.nan
     for loss in losses:
-        if not abs(loss - expected) <= tolerance * abs(expected):
+        if not abs(loss - expected) <= tolerance(step) * abs(expected):
             wrong.append(f"step {step} has loss {loss!r}; undisturbed it is {expected!r}")
     return wrong
 

@@ -18,7 +18,17 @@ from elasticd.coordinator.gate import CALLER, Bucket
 from elasticd.coordinator.leading import Leading
 from elasticd.gathered import all_to_leader
 from elasticd.machines import doors
-from elasticd.messages import AgentHello, AgentRejected, StoreCall, ToLeader, Unread, Up, encode
+from elasticd.messages import (
+    AgentHello,
+    AgentRejected,
+    Down,
+    StoreAnswer,
+    StoreCall,
+    ToLeader,
+    Unread,
+    Up,
+    encode,
+)
 from elasticd.security import Role
 from elasticd.version import __version__
 
@@ -29,6 +39,10 @@ HELLO_SECONDS = 10.0
 MESSAGES_PER_SECOND = 5000.0
 #: Messages of one agent that are dealt with at once, before others have their turn: a node's reports of a step.
 TOGETHER = 8
+#: Calls on bootstrap stores that wait for their key, of a node: for each of its devices, and in all.
+GETS_OF_A_DEVICE, MOST_GETS = 64, 4096
+#: Seconds between looks at whether a node that had too much written to etcd is heard again.
+LONGEST_PAUSE = 5.0
 #: The code of a WebSocket that its own side closed over a message above the limit.
 _TOO_BIG = 1009
 
@@ -132,12 +146,17 @@ async def _listen(
 ) -> None:
     """Hands every message over in order; a call that waits is left waiting beside the rest."""
     calls: set[asyncio.Task[None]] = set()
+    most = min(MOST_GETS, GETS_OF_A_DEVICE * (len(connection.record.devices) + 1))
     bucket = Bucket(MESSAGES_PER_SECOND, time.monotonic())
 
     async def handle(message: ToLeader | Unread) -> None:
         if isinstance(message, AgentHello) and message.record.node != connection.node:
             raise _Impostor(message.record.node)
         if isinstance(message, Up) and isinstance(message.body, StoreCall) and message.body.op == "get":
+            if len(calls) >= most:
+                error = f"node {connection.node} waits for {most} keys of bootstrap stores already"
+                connection.send(Down(client=message.client, body=StoreAnswer(id=message.body.id, error=error)))
+                return
             call = asyncio.create_task(leading.heard(connection, message))
             calls.add(call)
             call.add_done_callback(calls.discard)
@@ -160,6 +179,9 @@ async def _listen(
                     while wait := bucket.wait(time.monotonic()):
                         leading.metrics.refused("rate")
                         await asyncio.sleep(wait)
+                while wait := leading.wait(connection.node):
+                    leading.metrics.refused("writes")
+                    await asyncio.sleep(min(wait, LONGEST_PAUSE))
                 await leading.turns.take(partial(handle_all, some))
             data = await _received(socket)
             messages = await leading.turns.take(partial(decoded, data))

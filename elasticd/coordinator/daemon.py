@@ -37,6 +37,7 @@ from elasticd.coordinator.listening import (
 from elasticd.coordinator.pages import Pages
 from elasticd.coordinator.planning import COMMAND
 from elasticd.coordinator.server import application
+from elasticd.coordinator.viewers import Viewers
 from elasticd.coordinator.views import status
 from elasticd.coordinator.writer import WriteConflict, Writer, in_restart_mode, ranks, stored
 from elasticd.credentials import load_pair, server_context
@@ -44,7 +45,7 @@ from elasticd.machines.coordinator import takeover
 from elasticd.machines.job.state import Settings
 from elasticd.notify import Supervisor
 from elasticd.parts import Shelf
-from elasticd.records import LASTING, HistoryRecord, Keys, decode_at
+from elasticd.records import LASTING, HistoryRecord, Keys, decode_at, numbered
 from elasticd.remembered import NOTE_SECONDS, StateError, StateFile
 from elasticd.store.leader import Leader, LeadershipLost
 from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplaced
@@ -80,6 +81,7 @@ class Coordinator:
         self._planner = planner
         self._memory = memory
         self._standing_by = standing_by or self._log_leader
+        self.viewers = Viewers()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._exits = contextlib.AsyncExitStack()
@@ -145,6 +147,7 @@ class Coordinator:
         self.end()
         self._end.exception()  # looked at, so that nobody complains about an error that nobody awaited
         await self._exits.aclose()
+        await self.viewers.close()
         self._executor.shutdown(wait=False)
 
     async def _elect(self, listener: socket.socket) -> Term:
@@ -220,6 +223,7 @@ class Coordinator:
                 told=leading.tell,
                 refused=leading.unwritten,
                 failed=self._unwritable,
+                wrote=leading.wrote,
             )
         except msgspec.DecodeError as error:
             raise CannotLead(f"the records under {self.keys.jobs} cannot be read: {error}") from error
@@ -297,13 +301,15 @@ class Coordinator:
 
     # -- what the server shows -----------------------------------------------------------------------------
 
-    def status(self) -> ClusterStatus:
+    async def status(self) -> ClusterStatus:
+        """Of this moment; what is read of the leader itself is read here, on its loop."""
         leader = LeaderStatus(name=self.config.coordinator.name, url=self.url, epoch=self.leading.state.epoch)
-        return status(
+        return await self.viewers.beside(
+            status,
             self.leading.state,
             self.config.cluster.name,
             leader,
-            self.leading.restarts.values(),
+            tuple(self.leading.restarts.values()),
             time.monotonic(),
             self.leading.now(),
         )
@@ -319,7 +325,7 @@ class Coordinator:
         return [
             decode_at(item.key, item.value, HistoryRecord, shelf.of(item.key))
             for item in items
-            if item.key.startswith(folder)
+            if item.key.startswith(folder) and numbered(item.key.removeprefix(folder)) is not None
         ]
 
     def ready(self) -> str:

@@ -19,10 +19,18 @@ from elasticd.store import release
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.keeper import LeaseKeeper
-from elasticd.store.leader import AlreadyLed, Leader, Leadership, await_vacancy, campaign
+from elasticd.store.leader import (
+    AlreadyLed,
+    Leader,
+    Leadership,
+    LeadershipLost,
+    await_vacancy,
+    campaign,
+)
 from elasticd.store.protocol import (
     Compare,
     KeyValue,
+    LeaseLost,
     Put,
     Snapshot,
     Store,
@@ -113,6 +121,9 @@ def elect(
                 continue  # another that stood by was quicker
             except StoreUnavailable as error:
                 _log.warning("the store went away during the election, trying again: %s", error)
+                stopped.wait(jittered(PAUSE))
+            except (LeaseLost, LeadershipLost) as error:
+                _log.warning("the store was too slow for the election, trying again: %s", error)
                 stopped.wait(jittered(PAUSE))
     except VersionRefused as error:
         raise CannotLead(str(error)) from error

@@ -12,7 +12,6 @@ are, as the type `media`.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from starlette.routing import Route, compile_path
 from elasticd.coordinator.access import needed
 from elasticd.coordinator.gate import CALLER
 from elasticd.coordinator.leading import Refused
+from elasticd.coordinator.viewers import Viewers
 from elasticd.decoding import decoded_as
 
 JSON = "application/json"
@@ -46,7 +46,8 @@ class Parameter:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
     """One method of one path. refuses: statuses that it answers by itself, beside those that follow from its
-    parameters and from who stands before it (`gate`). large: its answer is encoded beside the loop."""
+    parameters and from who stands before it (`gate`). large: its answer is encoded beside the loop, and sent in
+    pieces (`viewers`)."""
 
     method: str
     path: str
@@ -78,7 +79,7 @@ class Endpoint:
         found |= {408, 413} if self.body is not None else set()
         return tuple(sorted(found))
 
-    async def respond(self, request: Request) -> Response:
+    async def respond(self, request: Request, viewers: Viewers) -> Response:
         """Raises `Refused`."""
         given: dict[str, Any] = {known.name: str(request.path_params[known.name]) for known in self.placed}
         given |= {known.name: _queried(request, known) for known in self.asked}
@@ -87,10 +88,10 @@ class Endpoint:
         if self.takes_caller:
             given["caller"] = request.scope.get(CALLER)
         answer = await self.call(**given)
+        if self.large:
+            answer = viewers.encoded(answer)
         if isinstance(answer, AsyncIterator):
             return StreamingResponse(answer, media_type=self.media)
-        if self.large:
-            answer = await asyncio.to_thread(_in_parts, answer)
         content = answer if isinstance(answer, bytes) else msgspec.json.encode(answer)
         return Response(content, media_type=self.media)
 
@@ -100,13 +101,6 @@ class Endpoint:
         except msgspec.DecodeError as error:
             shown = msgspec.json.encode(self.example).decode()
             raise Refused(400, f"the body must be as {shown}: {error}") from error
-
-
-def _in_parts(answer: Any) -> bytes:
-    """JSON of a value with one field, a list: item by item, so that other threads get their turn in between."""
-    (field,) = msgspec.structs.fields(answer)
-    items = b",".join([msgspec.json.encode(item) for item in getattr(answer, field.name)])
-    return b'{"' + field.encode_name.encode() + b'":[' + items + b"]}"
 
 
 def _queried(request: Request, known: Parameter) -> Any:
@@ -122,7 +116,7 @@ def _queried(request: Request, known: Parameter) -> Any:
 def get(
     path: str, *, refuses: tuple[int, ...] = (), media: str = JSON, large: bool = False
 ) -> Callable[[Method], Method]:
-    """Declares a method that answers GET. large: with megabytes, which one field of its answer lists."""
+    """Declares a method that answers GET. large: with megabytes, in lists that its answer has as fields."""
     return _declared(method="GET", path=path, refuses=refuses, media=media, example=None, large=large)
 
 
@@ -169,16 +163,16 @@ def _endpoint(call: Callable[..., Awaitable[Any]], told: dict[str, Any]) -> Endp
     )
 
 
-def routes(declared: tuple[Endpoint, ...]) -> Iterator[Route]:
+def routes(declared: tuple[Endpoint, ...], viewers: Viewers) -> Iterator[Route]:
     """One for each path, so that a method that it does not have is answered with those that it has."""
     for path, found in groupby(sorted(declared, key=lambda known: known.path), key=lambda known: known.path):
         methods = {known.method: known for known in found}
-        yield Route(path, _dispatched(methods), methods=list(methods))
+        yield Route(path, _dispatched(methods, viewers), methods=list(methods))
 
 
-def _dispatched(methods: dict[str, Endpoint]) -> Callable[[Request], Awaitable[Response]]:
+def _dispatched(methods: dict[str, Endpoint], viewers: Viewers) -> Callable[[Request], Awaitable[Response]]:
     async def dispatched(request: Request) -> Response:
         method = "GET" if request.method == "HEAD" else request.method
-        return await methods[method].respond(request)
+        return await methods[method].respond(request, viewers)
 
     return dispatched

@@ -25,13 +25,47 @@ _PLAN = re.compile(r"plan/([0-9]{1,18})/")
 _WHOLE = re.compile(rb"-?[0-9]{1,19}")
 
 
+class Room:
+    """The bytes that all jobs' stores share. No job and no node may hold more than is left free for others.
+
+    So one that takes all it can leaves half of the bytes, two leave a third, and whoever comes has room (the
+    dynamic threshold of Choudhury and Hahne, 1998, for the memory of a switch).
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size, self.used = size, 0
+        self._of_node: dict[str, int] = {}
+
+    def refusal(self, job: int, node: str, size: int) -> str:
+        """Why a node may not have `size` bytes more kept in a store that holds `job` bytes, or nothing."""
+        free = self._size - self.used - size
+        if size <= 0 or (job + size <= free and self._of_node.get(node, 0) + size <= free):
+            return ""
+        return (
+            f"there is no room for {size} bytes more: of {self._size} that all jobs' bootstrap stores share "
+            f"{free + size} are free, the job has {job} and node {node} {self._of_node.get(node, 0)}"
+        )
+
+    def count(self, node: str, size: int) -> None:
+        """So many bytes more are kept for a node, or less. The node "" is nobody's: it has no share."""
+        self.used += size
+        left = self._of_node.get(node, 0) + size
+        if left and node:
+            self._of_node[node] = left
+        else:
+            self._of_node.pop(node, None)
+
+
 class KeyValue:
     """torch's Store in asyncio: `set`, `add`, `check` and `delete` answer at once, `get` waits for its key.
 
     All calls come from one event loop, which is the only lock needed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, room: Room | None = None) -> None:
+        """room: what is shared with the stores of other jobs."""
+        self._room = room or Room(4 * LARGEST_JOB)
+        self._owners: dict[str, str] = {}  # by key: the node that set it last
         self._values: dict[str, bytes] = {}
         self._of_plan: dict[int, set[str]] = {}  # the keys of `_values` that belong to one
         self._bytes = 0
@@ -47,20 +81,25 @@ class KeyValue:
 
     def put(self, key: str, value: bytes) -> None:
         """Sets a key, as if a call had."""
-        self._set(key, value)
+        self._set(key, value, "")
 
-    async def call(self, call: StoreCall) -> StoreAnswer:
-        """The answer to a call; an `error` inside it where there is none. `number` is the sum after `add`,
-        1 or 0 for `check` (the key is there) and for `delete` (it was)."""
-        if why := self.refusal(call):
+    def close(self) -> None:
+        """Nothing of it is kept any more. Whoever waits in it waits until his time is up."""
+        for key in [*self._values]:
+            self._pop(key)
+
+    async def call(self, call: StoreCall, node: str = "") -> StoreAnswer:
+        """The answer to a node's call; an `error` inside it where there is none. `number` is the sum after
+        `add`, 1 or 0 for `check` (the key is there) and for `delete` (it was)."""
+        if why := self.refusal(call, node):
             return StoreAnswer(id=call.id, error=why)
         if call.op == "get":
             return await self._get(call)
         if call.op == "set":
-            self._set(call.key, call.value)
+            self._set(call.key, call.value, node)
             return StoreAnswer(id=call.id)
         if call.op == "add":
-            return self._add(call)
+            return self._add(call, node)
         if call.op == "check":
             return StoreAnswer(id=call.id, number=int(call.key in self._values))
         if call.op == "delete":
@@ -71,15 +110,15 @@ class KeyValue:
     def drop_before(self, number: int) -> None:
         """Forgets the keys of plans below `number`; whoever waits for one gets an error."""
         for over in [plan for plan in self._of_plan if plan < number]:
-            for key in self._of_plan.pop(over):
-                self._bytes -= len(key) + len(self._values.pop(key))
+            for key in [*self._of_plan[over]]:
+                self._pop(key)
         for key in [key for key in self._waiting if (plan := _plan(key)) is not None and plan < number]:
             for waiter in self._waiting.pop(key):
                 if not waiter.done():
                     waiter.set_exception(KeyError(key))
 
-    def refusal(self, call: StoreCall) -> str:
-        """Why a call is too large for this store, or nothing."""
+    def refusal(self, call: StoreCall, node: str = "") -> str:
+        """Why a node's call is too large for this store, or nothing."""
         if len(call.key) > LONGEST_KEY:
             return f"a key of {len(call.key)} characters: at most {LONGEST_KEY} are taken"
         if len(call.value) > LARGEST_VALUE:
@@ -88,13 +127,16 @@ class KeyValue:
             return (
                 f"the job's bootstrap store holds {self._bytes} bytes: there is no room for {shown(call.key)}"
             )
+        if call.op in ("set", "add"):
+            before = len(call.key) + len(self._values[call.key]) if call.key in self._values else 0
+            return self._room.refusal(self._bytes, node, len(call.key) + len(call.value) - before)
         return ""
 
     def _pop(self, key: str) -> bool:
         value = self._values.pop(key, None)
         if value is None:
             return False
-        self._bytes -= len(key) + len(value)
+        self._count(self._owners.pop(key), -len(key) - len(value))
         plan = _plan(key)
         if plan is not None:
             self._of_plan[plan].discard(key)
@@ -121,26 +163,30 @@ class KeyValue:
                 del self._waiting[call.key]
         return StoreAnswer(id=call.id, error=error)
 
-    def _set(self, key: str, value: bytes) -> None:
+    def _count(self, node: str, size: int) -> None:
+        self._bytes += size
+        self._room.count(node, size)
+
+    def _set(self, key: str, value: bytes, node: str) -> None:
         before = self._values.get(key)
-        if before is None:
-            self._bytes += len(key)
-            if (plan := _plan(key)) is not None:
-                self._of_plan.setdefault(plan, set()).add(key)
-        self._values[key] = value
-        self._bytes += len(value) - len(before or b"")
+        if before is not None:
+            self._count(self._owners[key], -len(key) - len(before))
+        elif (plan := _plan(key)) is not None:
+            self._of_plan.setdefault(plan, set()).add(key)
+        self._values[key], self._owners[key] = value, node
+        self._count(node, len(key) + len(value))
         for waiter in self._waiting.pop(key, ()):
             if not waiter.done():
                 waiter.set_result(value)
 
-    def _add(self, call: StoreCall) -> StoreAnswer:
+    def _add(self, call: StoreCall, node: str) -> StoreAnswer:
         """torch keeps counters as decimal text, so that `get` reads what `add` wrote; so do we."""
         terms = self._values.get(call.key, b"0"), call.value or b"0"
         total = sum(map(int, terms)) if all(map(_WHOLE.fullmatch, terms)) else _MOST
         if not -_MOST <= total < _MOST:
             error = f"add to {shown(call.key)}: both, and their sum, must be whole numbers of 64 bits"
             return StoreAnswer(id=call.id, error=error)
-        self._set(call.key, str(total).encode())
+        self._set(call.key, str(total).encode(), node)
         return StoreAnswer(id=call.id, number=total)
 
 

@@ -16,7 +16,7 @@ from elasticd.config import ConfigError
 from elasticd.coordinator.changes import Changes, Scalar
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.journal import Journal
-from elasticd.coordinator.keyvalue import KeyValue
+from elasticd.coordinator.keyvalue import KeyValue, Room
 from elasticd.coordinator.ledger import Asked, Rank, Rounds, Setting
 from elasticd.coordinator.metrics import Metrics
 from elasticd.coordinator.pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
@@ -77,8 +77,6 @@ TICK_SHARE = 10
 PAGE_SECONDS, STEPS_SELDOM = 1.0, 5
 #: Seconds that a user waits for etcd to take what he changed.
 WRITE_SECONDS = 5.0
-#: Jobs that this leader has not heard of, and that may have a bootstrap store, for each node.
-MOST_STORES = 64
 #: Bytes of all bootstrap stores together.
 MOST_STORED = 1 << 30
 #: Jobs in restart mode whose laps are judged; beyond them the one that was silent longest is forgotten.
@@ -92,12 +90,17 @@ LAP_SECONDS = 60.0
 MOST_TOLD = 256
 #: What the machine hears. A tuple: a union would be made anew for each of thousands of reports a second.
 MACHINES = (Up, Unread, WorkerLost, Frozen, Unreached, Halted, OfNode, Keeps)
+#: Of these a word about a job may lead to something that is written.
+CAUSES = (Up, Unread, WorkerLost, Frozen, Unreached, Halted)
 #: Calls that need no bootstrap store where there is none: nothing is in it.
 EMPTY_WITHOUT = ("check", "delete")
 #: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live).
 RANKS = "rdzv/"
 #: Bytes of one such value, and of all that the torchruns of a node have written to etcd: at once, and a second.
 LARGEST_RANK, RANKS_AT_ONCE, RANKS_A_SECOND = 16 << 10, 4 << 20, 4 << 10
+#: Bytes that are written to etcd for what a node said, records and events: at once, and a second. A node beyond
+#: that is heard again once this much time has passed. A plan of 8,000 devices takes 0.2 MiB.
+WRITES_AT_ONCE, WRITES_A_SECOND = 32 << 20, 64 << 10
 
 _log = logging.getLogger(__name__)
 
@@ -134,14 +137,16 @@ class Leading:
         self.chaos = chaos
         self._failed = failed
         self._clock = clock
+        self._room = Room(MOST_STORED)
         self._stores: dict[str, KeyValue] = {}
         self._away_since = self._away_seconds = 0.0
         self.restarts: dict[str, restarts.RestartJob] = {}
         self._rounds: dict[str, float] = {}  # of jobs in restart mode: since when none of them was heard of
-        self._look_at = 0.0
+        self._began, self._look_at = clock(), 0.0
         self._turned_away: set[tuple[str, str]] = set()
-        self._asked_first: dict[str, str] = {}
         self._allowances: dict[str, Allowance] = {}
+        self._causes: dict[str, str] = {}  # by job: the node that said the last word of it
+        self._writes: dict[str, Allowance] = {}  # by node
         self.changes = Changes(detect=state.settings.detect, policy=state.settings.policy)
 
     def apply(self, event: Event) -> None:
@@ -228,8 +233,13 @@ class Leading:
             self.tell(Note(kind="gained", job=job, text=text, data=data))
 
     def tell(self, note: Note) -> None:
-        """Into the journal and the log."""
+        """Into the journal, which is written to etcd, and the log."""
         self.journal.tell(note, time.time())
+        size = len(note.text) + sum(len(value) for value in note.data.values() if isinstance(value, str))
+        if note.job:
+            self.wrote(note.job, size)
+        elif note.data.get("node") in self.state.nodes:
+            self._allowance(note.data["node"]).spend(size, self._clock())
         self.metrics.event(note.kind)
         named = ("node", "plan", "step", "device")
         about: dict[str, object] = {name: note.data[name] for name in named if name in note.data}
@@ -269,38 +279,55 @@ class Leading:
         """A new proposal needs the keys of no plan before the running one, a job that is over none."""
         for record in write.records:
             if isinstance(record, DoneRecord):
-                self._stores.pop(write.job, None)
+                self._drop_store(write.job)
                 if self.writer is not None:
                     self.writer.put(Rank(job=write.job))
             elif isinstance(record, Proposal) and record.old is not None and write.job in self._stores:
                 self._stores[write.job].drop_before(record.old.number)
 
+    def _drop_store(self, job: str) -> None:
+        if (store := self._stores.pop(job, None)) is not None:
+            store.close()
+
     def _forget(self, job: str) -> None:
         """Nothing of it is needed any more."""
-        self._stores.pop(job, None)
+        self._drop_store(job)
+        self._causes.pop(job, None)
         self.journal.forget(job)
 
     def remember(self, ranks: Iterable[Rank]) -> None:
         """What torchruns told the leaders before."""
         for rank in ranks:
-            self._stores.setdefault(rank.job, KeyValue()).put(rank.key, rank.value)
+            self._stores.setdefault(rank.job, KeyValue(self._room)).put(rank.key, rank.value)
 
     def remember_rounds(self, jobs: Iterable[str]) -> None:
         """These jobs in restart mode were in the store when this leader took over."""
         for job in jobs:
             self._rounds.setdefault(job, self._clock())
 
+    def _clear_stores(self, now: float) -> None:
+        """Drops what torchruns told of jobs that never began. A new leader keeps it until they are back."""
+        if now - self._began < forgetting.EMPTY_SECONDS:
+            return
+        for job in self._stores.keys() - self.state.jobs.keys():
+            self._drop_store(job)
+            if self.writer is not None:
+                self.writer.put(Rank(job=job))
+
     def _clear_rounds(self) -> None:
-        """Has the rounds deleted of jobs in restart mode whose torchruns are gone, and that were not heard of
-        for as long as a job that is over is kept."""
+        """Drops stores of jobs that never began. Has the rounds deleted of jobs in restart mode whose torchruns
+        are gone, and that were not heard of for as long as a job that is over is kept."""
         now = self._clock()
-        if self.writer is None or now < self._look_at:
+        if now < self._look_at:
             return
         self._look_at = now + LOOK_SECONDS
+        self._clear_stores(now)
         for job, since in list(self._rounds.items()):
             if now - since >= self.state.settings.keep_seconds:
                 self._rounds[job] = now  # torchruns that are there, and report no laps, may keep it
                 self._forget_rounds(job)
+        known = self.state.jobs.keys() | self.restarts.keys()
+        self._causes = {job: node for job, node in self._causes.items() if job in known}
         while len(self._rounds) > MOST_ROUNDS:
             del self._rounds[min(self._rounds, key=self._rounds.__getitem__)]
 
@@ -308,6 +335,24 @@ class Leading:
         self.restarts.pop(job, None)
         if self.writer is not None:
             self.writer.put(Rounds(job=job))
+
+    def wrote(self, job: str, size: int) -> None:
+        """So many bytes went to etcd for a job. They count for the node whose word was the last of it: what
+        follows of a word may be decided a tick later."""
+        if (node := self._causes.get(job)) is not None:
+            self._allowance(node).spend(size, self._clock())
+
+    def _allowance(self, node: str) -> Allowance:
+        return self._writes.setdefault(node, Allowance(WRITES_AT_ONCE, WRITES_A_SECOND))
+
+    def wait(self, node: str) -> float:
+        """Seconds for which a node is not heard, as its words made this leader write too much; mostly 0."""
+        seconds = self._allowance(node).wait(self._clock())
+        if seconds and (node, "") not in self._turned_away and len(self._turned_away) < MOST_TOLD:
+            self._turned_away.add((node, ""))
+            text = "node %s is heard more slowly: what it says has more than %d bytes a second written to etcd"
+            _log.warning(text, node, WRITES_A_SECOND)
+        return seconds
 
     # -- agents --------------------------------------------------------------------------------------------
 
@@ -329,12 +374,12 @@ class Leading:
             self.metrics.message(tag_of(said), time.monotonic() - began)
 
     async def _heard(self, connection: Connection, message: ToLeader | Unread) -> None:
-        if why := doors.refusal(connection.node, message, self.state.jobs):
+        if why := doors.refusal(connection.record, message, self.state.jobs):
             self._turn_away(connection, message, why)
             return
         if isinstance(message, Up) and isinstance(message.body, StoreCall):
             call = message.body
-            if why := self._no_store(connection.node, message.job, call):
+            if why := doors.call_refusal(connection.record, message, self.state.jobs):
                 self._turn_away(connection, message, why)
                 return
             answer = await self._answered(connection.node, message.job, call)
@@ -345,41 +390,30 @@ class Leading:
         if isinstance(message, MACHINES):
             if isinstance(message, Up) and isinstance(message.body, Report):
                 self._reported(message, message.body)
+            elif isinstance(message, CAUSES) and message.job in self.state.jobs:
+                self._causes[message.job] = connection.node
             self.apply(Received(node=connection.node, message=message))
         elif isinstance(message, Lapped):
-            self._lap(message)
+            self._lap(connection.node, message)
         elif isinstance(message, AgentHello):  # its record has changed
             self.apply(_up(message))
-
-    def _no_store(self, node: str, job: str, call: StoreCall) -> str:
-        """Why a job can have no bootstrap store, or nothing. One of a job that this leader has not heard of yet
-        counts for the node that asked for it."""
-        if job in self._stores or job in self.state.jobs or call.op in EMPTY_WITHOUT:
-            return ""
-        mine = [each for each, asker in self._asked_first.items() if asker == node and each in self._stores]
-        if len(mine) >= MOST_STORES:
-            return f"node {node} began {MOST_STORES} bootstrap stores of jobs that there are not"
-        self._asked_first = {each: asker for each, asker in self._asked_first.items() if each in self._stores}
-        self._asked_first[job] = node
-        return ""
 
     async def _answered(self, node: str, job: str, call: StoreCall) -> StoreAnswer:
         """What torchruns tell of their ranks is written, too. What the store would not take is refused: nobody
         is to go on as if it were there."""
-        values = self._stores.get(job, KeyValue())  # an empty one is one, too: somebody may wait in it
-        if call.op in ("set", "add") and sum(each.size for each in self._stores.values()) > MOST_STORED:
-            error = f"the bootstrap stores of all jobs hold {MOST_STORED} bytes: there is no room for more"
-            return StoreAnswer(id=call.id, error=error)
-        over = job in self.state.jobs and self.state.jobs[job].phase in OVER
-        if call.op not in EMPTY_WITHOUT and not over:  # of a job that is over nothing is begun again
-            self._stores[job] = values
+        over = self.state.jobs[job].phase in OVER
+        values = self._stores.get(job)
+        if values is None:
+            values = KeyValue(None if over else self._room)
+            if call.op not in EMPTY_WITHOUT and not over:  # of a job that is over nothing is begun again
+                self._stores[job] = values
         if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None and not over:
             rank = Rank(job=job, key=call.key, value=call.value)
-            why = values.refusal(call) or self.writer.refusal(rank) or self._too_much(node, call)
+            why = values.refusal(call, node) or self.writer.refusal(rank) or self._too_much(node, call)
             if why:
                 return StoreAnswer(id=call.id, error=f"set of {shown(call.key)}: {why}")
             self.writer.put(rank)
-        return await values.call(call)
+        return await values.call(call, node)
 
     def _too_much(self, node: str, call: StoreCall) -> str:
         """Why a node's torchruns may not have this written to etcd now, or nothing."""
@@ -406,7 +440,7 @@ class Leading:
         elif isinstance(message, Unread) or (isinstance(message, Up) and isinstance(said, Hello | Join)):
             connection.send(Down(client=message.client, body=Rejected(reason=why)))
 
-    def _lap(self, heard: Lapped) -> None:
+    def _lap(self, node: str, heard: Lapped) -> None:
         """Of a job in restart mode, whose rounds no leader makes."""
         job = self.restarts.get(heard.by.job) or restarts.RestartJob(job=heard.by.job)
         if heard.by.job not in self.restarts and len(self.restarts) >= MOST_RESTARTS:
@@ -421,7 +455,7 @@ class Leading:
             _log.exception("the machine failed on %r", heard)
             self.metrics.refused("failed")
             return
-        self.restarts[job.job] = job
+        self.restarts[job.job], self._causes[job.job] = job, node
         for effect in effects:
             self._execute(effect)
 

@@ -18,7 +18,7 @@ from elasticd_planner.value import StoredValue, Value
 
 from elasticd.coordinator.journal import EventRecord, Lines
 from elasticd.decoding import decode_stored, skip
-from elasticd.records import Keys, decode_at, encode
+from elasticd.records import Keys, decode_at, encode, numbered
 from elasticd.store.protocol import KeyValue
 
 #: Pages, and bytes of their JSON, that are put together into one.
@@ -69,10 +69,10 @@ class Pages:
         self._known: list[KeyValue] = []
         for item in sorted(known, key=lambda item: item.key):
             name = item.key.removeprefix(self._folder)
-            if name.isascii() and name.isdecimal() and len(name) == len(_name(0)):
+            if len(name) == len(_name(0)) and (number := numbered(name)) is not None:
                 self._known.append(item)
                 self._sizes[item.key] = len(item.value)
-                self._number = int(name)
+                self._number = number
 
     def restored(self) -> Iterator[Lines]:
         """The lines of all pages, the oldest first. One that cannot be read is skipped, and the log says so."""

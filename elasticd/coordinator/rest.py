@@ -13,6 +13,7 @@ from elasticd.coordinator.changes import Scalar
 from elasticd.coordinator.endpoints import get, post
 from elasticd.coordinator.leading import Leading, Refused
 from elasticd.coordinator.metrics import CONTENT_TYPE
+from elasticd.coordinator.viewers import Viewers
 from elasticd.records import HistoryRecord
 
 #: The longest that a user may have a job's end wait for.
@@ -46,12 +47,14 @@ class ConfigRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Served(Protocol):
-    """What the server shows: the leader, its status, and the history that only the store has."""
+    """What the server shows: the leader, its status, and the history that only the store has. `viewers` make
+    and encode what is large beside the loop."""
 
     leading: Leading
     access: Access
+    viewers: Viewers
 
-    def status(self) -> ClusterStatus: ...
+    async def status(self) -> ClusterStatus: ...
 
     async def history(self, job: str) -> list[HistoryRecord]: ...
 
@@ -72,17 +75,17 @@ class Rest:
         """This document."""
         return self.document
 
-    @get("/v1/status")
+    @get("/v1/status", large=True)
     async def status(self) -> ClusterStatus:
         """The leader, the nodes with their devices and rates, and the jobs with their plans."""
-        return self._served.status()
+        return await self._served.status()
 
-    @get("/v1/events")
+    @get("/v1/events", large=True)
     async def events(self, after: int = 0) -> Events:
         """What happened of late: events with an id above `after`, oldest first."""
         return Events(events=tuple(self._served.leading.journal.events(after)))
 
-    @get("/v1/jobs/{job}/steps")
+    @get("/v1/jobs/{job}/steps", large=True)
     async def steps(self, job: str, after: int = -1) -> Steps:
         """Steps of a job above `after`, oldest first."""
         self._know(job)
@@ -138,7 +141,7 @@ class Rest:
     @get("/metrics", media=CONTENT_TYPE)
     async def metrics(self) -> bytes:
         """Counters and the present state, for Prometheus."""
-        return self._served.leading.exposition()
+        return await self._served.viewers.beside(self._served.leading.exposition)
 
     @get("/livez")
     async def live(self) -> Live:

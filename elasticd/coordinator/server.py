@@ -47,7 +47,7 @@ def application(served: Served, requests_per_second: float) -> Starlette:
     )
     return Starlette(
         routes=[
-            *routes(declared),
+            *routes(declared, served.viewers),
             WebSocketRoute("/v1/agent", agent),
             WebSocketRoute("/v1/chaos/cut/{node}", chaos.stay_cut),
         ],

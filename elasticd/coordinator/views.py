@@ -32,11 +32,12 @@ def status(
     clock, `at` those of the machine's, which stands still while the store is away."""
     rates = {device: rate for job in state.jobs.values() for device, rate in job.rates.rates.items()}
     slow, used = _slowness(state), _members(state)
+    limit = state.settings.detect.outside_seconds
     return ClusterStatus(
         cluster=cluster,
         leader=leader,
         nodes=tuple(_node(node, rates, slow, used[name]) for name, node in sorted(state.nodes.items())),
-        jobs=tuple(_job(job, at) for _, job in sorted(state.jobs.items())),
+        jobs=tuple(_job(job, at, limit) for _, job in sorted(state.jobs.items())),
         restarts=tuple(_restarting(job, now) for job in restarts),
         paused=state.settings.policy.paused,
         links=tuple(
@@ -103,11 +104,11 @@ def _members(state: State) -> Counter[str]:
     return Counter(device.rpartition("/")[0] for device in used)
 
 
-def _job(job: JobState, at: float) -> JobStatus:
+def _job(job: JobState, at: float, limit: float) -> JobStatus:
     return JobStatus(
         job=job.job,
         phase=job.phase.value,
-        reason=job.reason or (awaited(job, at) if job.phase in LIVE else ""),
+        reason=job.reason or (awaited(job, at, limit) if job.phase in LIVE else ""),
         plan=job.plan,
         proposal=job.proposal.number if job.proposal is not None else None,
         step=job.progress.step,

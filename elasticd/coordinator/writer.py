@@ -43,6 +43,7 @@ from elasticd.records import (
     PlanRecord,
     Proposal,
     decode_at,
+    numbered,
 )
 from elasticd.store.leader import Leadership, LeadershipLost
 from elasticd.store.protocol import (
@@ -74,8 +75,9 @@ class WriteConflict(Exception):
 class Writer:
     """Executes `Write` effects one after the other, on the store's thread; `told` hears their notes.
 
-    `refused` hears of a write that cannot be made, and why. `failed` is called once, with why this leader must
-    end: its key is lost, a record was changed, or the store takes nothing of it any more.
+    `refused` hears of a write that cannot be made, and why; `wrote` how many bytes were written for a job, as
+    etcd has them: compressed, and without what it had already. `failed` is called once, with why this leader
+    must end: its key is lost, a record was changed, or the store takes nothing of it any more.
     """
 
     def __init__(
@@ -89,11 +91,13 @@ class Writer:
         told: Callable[[Note], None],
         refused: Callable[[Asked, Exception], None],
         failed: Callable[[Exception], None],
+        wrote: Callable[[str, int], None] = lambda job, size: None,
     ) -> None:
         """Raises `msgspec.DecodeError` for a record among the `known` ones that cannot be read."""
         self._store, self._executor, self._leadership, self._keys = store, executor, leadership, keys
         self._ledger = Ledger(keys, store.limits, known)
-        self._told, self._refused, self._failed = told, refused, failed
+        self._told, self._refused, self._failed, self._wrote = told, refused, failed, wrote
+        self._bytes = 0  # of what is being written
         self._queue: asyncio.Queue[Asked] = asyncio.Queue()
         self._held: Asked | None = None  # the first in the queue, if it was taken from there already
         self.away = False
@@ -149,6 +153,7 @@ class Writer:
     async def _write(self, taken: Sequence[Asked]) -> bool:
         """Has it written, or refused; False where this leader may not write any more."""
         loop = asyncio.get_running_loop()
+        self._bytes = 0
         try:
             while not await loop.run_in_executor(self._executor, self._attempt, taken):
                 await asyncio.sleep(PAUSE)
@@ -160,6 +165,8 @@ class Writer:
                 return await self._one_by_one(taken)
             self._refused(taken[0], error)
         else:
+            if isinstance(taken[0], Write):
+                self._wrote(taken[0].job, self._bytes)
             for note in (note for asked in taken if isinstance(asked, Write) for note in asked.notes):
                 self._told(note)
         for asked in taken:
@@ -207,6 +214,7 @@ class Writer:
 
     def _make(self, ops: Ops) -> None:
         result = self._leadership.transact(self._store, self._ledger.compares(ops), ops)
+        self._bytes += sum(len(op.key) + len(op.value) for op in ops if isinstance(op, Put))
         puts = [op.key for op in ops if isinstance(op, Put)]
         revisions = dict.fromkeys(puts, result.revision) if result.succeeded else self._read_back(ops)
         self._ledger.done(ops, revisions)
@@ -271,7 +279,8 @@ def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:
 
 
 def _decided(parts: dict[str, KeyValue]) -> bool:
-    """Whether a leader decided any of it: agents write `members/`, `rendezvous/`, torchruns tell `ranks/`."""
+    """Whether a leader decided any of it: agents write `rendezvous/` (and 0.1's `members/`), torchruns tell
+    `ranks/`."""
     return any(part.partition("/")[0] in LEADER_KEYS for part in parts)
 
 
@@ -281,9 +290,9 @@ def _stored(job: str, found: dict[str, KeyValue], shelf: Shelf) -> Stored:
         return decode_at(item.key, item.value, kind, shelf.of(item.key)) if item is not None else None
 
     history = {
-        int(name): part
+        number: part
         for part in found
-        if part.startswith("history/") and (name := part.removeprefix("history/")).isdecimal()
+        if part.startswith("history/") and (number := numbered(part.removeprefix("history/"))) is not None
     }
     plan, proposal = read("plan", PlanRecord), read("proposal", Proposal)
     done = read("done", DoneRecord)

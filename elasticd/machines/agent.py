@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from elasticd.decoding import shown
 from elasticd.machines import agent_orders, agent_probes
 from elasticd.machines.agent_admission import refusal
 from elasticd.machines.agent_orders import (
@@ -48,6 +49,7 @@ from elasticd.machines.agent_state import (
     Ended,
     Event,
     FenceRead,
+    HangUp,
     Heard,
     LeaderRead,
     LinkDown,
@@ -86,6 +88,7 @@ from elasticd.messages import (
     Propose,
     Published,
     Recorded,
+    Rejected,
     Report,
     Shutdown,
     StoreAnswer,
@@ -103,6 +106,10 @@ from elasticd.whereabouts import Halted
 
 #: Reports kept while the link is away; the oldest go first.
 MOST_REPORTS = 256
+#: Calls of a process on the bootstrap store that wait for their answers. A worker has a few threads that ask.
+MOST_CALLS = 64
+#: Words of a process that a new leader is to hear. The store's records outdate them one by one.
+MOST_SAID = 64
 #: Ended workers whose last words are kept for a leader that may not have heard them.
 MOST_DEPARTED = 256
 #: Seconds that the leader has beyond a call's own deadline to answer it.
@@ -118,6 +125,86 @@ def step(state: State, event: Event, now: float) -> Result:
     except KeyError:
         raise UnknownEvent(f"{type(event).__name__} may not come while {state.phase.value}") from None
     return handler(state, event, now)
+
+
+def failed(state: State, event: Event, error: Exception, now: float) -> Result:
+    """`step` raised this, which is a defect of elasticd: the state before is kept, and the agent goes on.
+
+    What a client or the leader says costs itself. Any other event is taken without those clients that make it
+    fail: they are let go, as if they had ended. If it fails without any client, it costs the workers of its job
+    where it is an order of the store, and the connection where it is a new link; a tick costs nothing.
+    """
+    what = f"elasticd failed on {type(event).__name__} ({type(error).__name__}: {shown(str(error))})"
+    if isinstance(event, Opened):
+        return state, (Dismiss(client=event.client, reason=f"{what}: please report it with the agent's log"),)
+    if isinstance(event, Ended):
+        return _drop(state, event.client, event.how)
+    if isinstance(event, Said):
+        if isinstance(event.body, StoreCall):
+            return state, (_failed((event.client, event.body.id), what),)
+        return state, ()
+    if isinstance(event, Pulse | Stood | Heard | Drained | LeaderRead):
+        return state, ()
+    if isinstance(event, LinkDown):
+        return replace(state, phase=Phase.AWAY), ()
+    gone = _culprits(state, event, now)
+    effects: list[Effect] = []
+    for client in gone:
+        state, ended = _let_go(state, client, what)
+        effects += ended
+    if gone:
+        try:
+            state, more = step(state, event, now)
+            return state, (*effects, *more)
+        except Exception:
+            what = f"{what}, and again without {', '.join(gone)}"
+    if isinstance(event, LinkUp):
+        try:  # without what is kept of those that are gone
+            state, more = step(replace(state, departed=(), reports=()), event, now)
+            effects += more
+        except Exception:
+            effects.append(HangUp(reason=what))
+    elif not isinstance(event, Tick):
+        for client in [each.id for each in state.clients.values() if each.device and each.job == event.job]:
+            state, ended = _let_go(state, client, what)
+            effects += ended
+    return state, tuple(effects)
+
+
+def _culprits(state: State, event: Event, now: float) -> list[str]:
+    """The clients with each of which alone the event fails; none where it fails without any."""
+
+    def fails(*clients: Client) -> bool:
+        names = {client.id: client for client in clients}
+        calls = {key: call for key, call in state.calls.items() if key[0] in names}
+        try:
+            step(replace(state, clients=names, calls=calls), event, now)
+        except Exception:
+            return True
+        return False
+
+    return [] if fails() else [client.id for client in state.clients.values() if fails(client)]
+
+
+def _let_go(state: State, name: str, what: str) -> Result:
+    """A client hears why, and counts as gone."""
+    state, effects = _drop(state, name, what)
+    return state, (Dismiss(client=name, reason=f"{what}: please report it with the agent's log"), *effects)
+
+
+def _drop(state: State, name: str, how: str) -> Result:
+    """What `_ended` does, where that fails: nobody hears more of the client than that it is gone."""
+    client = state.clients.get(name)
+    if client is None:
+        return state, ()
+    state = _without(state, name)
+    if not client.device:
+        return state, _up(state, client, Leave(job=client.job))
+    client = replace(client, said=(), ended=how)
+    if client.job not in state.done:
+        state = replace(state, departed=(*state.departed, client)[-MOST_DEPARTED:])
+    gone = ClearMember(job=client.job, device=client.device)
+    return state, (gone, Tell(message=_lost(client))) if state.phase is Phase.LINKED else (gone,)
 
 
 # -- clients -----------------------------------------------------------------------------------------------
@@ -162,6 +249,11 @@ def _said(state: State, event: Said, now: float) -> Result:
     if isinstance(body, Hello) or (isinstance(body, Join) and client.device):
         return state, (Note(text=f"{client.id} said hello twice; the second was not heard"),)
     if isinstance(body, StoreCall):
+        mine = sum(1 for asker, _ in state.calls if asker == client.id)
+        if mine >= MOST_CALLS and (client.id, body.id) not in state.calls:
+            return state, (
+                _failed((client.id, body.id), f"{mine} calls of this process wait for answers already"),
+            )
         call = Call(call=body, deadline=now + body.seconds + GRACE_SECONDS)
         return replace(state, calls={**state.calls, (client.id, body.id): call}), _up(state, client, body)
     if isinstance(body, Report):
@@ -169,6 +261,9 @@ def _said(state: State, event: Said, now: float) -> Result:
             return state, _up(state, client, body)
         return replace(state, reports=(*state.reports, _wrap(client, body))[-MOST_REPORTS:]), ()
     if isinstance(body, Join):  # A torchrun asks again after a local restart.
+        if body.job != client.job:
+            why = f"this torchrun takes part in job {client.job}: start another for job {shown(body.job)}"
+            return state, (Send(client=client.id, body=Rejected(reason=why)),)
         client = replace(client, opening=body, goodbye=False)
     elif isinstance(body, Goodbye | Leave):
         farewell = body.reason if isinstance(body, Goodbye) else ""
@@ -178,7 +273,7 @@ def _said(state: State, event: Said, now: float) -> Result:
     elif isinstance(body, Rehearsed):  # a leader that did not ask has no use for it
         return state, _up(state, client, body)
     elif body not in client.said:
-        client = replace(client, said=(*client.said, body))
+        client = replace(client, said=(*client.said, body)[-MOST_SAID:])
     return _with_client(state, client), _up(state, client, body)
 
 
@@ -204,11 +299,7 @@ def _ended(state: State, event: Ended, now: float) -> Result:
     client = state.clients.get(event.client)
     if client is None:
         return state, ()
-    state = replace(
-        state,
-        clients={known: other for known, other in state.clients.items() if known != event.client},
-        calls={key: call for key, call in state.calls.items() if key[0] != event.client},
-    )
+    state = _without(state, event.client)
     if not client.device:
         # Whether or not it took its leave, the leader hears one. A new link does not speak of it at all.
         return state, () if client.goodbye else _up(state, client, Leave(job=client.job))
@@ -224,6 +315,9 @@ def _ended(state: State, event: Ended, now: float) -> Result:
 
 def _link_up(state: State, event: LinkUp, now: float) -> Result:
     words: list[ToLeader] = [AgentHello(record=state.record, release=__version__)]
+    # Torchruns come first: a job that has not begun takes no worker without its torchrun.
+    torchruns = (client for client in state.clients.values() if not client.device and not client.goodbye)
+    words += [_wrap(client, client.opening) for client in torchruns]
     for client in state.departed:
         # With its hello, for a leader that took over meanwhile has not met it; but for one whose device has
         # another worker by now: that hello would be taken for the newer.
@@ -232,7 +326,7 @@ def _link_up(state: State, event: LinkUp, now: float) -> Result:
         words += [_wrap(client, body) for body in (*hello, *client.said)]
         words.append(_lost(client))
     for client in state.clients.values():
-        if client.goodbye and not client.device:
+        if not client.device:
             continue
         words.append(_wrap(client, client.opening))
         words += [_wrap(client, body) for body in client.said]
@@ -313,6 +407,14 @@ def _tick(state: State, event: Tick, now: float) -> Result:
 
 def _with_client(state: State, client: Client) -> State:
     return replace(state, clients={**state.clients, client.id: client})
+
+
+def _without(state: State, name: str) -> State:
+    return replace(
+        state,
+        clients={known: other for known, other in state.clients.items() if known != name},
+        calls={key: call for key, call in state.calls.items() if key[0] != name},
+    )
 
 
 def _wrap(client: Client, body: FromWorker) -> Up:

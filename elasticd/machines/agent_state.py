@@ -279,7 +279,7 @@ class Send:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dismiss:
-    """Say why and let go of a connection that was not let in."""
+    """Say why and let go of a connection: of a client that is not let in, or not kept."""
 
     client: str
     reason: str
@@ -323,13 +323,20 @@ class Note:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HangUp:
+    """Give up the link that has just come about, and try another: why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
     """This agent has to end: why, and what to do."""
 
     reason: str
 
 
-Effect = Send | Dismiss | Tell | SetNode | SetMember | ClearMember | Note | Stop
+Effect = Send | Dismiss | Tell | SetNode | SetMember | ClearMember | Note | HangUp | Stop
 Result = tuple[State, tuple[Effect, ...]]
 
 

@@ -13,7 +13,7 @@ import msgspec
 from elasticd_planner.value import Value
 
 from elasticd.health import Health
-from elasticd.machines import crossing, forgetting
+from elasticd.machines import crossing, forgetting, texts
 from elasticd.machines.job import gather, machine
 from elasticd.machines.job.effects import (
     AgentDown,
@@ -35,6 +35,7 @@ from elasticd.machines.job.effects import (
     Tick,
     Unwritten,
 )
+from elasticd.machines.job.part import joined_from
 from elasticd.machines.job.restored import restored
 from elasticd.machines.job.state import LIVE, OVER, JobState, NodeState, Phase, Settings, fresh
 from elasticd.messages import (
@@ -54,6 +55,8 @@ from elasticd.records import NodeRecord
 
 #: Jobs that a leader knows at once, those that are over among them.
 MOST_JOBS = 12_000
+#: Jobs in which torchruns of a node may wait for others, beside one for each of its devices.
+MOST_BEGUN = 16
 
 
 class State(Value, frozen=True, kw_only=True):
@@ -169,7 +172,9 @@ def _agent_down(state: State, event: AgentDown, now: float) -> Result:
 
 
 def _received(state: State, event: Received, now: float) -> Result:
-    message = event.message
+    message = texts.bounded(event.message)
+    if message is not event.message:
+        event = Received(node=event.node, message=message)
     if event.node not in state.nodes:
         return state, ()
     if isinstance(message, Health):
@@ -182,8 +187,8 @@ def _received(state: State, event: Received, now: float) -> Result:
         links = crossing.moved(state.links, message, state.nodes, now)
         state = state if links is state.links else msgspec.structs.replace(state, links=links)
     taken = _taken(state, event.node, message) if isinstance(message, Up) else ""
-    if message.job not in state.jobs and len(state.jobs) >= MOST_JOBS:
-        taken = f"the cluster has {MOST_JOBS} jobs already: end some, and forget them"
+    if message.job not in state.jobs:
+        taken = _crowded(state, event.node) or taken
     if isinstance(message, Unread) and message.job not in state.jobs:
         down = Down(client=message.client, body=Rejected(reason=gather.cannot_read(message)))
         return state, (Send(node=event.node, message=down),)
@@ -191,13 +196,13 @@ def _received(state: State, event: Received, now: float) -> Result:
         body = message.body if isinstance(message, Up) else None
         if not isinstance(body, Join | Hello):
             return state, ()
+        known = fresh(message.job, Phase.GATHERING, now)
+        if isinstance(message, Up) and isinstance(body, Hello):  # its torchrun would have joined before
+            taken = taken or gather.uninvited(known, event.node, message.device)
         if not taken:
-            # A worker of an unknown job started under a leader that ended before anything was written.
-            phase = Phase.GATHERING if isinstance(body, Join) else Phase.ASSEMBLING
-            jobs = {**state.jobs, message.job: fresh(message.job, phase, now)}
-            state = msgspec.structs.replace(state, jobs=jobs)
+            state = msgspec.structs.replace(state, jobs={**state.jobs, message.job: known})
     if taken and isinstance(message, Up):
-        return _turned_away(state, event.node, message, taken, now)
+        return _turned_away(state, event, message, taken, now)
     return _jobs(state, event, now, (message.job,))
 
 
@@ -226,15 +231,33 @@ def _taken(state: State, node: str, up: Up) -> str:
     return ""
 
 
+def _crowded(state: State, node: str) -> str:
+    """Why no job more is known, or nothing. Jobs count for the nodes whose torchruns have joined, also once
+    they are over: one node's leave half of what there is room for to others, two nodes' a third."""
+    free = MOST_JOBS - len(state.jobs)
+    if free <= 0:
+        return f"the cluster has {MOST_JOBS} jobs already: end some, and forget them"
+    record = state.nodes[node].record
+    mine = [job.phase for job in state.jobs.values() if joined_from(job, record)]
+    begun = sum(phase in (Phase.GATHERING, Phase.ASSEMBLING) for phase in mine)
+    if begun < len(record.devices) + MOST_BEGUN and len(mine) < free:
+        return ""
+    return (
+        f"node {node} has torchruns in {begun} jobs that have not begun and in {len(mine)} in all, and room is "
+        f"left for {free} jobs of all nodes: end some of its torchruns, and forget jobs that are over"
+    )
+
+
 _ONE_JOB = "a device belongs to one job at a time: wait for the end of that job or use other nodes"
 
 
-def _turned_away(state: State, node: str, up: Up, why: str, now: float) -> Result:
-    """A worker that cannot come is one that all others of its job wait for: they would wait for ever."""
-    effects: tuple[Effect, ...] = (Send(node=node, message=Down(client=up.client, body=Rejected(reason=why))),)
+def _turned_away(state: State, event: Received, up: Up, why: str, now: float) -> Result:
+    """A worker that cannot come may be one that all others of its job wait for: they would wait for ever."""
+    down = Down(client=up.client, body=Rejected(reason=why))
+    effects: tuple[Effect, ...] = (Send(node=event.node, message=down),)
     job = state.jobs.get(up.job)
     if isinstance(up.body, Hello) and job is not None:
-        after, asked = machine.turned_away(job, why, state.nodes, state.epoch, state.settings, now)
+        after, asked = machine.turned_away(job, event, why, state.nodes, state.epoch, state.settings, now)
         effects = (*effects, *asked)
         state = msgspec.structs.replace(state, jobs={**state.jobs, up.job: after})
     return state, effects

@@ -30,7 +30,7 @@ class Where(Protocol):
         ...
 
     def begin(self, step: int, plan: int) -> None:
-        """A step of a plan begins."""
+        """A step of a plan begins. How long one takes under another plan is not known from those before."""
         ...
 
     def end(self, seconds: float | None) -> None:

@@ -51,6 +51,7 @@ from elasticd.store.session import (
     RevisionCompacted,
     TokenExpired,
     WatchStream,
+    is_text,
     key_value,
     prefix_end,
 )
@@ -113,7 +114,7 @@ class EtcdStore:
         while True:
             page = self._page(start, prefix_end(prefix), keys, revision)
             revision = revision or page.header.revision
-            items += map(key_value, page.kvs)
+            items += map(key_value, filter(is_text, page.kvs))
             if not page.more:
                 return Snapshot(revision=revision, items=tuple(items))
             start = page.kvs[-1].key + b"\0"
@@ -319,6 +320,11 @@ class _Tail:
                 refused = isinstance(error, StoreRefused)
                 level = logging.ERROR if refused and not said else logging.DEBUG
                 _log.log(level, "watch of %s: %s; that is tried again", self._prefix, error)
+            except Exception:  # a defect; without this thread the watch's reader would hear nothing any more
+                refused = True
+                level = logging.DEBUG if said else logging.ERROR
+                text = "elasticd failed on the watch of %s; that is tried again"
+                _log.log(level, text, self._prefix, exc_info=True)
             if self._next_revision != place or time.monotonic() - begun > _BACKOFF[1]:
                 pause.reset()
                 said = False

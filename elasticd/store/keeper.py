@@ -32,7 +32,7 @@ class LeaseKeeper:
         clock: Clock | None = None,
     ) -> None:
         self._on_refused = on_refused or _say
-        self._refused = False
+        self._refused = self._failed = False
         self._store = store
         self._lease = lease
         self._ttl = ttl
@@ -88,8 +88,14 @@ class LeaseKeeper:
                 _log.debug("lease %x was left to expire: %s", self._lease, error)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._ttl / 3) and self.refresh():
-            pass
+        while not self._stop.wait(self._ttl / 3):
+            try:
+                if not self.refresh():
+                    return
+            except Exception:  # a defect; without this thread the lease would run out in silence
+                level = logging.DEBUG if self._failed else logging.ERROR
+                _log.log(level, "elasticd failed to refresh lease %x, trying again", self._lease, exc_info=True)
+                self._failed = True
 
 
 def _say(error: StoreRefused) -> None:

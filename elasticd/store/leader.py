@@ -21,6 +21,7 @@ from elasticd.store.confirm import settle
 from elasticd.store.protocol import (
     Compare,
     KeyValue,
+    LeaseLost,
     Op,
     OutcomeUnknown,
     Put,
@@ -162,27 +163,37 @@ def campaign(
 
     `value` says how to reach us.  The default patience is a second more than `ttl`: whoever refreshes
     its key for longer than that lives, and a coordinator that was restarted quickly outwaits its own
-    former lease.  Raises AlreadyLed when somebody still leads then.
+    former lease.  Raises AlreadyLed when somebody still leads then, and LeaseLost when the store is so
+    slow that our own lease runs out meanwhile: both may be tried again.
     """
     clock = clock if clock is not None else WallClock()
     deadline = clock.now() + (ttl + 1.0 if patience is None else patience)
-    lease = store.grant(ttl)
-    try:
-        while True:
-            won = _try(store, key, LeaderRecord(name=name, value=value), lease)
-            if won is not None:
-                return Leadership(key=key, create_revision=won, lease=lease, ttl=ttl)
-            incumbent = store.get(key)
-            if incumbent is None:
-                continue
-            left = deadline - clock.now()
-            if left <= 0:
-                raise AlreadyLed(key, Leader.of(incumbent))
-            _wait_until_gone(store, incumbent, min(left, ttl / 3))
-            store.keep_alive(lease)
-    except BaseException:
-        _revoke_quietly(store, lease)
-        raise
+    while True:
+        lease = store.grant(ttl)
+        try:
+            return _campaign(store, key, LeaderRecord(name=name, value=value), lease, ttl, deadline, clock)
+        except BaseException as error:
+            _revoke_quietly(store, lease)
+            if not isinstance(error, LeaseLost) or clock.now() >= deadline:
+                raise
+
+
+def _campaign(
+    store: Store, key: str, record: LeaderRecord, lease: int, ttl: int, deadline: float, clock: Clock
+) -> Leadership:
+    """The same under a lease that is granted. Raises LeaseLost where that runs out before an answer comes."""
+    while True:
+        won = _try(store, key, record, lease)
+        if won is not None:
+            return Leadership(key=key, create_revision=won, lease=lease, ttl=ttl)
+        incumbent = store.get(key)
+        if incumbent is None:
+            continue
+        left = deadline - clock.now()
+        if left <= 0:
+            raise AlreadyLed(key, Leader.of(incumbent))
+        _wait_until_gone(store, incumbent, min(left, ttl / 3))
+        store.keep_alive(lease)
 
 
 def _try(store: Store, key: str, record: LeaderRecord, lease: int) -> int | None:

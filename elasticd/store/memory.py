@@ -9,7 +9,9 @@ Faults: `MemoryServer.outage(True)` cuts everybody off and, as a stopped etcd do
 ageing; `MemoryStore.outage(True)` cuts off one client; `MemoryStore.lose_next_reply` leaves the
 outcome of a change unknown; `MemoryServer.compact` drops history.
 
-Limits: it refuses what etcd refuses for its size, so that a test of a daemon meets that too.
+Limits: it refuses what etcd refuses for its size, so that a test of a daemon meets that too. Those are limits
+of what is sent. What is read has none, here or there: etcd answers with up to 2 GiB, our sessions take messages
+of any length, and `EtcdStore` reads a prefix in pages only to keep each answer within its deadline.
 """
 
 from __future__ import annotations

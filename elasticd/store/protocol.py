@@ -27,7 +27,8 @@ from elasticd.store.watch import Sink, Watch
 
 
 class StoreError(Exception):
-    """Anything a store can raise. To a daemon that runs already every one is an outage, but `StoreTooLarge`."""
+    """Anything a store can raise. A daemon waits where it is a `StoreUnavailable`; each other class says for
+    itself what happened."""
 
 
 class StoreUnavailable(StoreError):

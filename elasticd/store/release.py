@@ -38,7 +38,7 @@ class Released(Protocol):
 
 def objection(release: str) -> str:
     """What is known against a release of etcd, with the remedy; nothing for others, and for no release."""
-    found = re.match(r"v?(\d+)\.(\d+)\.(\d+)", release)
+    found = re.match(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})", release)
     if found is None:
         return ""
     number = tuple(int(part) for part in found.groups())

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import grpc
 import msgspec
 
+from elasticd.decoding import skip
 from elasticd.store import compat
 from elasticd.store.protocol import (
     Identity,
@@ -118,7 +119,8 @@ class Guard:
             self._known = Identity(cluster_id=cluster_id, revision=highest)
 
     def seen(self, revision: int) -> None:
-        """Take note of a watch's event: who only watches learns by nothing else how far the store has come."""
+        """Take note of a watch's event, or of a lease's refresh: who only watches and keeps a lease learns by
+        nothing else how far the store has come."""
         with self._lock:
             if self._known is not None and revision > self._known.revision:
                 self._known = Identity(cluster_id=self._known.cluster_id, revision=revision)
@@ -175,6 +177,7 @@ class EtcdSession:
         if answer.header.revision < floor:
             # A member that lags says so too: only a linearizable read tells it from one that was restored.
             self.identify()
+        self._guard.seen(answer.header.revision)  # of a member that went through all that led there
         return int(answer.TTL)
 
     def watch(self, prefix: str, revision: int) -> WatchStream:
@@ -269,9 +272,10 @@ class WatchStream:
                     raise StoreRefused(f"etcd at {at} denies a watch ({why}); check user, password and role")
                 raise StoreUnavailable(f"etcd at {self._session.endpoint} cancelled a watch: {why}")
             if answer.events:
-                events = [_event(event) for event in answer.events]
-                self._session.seen(events[-1].mod_revision)
-                yield events
+                self._session.seen(answer.events[-1].kv.mod_revision)
+                events = [_event(event) for event in answer.events if is_text(event.kv)]
+                if events:
+                    yield events
 
     def cancel(self) -> None:
         """End the stream; whoever iterates gets StoreUnavailable."""
@@ -297,6 +301,17 @@ def prefix_end(prefix: str) -> bytes:
     # UTF-8 never holds the byte 0xff, so the last byte can always be incremented.
     encoded = prefix.encode()
     return encoded[:-1] + bytes([encoded[-1] + 1])
+
+
+def is_text(item: Any) -> bool:
+    """Whether etcd's message has a key that we can name. etcd takes any bytes, and others may write there."""
+    try:
+        item.key.decode()
+    except UnicodeDecodeError:
+        text = f"the store has the key {item.key[:80]!r}, which is no UTF-8: such keys are skipped; delete them"
+        skip("key", ("key", "no UTF-8"), text)
+        return False
+    return True
 
 
 def key_value(item: Any) -> KeyValue:

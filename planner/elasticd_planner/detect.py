@@ -23,8 +23,9 @@ class DetectSettings(Value, frozen=True, kw_only=True):
     slower a link must be to count as slow. chronic: steps that slowness must last to be called chronic.
 
     outside_seconds: how long the others may wait for a rank that is in its script's own code (an evaluation, a
-    save, a factory that a switch calls), in its loader or in a compilation, before its device is given up (0:
-    for ever).
+    save, a factory that a switch calls), in its loader, in a compilation or in what it computes in the first
+    two steps under a plan, before its device is given up (0: for ever). For a rank that is in a step, two
+    steps, as long as the plan expects them to be, are added.
     """
 
     slow: float = 1.1

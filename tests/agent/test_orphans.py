@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from elasticd_agent import orphans
 from elasticd_agent.orphans import Torchruns
 
 from elasticd import starter
@@ -116,3 +117,21 @@ def test_a_mark_is_of_one_process_alone() -> None:
 def _kill(mark: str | None) -> None:
     if mark and starter.alive(mark):
         os.kill(int(mark.partition("-")[0]), 9)
+
+
+def test_a_mark_that_is_no_process_keeps_no_other_from_being_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts a process sets its environment."""
+    made_up = ["9" * 30 + "-1", "9" * 5000 + "-1", "\N{SUPERSCRIPT TWO}-1", "-", ""]
+    mine = starter.mark(os.getpid())
+    monkeypatch.setattr(orphans, "_starters", lambda socket: [*made_up, mine])
+    monkeypatch.setattr(orphans, "_end", lambda entry: [])
+
+    async def body() -> None:
+        torchruns = Torchruns("a.sock")
+        try:
+            await torchruns._begin()
+            assert torchruns._watched.keys() == {mine}
+        finally:
+            torchruns.close()
+
+    asyncio.run(body())

@@ -12,8 +12,10 @@ from elasticd import parts
 from elasticd.machines.agent_state import Event, PlanRead, ProposalRead
 from elasticd.parts import cut
 from elasticd.records import Keys, PlanRecord, Proposal, encode
+from elasticd.store.leader import LeaderRecord
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import Delete, Put
+from elasticd.store.protocol import Delete, Put, Snapshot, WatchEvent, WatchItem
+from elasticd.store.watch import Sink, Watch
 from tests.releases.samples import PLAN
 
 KEYS = Keys(cluster="test")
@@ -26,9 +28,10 @@ class Reader:
 
     def __init__(self, store: MemoryStore) -> None:
         self.events: list[Event] = []
+        self.followed: list[str | None] = []
         self._records = Records(
             *(store, KEYS, self.events.append),
-            follow=lambda url: None,
+            follow=self.followed.append,
             node_read=lambda node, record: None,
             refuse=lambda why: None,
         )
@@ -40,6 +43,29 @@ class Reader:
             while not come(self.events):
                 await asyncio.sleep(0.005)
         self._records.close()
+
+
+class Counted(MemoryStore):
+    """Notes which keys its client is told of: those that it reads, and those that its watches bring."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        super().__init__(server)
+        self.told: set[str] = set()
+
+    def snapshot(self, prefix: str) -> Snapshot:
+        found = super().snapshot(prefix)
+        self.told |= {item.key for item in found.items}
+        return found
+
+    def watch(self, prefix: str, revision: int, sink: Sink | None = None) -> Watch:
+        assert sink is not None
+
+        def counted(item: WatchItem) -> None:
+            assert isinstance(item, WatchEvent)
+            self.told.add(item.key)
+            sink(item)
+
+        return super().watch(prefix, revision, counted)
 
 
 def put(store: MemoryStore, job: str, part: str, record: Proposal | PlanRecord) -> None:
@@ -93,3 +119,52 @@ def test_a_part_that_was_deleted_is_missed_by_the_record_that_needs_it_alone(
     asyncio.run(reader.read(lambda events: isinstance(events[-1], ProposalRead), write))
     assert [type(event) for event in reader.events] == [PlanRead, ProposalRead]
     assert f"its part {part.key.rpartition('/')[2]} is not in the store" in caplog.text
+
+
+OF_NO_AGENT = (
+    KEYS.journal + "000000000001",
+    KEYS.config,
+    KEYS.config_history(1),
+    KEYS.member("job", "n0/0"),
+    KEYS.root + "quotas/a",
+)
+OF_AGENTS = (KEYS.node("n1"), KEYS.leader, KEYS.schema, KEYS.job("job", "fence"))
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_an_agent_is_told_of_no_key_that_no_agent_needs(watched: bool) -> None:
+    """There is one of these for each device and for each second, and a thousand agents."""
+    server = MemoryServer()
+    store, counted = MemoryStore(server), Counted(server)
+
+    def write() -> None:
+        for key in (*OF_NO_AGENT, *OF_AGENTS):
+            store.put(key, b"{}")
+        store.put(KEYS.job("job", "proposal"), encode(PROPOSAL))
+
+    if not watched:
+        write()
+    reader = Reader(counted)
+    asyncio.run(reader.read(lambda events: bool(events), write if watched else lambda: None))
+    assert counted.told == {*OF_AGENTS, KEYS.job("job", "proposal")}
+
+
+def test_what_went_while_history_was_compacted_is_told_and_nothing_of_other_prefixes() -> None:
+    server = MemoryServer()
+    store, mine = MemoryStore(server), MemoryStore(server)
+    leader = LeaderRecord(name="c", value="http://c").encode()
+    store.put(KEYS.leader, leader)
+    store.put(KEYS.job("job", "proposal"), encode(PROPOSAL))
+    reader = Reader(mine)
+
+    def change() -> None:
+        mine.outage(True)
+        store.delete(KEYS.job("job", "proposal"))
+        store.put(KEYS.job("other", "proposal"), encode(PROPOSAL))
+        server.compact(server.revision)
+        mine.outage(False)
+
+    asyncio.run(reader.read(lambda events: [getattr(e, "job", "") for e in events][-1] == "other", change))
+    read = [(event.job, event.proposal) for event in reader.events if isinstance(event, ProposalRead)]
+    assert read == [("job", PROPOSAL), ("job", None), ("other", PROPOSAL)]
+    assert {*reader.followed} == {"http://c"}, "the leader is the same all the time"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 from elasticd_agent import registrar as registrars
@@ -11,7 +11,7 @@ from elasticd_agent.registrar import Registrar
 
 from elasticd.records import Keys, NodeRecord
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import OutcomeUnknown, StoreRefused
+from elasticd.store.protocol import Compare, Op, OutcomeUnknown, Put, StoreRefused, TransactResult
 from tests.agent.support import until
 
 KEYS = Keys(cluster="test")
@@ -20,12 +20,13 @@ LARGE, SMALL = KEYS.root + "large", KEYS.root + "small"
 
 class Denying(MemoryStore):
     """Has no permission for some keys; `tried` counts what it refused. What `loses` names is not carried out,
-    and the answer is lost."""
+    and the answer is lost. What `none` names is no key."""
 
     def __init__(self) -> None:
         super().__init__(MemoryServer())
         self.denied: set[str] = set()
         self.loses: set[str] = set()
+        self.none: set[str] = set()
         self.tried = 0
 
     def put(self, key: str, value: bytes, lease: int = 0) -> int:
@@ -40,6 +41,8 @@ class Denying(MemoryStore):
         return super().delete(key)
 
     def _check(self, key: str) -> None:
+        if key in self.none:
+            "\ud800".encode()
         if key in self.denied:
             self.tried += 1
             raise StoreRefused("etcd denies access (permission denied); check user, password and role")
@@ -129,3 +132,62 @@ def test_a_key_that_is_given_up_while_its_writing_is_in_doubt_does_not_stay() ->
         until(lambda: store.get(LARGE) is not None)
         registrar.release(LARGE)
         until(lambda: store.get(LARGE) is None)
+
+
+class Slow(MemoryStore):
+    """Answers so late to its first transactions that the lease they name has run out by then."""
+
+    def __init__(self, late: int) -> None:
+        super().__init__(MemoryServer())
+        self.late = late
+
+    def transact(
+        self, compares: Iterable[Compare], then: Sequence[Op], otherwise: Sequence[Op] = ()
+    ) -> TransactResult:
+        for op in then:
+            if self.late and isinstance(op, Put) and op.lease:
+                self.late -= 1
+                self.revoke(op.lease)
+        return super().transact(compares, then, otherwise)
+
+
+def test_an_agent_whose_lease_runs_out_before_the_store_answers_takes_another() -> None:
+    store, told = Slow(2), list[str]()
+    with started(store) as registrar:
+        found = store.get(KEYS.node("n0"))
+        assert found is not None
+        store.late = 2  # the next keys find their lease gone, and so does the claim of another one
+        registrar.hold(SMALL, b"x", told.append)
+        until(lambda: store.get(SMALL) is not None)
+        again = store.get(KEYS.node("n0"))
+        assert again is not None
+        assert again.lease != found.lease
+
+
+def test_a_key_that_is_none_keeps_no_other_waiting() -> None:
+    """As a name with half of a surrogate pair, which has no UTF-8."""
+    store, told = Denying(), dict[str, str]()
+    store.none.add(LARGE)
+    with started(store) as registrar:
+        registrar.hold(LARGE, b"x", lambda why: told.update(large=why))
+        registrar.hold(SMALL, b"x", lambda why: told.update(small=why))
+        until(lambda: len(told) == 2)
+    assert told["small"] == ""
+    assert "surrogates not allowed" in told["large"]
+
+
+def test_a_defect_does_not_end_the_thread_that_keeps_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, told, failed = MemoryStore(MemoryServer()), list[str](), list[int]()
+    bring = Registrar._bring
+
+    def failing(self: Registrar, key: str, value: bytes | None) -> None:
+        if key == SMALL and not failed:
+            failed.append(1)
+            raise RuntimeError("a defect")
+        bring(self, key, value)
+
+    monkeypatch.setattr(Registrar, "_bring", failing)
+    with started(store) as registrar:
+        registrar.hold(SMALL, b"x", told.append)
+        until(lambda: told)
+    assert (told, failed) == ([""], [1])

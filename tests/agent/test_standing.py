@@ -11,13 +11,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from elasticd_agent import stacks
 from elasticd_agent.pulses import BEAT
-from elasticd_agent.standing import Halt, Standing
+from elasticd_agent.standing import Halt, Standing, told_of
 
 from elasticd import messages, packets
 from elasticd.machines.agent_state import LinkDown, LinkUp, Stood
+from elasticd.machines.job.effects import Received
+from elasticd.machines.job.halted import awaited
 from elasticd.offspring import ending_with_us
 from elasticd.runtime.where import Shared
 from elasticd.whereabouts import (
@@ -39,6 +42,8 @@ from elasticd.whereabouts import (
     read,
 )
 from tests.machines.agent_scene import hello, run, told
+from tests.machines.cast import JOB
+from tests.machines.test_coordinator_faults import running
 
 
 class Rank:
@@ -118,7 +123,8 @@ def test_a_device_that_becomes_ten_times_as_slow_is_a_straggler(
     assert halt.seconds > known
     rank.where.begin(8, 2)
     rank.where.at(place)
-    assert rank.beats(300.0)[0] == [], "another plan's steps are others"
+    halted, _ = rank.beats(300.0)
+    assert not any(halt.place.computes for halt in halted), "another plan's steps are others"
 
 
 def test_a_wait_is_told_with_the_rank_that_is_waited_for(rank: Rank) -> None:
@@ -139,15 +145,109 @@ def test_the_same_place_again_and_again_is_no_standstill(rank: Rank) -> None:
         assert rank.beats(2.0) == ([], [])
 
 
-def test_before_a_plan_has_made_two_steps_nobody_knows_how_long_one_takes(rank: Rank) -> None:
+def begun(rank: Rank, steps: int) -> None:
+    """A plan with so many steps made, after another one whose steps were short."""
     usual(rank)
-    rank.where.begin(7, 2)
-    rank.where.at(FORWARD)
-    assert rank.beats(300.0) == ([], [])
-    rank.where.end(300.0)
-    rank.where.begin(8, 2)
-    rank.where.at(FORWARD)
-    assert rank.beats(300.0) == ([], [])
+    for step in range(steps):
+        rank.where.begin(7 + step, 2)
+        rank.where.at(FORWARD)
+        rank.where.end(300.0)
+    rank.where.begin(7 + steps, 2)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("place", [FORWARD, LOSS, BACKWARD])
+def test_in_a_plans_first_two_steps_no_computation_is_a_hang_and_where_it_is_is_told(
+    rank: Rank, steps: int, place: int
+) -> None:
+    """A first compilation may take minutes. What takes longer is told again, with its stack."""
+    begun(rank, steps)
+    rank.where.at(place)
+    assert rank.beats(1.8) == ([], [])
+    ((halt,), _) = rank.beats(1.0)
+    assert 2.0 <= halt.seconds < 2.5
+    assert not halt.looks
+    ((again,), _) = rank.beats(300.0)
+    assert 10.0 <= again.seconds < 10.5
+    assert again.looks
+    assert rank.standing.outside() == {"w"}, "its silence means nothing"
+    for each in (halt, again):
+        told = told_of(each, "train.py")
+        assert told.place == f"{NAMES[place]} (in its plan's first steps)"
+        assert (told.step, told.computes, told.waits) == (7 + steps, False, False)
+    rank.where.at(VOTE)
+    assert rank.beats(1.0) == ([], ["w"])
+    assert rank.standing.outside() == frozenset()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_in_a_plans_first_two_steps_a_wait_is_told_after_two_seconds(rank: Rank, steps: int) -> None:
+    begun(rank, steps)
+    rank.where.at(VOTE, 3)
+    assert rank.beats(1.8) == ([], [])
+    ((halt,), _) = rank.beats(300.0)
+    told = told_of(halt, "")
+    assert (told.place, told.rank, told.waits) == ("the vote", 3, True)
+    assert 2.0 <= halt.seconds < 2.5
+
+
+def test_after_two_steps_of_a_plan_a_hang_is_found(rank: Rank) -> None:
+    begun(rank, 2)
+    rank.where.at(LOSS)
+    assert rank.beats(600.0) == ([], [])
+    ((halt,), _) = rank.beats(2.0)
+    assert halt.looks
+    assert told_of(halt, "train.py").computes
+
+
+def test_a_compilation_is_told_as_one_in_whichever_step(rank: Rank) -> None:
+    compiles = 'File "/x/torch/_inductor/compile_fx.py", line 3 in there'
+    for steps in (0, 2):
+        begun(rank, steps)
+        rank.where.at(FORWARD)
+        halted, _ = rank.beats(700.0)
+        told = told_of(halted[-1], compiles)
+        assert (told.place, told.computes, told.waits) == ("a compilation of its model", False, False)
+        assert told.stack == compiles
+        rank.where.end(None)
+
+
+@pytest.mark.parametrize(("place", "where"), [(LOADER, "its loader"), (LOSS, "the loss")])
+@pytest.mark.parametrize("limit", [0.0, 50.0])
+def test_what_hangs_in_a_plans_first_step_is_named_and_given_up_at_the_limit_alone(
+    place: int, where: str, limit: float
+) -> None:
+    """Of four ranks of a job one does not come out of its loader, or its loss: from their memory to the
+    leader's decision."""
+    world = running()
+    detect = msgspec.structs.replace(world.settings.detect, outside_seconds=limit)
+    world.state = msgspec.structs.replace(
+        world.state, settings=msgspec.structs.replace(world.settings, detect=detect)
+    )
+    hung, ranks = "beta/1", {device: Rank() for device in world.workers}
+    world.deaf.add(hung)
+    for device, rank in ranks.items():
+        rank.where.begin(world.steps, 7)
+        rank.where.at(place if device == hung else VOTE)
+    fences = list[float]()
+    for beat in range(round(70.0 / BEAT)):
+        for device, rank in ranks.items():
+            for halt in rank.beats(BEAT)[0]:
+                told, worker = told_of(halt, "its stack"), world.workers[device]
+                told = msgspec.structs.replace(told, job=JOB, device=device, incarnation=worker.incarnation)
+                world.say(Received(node=device.rpartition("/")[0], message=told))
+        if beat * BEAT > 15.0 and not fences and "fenced" not in world.kinds():
+            said = awaited(world.job, world.now)
+            assert said.startswith(f"waits for worker {hung}, which is in {where}")
+        world.tick(BEAT)
+        if "fenced" in world.kinds() and not fences:
+            fences.append(beat * BEAT)
+    for rank in ranks.values():
+        rank.standing.close()
+    assert len(fences) == (limit > 0)
+    if limit:
+        assert limit <= fences[0] < limit + 1.0
+        assert {*world.job.gone} == {hung}
 
 
 @pytest.mark.parametrize(
@@ -279,15 +379,14 @@ def test_a_thread_that_holds_the_interpreters_lock_is_seen_and_its_stack_had() -
         place = read(os.pread(fd, STACK, 0))
         assert place is not None
         assert (place.step, place.place) == (3, LOSS)
-        text = ""
-        for _ in range(100):  # until it is in the call
-            text = asyncio.run(stacks._written(os.pidfd_open(process.pid), fd, body.signal))
-            if "in held" in text:
-                break
-        assert "in held" in text
-        assert process.poll() is None
-        again = asyncio.run(stacks._written(os.pidfd_open(process.pid), fd, body.signal))
-        assert again.count("in held") == 1, "each is written anew"
+        for _ in range(2):  # each is written anew
+            text = ""
+            for _ in range(100):  # until it is in the call, and has the processor for long enough to say so
+                text = asyncio.run(stacks._written(os.pidfd_open(process.pid), fd, body.signal))
+                if "in held" in text:
+                    break
+            assert text.count("in held") == 1
+            assert process.poll() is None
     finally:
         process.kill()
         process.wait()

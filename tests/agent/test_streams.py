@@ -149,6 +149,15 @@ def test_memory_file_that_is_too_short_does_not_arrive(make: Callable[..., Pair]
     assert pair.vault.held("job") == ()
 
 
+@pytest.mark.parametrize("port", ["9" * 30, "9" * 5000, "-1", "x", ""])
+def test_an_address_of_another_node_that_is_none_is_a_failure_like_others(
+    make: Callable[..., Pair], port: str
+) -> None:
+    pair = make()
+    with pytest.raises(StreamFailed, match="the agent at"):
+        pair.sender.cross(f"127.0.0.1:{port}", pair.theirs.certificate, 1)
+
+
 def test_nobody_listening_is_said(make: Callable[..., Pair]) -> None:
     pair = make()
     with socket.socket() as unused:

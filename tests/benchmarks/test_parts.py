@@ -72,6 +72,36 @@ def test_a_goal_that_a_part_has_no_row_for_stays_and_is_missed(
     assert module.Parts(path, NAMES).injections == {"one": 60}
 
 
+def test_faults_of_all_kept_parts_and_of_all_soaks_are_counted_together(
+    module: ModuleType, row: Callable[..., Any], tmp_path: Path
+) -> None:
+    soaks, injected = importlib.import_module("_soaks"), importlib.import_module("_injected")
+    path, names = tmp_path / "faults.json", (*injected.KINDS, "soaks", "torchrun", "all")
+    for part, count in (("hangs", 60), ("stuck", 60), ("torchrun", 20)):
+        module.Parts(path, names).put(part, [row(part, 1, "")], 1.0, count)
+    (found,) = injected.injected(module.Parts(path, names))
+    assert (found.value, found.goal, found.met) == (180, ">= 1000", False)
+    report = soaks.Report(
+        seed=1,
+        faults=410,
+        kinds={"kill": 410},
+        held_back=(),
+        steps=900,
+        seconds=1.0,
+        plans=1,
+        fences=1,
+        leaders=1,
+        processes=1,
+        apart=0.0,
+        wrong=(),
+        ended=(),
+    )
+    runs = [soaks.Run(commit="c", shape="", report=report)] * 2
+    module.Parts(path, names).put("soaks", list(soaks.figures(runs)), 1.0, 60)
+    (found,) = injected.injected(module.Parts(path, names))
+    assert (found.value, found.met) == (1000, True)
+
+
 def test_a_part_that_is_no_more_is_dropped(module: ModuleType, row: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "long.json"
     module.Parts(path, ("gone", "one")).put("gone", [row("a", 1, "")], 1.0, 60)

@@ -96,6 +96,31 @@ def test_a_goal_that_a_run_has_no_row_for_stays_and_is_missed(results: ModuleTyp
     ]
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("192 of 400 drawn problems, seed 60611: worse, of 96", "400 drawn problems, seed 7: worse, of 200"),
+        ("400 drawn problems, seed 7: worse, of 200", "16 of 400 drawn problems, seed 8: worse, of 8"),
+        ("8 of 16,384 devices", "8 of 1,024 devices"),
+    ],
+)
+def test_a_goal_whose_name_has_other_counts_is_the_same_goal(
+    results: ModuleType, before: str, after: str
+) -> None:
+    old, new = (results.row(name, 1, "", goal="<= 2", met=True) for name in (before, after))
+    assert results.unmeasured([old], [new]) == []
+    assert [each.name for each in results.unmeasured([old, old], [new])] == [before], "there were two"
+    other = results.row(after + ", large", 1, "", goal="<= 2", met=True)
+    assert [each.name for each in results.unmeasured([old], [other])] == [before]
+
+
+@pytest.mark.parametrize("path", sorted((FOLDER / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_no_goal_is_kept_beside_its_own_under_another_count(results: ModuleType, path: Path) -> None:
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["goal"] is not None]
+    there = {results._words(row["name"]) for row in rows if row["value"] is not None}
+    assert [row["name"] for row in rows if row["value"] is None and results._words(row["name"]) in there] == []
+
+
 def test_commit_of_a_tree_says_where_files_differ_from_it_but_for_results(
     results: ModuleType, tmp_path: Path
 ) -> None:

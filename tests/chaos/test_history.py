@@ -51,7 +51,7 @@ def test_the_process_behind_a_fenced_incarnation_is_known(real: list[WatchEvent]
     (incarnation,) = gone.values()
     member = MemberRecord(device="n0/0", incarnation=incarnation, pid=4711)
     put = _again(real, "fence", member)[-1]
-    item = msgspec.structs.replace(put.item, key=KEYS.job("job", "members/") + incarnation)
+    item = msgspec.structs.replace(put.item, key=KEYS.member("job", "n0/0"))
     history.read([msgspec.structs.replace(put, item=item)])
     assert job.fenced_off == {4711: number}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elasticd.chaos.ledger import Ledger, Line, check, furthest, read
+from elasticd.chaos.ledger import EARLY, Ledger, Line, check, furthest, read
 
 STEPS = 6
 #: Plan 1 from the start, plan 3 from step 4 on: its fence is 2.
@@ -98,3 +98,19 @@ def test_a_line_that_a_killed_process_did_not_end_is_left_out(tmp_path: Path) ->
     dead, ended = read(tmp_path)
     assert (dead.device, dead.pid, len(dead.lines), dead.ended) == ("a/0", 77, 2, False)
     assert (ended.device, len(ended.lines), ended.ended) == ("b/1", 2, True)
+
+
+@pytest.mark.parametrize(("step", "most"), [(0, 1e-9), (EARLY - 1, 1e-9), (EARLY, 1e-6)])
+def test_a_loss_is_that_of_the_undisturbed_run_but_for_as_much_as_rounding_explains(
+    step: int, most: float
+) -> None:
+    def wrong(apart: float) -> list[str]:
+        lines = tuple(Line(step=at, loss=2.0, samples=(), plan=1) for at in range(step))
+        last = Line(step=step, loss=2.0 * (1 + apart), samples=(), plan=1)
+        ledger = Ledger(device="a/0", pid=1, lines=(*lines, last), ended=True)
+        plain = [Line(step=at, loss=2.0, samples=()) for at in range(step + 1)]
+        return check([ledger], [(1, 0)], {}, step + 1, lambda _: (), plain)
+
+    assert wrong(0.9 * most) == []
+    (said,) = wrong(1.1 * most)
+    assert said.startswith(f"step {step} has loss")

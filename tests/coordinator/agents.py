@@ -20,7 +20,7 @@ from elasticd.coordinator import election
 from elasticd.coordinator.daemon import Coordinator
 from elasticd.coordinator.planning import COMMAND
 from elasticd.credentials import Credentials
-from elasticd.messages import AgentHello, AgentRejected, Down, ToLeader, encode, to_agent
+from elasticd.messages import AgentHello, AgentRejected, Down, Join, ToLeader, Up, encode, to_agent
 from elasticd.records import NodeRecord
 from elasticd.store.memory import MemoryServer, MemoryStore
 
@@ -73,6 +73,11 @@ class Agent:
 
     async def tell(self, message: ToLeader) -> None:
         await self.socket.send(encode(message))
+
+    async def takes_part(self, job: str) -> None:
+        """A torchrun of this node asks to take part in a job, and waits for others."""
+        body = Join(job=job, min_nodes=9, max_nodes=9, pid=1)
+        await self.tell(Up(client="asks", job=job, device="", incarnation="", body=body))
 
     async def listen(self) -> None:
         try:

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from elasticd_planner.measurement import Measurement
 
+from elasticd import decoding
 from elasticd.config import with_overrides
 from elasticd.coordinator import agents, daemon, leading
 from elasticd.coordinator.daemon import Coordinator, run, serve
@@ -29,6 +30,7 @@ from elasticd.messages import (
     Prepared,
     Rejected,
     Report,
+    Saved,
     StoreAnswer,
     StoreCall,
     Swapped,
@@ -484,6 +486,7 @@ def test_value_that_the_store_does_not_take_is_refused_to_its_sender_and_harms_n
         server = MemoryServer()
         async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
             server.limits = Limits(request_bytes=100_000)
+            await alpha.takes_part(JOB)
             for number, size in ((0, 3_000_000), (1, 100_000), (2, 10)):
                 await alpha.tell(told(number, f"rdzv/{number}", size))
             await alpha.tell(told(3, f"plan/{'9' * 5000}/x", 1))
@@ -524,6 +527,8 @@ def test_one_agents_long_frame_keeps_no_other_agent_waiting(monkeypatch: pytest.
             agent(coordinator, node_record("alpha")) as alpha,
             agent(coordinator, node_record("beta")) as beta,
         ):
+            await alpha.takes_part(JOB)
+            await beta.takes_part(JOB)
             said = [encode(check(number)) for number in range(700)]
             await alpha.socket.send(together(said))
             await until(lambda: bool(alpha.bodies("t")))
@@ -552,6 +557,8 @@ def test_a_worker_that_sets_its_ranks_again_and_again_does_not_fill_the_store(
             agent(coordinator, node_record("beta")) as beta,
         ):
             asked = 10
+            await alpha.takes_part(JOB)
+            await beta.takes_part(JOB)
             for number in range(asked):
                 await alpha.tell(told(number))
             await until(lambda: len(alpha.bodies("t")) == asked)
@@ -562,6 +569,41 @@ def test_a_worker_that_sets_its_ranks_again_and_again_does_not_fill_the_store(
             await beta.tell(told(1))
             await until(lambda: len(beta.bodies("t")) == 1)
             assert beta.bodies("t")[0].error is None, "the other node's share is its own"
+
+    asyncio.run(body())
+
+
+def test_a_node_whose_words_have_too_much_written_is_heard_more_slowly_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that says of ever new checkpoints has a list written each time."""
+    monkeypatch.setattr(leading, "WRITES_AT_ONCE", 100_000)
+    monkeypatch.setattr(leading, "WRITES_A_SECOND", 100.0)
+    saved = 500
+
+    async def body() -> None:
+        server = MemoryServer()
+        async with (
+            coordinating(server) as coordinator,
+            agent(coordinator, node_record("alpha")) as alpha,
+            agent(coordinator, node_record("beta")) as beta,
+        ):
+            workers = await started(server, [alpha, beta])
+            await until(lambda: coordinator.leading.state.jobs[JOB].phase is Phase.RUNNING)
+            here = {worker.device: worker for worker in workers}
+            for number in range(saved):
+                name = f"step-{number:08d}.plan-1.{'x' * 40}"
+                await alpha.tell(here["alpha/0"].up(Saved(name=name, step=number, plan=1)))
+            await until(lambda: coordinator.leading.wait("alpha") > 0)
+            assert coordinator.leading.wait("beta") == 0
+            await beta.tell(here["beta/0"].up(StoreCall(id=1, op="set", key="plan/1/x", value=b"x")))
+            await until(lambda: beta.bodies("wbeta/0") == [StoreAnswer(id=1)])
+            writer = coordinator.leading.writer
+            assert writer is not None
+            await asyncio.wait_for(writer.drained(), 60)
+            names = [one.name for one in coordinator.leading.state.jobs[JOB].published]
+            assert not any(f"step-{saved - 1:08d}" in name for name in names), "it is not heard yet"
+            assert not alpha.closed
 
     asyncio.run(body())
 
@@ -585,6 +627,28 @@ def test_a_job_whose_name_cannot_be_a_key_is_refused_and_the_next_leader_leads(n
             assert second.ready() == ""
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize("name", ["members/n0:0", "9" * 5000, "9" * 19, "\N{SUPERSCRIPT TWO}", ""])
+def test_a_new_leader_leads_whatever_stands_in_the_place_of_history(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Release 0.1 let a job be called "x/history": its agent wrote jobs/x/history/members/n0:0."""
+
+    async def body() -> None:
+        server = MemoryServer()
+        MemoryStore(server).put(KEYS.job("x", "history/") + name, b"{}")
+        async with coordinating(server) as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            assert coordinator.ready() == ""
+            assert dict(coordinator.leading.state.jobs) == {}
+            assert await coordinator.history("x") == []
+            join = Join(job="x", min_nodes=1, max_nodes=1, pid=1)
+            await alpha.tell(Up(client="t", job="x", device="", incarnation="", body=join))
+            await until(lambda: "x" in coordinator.leading.state.jobs)
+
+    decoding._logged.clear()
+    asyncio.run(body())
+    assert sum("jobs/JOB/history/" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_write_that_the_store_refuses_ends_its_job_and_no_other() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.coordinator import keyvalue
-from elasticd.coordinator.keyvalue import LARGEST_VALUE, KeyValue
+from elasticd.coordinator.keyvalue import LARGEST_VALUE, KeyValue, Room
 from elasticd.messages import StoreAnswer, StoreCall
 
 
@@ -122,6 +122,33 @@ def test_a_jobs_store_is_bounded_and_what_goes_makes_room(monkeypatch: pytest.Mo
     assert ask(store, "set", "plan/2/a", b"x" * 90).error is None
 
 
+def fill(store: KeyValue, node: str, plan: int = 1) -> int:
+    """As many keys as one node may have in a store; how many."""
+    for number in range(1000):
+        set_ = call("set", f"plan/{plan}/{node}{number:03}", bytes(100))
+        if asyncio.run(store.call(set_, node)).error is not None:
+            return number
+    raise AssertionError("without a bound")
+
+
+def test_one_job_or_one_node_leaves_room_for_the_others() -> None:
+    room = Room(10_000)
+    first, second = KeyValue(room), KeyValue(room)
+    assert 30 < fill(first, "alpha") < 50, "about a half"
+    assert fill(second, "alpha") == 0, "its node has had its share"
+    assert 10 < fill(second, "beta") < 25, "half of what was left"
+    assert asyncio.run(KeyValue(room).call(call("set", "k", bytes(100)), "gamma")).error is None
+    said = asyncio.run(first.call(call("set", "plan/1/x", bytes(100)), "alpha")).error or ""
+    assert "all jobs' bootstrap stores share" in said
+    assert "node alpha" in said
+    again = call("set", "plan/1/alpha000", bytes(100))
+    assert asyncio.run(first.call(again, "alpha")).error is None, "it needs no more room than it has"
+    first.drop_before(2)
+    assert fill(second, "alpha", plan=3) > 10
+    second.close()
+    assert 30 < fill(first, "beta", plan=5) < 50, "what goes makes room"
+
+
 @given(
     st.lists(
         st.tuples(
@@ -134,7 +161,8 @@ def test_a_jobs_store_is_bounded_and_what_goes_makes_room(monkeypatch: pytest.Mo
 )
 def test_it_holds_what_a_plain_table_would_and_counts_its_bytes(done: list[tuple[str, str, int]]) -> None:
     async def body() -> None:
-        store, plain = KeyValue(), dict[str, bytes]()
+        room = Room(1 << 20)
+        store, plain = KeyValue(room), dict[str, bytes]()
         for op, key, number in done:
             if op == "drop":
                 store.drop_before(number)
@@ -151,5 +179,6 @@ def test_it_holds_what_a_plain_table_would_and_counts_its_bytes(done: list[tuple
                 assert (await store.call(call("add", key, str(number).encode()))).number == int(plain[key])
             assert len(store) == len(plain)
             assert store.size == sum(len(each) + len(value) for each, value in plain.items())
+            assert room.used == store.size
 
     asyncio.run(body())

@@ -319,7 +319,7 @@ def test_a_job_that_is_forgotten_leaves_nothing_of_the_leaders_and_all_that_is_a
     office.write(recorded(1))
     office.write(Write(job=JOB, records=(DoneRecord(step=9, epoch=1),)))
     others = {
-        KEYS.member(JOB, "alpha/0"): b"m",
+        f"{KEYS.jobs}{JOB}/members/alpha:0": b"m",  # of an agent of release 0.1
         KEYS.rendezvous(JOB) + "state": b"s",
         KEYS.job(f"{JOB}-2", "done"): b"d",
     }

@@ -103,7 +103,7 @@ def test_bodies_against_the_document_are_refused_as_it_says(open_leader: Leader,
 
 def test_fuzzing_left_a_leader_that_leads(open_leader: Leader) -> None:
     assert open_leader.call(open_leader.coordinator.ready) == ""
-    shown = open_leader.call(open_leader.coordinator.status)
+    shown = open_leader.run(open_leader.coordinator.status())
     assert {node.node for node in shown.nodes} == {"alpha", "beta"}
 
 

@@ -9,11 +9,12 @@ import msgspec
 import pytest
 from websockets.asyncio.client import connect
 
+from elasticd.coordinator import agents
 from elasticd.gathered import together
 from elasticd.messages import Kept, Pace, StoreAnswer, StoreCall, encode
 from elasticd.version import __version__
 from tests.coordinator.agents import agent, coordinating, get, post, until
-from tests.machines.cast import FakeWorker, node_record
+from tests.machines.cast import JOB, FakeWorker, node_record
 
 
 def test_agent_is_seen_and_missed() -> None:
@@ -85,6 +86,7 @@ def test_messages_of_a_newer_agent_are_skipped_and_those_beside_them_heard() -> 
         async with coordinating() as coordinator, agent(coordinator, node_record("alpha")) as alpha:
             worker = FakeWorker(device="alpha/0", incarnation="a")
             call = encode(worker.up(StoreCall(id=1, op="add", key="k", value=b"1")))
+            await alpha.takes_part(JOB)
             newer = b'{"type": "quota-report", "version": 2}'
             inside = encode(worker.up(Kept(number=1, step=0))).replace(b"stayed-on-plan", b"stayed-longer")
             await alpha.socket.send(newer)
@@ -131,6 +133,8 @@ def test_bootstrap_store_reaches_across_nodes_and_waits() -> None:
         ):
             one = FakeWorker(device="alpha/0", incarnation="a")
             two = FakeWorker(device="beta/0", incarnation="b")
+            await alpha.takes_part(JOB)
+            await beta.takes_part(JOB)
             await alpha.tell(one.up(StoreCall(id=1, op="get", key="plan/1/address")))
             await alpha.tell(one.up(StoreCall(id=2, op="add", key="plan/1/count", value=b"2")))
             await until(lambda: len(alpha.heard) == 1)
@@ -138,6 +142,60 @@ def test_bootstrap_store_reaches_across_nodes_and_waits() -> None:
             await beta.tell(two.up(StoreCall(id=1, op="set", key="plan/1/address", value=b"here")))
             await until(lambda: len(alpha.heard) == 2)
             assert alpha.bodies("walpha/0")[1] == StoreAnswer(id=1, value=b"here")
+
+    asyncio.run(body())
+
+
+def test_keys_of_a_job_are_not_changed_from_a_node_that_takes_no_part_in_it() -> None:
+    async def body() -> None:
+        async with (
+            coordinating() as coordinator,
+            agent(coordinator, node_record("alpha")) as alpha,
+            agent(coordinator, node_record("beta")) as beta,
+        ):
+            one = FakeWorker(device="alpha/0", incarnation="a")
+            two = FakeWorker(device="beta/0", incarnation="b")
+            await alpha.takes_part(JOB)
+            await alpha.tell(one.up(StoreCall(id=1, op="set", key="plan/1/address", value=b"here")))
+            await until(lambda: len(alpha.heard) == 1)
+            for number, op in enumerate(("delete", "set", "add", "get", "check")):
+                await beta.tell(two.up(StoreCall(id=number, op=op, key="plan/1/address", value=b"1")))
+            await until(lambda: len(beta.heard) == 5)
+            assert all("takes no part in job demo" in answer.error for answer in beta.bodies("wbeta/0"))
+            await alpha.tell(one.up(StoreCall(id=2, op="get", key="plan/1/address")))
+            await until(lambda: len(alpha.heard) == 2)
+            assert alpha.bodies("walpha/0")[1] == StoreAnswer(id=2, value=b"here")
+
+    asyncio.run(body())
+
+
+def test_keys_that_a_node_waits_for_are_bounded_and_others_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(agents, "MOST_GETS", 5)
+
+    async def body() -> None:
+        async with (
+            coordinating() as coordinator,
+            agent(coordinator, node_record("alpha")) as alpha,
+            agent(coordinator, node_record("beta")) as beta,
+        ):
+            one = FakeWorker(device="alpha/0", incarnation="a")
+            await alpha.takes_part(JOB)
+            await beta.takes_part(JOB)
+            for number in range(8):
+                await alpha.tell(one.up(StoreCall(id=number, op="get", key=f"plan/1/{number}", seconds=3000.0)))
+            await until(lambda: len(alpha.heard) == 3)
+            assert [answer.id for answer in alpha.bodies("walpha/0")] == [5, 6, 7]
+            assert "waits for 5 keys" in alpha.bodies("walpha/0")[0].error
+            two = FakeWorker(device="beta/0", incarnation="b")
+            await beta.tell(two.up(StoreCall(id=1, op="set", key="plan/1/0", value=b"x")))
+            await until(lambda: len(alpha.heard) == 4)
+            assert alpha.bodies("walpha/0")[3] == StoreAnswer(id=0, value=b"x")
+            await alpha.tell(one.up(StoreCall(id=9, op="get", key="plan/1/9", seconds=3000.0)))
+            await alpha.tell(one.up(StoreCall(id=10, op="check", key="plan/1/9")))
+            await until(lambda: len(alpha.heard) == 5)
+            assert alpha.bodies("walpha/0")[4] == StoreAnswer(id=10), "there is room again"
 
     asyncio.run(body())
 

@@ -59,8 +59,9 @@ def test_chronic_is_what_the_settings_say() -> None:
     assert found.kind == "chronic"
 
 
-def reason(job: JobState, at: float) -> str:
-    (found,) = status(State(epoch=1, jobs={"j": job}, settings=Settings()), "c", LEADER, (), 0.0, at).jobs
+def reason(job: JobState, at: float, limit: float = 0.0) -> str:
+    settings = Settings(detect=DetectSettings(outside_seconds=limit))
+    (found,) = status(State(epoch=1, jobs={"j": job}, settings=settings), "c", LEADER, (), 0.0, at).jobs
     return found.reason
 
 
@@ -79,3 +80,8 @@ def test_a_job_that_waits_for_a_worker_outside_of_a_step_says_so() -> None:
     assert reason(job, 112.0) == f"waits for worker {first}, which is in the optimizer's factory for 12 s"
     assert reason(msgspec.structs.replace(job, reason="its own"), 112.0) == "its own"
     assert reason(msgspec.structs.replace(job, phase=Phase.STOPPED), 112.0) == ""
+    loads = Halted(job="j", device="", incarnation="1f", place="its loader")
+    workers = {device: msgspec.structs.replace(worker, halted=loads) for device, worker in workers.items()}
+    job = msgspec.structs.replace(job, workers=workers)
+    assert "most of the job's stand still" not in reason(job, 160.0, limit=90.0)
+    assert "most of the job's stand still" in reason(job, 160.0, limit=50.0)

@@ -156,7 +156,7 @@ def test_record_changed_by_somebody_else_is_not_written_over() -> None:
 
 def test_job_with_members_alone_is_no_job_yet() -> None:
     store = MemoryStore()
-    store.put(KEYS.member("demo", "alpha/0"), b"{}")
+    store.put(f"{KEYS.jobs}demo/members/alpha:0", b"{}")  # as release 0.1 has them
     assert stored(KEYS, store.snapshot(KEYS.jobs).items) == []
     store.transact((), operations(KEYS, write(7)))
     (found,) = stored(KEYS, store.snapshot(KEYS.jobs).items)

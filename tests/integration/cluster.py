@@ -255,7 +255,7 @@ class Cluster:
 
     def job(self) -> dict[str, Any]:
         async def look() -> dict[str, Any]:
-            found = self.coordinator.status().job(JOB)
+            found = (await self.coordinator.status()).job(JOB)
             return msgspec.to_builtins(found) if found is not None else {}
 
         return self.call(look())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from elasticd_planner.batch import Sampler
+from elasticd_planner.detect import DetectSettings
 
 from elasticd.checkpoints.folder import scan
 from elasticd.cli.reach import Api
@@ -33,15 +34,16 @@ PAIR = {
 }
 
 
-def gone_on(cluster: Cluster) -> None:
-    """The survivors finish, each step was made once, and the numbers are those of one process."""
+def gone_on(cluster: Cluster, plans: int = 2) -> None:
+    """The survivors finish, each step was made once under so many plans, and the numbers are those of one
+    process."""
     steps = cluster.finish()
     codes = cluster.wait(120)
     assert codes.pop("b/0") == -signal.SIGKILL
     assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
-    check_exactness(cluster, steps, plans=2)
-    plans = [event["data"]["number"] for event in cluster.events("recorded")]
-    assert plans == sorted(set(plans)), "numbers only grow"
+    check_exactness(cluster, steps, plans=plans)
+    numbers = [event["data"]["number"] for event in cluster.events("recorded")]
+    assert numbers == sorted(set(numbers)), "numbers only grow"
 
 
 @pytest.mark.slow
@@ -160,6 +162,28 @@ def test_a_main_thread_that_hangs_in_the_loss_costs_one_device(how: str) -> None
         gone_on(cluster)
 
 
+@pytest.mark.full  # tests/agent/test_standing.py has it without processes
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["lock", "sleep"])
+def test_a_hang_in_a_jobs_first_step_is_named_and_costs_a_device_at_the_configured_limit_alone(
+    how: str,
+) -> None:
+    """It might be a first compilation. Silence does not count either, which with "lock" is 5 s elsewhere."""
+    limited = Settings(retry_seconds=0.5, detect=DetectSettings(outside_seconds=15.0))
+    with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=limited) as cluster:
+        cluster.run(SCRIPT, fail=(how, sample_of(0), "b.sock"))
+        until(lambda: "waits for" in cluster.job()["reason"], 90, lambda: str(cluster.events()))
+        said = cluster.job()["reason"]
+        assert said.startswith("waits for worker b/0, which is in the loss (in its plan's first steps) for 1")
+        assert not cluster.events("fenced")
+        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        (told,) = cluster.events("halted")
+        assert "in fail" in told["data"]["stack"]
+        assert cluster.events("fenced")[0]["data"]["gone"] == ["b/0"]
+        cluster.workers["b/0"].kill()
+        gone_on(cluster, plans=1)  # none was made under the first one
+
+
 @pytest.mark.slow
 def test_an_agent_that_is_started_again_gets_its_workers_back() -> None:
     patient = Settings(retry_seconds=0.5, node_seconds=3.0)  # a step that a busy machine holds up is no fault
@@ -180,6 +204,27 @@ def test_an_agent_that_is_started_again_gets_its_workers_back() -> None:
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
         assert not cluster.events("fenced")
         check_exactness(cluster, steps, plans=2)
+
+
+@pytest.mark.slow
+def test_an_agent_that_is_started_again_before_the_first_plan_gets_its_workers_back() -> None:
+    cluster = Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS)
+    let = cluster.folder / "let"  # the planner answers once this is there
+    waiting = f'until [ -e "{let}" ]; do sleep 0.05; done; exec "$@"'
+    cluster._planner = ("/bin/sh", "-c", waiting, "planner", *cluster._planner)
+    with cluster:
+        cluster.run(SCRIPT)
+        until(lambda: cluster.job().get("phase") == "planning", 60, lambda: str(cluster.events()))
+        before = [(member["device"], member["pid"]) for member in cluster.job()["members"]]
+        cluster.restart_agent("a")
+        until(lambda: cluster.events("agent_restarted"), 60, lambda: str(cluster.events()))
+        let.touch()
+        cluster.runs(1, steps=5)
+        assert [(member["device"], member["pid"]) for member in cluster.job()["members"]] == before
+        steps = cluster.finish()
+        codes = cluster.wait(120)
+        assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}
+        check_exactness(cluster, steps, plans=1)
 
 
 @pytest.mark.slow

@@ -100,7 +100,8 @@ class RestartJob:
         """What the coordinator shows of it."""
 
         async def look() -> list[dict[str, Any]]:
-            shown: list[dict[str, Any]] = msgspec.to_builtins(self.cluster.coordinator.status().restarts)
+            found = await self.cluster.coordinator.status()
+            shown: list[dict[str, Any]] = msgspec.to_builtins(found.restarts)
             return shown
 
         return next(iter(self.cluster.call(look())), {})

@@ -14,7 +14,8 @@ from tests.releases.samples import sample
 
 NUMBERS = (-(2**62), -7, -1, 0, 1, 2, 3, 5, 7, 2**31, 2**53, 2**62)
 FLOATS = (-1e308, -1.0, -0.0, 0.0, 1e-308, 0.5, 1.0, 3.0, 1e18, 1e308)
-TEXTS = ("", "/", "a\nb", "\x1b[2J", "x" * 3000, "9" * 5000, "plan/1/x", "rdzv/torchelastic/role_info/0")
+RANKS = "rdzv/torchelastic/role_info/0"
+TEXTS = ("", "/", "a\nb", "\x1b[2J", "x" * 3000, "9" * 5000, "long " * 20_000, "plan/1/x", RANKS)
 
 
 class Hostile:

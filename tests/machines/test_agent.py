@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from elasticd.machines import agent
 from elasticd.machines.agent import MOST_REPORTS, TABLE, step
 from elasticd.machines.agent_state import (
     ClearMember,
@@ -44,7 +45,9 @@ from elasticd.messages import (
     Prepared,
     Propose,
     Recorded,
+    Rejected,
     Report,
+    Saved,
     Shutdown,
     StoreAnswer,
     StoreCall,
@@ -330,6 +333,48 @@ def test_calls_are_asked_again_on_a_new_link_but_an_add_is_never_done_twice() ->
     _, effects = run(LinkUp(), state=state)
     assert call(1) in told(effects)
     assert call(2, "add") not in told(effects)
+
+
+def test_calls_of_a_process_that_wait_are_bounded_and_another_process_has_its_own() -> None:
+    many = [said(call(number)) for number in range(agent.MOST_CALLS)]
+    state, _ = run(LinkUp(), hello(0), hello(1), *many)
+    state, effects = run(said(call(777)), state=state)
+    assert told(effects) == []
+    ((client, answer),) = sent(effects)
+    assert client == "w0"
+    assert isinstance(answer, StoreAnswer)
+    assert answer.id == 777
+    assert "wait for answers already" in (answer.error or "")
+    assert len(state.calls) == agent.MOST_CALLS
+    state, effects = run(said(call(1), "w1"), state=state)
+    assert told(effects) == [call(1)]
+    state, _ = run(down("w0", StoreAnswer(id=0)), state=state)
+    assert told(run(said(call(999)), state=state)[1]) == [call(999)]
+
+
+def test_words_that_nothing_outdates_are_bounded_and_the_newest_stay() -> None:
+    many = [said(Saved(name=f"c{number}", step=number, plan=1)) for number in range(agent.MOST_SAID + 5)]
+    state, _ = run(hello(0), *many)
+    assert len(state.clients["w0"].said) == agent.MOST_SAID
+    assert state.clients["w0"].said[-1] == many[-1].body
+
+
+def test_a_torchrun_joins_one_job() -> None:
+    other = msgspec.structs.replace(join().body, job="other")
+    state, effects = run(LinkUp(), join(), said(other, "t"))
+    assert told(effects) == []
+    ((client, answer),) = sent(effects)
+    assert client == "t"
+    assert isinstance(answer, Rejected)
+    assert "takes part in job job" in answer.reason
+    assert state.clients["t"].job == JOB
+    assert told(run(said(join().body, "t"), state=state)[1]) == [join().body], "after a local restart"
+
+
+def test_torchruns_are_told_of_before_workers_that_ended() -> None:
+    gone = (hello(1), said(Goodbye(), "w1"), Ended(client="w1", how="exit status 0"))
+    words = told(run(join(), *gone, LinkUp())[1])
+    assert [type(word) for word in words] == [AgentHello, Join, Hello, WorkerLost]
 
 
 def test_joined_reaches_its_torchrun_and_nobody_else() -> None:

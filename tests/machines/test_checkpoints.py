@@ -10,6 +10,7 @@ from elasticd.machines.agent_state import CheckpointsRead, LinkDown, LinkUp, Not
 from elasticd.machines.job.checkpoints import MOST_PUBLISHED, MOST_WAITING
 from elasticd.machines.job.effects import Received
 from elasticd.machines.job.state import Phase
+from elasticd.machines.texts import MOST_CHECKPOINTS
 from elasticd.messages import Hello, Published, Saved
 from elasticd.records import CheckpointsRecord, PublishedCheckpoint, decode
 from tests.machines.agent_scene import JOB as AGENTS_JOB
@@ -96,6 +97,39 @@ def test_a_checkpoint_is_published_once_and_again_by_the_next_leader_under_its_e
     (job,) = stored(KEYS, world.store.snapshot(KEYS.jobs).items)
     assert job.checkpoints is not None
     assert [one.step for one in job.checkpoints.published] == [10, 20]
+
+
+def test_what_is_said_again_and_again_is_written_once_a_second() -> None:
+    world = World()
+    world.start()
+    first = save(world, 10)
+    writes = world.store.snapshot(KEYS.jobs).revision
+    for _ in range(200):
+        assert save(world, 10) == first
+    assert world.store.snapshot(KEYS.jobs).revision == writes
+    world.tick(1.0)
+    assert world.store.snapshot(KEYS.jobs).revision == writes + 1, "for an agent that had not taken it"
+    world.tick(5.0)
+    assert world.store.snapshot(KEYS.jobs).revision == writes + 1
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a/b", "", "a\nb"])
+def test_a_name_that_no_checkpoint_has_is_not_published(name: str) -> None:
+    world = World()
+    world.start()
+    world.up("alpha/0", Saved(name=name, step=10, plan=1))
+    world.up("alpha/0", Saved(name=name, step=10, plan=9))
+    world.settle()
+    assert record(world) is None
+    assert not world.job.unpublished
+
+
+def test_checkpoints_that_a_worker_sees_are_bounded_and_the_newest_count() -> None:
+    many = tuple(f"step-{10_000 - number:08d}.plan-1.aa" for number in range(5000))
+    seen = (many[0], "x" * 5000, *many[1:])
+    world = Seeing(**dict.fromkeys(("alpha_0", "alpha_1", "beta_0", "beta_1"), seen))
+    world.start()
+    assert world.proposals[0].checkpoints == many[: MOST_CHECKPOINTS - 1]
 
 
 def test_the_list_in_the_store_is_bounded() -> None:

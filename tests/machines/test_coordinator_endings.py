@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from elasticd.machines.job.effects import AgentUp, Received
-from elasticd.machines.job.state import Phase, Settings
+from elasticd.machines.job.state import Phase, Settings, fresh
 from elasticd.messages import Closed, Join, Rejected, Report, Up
 from tests.machines.asked import refused
+from tests.machines.cast import FakeWorker
 from tests.machines.test_coordinator_lives import fitted, slowed, started
 from tests.machines.world import World
 
@@ -152,14 +153,49 @@ def test_no_plan_is_proposed_for_workers_whose_agent_was_started_again_and_it_is
     assert world.phase is Phase.RUNNING
 
 
-def test_agent_that_was_started_again_before_the_first_plan_ends_the_job() -> None:
+@pytest.mark.parametrize("phase", [Phase.ASSEMBLING, Phase.PLANNING])
+def test_the_first_plan_waits_for_workers_whose_agent_was_started_again(phase: Phase) -> None:
     world = World()
     world.planner_waits = True
     world.start()
     assert world.phase is Phase.PLANNING
+    if phase is Phase.ASSEMBLING:
+        world.kill("alpha/1")
+        world.settle()
+        assert world.phase is phase
     restarted(world, "beta")
+    assert world.phase is Phase.ASSEMBLING
+    assert world.job.asked is None, "the plan that was asked for has no worker of beta"
+    assert "the first plan is made once its workers have come back to it" in world.notes[-1].text
+    if phase is Phase.ASSEMBLING:  # its torchrun starts another
+        world.workers["alpha/1"] = FakeWorker(device="alpha/1", incarnation="another")
+        world.up("alpha/1", world.hello(world.workers["alpha/1"]))
+        world.tick()
+        assert world.phase is phase, "all are known, but not all have come back"
+    world.reconnect("beta")
+    world.planner_waits = False
+    world.settle()
+    world.train(3)
+    assert world.phase is Phase.RUNNING
+    assert world.steps == 3
+
+
+def test_worker_that_does_not_come_back_to_an_agent_before_the_first_plan_ends_the_job() -> None:
+    world = World()
+    world.planner_waits = True
+    world.start()
+    world.disconnect("beta")
+    world.tick(60.0)
+    assert world.phase is Phase.PLANNING, "its agent is away, as it may be at any time"
+    restarted(world, "beta")
+    world.up("beta/0", world.hello(world.workers["beta/0"]))
+    world.settle()
+    world.tick(world.settings.reconnect_seconds - 0.1)
+    assert world.phase is Phase.ASSEMBLING
+    world.tick(0.2)
     assert world.phase is Phase.STOPPED
-    assert "node beta's agent was started again" in world.job.reason
+    why = "node beta's agent was started again before the first step, and worker beta/1 (pid 100) did not come"
+    assert why in world.job.reason
 
 
 def test_other_job_on_devices_of_workers_that_nobody_sees_gets_a_clear_answer() -> None:
@@ -183,6 +219,9 @@ def test_job_whose_worker_is_turned_away_does_not_wait_for_it() -> None:
     )
     other = msgspec.structs.replace(world.records["alpha"], node="gamma", agent="agent-gamma")
     world.say(AgentUp(record=other))
+    world.settle()
+    both = msgspec.structs.replace(fresh("late", Phase.ASSEMBLING, 0.0), joined=("alpha", "gamma"))
+    world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, "late": both})
     for node, device in (("gamma", "gamma/0"), ("alpha", "alpha/0")):
         up = Up(client=f"x{device}", job="late", device=device, incarnation="y", body=late)
         world.say(Received(node=node, message=up))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from elasticd_planner.measurement import Measurement
 
 from elasticd.machines.job.effects import Received
-from elasticd.machines.job.state import Phase, Settings
-from elasticd.messages import Hello, Joined, Report, Up
+from elasticd.machines.job.state import Joiner, Phase, Settings, Worker, fresh
+from elasticd.messages import Hello, Joined, Leave, Report, Unread, Up
 from tests.machines.asked import refused
-from tests.machines.cast import JOB
+from tests.machines.cast import JOB, spec
+from tests.machines.test_coordinator_faults import ROOM
 from tests.machines.world import World
 
 
@@ -71,6 +74,88 @@ def test_worker_with_another_spec_is_refused_with_the_difference_and_nobody_wait
     assert "global_batch is 16, not 8" in reason
     assert "seed is 5, not 0" in reason
     assert world.phase is Phase.STOPPED
+
+
+def assembling() -> World:
+    """A job of alpha's whose workers are awaited; beta has no part in it."""
+    world = World(memory=ROOM)
+    world.join("alpha", 1, 1)
+    while not world.joined:
+        world._event(world.inbox.popleft())
+    world.inbox.clear()  # alpha's workers are on their way
+    assert world.phase is Phase.ASSEMBLING
+    return world
+
+
+def strange(world: World, **changes: Any) -> Hello:
+    return Hello(job=JOB, local_rank=0, world_size=2, pid=9, spec=spec(**changes))
+
+
+def from_beta(world: World, body: Hello, job: str = JOB) -> None:
+    up = Up(client="odd", job=job, device="beta/0", incarnation="x", body=body)
+    world.say(Received(node="beta", message=up))
+    world.settle()
+
+
+@pytest.mark.parametrize("changes", [{"seed": 5}, {}])
+def test_worker_of_a_node_that_takes_no_part_is_refused_and_changes_nothing(changes: dict[str, Any]) -> None:
+    world = assembling()
+    before = world.job
+    from_beta(world, strange(world, **changes))
+    (reason,) = refused(world, "odd")
+    assert "no torchrun of node beta takes part in it" in reason
+    assert world.job == before, "neither its spec nor its worker is the job's"
+    for device in ("alpha/0", "alpha/1"):
+        hello = msgspec.structs.replace(world.hello(world.workers[device]), world_size=2)
+        world.up(device, hello)
+    world.settle()
+    world.train()
+    assert world.phase is Phase.RUNNING
+
+
+def test_opening_that_cannot_be_read_of_a_node_that_takes_no_part_stops_no_job() -> None:
+    world = assembling()
+    unread = Unread(client="odd", job=JOB, device="beta/0", incarnation="x", reason="no")
+    world.say(Received(node="beta", message=unread))
+    world.settle()
+    assert refused(world, "odd")
+    assert world.phase is Phase.ASSEMBLING
+
+
+def test_device_that_another_job_has_stops_no_job_that_its_node_takes_no_part_in() -> None:
+    world = assembling()
+    worker = Worker(device="beta/0", incarnation="x", node="beta", client="w", pid=1)
+    other = msgspec.structs.replace(fresh("other", Phase.ASSEMBLING, 0.0), workers={"beta/0": worker})
+    world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, "other": other})
+    from_beta(world, strange(world))
+    (reason,) = refused(world, "odd")
+    assert "in use by job other" in reason
+    assert world.phase is Phase.ASSEMBLING
+    joiner = Joiner(node="beta", client="t", pid=1, min_nodes=1, max_nodes=2, answered=True)
+    job = msgspec.structs.replace(world.job, joined=("alpha", "beta"), joiners={"beta": joiner})
+    world.state = msgspec.structs.replace(world.state, jobs={**world.state.jobs, JOB: job})
+    from_beta(world, strange(world))
+    assert world.phase is Phase.STOPPED, "its others would wait for it for ever"
+
+
+def test_worker_that_no_torchrun_came_before_begins_no_job_and_sets_no_spec() -> None:
+    world = World()
+    from_beta(world, strange(world))
+    assert not world.state.jobs
+    assert refused(world, "odd")
+    world.join("alpha", 2, 2)
+    world.settle()
+    from_beta(world, strange(world))
+    assert world.job.spec is None
+
+
+def test_torchrun_leaves_for_its_own_node_alone() -> None:
+    world = assembling()
+    leave = Up(client="talpha", job=JOB, device="", incarnation="", body=Leave(job=JOB))
+    world.say(Received(node="beta", message=leave))
+    world.settle()
+    assert world.phase is Phase.ASSEMBLING
+    assert world.job.joined == ("alpha",)
 
 
 def test_nodes_beyond_the_most_are_refused() -> None:

@@ -12,22 +12,25 @@ from elasticd_planner.measurement import Measurement
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticd.coordinator.writer import stored
 from elasticd.health import Health
 from elasticd.machines import agent_admission, agent_state, coordinator, doors
 from elasticd.machines.agent_state import Opened
 from elasticd.machines.coordinator import State
 from elasticd.machines.job import machine
 from elasticd.machines.job.effects import Event, Note, Received, Tick, Write
-from elasticd.machines.job.state import Phase, fresh
-from elasticd.messages import AgentHello, Finished, Join, Report, ToLeader, Up, WorkerLost
+from elasticd.machines.job.state import Phase, Settings, fresh
+from elasticd.messages import AgentHello, Finished, Join, Report, StoreCall, ToLeader, Up, WorkerLost
 from elasticd.names import LONGEST, device_of, harmless, name_refusal
 from elasticd.pulses import Crossed, Frozen
-from elasticd.records import DoneRecord, PlanRecord
+from elasticd.records import DoneRecord, NodeRecord, PlanRecord
 from elasticd.rounds import Lap, Lapped, Watching
 from elasticd.snapshots import Held, Keeps
 from tests.cli.test_status import PLAN
 from tests.machines.cast import node_record
+from tests.machines.checked import KEYS
 from tests.machines.test_coordinator_faults import running
+from tests.machines.world import World
 
 GOOD = ["demo", "a", "7", "llama-3.1_70b", "x" * LONGEST, "..a"]
 BAD = ["", "team-a/run1", "a b", "a\nb", "\x1b[2J", "ä", "x" * (LONGEST + 1), ".", "..", "-", "a\0", "٣"]
@@ -84,6 +87,7 @@ def up(device: str, body: Any, job: str = "demo") -> Up:
     return Up(client="c", job=job, device=device, incarnation="i", body=body)
 
 
+ALPHA = node_record("alpha")
 MEASURED = Measurement(device="beta/0", plan=1, step=1, tokens=1, block_seconds=1.0, block_work=1.0)
 WATCHING = Watching(job="demo", torchrun="t", local_rank=0, pid=1, round=1, world=2, nodes=2, least=1)
 HELD = Held(job="demo", device="beta/0", incarnation="i", plan=1, step=2, node="beta", size=3)
@@ -113,19 +117,53 @@ OF_ALPHA: list[ToLeader] = [
 
 @pytest.mark.parametrize("message", OF_BETA, ids=lambda message: type(message).__name__)
 def test_a_node_has_no_say_about_anothers_device(message: ToLeader) -> None:
-    assert "beta/0" in doors.refusal("alpha", message, ())
+    assert "beta/0" in doors.refusal(ALPHA, message, ())
 
 
 @pytest.mark.parametrize("message", OF_ALPHA, ids=lambda message: type(message).__name__)
 def test_a_node_says_what_is_its_own(message: ToLeader) -> None:
-    assert doors.refusal("alpha", message, ()) == ""
+    assert doors.refusal(ALPHA, message, ()) == ""
 
 
 def test_a_name_outside_the_grammar_is_heard_of_a_job_that_there_is() -> None:
     """A release before this one may have let it in."""
     said = up("alpha/0", Finished(step=9), job="my job")
-    assert "my job" in doors.refusal("alpha", said, ())
-    assert doors.refusal("alpha", said, ("my job",)) == ""
+    assert "my job" in doors.refusal(ALPHA, said, ())
+    assert doors.refusal(ALPHA, said, ("my job",)) == ""
+
+
+@pytest.mark.parametrize("device", ["alpha/2", "alpha/999999999"])
+def test_a_node_has_no_say_about_a_device_that_its_record_lacks(device: str) -> None:
+    assert device in doors.refusal(ALPHA, up(device, Finished(step=9)), ())
+    lost = WorkerLost(job="demo", device=device, incarnation="i", clean=False, how="killed")
+    assert device in doors.refusal(ALPHA, lost, ())
+
+
+CALL = StoreCall(id=1, op="delete", key="plan/1/x")
+
+
+def test_the_keys_of_a_job_are_heard_of_from_nodes_that_take_part_alone() -> None:
+    world = World(("alpha", "beta", "gamma"))
+    world.join("alpha")
+    world.join("beta")
+    world.settle()
+    beta, gamma = world.records["beta"], world.records["gamma"]
+
+    def refusal(record: NodeRecord, device: str = "") -> str:
+        return doors.call_refusal(record, up(device, CALL), world.state.jobs)
+
+    assert refusal(beta) == ""
+    assert "gamma takes no part in job demo" in refusal(gamma)
+    assert "gamma takes no part in job demo" in refusal(gamma, "gamma/0")
+    assert "there is no job 'other'" in doors.call_refusal(beta, up("", CALL, job="other"), world.state.jobs)
+
+
+def test_a_new_leader_hears_the_calls_of_members_that_it_has_not_met_yet() -> None:
+    world = running()
+    world.state = coordinator.takeover(9, stored(KEYS, world.store.snapshot(KEYS.jobs).items), Settings(), 0.0)
+    for node in ("alpha", "beta"):
+        assert doors.call_refusal(world.records[node], up(f"{node}/0", CALL), world.state.jobs) == ""
+    assert doors.call_refusal(node_record("gamma"), up("gamma/0", CALL), world.state.jobs)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +189,7 @@ def test_only_a_member_of_the_plan_ends_the_job(device: str) -> None:
 
 
 def test_a_process_without_a_device_says_what_a_torchrun_says() -> None:
-    assert "has no say of 'finished'" in doors.refusal("alpha", up("", Finished(step=9)), ())
+    assert "has no say of 'finished'" in doors.refusal(ALPHA, up("", Finished(step=9)), ())
 
 
 @dataclass

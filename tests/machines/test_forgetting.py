@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
 from elasticd.machines import coordinator, forgetting
 from elasticd.machines.job.effects import AgentDown, AgentUp, ForgetAsked, Received, Stored, Tick, Write
-from elasticd.machines.job.state import LIVE, OVER, Phase, Settings, fresh
+from elasticd.machines.job.state import LIVE, OVER, JobState, Phase, Settings, fresh
 from elasticd.messages import Join, Rejected, Up, WorkerLost
 from elasticd.records import DoneRecord
 from tests.machines.cast import JOB, node_record
@@ -64,6 +66,26 @@ def test_a_later_leader_counts_from_the_end() -> None:
     state, effects = coordinator.step(state, Tick(), 1011.0)
     assert [effect.forget for effect in effects if isinstance(effect, Write)] == [True]
     assert state.jobs == {}
+
+
+def test_a_tick_looks_at_no_job_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are kept for a week, two thousand of them if need be, and there are ten ticks a second."""
+    over = [Stored(job=f"j{n:04}", done=DoneRecord(step=n, epoch=1)) for n in range(2000)]
+    state = coordinator.takeover(7, over, Settings(keep_jobs=2000), 1000.0)
+    live = {name: fresh(name, Phase.GATHERING, 1000.0) for name in ("one", "two")}
+    state = msgspec.structs.replace(state, jobs={**state.jobs, **live})
+    stepped: list[str] = []
+    step = coordinator.machine.step
+
+    def counted(job: JobState, *given: Any) -> Any:
+        stepped.append(job.job)
+        return step(job, *given)
+
+    monkeypatch.setattr(coordinator.machine, "step", counted)
+    for at in range(10):
+        state, _ = coordinator.step(state, Tick(), 1000.0 + at / 10)
+    assert stepped == ["one", "two"] * 10
+    assert len(state.jobs) == 2002
 
 
 def test_of_more_than_may_be_kept_the_oldest_go_a_few_at_a_time() -> None:
@@ -173,6 +195,48 @@ def test_job_that_nobody_waits_for_any_more_before_it_began_is_forgotten() -> No
     world.leave("alpha")
     world.tick(10)
     assert JOB in world.state.jobs, "it may only be coming anew"
+
+
+def test_torchruns_of_one_node_leave_room_for_the_jobs_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "MOST_JOBS", 40)
+    world = World()
+
+    def joins(node: str, job: str) -> bool:
+        body = Join(job=job, min_nodes=2, max_nodes=2, pid=3)
+        up = Up(client=f"t{node}{job}", job=job, device="", incarnation="", body=body)
+        world.say(Received(node=node, message=up))
+        world.settle()
+        return job in world.state.jobs
+
+    mine = [joins("alpha", f"a{number}") for number in range(60)]
+    assert sum(mine) == len(world.records["alpha"].devices) + coordinator.MOST_BEGUN
+    (refused,) = world.told["talphaa59"]
+    assert isinstance(refused, Rejected)
+    assert "node alpha has torchruns in 18 jobs that have not begun" in refused.reason
+    others = [joins("beta", f"b{number}") for number in range(60)]
+    assert 0 < sum(others) < len(others), "what was left to it, and not all of that"
+    assert len(world.state.jobs) < coordinator.MOST_JOBS
+    world.tick()
+    assert joins("alpha", "a0"), "of a job that there is nothing is refused"
+
+
+def test_jobs_of_one_node_that_are_over_leave_room_for_the_jobs_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coordinator, "MOST_JOBS", 40)
+    world = World()
+    for number in range(60):
+        job = f"a{number}"
+        body = Join(job=job, min_nodes=2, max_nodes=2, pid=3)
+        up = Up(client=f"t{job}", job=job, device="", incarnation="", body=body)
+        world.say(Received(node="alpha", message=up))
+        world.settle()
+        over = {n: msgspec.structs.replace(each, phase=Phase.STOPPED) for n, each in world.state.jobs.items()}
+        world.state = msgspec.structs.replace(world.state, jobs=over)
+    assert len(world.state.jobs) == coordinator.MOST_JOBS / 2
+    world.join("beta")
+    world.settle()
+    assert JOB in world.state.jobs
 
 
 def test_jobs_that_a_leader_knows_are_so_many(monkeypatch: pytest.MonkeyPatch) -> None:

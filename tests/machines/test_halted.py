@@ -11,11 +11,13 @@ from elasticd.machines.job.effects import Received
 from elasticd.machines.job.halted import MOST_STACK, awaited
 from elasticd.machines.job.state import Phase, Settings
 from elasticd.whereabouts import Halted
-from tests.machines.cast import JOB
+from tests.machines.cast import JOB, node_record
 from tests.machines.test_coordinator_faults import ROOM, recovered, running
 from tests.machines.test_leaving import members
 from tests.machines.world import World
 
+#: As an agent tells of a computation in the first two steps under a plan.
+FIRST_STEPS = "the forward pass (in its plan's first steps)"
 STACK = 'File "train.py", line 9 in loss'
 OTHERS = ("alpha/0", "alpha/1", "beta/0")
 
@@ -109,22 +111,102 @@ def test_one_that_alone_holds_a_part_of_the_state_is_waited_for(hang: bool) -> N
     assert "fenced" not in world.kinds()
 
 
-def test_what_befalls_most_of_a_job_is_no_fault_of_its_devices() -> None:
-    world = running()
+def kept(world: World) -> None:
+    """Nobody is fenced off, and what the status and the events say of why does not change."""
     before = world.plan()
-    for device in OTHERS:
-        hangs(world, device)
-    waits(world, "beta/1")
     pass_time(world, 60.0)
     assert world.plan() == before
     assert "fenced" not in world.kinds()
 
 
-def test_all_that_wait_for_one_another_are_nobodys_fault() -> None:
+def test_what_befalls_most_of_a_job_is_no_fault_of_its_devices_and_is_said() -> None:
     world = running()
-    waits(world, *OTHERS, "beta/1")
+    for device in OTHERS:
+        hangs(world, device)
+    waits(world, "beta/1")
+    pass_time(world, 3.0)
+    assert awaited(world.job, world.now) == "", "a step may well take some seconds longer once"
+    assert "waiting" not in world.kinds()
+    kept(world)
+    said = awaited(world.job, world.now)
+    assert said.startswith("waits for worker alpha/0, which is in the loss for 6")
+    assert said.endswith("; no device is given up for it, since most of the job's stand still")
+    (waiting,) = [note.text for note in world.notes if note.kind == "waiting"]
+    assert waiting.startswith("waiting: waits for worker alpha/0, which is in the loss for 1")
+    found = [note for note in world.notes if note.kind == "halted"]
+    assert [note.data["device"] for note in found] == [*OTHERS]
+    assert {note.data["stack"] for note in found} == {STACK}
+    for note in found:
+        assert note.text.endswith(", while beta/1 (in the vote from beta/1) waits")
+    for device in (*OTHERS, "beta/1"):
+        moves(world, device)
+    world.train(2)
+    assert world.phase is Phase.RUNNING
+    assert awaited(world.job, world.now) == ""
+    for device in (*OTHERS, "beta/1"):
+        hangs(world, device)
+    kept(world)
+    assert world.kinds().count("waiting") == 2, "of another step it is said again"
+
+
+@pytest.mark.parametrize("limit", [0.0, 50.0])
+def test_most_of_a_job_that_is_outside_for_longer_than_the_limit_is_not_given_up_and_that_is_said(
+    limit: float,
+) -> None:
+    """A shared file system that hangs has all loaders stand still."""
+    world = running()
+    world.state = msgspec.structs.replace(world.state, settings=limited(limit))
+    for device in OTHERS:
+        outside(world, device, place="its loader")
+    waits(world, "beta/1")
+    kept(world)
+    said = awaited(world.job, world.now, limit)
+    assert said.startswith("waits for worker alpha/0, which is in its loader for 6")
+    assert said.endswith("since most of the job's stand still") == (limit > 0)
+    assert world.kinds().count("waiting") == (limit > 0), "without a limit nobody knows how long it may take"
+    assert world.kinds().count("halted") == 3 * (limit > 0)
+
+
+def test_a_jobs_only_device_that_hangs_is_not_given_up_and_that_is_said() -> None:
+    world = World(("alpha",), memory=ROOM)
+    world.records["alpha"] = node_record("alpha", devices=1, memory=ROOM)
+    world.start()
+    world.settle()
+    world.train(2)
+    hangs(world, "alpha/0")
+    kept(world)
+    assert world.phase is Phase.RUNNING
+    assert awaited(world.job, world.now).endswith("; it is the job's only device, and is not given up for it")
+    (found,) = [note for note in world.notes if note.kind == "halted"]
+    assert (found.data["device"], found.data["stack"]) == ("alpha/0", STACK)
+    assert "while" not in found.text
+
+
+def test_a_hang_beside_one_that_is_outside_of_a_step_is_said() -> None:
+    """Nobody is to blame while a single one is somewhere else; both are named meanwhile."""
+    world = running()
+    hangs(world, "beta/1")
+    outside(world, "beta/0", 500.0, place="its loader")
+    waits(world, "alpha/0", "alpha/1")
+    kept(world)
+    said = awaited(world.job, world.now)
+    assert said.startswith("waits for worker beta/0, which is in its loader for 5")
+    assert "; worker beta/1, which is in the loss for 6" in said
+    assert [note.data["device"] for note in world.notes if note.kind == "halted"] == ["beta/1"]
+    assert world.kinds().count("waiting") == 1
+
+
+def test_all_that_wait_for_one_another_are_nobodys_fault_and_it_is_said() -> None:
+    world = running()
+    waits(world, *OTHERS)
     pass_time(world, 60.0)
-    assert "fenced" not in world.kinds()
+    waits(world, "beta/1")
+    world.settle()
+    assert awaited(world.job, world.now) == "", "they wait for one another for a second"
+    kept(world)
+    said = awaited(world.job, world.now)
+    assert said.startswith("its workers wait for one another: alpha/0 (in the vote from beta/1), ")
+    assert said.endswith(" and 1 more")
 
 
 @pytest.mark.parametrize("who", ["silent", "computes", "outside"])
@@ -256,6 +338,43 @@ def test_another_incarnations_halt_means_nothing_and_what_is_kept_is_bounded() -
     assert len(halted.place) < 100
     assert len(halted.stack) == MOST_STACK
     assert world.job.workers["beta/1"].halted_at == world.now
+
+
+@pytest.mark.parametrize("limit", [0.0, 50.0])
+def test_a_plans_first_steps_have_all_the_time_unless_a_limit_is_set(limit: float) -> None:
+    """Beyond the limit, and what two steps of the plan are expected to take."""
+    world = running()
+    plan, detect = world.plan(), msgspec.structs.replace(world.settings.detect, outside_seconds=limit)
+    assert plan is not None
+    assert plan.prediction is not None
+    prediction = msgspec.structs.replace(plan.prediction, step_seconds=20.0)
+    job = msgspec.structs.replace(world.job, plan=plan.replace(prediction=prediction))
+    settings = msgspec.structs.replace(world.settings, detect=detect)
+    world.state = msgspec.structs.replace(world.state, settings=settings, jobs={JOB: job})
+    say(world, told(world, "beta/1", place=FIRST_STEPS, step=world.steps, seconds=2.0))
+    waits(world, *OTHERS)
+    world.deaf.add("beta/1")
+    pass_time(world, 85.0)
+    assert "fenced" not in world.kinds()
+    assert awaited(world.job, world.now).startswith(f"waits for worker beta/1, which is in {FIRST_STEPS} for 8")
+    pass_time(world, 10.0)
+    assert ("fenced" in world.kinds()) == (limit > 0)
+
+
+def test_a_fence_waits_for_a_plans_first_steps() -> None:
+    """A first compilation of minutes while another member dies."""
+    world = running()
+    say(world, told(world, "beta/0", place=FIRST_STEPS, step=world.steps, seconds=2.0))
+    world.deaf.add("beta/0")
+    world.kill("beta/1")
+    pass_time(world, 60.0)
+    assert world.phase is Phase.RECOVERING
+    assert f"beta/0 (in {FIRST_STEPS}) answers the fence" in world.job.reason
+    moves(world, "beta/0")
+    world.thaw("beta/0")
+    pass_time(world)
+    assert recovered(world)
+    assert {*world.job.gone} == {"beta/1"}
 
 
 # -- in a switch -----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from elasticd.coordinator.ledger import Ledger
 from elasticd.machines.job.effects import Unwritten
 from elasticd.machines.job.ending import MOST_REASON
 from elasticd.machines.job.state import Phase
+from elasticd.machines.texts import MARK
 from elasticd.messages import Rejected
 from elasticd.records import DoneRecord, decode
 from tests.machines.asked import refused
@@ -75,7 +76,7 @@ def test_a_reason_without_end_is_shortened() -> None:
     world = started()
     unwritten(world, "fence", why="x" * 3_000_000)
     assert MOST_REASON < len(done(world).reason) < MOST_REASON + 100
-    assert done(world).reason.endswith("...; start the job again under another --rdzv-id")
+    assert done(world).reason.endswith(f"{MARK}; start the job again under another --rdzv-id")
 
 
 def test_a_job_that_the_leader_does_not_know_loses_nothing() -> None:

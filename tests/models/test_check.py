@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import elasticd
 from elasticd import Add, Column, Row, Rule, Slice, UnitsOf
 from elasticd.models import next_token_loss
 from elasticd.runtime.checking.__main__ import compared
-from elasticd.runtime.checking.script import subject_of
+from elasticd.runtime.checking.script import CannotCheck, subject_of
 from elasticd.runtime.checking.trial import Subject
 from elasticd.runtime.data import pad
+from elasticd.runtime.precision import LossScale, Precision, lowered
+from elasticd.runtime.recipe import MakeOptimizer
 from examples.train_gpt2 import Embed, Head
 from tests import forkserver
 from tests.models.texts import Text
@@ -89,9 +92,18 @@ def subject(rules: dict[str, Rule | None], block: type[Block] = Block) -> Subjec
     return Subject(model=elasticd.Model(**given), loss=next_token_loss, dataset=Text(41), collate=pad, seed=0)
 
 
-def said(rules: dict[str, Rule | None], block: type[Block] = Block) -> tuple[bool, str]:
-    lines: list[str] = []
-    return compared(subject(rules, block), lines.append), "\n".join(lines)
+def said(
+    rules: dict[str, Rule | None],
+    block: type[Block] = Block,
+    *,
+    optimizer: MakeOptimizer | None = None,
+    precision: Precision | None = None,
+) -> tuple[bool, str]:
+    tried, lines = subject(rules, block), list[str]()
+    tried = replace(tried, model=lowered(tried.model, precision), precision=precision)
+    if optimizer is not None:
+        tried = replace(tried, optimizer=optimizer)
+    return compared(tried, lines.append), "\n".join(lines)
 
 
 def test_good_rules_pass_on_every_layout() -> None:
@@ -106,6 +118,47 @@ def test_good_rules_pass_on_every_layout() -> None:
         "data parallel 2, ZeRO 2",
     ):
         assert tried in text
+
+
+class Norming(torch.optim.SGD):
+    """Steps by each gradient over its norm, as LARS does: a part of a parameter moves further."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad /= parameter.grad.norm()
+        super().step(closure)
+
+
+def test_an_optimizer_whose_step_depends_on_the_layout_is_found() -> None:
+    good, text = said({}, optimizer=lambda named: Norming(named, lr=0.1))
+    assert not good
+    assert "WRONG TP 2 with shares 2:1" in text
+    assert ": its gradient is right, the optimizer's update is off by " in text
+    good, text = said({}, optimizer=lambda named: torch.optim.AdamW(named, lr=0.1))
+    assert good, text
+
+
+PRECISIONS = {
+    "bf16": Precision(compute=torch.bfloat16),
+    "fp16": Precision(compute=torch.float16, scale=LossScale(first=2.0**6)),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_layouts_are_compared_in_the_jobs_precision(name: str) -> None:
+    good, text = said({}, precision=PRECISIONS[name])
+    assert good, text
+    assert text.count("ok ") == 8
+    good, text = said({"blocks.*.norm2.*": Add()}, precision=PRECISIONS[name])
+    assert not good, "rounding is not taken for the reason"
+    assert "blocks.1.norm2.weight: the rule 'blocks.*.norm2.*': Add() adds what is the same" in text
+
+
+def test_a_scale_of_the_loss_that_leaves_no_finite_gradient_is_named() -> None:
+    much = Precision(compute=torch.float16, scale=LossScale(first=2.0**60))
+    with pytest.raises(CannotCheck, match=r"no finite gradients.* and at precision's scale"):
+        said({}, precision=much)
 
 
 class Counting(Block):
@@ -227,12 +280,15 @@ class Line:
 
 config = DecoderConfig(vocabulary=8, width=8, layers=2, heads=2, kv_heads=2, hidden=8)
 elasticd.Job(model=Decoder(config).describe(), loss=next_token_loss, optimizer=torch.optim.AdamW,
-             dataset=elasticd.Stream(dataset=Line(), tokens=5), global_batch=4)
+             dataset=elasticd.Stream(dataset=Line(), tokens=5), global_batch=4, precision="bf16")
 """
 
 
-def test_of_a_stream_the_first_samples_are_tried(tmp_path: Path) -> None:
+def test_of_a_stream_the_first_samples_are_tried_with_the_jobs_optimizer_and_precision(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STREAMED)
     found = subject_of(str(script), [])
     assert [sample["inputs"].tolist() for sample in found.dataset] == [[0, 1, 2, 3, 4]] * 8  # type: ignore[attr-defined]
+    assert found.optimizer is torch.optim.AdamW
+    assert found.precision == Precision(compute=torch.bfloat16)
+    assert found.model.dtype is torch.bfloat16

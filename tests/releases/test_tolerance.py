@@ -338,17 +338,17 @@ def test_keys_that_are_not_known_are_skipped_with_one_line_for_all_like_them(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     leader = node.leader()
-    for key in ("quotas/a", "quotas/b", "jobs/job/quota", "jobs/other/quota", "config-notes/1"):
+    for key in ("quotas/a", "jobs/job/quota", "jobs/other/quota", "leader-notes/1", "leader-notes/2"):
         node.store.put(KEYS.root + key, b"\xff")
     node.agent()
     worker = node.trainer()
     worker.welcomed(0)
-    node.store.put(KEYS.root + "quotas/c", b"{}")
+    node.store.put(KEYS.jobs + "job/quota", b"{}")
     node.store.put(KEYS.job("job", "done"), records.encode(records.DoneRecord(step=1, epoch=leader.epoch)))
     assert isinstance(worker.hear(), messages.Shutdown | messages.Closed)
-    assert said(caplog, "keys under 'quotas' are skipped") == 1
     assert said(caplog, "keys under 'jobs/JOB/quota' are skipped") == 1
-    assert said(caplog, "keys under 'config-notes' are skipped") == 1
+    assert said(caplog, "keys under 'leader-notes' are skipped") == 1
+    assert said(caplog, "keys under 'quotas' are skipped") == 0, "which an agent does not read at all"
 
 
 def test_a_torchrun_whose_record_cannot_be_read_counts_as_here(caplog: pytest.LogCaptureFixture) -> None:
@@ -374,7 +374,9 @@ def test_a_key_that_somebody_invents_is_logged_quoted_and_shortened(caplog: pyte
     assert len(line) < 400
 
 
-@pytest.mark.parametrize("key", ["schema", "leader", "config", "config-history/00000001", "nodes/n0"])
+@pytest.mark.parametrize(
+    "key", ["schema", "leader", "config", "config-history/00000001", "nodes/n0", "members/j/n0:0"]
+)
 def test_keys_of_this_release_are_known(key: str) -> None:
     assert KEYS.unknown_part(KEYS.root + key) == ""
 

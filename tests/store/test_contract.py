@@ -183,6 +183,17 @@ def test_touching_a_key_under_a_prefix_that_is_deleted_is_refused(store, world, 
         store.transact([], [op, DeletePrefix(world.prefix)])
 
 
+def test_what_is_read_may_be_larger_than_any_request(store, world):
+    """A prefix, and a watch's past: twice what gRPC takes of a message unless it is told otherwise."""
+    value, count = b"x" * (store.limits.request_bytes - 1000), 6
+    revisions = [store.put(f"{world.prefix}{n:02d}", value) for n in range(count)]
+    items = store.snapshot(world.prefix).items
+    assert [(item.mod_revision, item.value == value) for item in items] == [(at, True) for at in revisions]
+    watch = store.watch(world.prefix, revisions[0])
+    assert all(told == value for told in values(watch, count))
+    watch.cancel()
+
+
 def test_touching_a_key_twice_is_refused_before_anything_is_sent(store, world):
     key = world.prefix + "a"
     with pytest.raises(ValueError, match="twice"):

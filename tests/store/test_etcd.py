@@ -10,8 +10,11 @@ import time
 import grpc
 import pytest
 
+from elasticd import decoding
+from elasticd.store import session as sessions
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import (
+    DeletePrefix,
     Identity,
     Limits,
     OutcomeUnknown,
@@ -386,3 +389,60 @@ def test_a_client_that_only_watches_knows_how_far_the_store_has_come(etcd_server
         watcher.close()
         if writer is not None:
             writer.close()
+
+
+def test_a_client_that_only_keeps_a_lease_knows_how_far_the_store_has_come(etcd_server):
+    """As an agent whose prefixes are quiet: an etcd that comes back older than it was is known by that."""
+    keeper, writer = (EtcdStore(EtcdOptions(endpoints=(etcd_server.endpoint,))) for _ in range(2))
+    try:
+        lease = keeper.grant(60)
+        last = writer.put("/not watched/key", b"x")
+        assert keeper.known().revision < last
+        keeper.keep_alive(lease)
+        assert keeper.known().revision >= last
+        keeper.revoke(lease)
+    finally:
+        keeper.close()
+        writer.close()
+
+
+def test_a_key_that_is_no_text_is_skipped_in_a_prefix_and_in_a_watch(etcd_server, caplog):
+    """It ended the thread of every watch that it came by, and each reading of a prefix with it."""
+
+    def write(session):
+        session.unary("kvstub", "Put", session.rpc.PutRequest(key=b"/bytes/\xff\xfe", value=b"x"))
+
+    store = EtcdStore(EtcdOptions(endpoints=(etcd_server.endpoint,)))
+    decoding._logged.clear()
+    try:
+        begin = store.put("/bytes/a", b"1")
+        watch = store.watch("/bytes/", begin + 1)
+        store._change(write)
+        last = store.put("/bytes/b", b"2")
+        event = watch.get(timeout=30)
+        assert (event.key, event.mod_revision) == ("/bytes/b", last)
+        assert [item.key for item in store.snapshot("/bytes/").items] == ["/bytes/a", "/bytes/b"]
+        assert caplog.text.count("which is no UTF-8") == 1
+    finally:
+        store.transact((), (DeletePrefix("/bytes/"),))
+        store.close()
+
+
+def test_a_defect_does_not_end_the_thread_of_a_watch(etcd_server, caplog, monkeypatch):
+    event, failed = sessions._event, []
+
+    def failing(raw):
+        if len(failed) < 2:
+            failed.append(1)
+            raise RuntimeError("a defect")
+        return event(raw)
+
+    monkeypatch.setattr(sessions, "_event", failing)
+    store = EtcdStore(EtcdOptions(endpoints=(etcd_server.endpoint,)))
+    try:
+        watch = store.watch("/defect/", store.identity().revision + 1)
+        revision = store.put("/defect/a", b"1")
+        assert watch.get(timeout=30).mod_revision == revision
+        assert caplog.text.count("elasticd failed on the watch") == 1
+    finally:
+        store.close()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections.abc import Container
 
 import pytest
 
+from elasticd.clock import VirtualClock
+from elasticd.coordinator import election
+from elasticd.records import Keys
 from elasticd.store.keeper import LeaseKeeper
 from elasticd.store.leader import (
     AlreadyLed,
@@ -17,7 +22,7 @@ from elasticd.store.leader import (
     read_leader,
 )
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import Compare, Put, StoreReplaced
+from elasticd.store.protocol import Compare, LeaseLost, Put, StoreReplaced
 
 PATIENCE = 15.0
 
@@ -97,6 +102,52 @@ def test_a_candidate_that_fails_leaves_no_lease_behind(world):
     assert len(store.server._leases) == 1
 
 
+class Slow(MemoryStore):
+    """Answers so late to some transactions, counted from one, that a lease of `seconds` runs out before."""
+
+    def __init__(self, late: Container[int], seconds: float = 3.0) -> None:
+        self.time = VirtualClock()
+        super().__init__(MemoryServer(self.time))
+        self._late, self._seconds, self._sent = late, seconds, 0
+
+    def transact(self, compares, then, otherwise=()):
+        self._sent += 1
+        if self._sent in self._late:
+            self.time.advance(self._seconds)
+        return super().transact(compares, then, otherwise)
+
+
+def test_a_candidate_whose_lease_runs_out_before_the_store_answers_takes_another():
+    store = Slow([1, 2])
+    won = campaign(store, "/leader", "alpha", "a", 2, patience=60.0, clock=store.time)
+    assert store.get("/leader").lease == won.lease
+    assert len(store.server._leases) == 1
+
+
+def test_a_candidate_without_patience_says_that_its_lease_ran_out():
+    store = Slow([1])
+    with pytest.raises(LeaseLost):
+        campaign(store, "/leader", "alpha", "a", 2, patience=0.0, clock=store.time)
+    assert store.get("/leader") is None
+
+
+@pytest.mark.parametrize("late", [1, 2], ids=["before the key is won", "before the schema is written"])
+def test_a_standby_whose_lease_runs_out_at_takeover_tries_again(late, caplog):
+    """The second transaction is the first of a leader: it finds its key gone."""
+    store, keys, ready = Slow([late, late + 1]), Keys(cluster="test"), []
+    with caplog.at_level(logging.WARNING):
+        term = election.elect(
+            *(store, keys, "alpha", "http://a"),
+            told=lambda leader: None,
+            ready=lambda: ready.append(1),
+            stopped=threading.Event(),
+        )
+    assert term is not None
+    assert read_leader(store, keys.leader).term == term.leadership.term
+    assert len(ready) > 1
+    assert "too slow for the election" in caplog.text
+
+
 def test_a_foreign_value_under_the_leaders_key_is_named(store, world):
     key = world.prefix + "leader"
     store.put(key, b"not json")
@@ -120,6 +171,26 @@ def test_the_keeper_keeps_the_lease_and_tells_once_when_it_is_lost(store, world)
     assert not keeper.refresh()
     keeper.stop()
     assert len(lost) == 1
+
+
+def test_a_defect_does_not_end_the_thread_that_keeps_a_lease(caplog):
+    class Failing(MemoryStore):
+        asked = 0
+
+        def keep_alive(self, lease):
+            self.asked += 1
+            if self.asked <= 2:
+                raise RuntimeError("a defect")
+            return super().keep_alive(lease)
+
+    store = Failing(MemoryServer())
+    keeper = LeaseKeeper(store, store.grant(60), 0.03, pytest.fail).start()
+    deadline = time.monotonic() + PATIENCE
+    while store.asked < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    keeper.stop()
+    assert store.asked >= 4
+    assert caplog.text.count("elasticd failed to refresh lease") == 1
 
 
 def test_the_keeper_takes_an_outage_for_no_loss(store, world):

@@ -6,15 +6,19 @@ checkpoints: the other's leader was replaced and cannot write.
 
 from __future__ import annotations
 
-from elasticd.machines.job.state import JobState
+from elasticd.machines.job.effects import Note
+from elasticd.machines.job.state import LIVE, JobState
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Saved
+from elasticd.names import harmless
 from elasticd.records import CheckpointsRecord, PublishedCheckpoint
 
 #: Published checkpoints that are kept in the store for a job.
 MOST_PUBLISHED = 64
 #: Checkpoints that may wait for a plan to be recorded. A job has one under way at a time.
 MOST_WAITING = 8
+#: Seconds from one writing of the list to the next where it is only said again.
+AGAIN_SECONDS = 1.0
 
 
 class NotShared(ValueError):
@@ -42,20 +46,35 @@ def offered(job: JobState) -> tuple[str, ...]:
 
 def saved(turn: Turn, body: Saved) -> None:
     """A checkpoint is whole on disk. It is written again when it is said again: the agent may not have taken
-    the word of a leader before this one."""
+    the word of a leader before this one. One writing answers all who said so: see `due`."""
     job = turn.job
+    if not harmless(body.name):
+        return  # no saver gives such a name
     if body.plan > job.number:
         # Of a plan that a fence closed before it was recorded, or that this leader is yet to hear of.
         waiting = tuple(one for one in job.unpublished if one.name != body.name)
         turn.set(unpublished=(*waiting, body)[-MOST_WAITING:])
         return
     this = PublishedCheckpoint(name=body.name, step=body.step, plan=body.plan)
-    known = this in job.published
-    published = job.published if known else (*job.published, this)[-MOST_PUBLISHED:]
-    turn.set(published=published)
+    if this in job.published:
+        turn.set(republish=True)
+        due(turn)
+        return
+    turn.set(published=(*job.published, this)[-MOST_PUBLISHED:])
     told = turn.told("checkpoint", f"checkpoint {body.name}", step=body.step, plan=body.plan, name=body.name)
-    record = CheckpointsRecord(published=published, epoch=turn.epoch)
-    turn.write(record, notes=() if known else (told,))
+    _write(turn, told)
+
+
+def due(turn: Turn) -> None:
+    """Writes the list again for those who said again what is in it, all of them at once."""
+    job = turn.job
+    if job.republish and job.phase in LIVE and turn.now - job.published_at >= AGAIN_SECONDS:
+        _write(turn)
+
+
+def _write(turn: Turn, *notes: Note) -> None:
+    turn.write(CheckpointsRecord(published=turn.job.published, epoch=turn.epoch), notes=notes)
+    turn.set(republish=False, published_at=turn.now)
 
 
 def recorded(turn: Turn) -> None:

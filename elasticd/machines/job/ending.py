@@ -11,6 +11,7 @@ from elasticd.decoding import tag_of
 from elasticd.machines.job.effects import CancelPlan, Unwritten
 from elasticd.machines.job.state import OVER, Phase
 from elasticd.machines.job.turn import Turn
+from elasticd.machines.texts import shortened
 from elasticd.messages import Closed, Finished, Rejected
 from elasticd.records import DoneRecord, Proposal
 
@@ -28,7 +29,7 @@ def finished(turn: Turn, body: Finished) -> None:
     turn.write(DoneRecord(step=body.step, epoch=turn.epoch), notes=(told,))
 
 
-#: Characters of why a job ended: what says so is written in any case, whatever a worker gave as its reason.
+#: Characters of why a job ended, a proposal was given up or a fence made: many members' reasons may be in it.
 MOST_REASON = 2000
 
 AGAIN = "start the job again under another --rdzv-id"
@@ -39,7 +40,7 @@ def stop(turn: Turn, why: str) -> None:
     job = turn.job
     if job.phase in OVER:
         return
-    reason = f"{_shortened(why)}; {AGAIN}"
+    reason = f"{shortened(why, MOST_REASON)}; {AGAIN}"
     records: list[Proposal | DoneRecord] = [DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=reason)]
     if job.proposal is not None and job.proposal.status == "open":
         records.insert(0, aborted(job.proposal, turn.epoch, why))
@@ -79,9 +80,7 @@ def affirm(turn: Turn) -> None:
         turn.write(DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason))
 
 
-def _shortened(why: str) -> str:
-    return why if len(why) <= MOST_REASON else f"{why[:MOST_REASON]}..."
-
-
 def aborted(proposal: Proposal, epoch: int, why: str) -> Proposal:
-    return msgspec.structs.replace(proposal, status="aborted", reason=why, epoch=epoch)
+    """The proposal given up, as it is written."""
+    reason = shortened(why, MOST_REASON)
+    return msgspec.structs.replace(proposal, status="aborted", reason=reason, epoch=epoch)

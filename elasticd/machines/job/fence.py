@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import msgspec
 
 from elasticd.machines.job.effects import CancelPlan
-from elasticd.machines.job.ending import aborted, stop
+from elasticd.machines.job.ending import MOST_REASON, aborted, stop
 from elasticd.machines.job.state import Phase
 from elasticd.machines.job.turn import Turn
+from elasticd.machines.texts import shortened
 from elasticd.records import Fence, Proposal
 
 #: Phases in which a plan is in force, or may be.
@@ -25,7 +26,7 @@ def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
     if job.failing:
         stop(turn, f"{job.failing}; no last checkpoint could be made: {why}")
         return
-    number = job.highest + 1
+    number, why = job.highest + 1, shortened(why, MOST_REASON)
     fence = Fence(
         number=number, epoch=turn.epoch, gone={**job.gone, **gone}, reason=why, thrown=job.thrown[-MOST_STORED:]
     )

@@ -11,7 +11,8 @@ from elasticd.decoding import shown
 from elasticd.machines.job.ending import AGAIN, affirm, stop
 from elasticd.machines.job.fence import FALLIBLE
 from elasticd.machines.job.losses import bound, lost
-from elasticd.machines.job.state import OVER, Joiner, Phase, Worker
+from elasticd.machines.job.part import joins
+from elasticd.machines.job.state import OVER, JobState, Joiner, Phase, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import Closed, Hello, Join, Joined, Rejected, Unread, Up, WorkerLost
 from elasticd.records import JobSpec
@@ -169,7 +170,8 @@ def leave(turn: Turn, node: str, up: Up) -> None:
     """A torchrun ends. What that means for its workers, their own ends tell; before they are there it
     means that they never come."""
     job = turn.job
-    place = next((place for place, joiner in job.joiners.items() if joiner.client == up.client), node)
+    said = ((place, joiner) for place, joiner in job.joiners.items() if joiner.node == node)
+    place = next((place for place, joiner in said if joiner.client == up.client), node)
     if _gathering(turn):
         forget(turn, node, up.client)
     elif place in job.joined:
@@ -237,6 +239,9 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
     affirm(turn)
     if job.gone.get(up.device) == up.incarnation:
         return  # fenced off: it comes again as another once it hears of that
+    if why := uninvited(job, node, up.device):
+        turn.send(node, up.client, Rejected(reason=why))
+        return
     known = job.workers.get(up.device)
     if known is not None and known.incarnation == up.incarnation:
         turn.worker(known, node=node, client=up.client, pid=body.pid, orphan=False, frozen="", halted=None)
@@ -278,6 +283,18 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
         turn.note("joined", f"worker {up.device} stands by", device=up.device)
 
 
+def uninvited(job: JobState, node: str, device: str) -> str:
+    """Why a job that has not begun does not take a worker, or nothing. Its workers train what the first of them
+    says, and one that does not fit stops it: so only those come that its torchruns start. An agent says that a
+    torchrun joins before what its workers say, to a new leader, too."""
+    if job.phase not in (Phase.GATHERING, Phase.ASSEMBLING) or joins(job, node, device):
+        return ""
+    return (
+        f"worker {device} is none of those that job {job.job} waits for: no torchrun of node {node} takes part "
+        f"in it; start it with torchrun --rdzv-backend=elasticd --rdzv-id={job.job}"
+    )
+
+
 def unread(turn: Turn, node: str, message: Unread) -> None:
     """A worker is there, or a torchrun, whose opening this release cannot decode. A worker that a plan binds
     trains on, and what it trains the store knows: it is met. Any other one cannot take part, and is told so; of
@@ -299,7 +316,7 @@ def unread(turn: Turn, node: str, message: Unread) -> None:
         return
     why = cannot_read(message)
     turn.send(node, message.client, Rejected(reason=why))
-    if message.device and job.phase is Phase.ASSEMBLING:
+    if message.device and job.phase is Phase.ASSEMBLING and joins(job, node, message.device):
         stop(turn, why)
 
 
@@ -313,9 +330,11 @@ def cannot_read(message: Unread) -> str:
 
 
 def assemble(turn: Turn) -> None:
-    """The first plan is due once all workers that torchrun started are there."""
+    """The first plan is due once all workers that torchrun started are there, each at its node's agent."""
     job = turn.job
-    if job.phase is Phase.ASSEMBLING and job.world_size and len(job.workers) >= job.world_size:
+    if job.phase is not Phase.ASSEMBLING or not job.world_size or len(job.workers) < job.world_size:
+        return
+    if not any(worker.orphan for worker in job.workers.values()):
         turn.enter(Phase.PLANNING)
 
 

@@ -7,10 +7,14 @@ stand still and wait. As long as a single one is somewhere else (it computes sti
 code) nobody is to blame.
 
 Nobody knows how long a script's own code, its loader or a compilation may take, nor what elasticd calls or does
-between two steps: the optimizer's factory, a callback, the reading of a checkpoint. A member that the others
-wait for there is a culprit only beyond `detect.outside_seconds`, if that is set. With or without that limit the
-job's status says which worker it waits for, and where that one is (`awaited`). In a switch all who take part in
-it wait for one another, also those who join; in the job's start these are all of its first plan.
+between two steps: the optimizer's factory, a callback, the reading of a checkpoint. So it is with what is
+computed in the first two steps under a plan. A member that the others wait for there is a culprit only beyond
+`detect.outside_seconds`, if that is set; agents tell of all these places alike ("outside of a step" below).
+
+Whoever is waited for, to blame or not, the job's status says which workers these are, and where (`awaited`).
+Where most members hang in a step's computation, or a job's only device does, events have their stacks (`tell`).
+In a switch all who take part in it wait for one another, also those who join; in the job's start these are all
+of its first plan.
 """
 
 from __future__ import annotations
@@ -26,8 +30,7 @@ from elasticd.whereabouts import Halted
 
 #: Characters that are kept of a place and a stack, whatever an agent says.
 MOST_PLACE, MOST_STACK = 80, 8000
-#: Seconds that a worker is outside of a step until the status says that the job waits for it; workers that it
-#: names.
+#: Seconds that a worker stands still until the status says that the job waits for it; workers that it names.
 TOLD_SECONDS, MOST_NAMED = 10.0, 3
 
 
@@ -48,9 +51,12 @@ def stood(turn: Turn, message: Halted) -> None:
 def culprits(turn: Turn) -> tuple[Worker, ...]:
     """The members that all others wait for, and that have no reason to let them. Never more than half of them:
     what befalls most of a job is no fault of its devices."""
-    for members in (_training(turn.job), _switching(turn.job)):
+    job, limit = turn.job, turn.settings.detect.outside_seconds
+    for members in (_training(job), _switching(job)):
         others = [worker for worker in members if not _waits(worker)]
-        if others and 2 * len(others) <= len(members) and all(_stands(turn, worker) for worker in others):
+        if not others or 2 * len(others) > len(members):
+            continue
+        if all(_stands(job, worker, turn.now, limit) for worker in others):
             return tuple(others)
     return ()
 
@@ -85,20 +91,53 @@ def _waits(worker: Worker) -> bool:
 
 
 def _outside(worker: Worker) -> bool:
-    """Of the computation of a step."""
+    """Of the computation of a step, or in that of a plan's first steps."""
     return worker.halted is not None and not (worker.halted.waits or worker.halted.computes)
 
 
-def awaited(job: JobState, now: float) -> str:
-    """Which workers a job waits for outside of a step, where they are and for how long, in words; nothing
-    while one of the others does something else than wait for them."""
+def awaited(job: JobState, now: float, limit: float = 0.0) -> str:
+    """Which workers a job waits for, where they are and for how long, in words; nothing while one of the others
+    does something else than wait for them. limit: `detect.outside_seconds`. Members of the plan in force that
+    wait for one another may all wait for one that joins: so they are looked at last."""
+    mutual = ""
     for members in (_training(job), _switching(job)):
-        outside = [worker for worker in members if _outside(worker)]
-        alone = all(_waits(worker) or _outside(worker) for worker in members)
-        since = min((worker.halted_at for worker in outside), default=now)
-        if alone and now - since >= TOLD_SECONDS:
-            return f"waits for {_named(outside, now)}"
-    return ""
+        if not members or any(worker.halted is None for worker in members):
+            continue
+        found = [worker for worker in members if not _waits(worker)]
+        if found and now - min(worker.halted_at for worker in found) >= TOLD_SECONDS:
+            return f"waits for {_named(found, now)}{_kept(job, members, found, now, limit)}"
+        if not found and now - max(worker.halted_at for worker in members) >= TOLD_SECONDS:
+            mutual = _mutual(job, members)
+    return mutual
+
+
+def _kept(job: JobState, members: Sequence[Worker], found: Sequence[Worker], now: float, limit: float) -> str:
+    """Why workers that stand still for longer than they may are not given up, if it is for their number."""
+    if 2 * len(found) <= len(members) or not any(_stands(job, worker, now, limit) for worker in found):
+        return ""
+    if len(members) == 1:
+        return "; it is the job's only device, and is not given up for it"
+    return "; no device is given up for it, since most of the job's stand still"
+
+
+def _mutual(job: JobState, members: Sequence[Worker]) -> str:
+    waits = [_waiting(job.plan, w.device, w.halted) for w in members[:MOST_NAMED] if w.halted is not None]
+    return f"its workers wait for one another: {', '.join(waits)}{_more(members)}"
+
+
+def tell(turn: Turn) -> None:
+    """Of members that stand still for longer than they may, though none is a culprit, since they are most of
+    the job's or another one may still: whom the job waits for, and their stacks. Of each step once."""
+    job = turn.job
+    if job.standstill == job.progress.step:
+        return
+    limit = turn.settings.detect.outside_seconds
+    members = (*_training(job), *_switching(job))
+    found = [worker for worker in members if _stands(job, worker, turn.now, limit)]
+    if found and (text := awaited(job, turn.now, limit)):
+        turn.set(standstill=job.progress.step)
+        turn.note("waiting", f"waiting: {text}", number=job.number)
+        note(turn, tuple({worker.device: worker for worker in found}.values())[:MOST_NAMED])
 
 
 def _named(workers: Sequence[Worker], now: float) -> str:
@@ -108,44 +147,54 @@ def _named(workers: Sequence[Worker], now: float) -> str:
         for worker in named
         if worker.halted is not None
     ]
-    more = f" and {len(workers) - len(named)} more" * (len(workers) > len(named))
-    return "; ".join(texts) + more
+    return "; ".join(texts) + _more(workers)
 
 
-def _stands(turn: Turn, worker: Worker) -> bool:
+def _more(workers: Sequence[object]) -> str:
+    """Of those that are not named."""
+    return f" and {len(workers) - MOST_NAMED} more" * (len(workers) > MOST_NAMED)
+
+
+def _stands(job: JobState, worker: Worker, now: float, limit: float) -> bool:
     """Whether a member that waits for nobody stands still for longer than it may."""
-    if worker.halted is None:
+    if worker.halted is None or worker.halted.waits:
         return False
-    return worker.halted.computes or _too_long_outside(turn, worker)
+    return worker.halted.computes or _too_long_outside(job, worker, now, limit)
 
 
-def _too_long_outside(turn: Turn, worker: Worker) -> bool:
-    limit = turn.settings.detect.outside_seconds
-    return limit > 0 and turn.now - worker.halted_at >= limit
+def _too_long_outside(job: JobState, worker: Worker, now: float, limit: float) -> bool:
+    """Beyond the limit. Of a place in a step it counts from when two steps, as they are expected, are over."""
+    prediction = job.plan.prediction if job.plan is not None else None
+    step = worker.halted is not None and worker.halted.step >= 0
+    late = 2 * prediction.step_seconds if step and prediction is not None else 0.0
+    return limit > 0 and now - worker.halted_at >= limit + late
 
 
 def busy(turn: Turn, worker: Worker) -> bool:
-    """Whether a worker that is silent is known to be in its script's own code, or in its loader, and may be."""
-    return _outside(worker) and not worker.frozen and not _too_long_outside(turn, worker)
+    """Whether a worker that is silent is known to be in its script's own code, in its loader or in its plan's
+    first steps, and may be."""
+    limit = turn.settings.detect.outside_seconds
+    may = not _too_long_outside(turn.job, worker, turn.now, limit)
+    return _outside(worker) and not worker.frozen and may
 
 
 def described(turn: Turn, found: tuple[Worker, ...]) -> str:
-    """Who stands still, where and for how long, and who waits for them."""
+    """Who stands still, where and for how long, and which others wait."""
     texts = []
     for worker in found:
         assert worker.halted is not None
         step = f" of step {worker.halted.step}" if worker.halted.step >= 0 else ""
         seconds = turn.now - worker.halted_at
         texts.append(f"worker {worker.device} stands still in {worker.halted.place}{step} for {seconds:.1f} s")
-    names = {worker.device for worker in found}
-    plan = turn.job.plan
+    members = _training(turn.job) or _switching(turn.job)
     waits = [
-        _waiting(plan, worker.device, worker.halted)
-        for worker in _training(turn.job) or _switching(turn.job)
-        if worker.device not in names and worker.halted is not None
+        _waiting(turn.job.plan, worker.device, worker.halted)
+        for worker in members
+        if worker.halted is not None and worker.halted.waits
     ]
-    more = f" and {len(waits) - 3} more" if len(waits) > 3 else ""
-    return f"{', '.join(texts)}, while {', '.join(waits[:3])}{more} wait{'s' * (len(waits) == 1)}"
+    if not waits:
+        return ", ".join(texts)
+    return f"{', '.join(texts)}, while {', '.join(waits[:3])}{_more(waits)} wait{'s' * (len(waits) == 1)}"
 
 
 def _waiting(plan: Plan | None, device: str, halted: Halted) -> str:

@@ -130,17 +130,33 @@ def deserted(turn: Turn) -> None:
 
 def orphaned(turn: Turn, node: str) -> None:
     """An agent was started again on `node`. The workers that spoke to the one before train on, and come back to
-    it: no plan can be proposed before they have."""
+    it: no plan can be proposed before they have. Before the first plan they are waited for (`stranded`)."""
     workers = [worker for worker in turn.job.workers.values() if worker.node == node and not worker.left]
     if turn.job.phase not in LIVE or not workers or all(worker.orphan for worker in workers):
         return
     for worker in workers:
         turn.worker(worker, orphan=True)
+    then = "its workers go on training, and nothing is replanned until they have come back to it"
     if turn.job.phase in (Phase.ASSEMBLING, Phase.PLANNING):
-        stop(turn, f"node {node}'s agent was started again before the first step")
-        return
-    text = (
-        f"node {node}'s agent was started again: its workers go on training, and nothing is replanned until "
-        "they have come back to it"
-    )
+        then = "the first plan is made once its workers have come back to it"
+    if turn.job.phase is Phase.PLANNING:
+        turn.enter(Phase.ASSEMBLING, asked=None)
+    text = f"node {node}'s agent was started again: {then}"
     turn.note("agent_restarted", text, node=node, devices=[worker.device for worker in workers])
+
+
+def stranded(turn: Turn) -> None:
+    """Workers that have not come back to the agent that their node has now, before the first plan. No agent saw
+    them end, and no collective fails without them: all others would wait for ever."""
+    if turn.job.phase is not Phase.ASSEMBLING:
+        return
+    patience = turn.settings.reconnect_seconds
+    for worker in turn.job.workers.values():
+        node = turn.nodes.get(worker.node)
+        if worker.orphan and node is not None and node.connected and turn.now - node.since >= patience:
+            stop(
+                turn,
+                f"node {worker.node}'s agent was started again before the first step, and {called(worker)} did "
+                "not come back to it",
+            )
+            return

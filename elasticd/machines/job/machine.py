@@ -34,6 +34,7 @@ from elasticd.machines.job.effects import (
     StopAsked,
     Unwritten,
 )
+from elasticd.machines.job.part import joins
 from elasticd.machines.job.state import LIVE, OVER, JobState, NodeState, Phase, Settings, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import (
@@ -139,11 +140,18 @@ def _frames(error: Exception) -> Iterator[str]:
 
 
 def turned_away(
-    job: JobState, why: str, nodes: Mapping[str, NodeState], epoch: int, settings: Settings, now: float
+    job: JobState,
+    event: Received,
+    why: str,
+    nodes: Mapping[str, NodeState],
+    epoch: int,
+    settings: Settings,
+    now: float,
 ) -> tuple[JobState, tuple[Effect, ...]]:
-    """A worker of the job was told that it cannot take part: the job ends if it waits for all of them."""
+    """A worker of the job was told that it cannot take part: the job ends if it waits for this one."""
     turn = Turn(job, nodes, epoch, settings, now)
-    if job.phase is Phase.ASSEMBLING:
+    said = event.message
+    if job.phase is Phase.ASSEMBLING and isinstance(said, Up) and joins(job, event.node, said.device):
         ending.stop(turn, why)
     return turn.job, tuple(turn.effects)
 
@@ -250,6 +258,7 @@ def _due(turn: Turn) -> None:
     gather.answer_late(turn)
     losses.deserted(turn)
     losses.absent(turn)
+    losses.stranded(turn)
     leaving.all_told(turn)
     stopping.due(turn)
     raised.judge(turn)
@@ -260,6 +269,7 @@ def _due(turn: Turn) -> None:
     switch.abort(turn)
     switch.all_kept(turn)
     reread.due(turn)
+    checkpoints.due(turn)
     if not turn.job.stopping and not turn.job.failing:
         replan.request(turn)
     recovery.recover(turn)

@@ -50,8 +50,8 @@ _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 def raised(turn: Turn, worker: Worker, body: Raised) -> None:
     """A rank says that its script's own code raised. Said again it changes nothing."""
     job, body = turn.job, _bounded(body)
-    if worker.raised == body:
-        return
+    if worker.raised == body or (worker.raised is not None and not body.ends):
+        return  # one process raises once; what all raise alike, and the job ends by, may follow
     if job.failing and body.ends:
         stop(turn, f"{job.failing}; {_SAVED}")
         return

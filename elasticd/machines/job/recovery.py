@@ -17,7 +17,7 @@ from collections.abc import Collection
 from elasticd.machines.job import replan
 from elasticd.machines.job.ending import stop
 from elasticd.machines.job.fence import FALLIBLE, fault
-from elasticd.machines.job.halted import busy, culprits, described, note
+from elasticd.machines.job.halted import busy, culprits, described, note, tell
 from elasticd.machines.job.holdings import lost_boxes
 from elasticd.machines.job.older import Wait, older, older_state, waits
 from elasticd.machines.job.parted import divided, regroup
@@ -89,7 +89,9 @@ def suspect(turn: Turn) -> None:
             note(turn, found)
             fault(turn, gone, why)
         return
-    if since is not None and turn.now - since >= turn.settings.bereft_seconds:
+    if since is None:
+        tell(turn)
+    elif turn.now - since >= turn.settings.bereft_seconds:
         who = ", ".join(device for device, w in job.workers.items() if w.bereft_at is not None)
         regroup(turn, f"{who} lost the other members, of whom none is known to have died", at_once=True)
 

@@ -320,7 +320,8 @@ class JobState(Value, frozen=True, kw_only=True):
         counts requests; `deferred` waits for more steps; `stability` knows how long conditions last, and
         `moved` what the last switches cost. A new leader learns the latter two anew.
     fault: `fence` is the one that no recorded plan has followed yet, `remedy` the plan that is to; `gone` are
-        all that were ever fenced off, by device the last of them: their words count no more.
+        all that were ever fenced off, by device the last of them: their words count no more. `standstill` is
+        the step in which members were last said to hang though nobody is given up (-1: none was).
     measuring: `gathered` of steps that some members have not reported yet; `sampled` for the fit, from the step
         after `first_step` on; `last_steps` whole ones of the plan in force; `probes` of devices without work;
         `rehearsal` of all-reduces before the first plan, `rehearsed` the widths that are known of it alone;
@@ -332,7 +333,8 @@ class JobState(Value, frozen=True, kw_only=True):
         which ends by `stop_at`. `thrown` are exceptions of the script's own code, the newest last; `failing`
         says that one of them ends the job (empty: none does), once its state is saved.
     older state: `snapshots` in the agents' memory, checkpoints `published`, the newest last, and `unpublished`
-        ones of a plan that is not recorded yet; when a worker last `arrived`. Until `patient_until` a new
+        ones of a plan that is not recorded yet. `republish`: the list, last written at `published_at`, is to be
+        written again. When a worker last `arrived`. Until `patient_until` a new
         leader takes nothing for lost that it has not heard of.
     takeover: `unmet` are the members, by device their incarnations, that a leader before this one bound and
         that this one has not heard of yet. They may live, and hold copies.
@@ -357,6 +359,7 @@ class JobState(Value, frozen=True, kw_only=True):
     fence: Fence | None = None
     gone: dict[str, str] = msgspec.field(default_factory=dict)
     remedy: Remedy | None = None
+    standstill: int = -1
     profile: ModelProfile | None = None
     rates: RateState = msgspec.field(default_factory=RateState)
     probes: ProbeState = msgspec.field(default_factory=ProbeState)
@@ -388,6 +391,8 @@ class JobState(Value, frozen=True, kw_only=True):
     snapshots: Snapshots = msgspec.field(default_factory=Snapshots)
     published: tuple[PublishedCheckpoint, ...] = ()
     unpublished: tuple[Saved, ...] = ()
+    republish: bool = False
+    published_at: float = -math.inf
     arrived: float = -math.inf
     patient_until: float = 0.0
     unmet: dict[str, str] = msgspec.field(default_factory=dict)

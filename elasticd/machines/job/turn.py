@@ -9,6 +9,7 @@ import msgspec
 
 from elasticd.machines.job.effects import Effect, EventKind, Note, Record, Send, Write
 from elasticd.machines.job.state import OVER, TRANSITIONS, JobState, NodeState, Phase, Settings, Worker
+from elasticd.machines.texts import shortened
 from elasticd.messages import Closed, Down, Joined, Rejected
 from elasticd.orders import TryReach
 from elasticd.pulses import Rehearse
@@ -69,7 +70,7 @@ class Turn:
 
     def told(self, kind: EventKind, text: str, **data: Any) -> Note:
         """A note to be told later, as when a write is done."""
-        return Note(kind=kind, job=self.job.job, text=text, data=data)
+        return Note(kind=kind, job=self.job.job, text=shortened(text), data=data)
 
     def order(self, node: str, message: TryReach) -> None:
         """To the agent itself."""

@@ -64,6 +64,16 @@ class Held:
     term: Tensor
 
 
+@dataclass(frozen=True)
+class Moved:
+    """How far the optimizer moved a parameter, and how far two values of its type are apart there at least: a
+    parameter in bfloat16 is the rounded one of a master weight."""
+
+    box: Box
+    by: Tensor
+    grain: Tensor
+
+
 @dataclass(kw_only=True)
 class Member:
     """What one member saw in the step: its sections' outputs, the gradients that its optimizer stepped by, how
@@ -71,7 +81,7 @@ class Member:
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, list[Held]] = field(default_factory=dict)
-    updates: dict[str, tuple[Box, Tensor]] = field(default_factory=dict)
+    updates: dict[str, Moved] = field(default_factory=dict)
     drew: set[str] = field(default_factory=set)
     inside: list[str] = field(default_factory=list)
 
@@ -123,6 +133,8 @@ def _step(
     engine.adopt(first_state(recipe.model, layouts, fabric.me, subject.seed, recipe.master))
     first = {name: p.detach().clone() for name, (_, p) in engine.local.parameters.items()}
     terms: dict[str, Tensor] = {}
+    scaled = recipe.precision.scale if recipe.precision is not None else None
+    scale = scaled.first if scaled is not None else 1.0  # by which backward passes multiply
     for name, (_, parameter) in engine.local.parameters.items():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_keep(terms, name))
@@ -132,7 +144,8 @@ def _step(
     def reduced(*_: Any) -> None:
         for name, box, parameter in engine.owned:
             if parameter.grad is not None:
-                made = Held(box, parameter.grad.detach().clone(), _cut(engine, terms, name, box))
+                term = _cut(engine, terms, name, box).to(parameter.grad.dtype) / scale
+                made = Held(box, parameter.grad.detach().clone(), term)
                 seen.gradients.setdefault(name, []).append(made)
 
     engine.optimizer.register_step_pre_hook(reduced)
@@ -143,7 +156,9 @@ def _step(
     seen.drew = engine.local.drawing.drew
     for name, (box, parameter) in engine.local.parameters.items():
         if parameter.requires_grad:
-            seen.updates[name] = box, parameter.detach() - first[name]
+            after = parameter.detach()
+            grain = torch.finfo(after.dtype).eps * torch.maximum(after.abs(), first[name].abs())
+            seen.updates[name] = Moved(box, after - first[name], grain)
     return outcome.loss, outcome.vote.apply
 
 

@@ -35,7 +35,7 @@ def findings(model: Model, alone: Trial, other: Trial, *, outputs: bool) -> Iter
     near = _ROUNDING.get(model.dtype, 1e-2)
     wrong = list(_outputs(model, alone, other, near)) if outputs else []
     wrong = wrong or list(_gradients(model, alone, other, near))
-    yield from wrong or _updates(alone, other, near)
+    yield from wrong or _updates(model, alone, other, near)
     if not math.isclose(alone.loss, other.loss, rel_tol=near):
         yield f"the loss is {other.loss:.6g}, not {alone.loss:.6g}" + (
             "" if wrong else ", though all else agrees"
@@ -64,20 +64,21 @@ def _outputs(model: Model, alone: Trial, other: Trial, near: float) -> Iterator[
             return
 
 
-def _updates(alone: Trial, other: Trial, near: float) -> Iterator[str]:
+def _updates(model: Model, alone: Trial, other: Trial, near: float) -> Iterator[str]:
     """The first parameter that the optimizer moved elsewhere, though its gradient agrees. Elements whose
     gradient is nearly zero are left out: its sign, which Adam's first step follows, may be rounding."""
     (one,) = alone.members.values()
-    scales = _scales(one)
-    for name, (_, whole) in one.updates.items():
+    scales = _scales(model, one)
+    for name, right in one.updates.items():
+        whole = right.by
         gradient = one.gradients[name][0].reduced if name in one.gradients else None
         clear = torch.ones_like(whole, dtype=torch.bool)
         if gradient is not None:
             clear = gradient.abs() > 2 * near * scales[name]
-        for box, moved in (m.updates[name] for m in other.members.values() if name in m.updates):
-            place = box.slices(Box.whole(tuple(whole.shape)))
-            expected, told = whole[place], clear[place]
-            apart = float(((moved - expected).abs() * told).max()) if moved.numel() else 0.0
+        for moved in (m.updates[name] for m in other.members.values() if name in m.updates):
+            place = moved.box.slices(Box.whole(tuple(whole.shape)))
+            gap = ((moved.by - whole[place]).abs() - right.grain[place]) * clear[place]
+            apart = float(gap.max()) if gap.numel() else 0.0
             scale = float(whole.abs().max())
             if apart > near * scale:
                 off = apart / max(scale, 1e-300)
@@ -88,7 +89,7 @@ def _updates(alone: Trial, other: Trial, near: float) -> Iterator[str]:
 def _gradients(model: Model, alone: Trial, other: Trial, near: float) -> Iterator[str]:
     """Of gradients that went wrong, those of the last section: the backward pass carries them to the rest."""
     (one,) = alone.members.values()
-    scales = _scales(one)
+    scales = _scales(model, one)
     wrong: dict[str, list[str]] = {}
     for name, (whole,) in one.gradients.items():
         for line in _gradient(model, name, whole.reduced, other, near, scales[name]):
@@ -99,14 +100,15 @@ def _gradients(model: Model, alone: Trial, other: Trial, near: float) -> Iterato
             return
 
 
-def _scales(one: Member) -> dict[str, float]:
+def _scales(model: Model, one: Member) -> dict[str, float]:
     """What each gradient is measured by: its largest element; where that is zero but for rounding, as of a bias
-    of keys, its section's other gradients."""
+    of keys, its section's other gradients, of which rounding is the larger a part the coarser the type is."""
+    rounding = max(1e-3, 8 * torch.finfo(model.dtype).eps)
     largest = {name: float(held.reduced.abs().max()) for name, (held,) in one.gradients.items()}
     sections: dict[str, float] = {}
     for name, size in largest.items():
         sections[_section(name)] = max(sections.get(_section(name), 0.0), size)
-    return {name: max(size, 1e-3 * sections[_section(name)]) for name, size in largest.items()}
+    return {name: max(size, rounding * sections[_section(name)]) for name, size in largest.items()}
 
 
 def _gradient(model: Model, name: str, whole: Tensor, other: Trial, near: float, scale: float) -> Iterator[str]:

@@ -1,0 +1,22 @@
+"""How many faults the figures of `faults.py` rest on: those of each part, and those of the soak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from _parts import Parts
+from _results import Row, row
+from _soaks import RANDOM
+
+#: Faults that all parts together inject, at least.
+INJECTIONS = 1000
+#: Kinds of faults in a part, each injected as often as the part says. What is no fault (a join, a pause between
+#: two steps, a busy machine) is not counted, nor are the faults of the peers.
+KINDS = {"workers": 1, "layouts": 1, "nodes": 1, "cuts": 1, "hangs": 1, "stuck": 2, "raises": 1, "outages": 2}
+
+
+def injected(parts: Parts) -> Iterator[Row]:
+    """Of the parts as they are kept. The soak's faults are those of all its runs that count."""
+    faults = sum(KINDS.get(name, 0) * count for name, count in parts.injections.items())
+    faults += sum(each.value for each in parts.rows if each.name == RANDOM and isinstance(each.value, int))
+    yield row("faults injected, of all kinds", faults, "", goal=f">= {INJECTIONS}", met=faults >= INJECTIONS)
