@@ -13,7 +13,7 @@ from elasticd.gathered import all_to_leader, together
 from elasticd.machines.agent_state import Event, LinkUp
 from elasticd.messages import AgentHello, Report, StoreAnswer, StoreCall, ToLeader, Up, encode, to_leader
 from tests.coordinator.agents import agent, coordinating, until
-from tests.machines.cast import FakeWorker, node_record
+from tests.machines.cast import JOB, FakeWorker, node_record
 
 WORKER = FakeWorker(device="alpha/0", incarnation="a")
 
@@ -76,6 +76,7 @@ def test_one_message_of_a_newer_release_does_not_spoil_what_came_with_it() -> No
 def test_a_leader_does_all_that_came_as_one_message_in_order() -> None:
     async def body() -> None:
         async with coordinating() as coordinator, agent(coordinator, node_record("alpha")) as alpha:
+            await alpha.takes_part(JOB)
             await alpha.socket.send(together([encode(call(number)) for number in (1, 2, 3)]))
             await until(lambda: len(alpha.heard) == 3, 60)
             answers = [StoreAnswer(id=number, number=number) for number in (1, 2, 3)]

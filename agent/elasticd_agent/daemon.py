@@ -23,6 +23,7 @@ from typing import Any
 from msgspec import structs
 
 from elasticd import routes
+from elasticd.backoff import jittered
 from elasticd.config import Config
 from elasticd.credentials import credentials
 from elasticd.machines import agent as machine
@@ -474,7 +475,7 @@ async def _lasting(part: Callable[[], Coroutine[Any, Any, None]]) -> None:
             return
         except Exception as error:
             outlived(getattr(part, "__qualname__", "a part of the agent"), error)
-        await asyncio.sleep(_AGAIN_SECONDS)
+        await asyncio.sleep(jittered(_AGAIN_SECONDS))
 
 
 async def check_store(store: Store, endpoints: tuple[str, ...]) -> None:

@@ -24,13 +24,13 @@ class Scenario(Value, frozen=True, kw_only=True):
     devices: int = 2
     slow_device: str = "alpha/1"
     factor: float = 3.0
-    forward: float = 0.12 / 256 / 3
-    backward: float = 0.12 / 256 * 2 / 3
-    memory: int = 6_400 * 1024
+    forward: float = 0.12 / 128 / 3
+    backward: float = 0.12 / 128 * 2 / 3
+    memory: int = 5_600 * 1024
     layers: int = 5
     global_batch: int = 6
     micro_batch: int = 1
-    tokens: int = 256
+    tokens: int = 128
     steps: int = 80
     healthy_steps: int = 14
     replanned_steps: int = 17

@@ -6,8 +6,10 @@ rule of its own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,7 +33,11 @@ def average(optimizer: torch.optim.Optimizer, decay: float) -> torch.optim.Optim
     if not 0 <= decay < 1:
         raise ValueError(f"average: decay must be at least 0 and below 1, not {decay}")
 
+    steps = _WholeSteps()
+
     def keep(made: torch.optim.Optimizer, *_: Any) -> None:
+        if not steps.ends():
+            return
         with torch.no_grad():
             for parameter in (each for group in made.param_groups for each in group["params"]):
                 state = made.state.get(parameter, {})
@@ -40,9 +46,37 @@ def average(optimizer: torch.optim.Optimizer, decay: float) -> torch.optim.Optim
                 elif parameter.grad is not None:  # optimizers begin where there is no state at all
                     made.state[parameter][AVERAGE] = parameter.detach().clone()
 
+    optimizer.register_step_pre_hook(steps.begins)
     optimizer.register_step_post_hook(keep)
     optimizer.averages = True  # type: ignore[attr-defined]
     return optimizer
+
+
+class _WholeSteps:
+    """Which call of an optimizer's hooks belongs to its whole step: torch calls them for `super().step()` as
+    well where that class has been used by itself. Calls are told apart by the frame that makes them, and not
+    counted: a step that raised calls no hook at its end."""
+
+    def __init__(self) -> None:
+        self._whole: FrameType | None = None
+
+    def begins(self, *_: Any) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        if self._whole is None or not _within(frame, self._whole):
+            self._whole = frame
+
+    def ends(self) -> bool:
+        """Whether the hook that asks was called at the end of the whole step."""
+        if sys._getframe(2) is not self._whole:
+            return False
+        self._whole = None
+        return True
+
+
+def _within(frame: FrameType | None, whole: FrameType) -> bool:
+    while frame is not None and frame is not whole:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager

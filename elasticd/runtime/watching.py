@@ -102,6 +102,7 @@ class Watch:
             self._step += 1
             seconds = max(until - self._begin - waited, 1e-9)
             self._report(Lap(step=self._step, seconds=seconds, wall=now - self._begin, work=self._work or 1.0))
+            self._begin = None  # torch asks once more where the step calls that of a base class
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._first == id(optimizer):
