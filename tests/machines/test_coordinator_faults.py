@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from elasticd_planner.problem import Problem
 
-from elasticd.machines.job.effects import AgentDown
+from elasticd.machines.job.effects import AgentDown, Planned
 from elasticd.machines.job.state import Phase
 from elasticd.machines.job.switch import propose
 from elasticd.machines.job.turn import Turn
@@ -370,3 +370,40 @@ def world_problem(world: World) -> Problem:
     record = world.store.get(KEYS.history(JOB, world.job.number))
     assert record is not None
     return decode(record.value, HistoryRecord).problem
+
+
+def test_what_is_asked_for_is_dropped_when_a_plan_made_before_it_is_proposed() -> None:
+    """A recovery's plan waits for the words of survivors. A device that comes meanwhile asks for another plan;
+    the words come before that answer, and the answer before anything else."""
+    world = running()
+    world.planner_waits, world.deaf = True, {"alpha/0", "alpha/1"}
+    world.kill("beta/0")
+    world.kill("beta/1")
+    world.settle()
+    assert world.phase is Phase.RECOVERING
+    world.turn()  # the planner's answer
+    assert world.job.remedy is not None
+    world.restart("beta")
+    world.settle()
+    asked = world.planning
+    assert asked is not None, "a plan with the devices that came is asked for"
+    world.deaf = set()
+    world.thaw("alpha/0")
+    world.thaw("alpha/1")
+    while world.inbox and world.phase is Phase.RECOVERING:
+        world.turn()
+    assert world.phase is Phase.PROPOSED
+    assert world.planning is None, "the planner need not go on"
+    late = Planned(job=JOB, token=asked.token, answer=answer_to(asked.problem))
+    proposed = world.job.number
+    world.inbox.appendleft(late)
+    world.settle()
+    assert recovered(world), f"{world.phase} {world.job.reason}"
+    assert "defect" not in world.kinds()
+    assert world.job.number >= proposed
+    world.planner_waits = False
+    for _ in range(40):
+        world.train(1)
+    plan = world.plan()
+    assert plan is not None
+    assert {"beta/0", "beta/1"} & {*plan.members}, "they are asked about again"

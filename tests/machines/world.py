@@ -28,7 +28,7 @@ from elasticd.machines.job.effects import (
     Tick,
     Write,
 )
-from elasticd.machines.job.state import JobState, Phase, Settings
+from elasticd.machines.job.state import ASKING, JobState, Phase, Settings
 from elasticd.messages import (
     Closed,
     Copy,
@@ -144,6 +144,8 @@ class World(Checked):
         self.events += 1
         crash = self.events == self.crash_at
         self.state, effects = coordinator.step(self.state, event, self.now)
+        for job in self.state.jobs.values():
+            assert job.asked is None or job.phase in ASKING
         if crash and self.crash_how == "before":
             effects = ()
         for effect in effects:

@@ -27,6 +27,7 @@ from elasticd.machines.job.leaving import to_leave, words
 from elasticd.machines.job.older import waits
 from elasticd.machines.job.parted import stepped, unplanned, usable
 from elasticd.machines.job.state import (
+    ASKING,
     NOTHING,
     Asked,
     Basis,
@@ -151,10 +152,7 @@ def request(turn: Turn) -> None:
     fitted a running plan stays: derived seconds cannot tell whether a move pays. It also stays while replanning
     is paused."""
     job = turn.job
-    if job.phase not in (Phase.PLANNING, Phase.RUNNING, Phase.RECOVERING):
-        if job.asked is not None:
-            turn.set(asked=None)
-            turn.effects.append(CancelPlan(job=job.job))
+    if job.phase not in ASKING:
         return
     if job.spec is None or not all_there(turn):
         return

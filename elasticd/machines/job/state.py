@@ -93,6 +93,9 @@ LIVE = frozenset(
     {Phase.ASSEMBLING, Phase.PLANNING, Phase.PROPOSED, Phase.ABORTING, Phase.RUNNING, Phase.RECOVERING}
 )
 
+#: The phases in which a plan is asked for; what was asked is dropped when a job leaves them.
+ASKING = frozenset({Phase.PLANNING, Phase.RUNNING, Phase.RECOVERING})
+
 
 class Settings(Value, frozen=True, kw_only=True):
     """Times in seconds, counts in steps. gather: from enough nodes to the start; prepare: for members to

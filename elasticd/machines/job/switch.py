@@ -13,6 +13,7 @@ from elasticd_planner.stability import switched as answered_by
 
 from elasticd.machines.job import checkpoints, raised
 from elasticd.machines.job.checkpoints import NotShared, offered
+from elasticd.machines.job.effects import CancelPlan
 from elasticd.machines.job.ending import aborted, stop
 from elasticd.machines.job.fence import FALLIBLE, fault, resolved
 from elasticd.machines.job.fitting import fit
@@ -72,7 +73,9 @@ def propose(turn: Turn, plan: Plan, problem: Problem, reason: str, source: Sourc
         checkpoints=names,
         in_place=bool(fits.in_place),
     )
-    turn.enter(Phase.PROPOSED, proposal=proposal, highest=number, give_up="")
+    if job.asked is not None:  # a recovery's plan may have waited for survivors, and others have come
+        turn.effects.append(CancelPlan(job=job.job))
+    turn.enter(Phase.PROPOSED, proposal=proposal, highest=number, give_up="", asked=None)
     seconds = plan.prediction.step_seconds if plan.prediction is not None else None
     turn.write(
         proposal,
