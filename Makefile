@@ -78,12 +78,15 @@ test: $(STAMP) ## every behaviour, in about twelve minutes on two cores (PYTEST_
 	@$(COMPILE)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Sizes that take minutes have half an hour, as the machine may be busy; a test of 'make test' that hangs is known sooner.
+FULL = --full --timeout 1800
+
 test-all: $(STAMP) ## all sizes, seeds and matrices too; prints its seed (SEED=N for the same again)
 	@$(COMPILE)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full $(if $(SEED),--seed $(SEED)) $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FULL) $(if $(SEED),--seed $(SEED)) $(PYTEST_ARGS)
 
 durations: $(STAMP) ## measure anew how long tests take (tests/durations.json), by which they are ordered
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --full --write-durations $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FULL) --write-durations $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, mypy strict over all packages, who may import whom, what is pure
 	@$(BIN)/ruff check .

@@ -195,7 +195,7 @@ def test_a_model_that_does_not_fit_stops_the_job_and_says_what_is_missing() -> N
 
 
 @pytest.mark.full
-@pytest.mark.timeout(1200)  # the planner takes most of three minutes of processor
+@pytest.mark.timeout(3600)  # the planner takes most of three minutes of processor
 def test_a_cluster_beyond_enumeration_walks_through_a_straggler_and_a_slow_node() -> None:
     walk = """
 seed = 5
