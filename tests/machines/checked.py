@@ -16,12 +16,15 @@ KEYS = Keys(cluster="test")
 
 
 class Checked:
-    """What the checks read of a world: store, leader, workers, the numbers used and the plans recorded."""
+    """What the checks read of a world: store, leader, workers (and those whose place another has), the numbers
+    used, those that somebody switched to, and the plans recorded."""
 
     store: MemoryStore
     state: State
     workers: dict[str, FakeWorker]
+    ended: dict[tuple[str, str], FakeWorker]
     numbers: list[int]
+    swapped: set[int]
     recorded: dict[int, Plan]
     vaults: dict[str, dict[Held, None]]
 
@@ -54,7 +57,7 @@ class Checked:
             elif isinstance(record, PlanRecord):
                 number = record.plan.number
                 assert self.recorded.setdefault(number, record.plan) == record.plan, "one plan a number"
-                assert any(worker.plan == number for worker in self.workers.values()), "a member swapped"
+                assert number in self.swapped, "a member swapped"
 
     def _check_same(self, before: DoneRecord, effect: Write) -> None:
         (record,) = effect.records
@@ -73,13 +76,13 @@ class Checked:
         fence = decode(self.fence_record, Fence)
         assert record.recovery.fence == fence.number < record.number
         assert not {*record.plan.members} & {
-            d for d, i in fence.gone.items() if self.workers[d].incarnation == i
+            d for d, i in fence.gone.items() if d in self.workers and self.workers[d].incarnation == i
         }
         if record.recovery.snapshots or record.old is None:
             self._check_older(record)
             return
         for device, incarnation in record.recovery.sources.items():
-            worker = self.workers[device]
+            worker = self.ended.get((device, incarnation)) or self.workers[device]
             assert worker.incarnation == incarnation
             assert worker.fence == fence.number, "a source that has not stood"
             assert any(copy.number == record.old.number for copy in worker.copies)

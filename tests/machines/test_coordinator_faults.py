@@ -34,7 +34,8 @@ def recovered(world: World) -> bool:
         world.phase is Phase.RUNNING
         and plan is not None
         and all(
-            world.workers[device].alive and world.workers[device].plan == plan.number for device in plan.members
+            (worker := world.workers.get(device)) is not None and worker.alive and worker.plan == plan.number
+            for device in plan.members
         )
     )
 

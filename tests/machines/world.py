@@ -83,7 +83,9 @@ class World(Checked):
         self.workers: dict[str, FakeWorker] = {}
         self.planning: RequestPlan | None = None
         self.planner_waits = False
+        self.ended: dict[tuple[str, str], FakeWorker] = {}
         self.numbers: list[int] = []
+        self.swapped: set[int] = set()
         self.recorded: dict[int, Plan] = {}
         self.rates: dict[str, float] = {}
         self.length = 64  # tokens of each sequence
@@ -278,7 +280,9 @@ class World(Checked):
     def restart(self, node: str) -> None:
         """torchrun asks again after a local restart, and starts the node's workers anew."""
         for device in self.records[node].devices:
-            self.workers.pop(device.name, None)
+            worker = self.workers.pop(device.name, None)
+            if worker is not None:
+                self.ended[worker.device, worker.incarnation] = worker
         self.joined.pop(node, None)
         self.restarts += 1
         self.join(node, len(self.records), len(self.records))
@@ -310,6 +314,8 @@ class World(Checked):
             self.outcome(worker, Standing(fence=fence.number, copies=worker.copies))
 
     def outcome(self, worker: FakeWorker, body: Outcome) -> None:
+        if isinstance(body, Swapped):
+            self.swapped.add(body.number)
         worker.said = [*(old for old in worker.said if isinstance(old, Finished | Raised | Leaving)), body]
         self.up(worker.device, body)
 
