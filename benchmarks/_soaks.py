@@ -7,6 +7,7 @@ between its commit and the tree at hand. A run on a tree with changes that are n
 from __future__ import annotations
 
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -84,16 +85,19 @@ def _by_commit(runs: Sequence[Run]) -> str:
 
 
 def _run(faults: int, shape: Sequence[str]) -> Run:
-    with tempfile.TemporaryDirectory(prefix="eb-soak-") as folder:
-        seed = str(secrets.randbelow(1_000_000))
-        command = [sys.executable, "-m", "elasticd.chaos.soak", "--seed", seed, "--faults", str(faults)]
-        before = commit()
-        done = subprocess.run([*command, *shape, "--out", folder], timeout=SECONDS, check=False, cwd=ROOT)
-        found = Path(folder) / "report.json"
-        if not found.exists():
-            raise RuntimeError(f"the soak of seed {seed} made no report and ended with {done.returncode}")
-        report = msgspec.json.decode(found.read_bytes(), type=Report)
-        return Run(commit=before if before == commit() else "", shape=" ".join(shape), report=report)
+    """What it kept (logs, ledgers, records) stays where something was wrong."""
+    folder = Path(tempfile.mkdtemp(prefix="eb-soak-"))
+    seed = str(secrets.randbelow(1_000_000))
+    command = [sys.executable, "-m", "elasticd.chaos.soak", "--seed", seed, "--faults", str(faults)]
+    before = commit()
+    done = subprocess.run([*command, *shape, "--out", str(folder)], timeout=SECONDS, check=False, cwd=ROOT)
+    found = folder / "report.json"
+    if not found.exists():
+        raise RuntimeError(f"the soak of seed {seed} made no report and ended with {done.returncode}: {folder}")
+    report = msgspec.json.decode(found.read_bytes(), type=Report)
+    if not report.wrong and not report.ended:
+        shutil.rmtree(folder)
+    return Run(commit=before if before == commit() else "", shape=" ".join(shape), report=report)
 
 
 def commit() -> str:
