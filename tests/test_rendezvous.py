@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
+import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +20,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.utils import store as torch_store
 
-from elasticd import rendezvous
-from elasticd.messages import Joined, StoreAnswer
+from elasticd import packets, rendezvous
+from elasticd.messages import Join, Joined, StoreAnswer, encode, from_worker
 from elasticd.rendezvous.live import EXIT_BARRIER, JobOver, RankStore, Refusal, create_handler
 from tests.sizes import examples
 
@@ -56,6 +60,49 @@ def test_handler_comes_from_the_entry_point_under_its_name() -> None:
 def test_missing_agent_is_a_rendezvous_error_that_names_it() -> None:
     with pytest.raises(RendezvousError, match=r"no agent listens at /nowhere/a\.sock"):
         create_handler(parameters(agent_timeout="0")).next_rendezvous()
+
+
+def answering(path: Path, times: int) -> threading.Thread:
+    """An agent that lets `times` torchruns take part, one after the other, and ends."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path))
+    listener.listen()
+
+    def serve() -> None:
+        with listener:
+            for _ in range(times):
+                with listener.accept()[0] as client:
+                    data = packets.receive(client)
+                    assert data is not None
+                    assert isinstance(from_worker(data), Join)
+                    packets.send(client, encode(Joined(node_rank=0, nodes=1)))
+        path.unlink()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread
+
+
+def test_a_torchrun_that_took_part_waits_for_an_agent_that_is_started_again(tmp_path: Path) -> None:
+    """Its workers ended meanwhile, so that it asks anew. Only the first agent must be there at once."""
+    path = tmp_path / "a.sock"
+    asked = RendezvousParameters("elasticd", str(path), "job", min_nodes=1, max_nodes=1, agent_timeout="0")
+    agent = answering(path, 1)
+    handler = create_handler(asked)
+    assert handler.next_rendezvous().rank == 0
+    agent.join(30)
+    assert not path.exists()
+    found: list[int] = []
+    again = threading.Thread(target=lambda: found.append(handler.next_rendezvous().rank))
+    again.start()
+    time.sleep(0.5)
+    assert again.is_alive()
+    agent = answering(path, 1)
+    again.join(30)
+    agent.join(30)
+    assert found == [0]
+    with pytest.raises(RendezvousError, match="no agent listens at"):
+        create_handler(asked).next_rendezvous()
 
 
 def test_refusal_ends_a_program_with_its_message_and_the_end_of_a_job_in_good_order() -> None:

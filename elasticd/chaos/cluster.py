@@ -217,8 +217,9 @@ class Cluster:
                 self._start_agent(node)
         self._processes.check()
 
-    def launchers_live(self) -> bool:
-        return all(child.code is None for child in self._launchers.values())
+    def ended_launchers(self) -> dict[str, int]:
+        """The exit codes of those that are gone."""
+        return {name: child.code for name, child in self._launchers.items() if child.code is not None}
 
     def until(self, condition: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
         """The first value of `condition` that is true; a coordinator that is not there is waited for. Raises

@@ -146,8 +146,9 @@ class Live:
             self._thaw()
             self._end_others()
             self._steps.look()
-            if not self._cluster.launchers_live():
-                raise ProcessError("a launcher ended before the last fault")
+            if ended := self._cluster.ended_launchers():
+                said = ", ".join(f"{name} ({code})" for name, code in ended.items())
+                raise ProcessError(f"launchers ended before the last fault, with exit code: {said}")
             if deadline is not None and time.monotonic() > deadline:
                 return False
             if time.monotonic() - self._steps.moved > self._still:

@@ -50,6 +50,8 @@ from elasticd.version import __version__
 BACKEND = "elasticd"
 #: Seconds to wait for the agent's socket, so that agent and torchrun may be started side by side.
 AGENT_SECONDS = 5.0
+#: And once there was one: it is being started again. Its workers wait as long for it.
+RETURN_SECONDS = 120.0
 #: torch's own keys: what each agent says of itself, the ranks that follow, the end of the exit barrier.
 ROLE_INFO = "torchelastic/role_info/"
 ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
@@ -163,6 +165,7 @@ class Handler(RendezvousHandler):
         while True:
             if self._agent is None:
                 self._agent = AgentCalls(self._path, self._agent_seconds)
+                self._agent_seconds = max(self._agent_seconds, RETURN_SECONDS)
             answer = self._agent.join(join)
             if answer is None:
                 # The agent ended; its successor is asked anew, if there is one.

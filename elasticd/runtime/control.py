@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from elasticd import messages, packets
+from elasticd import messages, packets, starter
 from elasticd.backoff import jittered
 from elasticd.messages import (
     Hello,
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 
 #: Extra seconds that a store call waits for its answer beyond what the leader was told.
 _GRACE = 5.0
-#: Seconds that an agent that was started again has to listen.
-_RETURN_SECONDS = 120.0
+#: Seconds that an agent has to listen; and one that is started again: a worker's torchrun had an agent.
+_CONNECT_SECONDS, _RETURN_SECONDS = 10.0, 120.0
 #: Seconds until an agent is called again that hung up.
 _AGAIN_SECONDS = 0.1
 
@@ -58,11 +58,14 @@ class HungUp(RejectedByAgent):
 class Control:
     """A connection that said hello and was welcomed. `start` hands every further message to `handler`, on
     the control thread; `handler` must not block. It gets a `Welcome` whenever a new connection stands: to
-    another agent, or for another incarnation."""
+    another agent, or for another incarnation. connect_seconds: how long an agent is waited for that is not
+    there, or is just ending. Raises OSError or RejectedByAgent."""
 
-    def __init__(self, path: str, hello: Hello, *, connect_seconds: float = 10.0) -> None:
+    def __init__(self, path: str, hello: Hello, *, connect_seconds: float | None = None) -> None:
         self._path, self._hello = path, hello
-        self._socket, self.welcome = _open(path, hello, connect_seconds)
+        if connect_seconds is None:
+            connect_seconds = _RETURN_SECONDS if starter.VARIABLE in os.environ else _CONNECT_SECONDS
+        self._socket, self.welcome = _open_first(path, hello, connect_seconds)
         self._socket.setblocking(False)
         self._said = LastWords()
         self._renewing: threading.Event | None = None
@@ -320,6 +323,19 @@ class Control:
             renewing.set()
         if not self._closing:
             log.warning("no agent came back: training goes on under the plan in force, and hears nothing more")
+
+
+def _open_first(path: str, hello: Hello, seconds: float) -> tuple[socket.socket, Welcome]:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return _open(path, hello, max(0.0, deadline - time.monotonic()))
+        except packets.NoAgent:
+            raise
+        except (ConnectionError, HungUp):  # an agent that was killed resets what it had not read
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(jittered(_AGAIN_SECONDS))
 
 
 def _open(path: str, hello: Hello, seconds: float) -> tuple[socket.socket, Welcome]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from elasticd_planner.measurement import Measurement
 
-from elasticd import messages, packets
+from elasticd import messages, packets, starter
 from elasticd.messages import (
     Bereft,
     Goodbye,
@@ -208,7 +208,43 @@ def test_a_rejection_carries_its_reason(tmp_path: Path) -> None:
 def test_an_agent_that_hangs_up_is_named(tmp_path: Path) -> None:
     Agent(str(tmp_path / "s"), None)
     with pytest.raises(RejectedByAgent, match="closed the connection"):
+        Control(str(tmp_path / "s"), hello(), connect_seconds=0.0)
+
+
+def test_a_worker_whose_agent_ends_at_its_hello_comes_to_the_next(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    first, made = Agent(path, None), list[Control]()
+    worker = threading.Thread(target=lambda: made.append(Control(path, hello())))
+    worker.start()
+    first.ready().close()
+    second = Agent(path, WELCOME).ready()
+    worker.join(60)
+    try:
+        assert made[0].welcome == WELCOME
+        made[0].start(lambda message: None)
+        made[0].close(Goodbye())
+    finally:
+        second.close()
+
+
+@pytest.mark.parametrize("torchruns", [False, True])
+def test_a_worker_of_a_torchrun_waits_as_long_as_for_one_that_returns(
+    torchruns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its torchrun has had its place from an agent a moment ago; a script by itself may have none at all."""
+    waited: list[float] = []
+
+    def connect(path: str, seconds: float) -> socket.socket:
+        waited.append(seconds)
+        raise packets.NoAgent("no agent listens")
+
+    monkeypatch.setattr(packets, "connect", connect)
+    monkeypatch.delenv(starter.VARIABLE, raising=False)
+    if torchruns:
+        monkeypatch.setenv(starter.VARIABLE, "1:2")
+    with pytest.raises(packets.NoAgent):
         Control(str(tmp_path / "s"), hello())
+    assert waited == [pytest.approx(120.0 if torchruns else 10.0, abs=1.0)]
 
 
 def test_no_agent_is_one_clear_error(tmp_path: Path) -> None:
