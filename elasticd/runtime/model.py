@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from elasticd.runtime.accepted import ModelError, buffers_of, refuse_module, replace_dropouts, shared
 from elasticd.runtime.local import LocalModel, local_model, whole_units
-from elasticd.runtime.randomness import Dropout
+from elasticd.runtime.randomness import STATES, Dropout
 from elasticd.runtime.rules import Add, Column, Row, Rule, RuleError, Slice, UnitsOf, cut_at
 
 __all__ = ["Init", "LocalModel", "Model", "ModelError"]
@@ -272,7 +272,7 @@ class Model:
                 "reset_parameters(); give Model(init=...), or make the model with storage"
             )
         made: Any = copy.deepcopy(owner).to_empty(device="cpu")
-        with torch.random.fork_rng(devices=[]):
+        with STATES, torch.random.fork_rng(devices=[]):  # ranks in threads share the generator
             torch.default_generator.manual_seed(_generator(seed, f"{section}.{path}").initial_seed())
             made.reset_parameters()
         value: Tensor = getattr(made, leaf)

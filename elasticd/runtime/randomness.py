@@ -19,7 +19,7 @@ from torch import Tensor, nn
 #: Held around a generator's states, which ranks in threads of one process share. torch 2.13's `get_state` keeps
 #: the generator's mutex while it makes a tensor; if Python collects garbage then, another thread may get the
 #: interpreter's lock and wait for that mutex with it, for ever.
-_STATES = threading.RLock()
+STATES = threading.RLock()
 
 _GOLDEN, _FIRST, _SECOND = (
     value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -83,7 +83,7 @@ class Drawing:
         user changes."""
         ids = "all" if self.samples is None else ",".join(map(str, self.samples))
         seed = _key(self.seed, self.step, ids, place, 0) & (2**62 - 1)
-        with _STATES:
+        with STATES:
             saved = [(generator, generator.get_state()) for generator in generators()]
             for generator, _ in saved:
                 generator.manual_seed(seed)
@@ -91,7 +91,7 @@ class Drawing:
         try:
             yield
         finally:
-            with _STATES:
+            with STATES:
                 for (generator, state), first in zip(saved, seeded, strict=True):
                     if not torch.equal(generator.get_state(), first):
                         self.drew.add(place)
