@@ -38,7 +38,7 @@ from elasticd.messages import Down, Hello, Join, Joined, Kept, Leave, Pace, Reje
 from elasticd.orders import Drain
 from elasticd.records import DoneRecord, Keys, NodeRecord, PlanRecord, encode
 from elasticd.store.protocol import StoreError
-from tests.agent.support import CLUSTER, Node, closing_all, until
+from tests.agent.support import CLUSTER, Leader, Node, Trainer, closing_all, until
 from tests.agent.test_daemon import lost, plan
 from tests.machines.agent_scene import hello, join, run, said
 from tests.machines.hostile import Hostile
@@ -146,10 +146,8 @@ def test_an_end_that_the_agent_fails_on_frees_the_device(
     until(lambda: node.store.get(KEYS.member("job", "n0/0")) is None)
 
 
-def test_an_order_that_the_agent_fails_on_costs_that_jobs_workers_on_the_node(
-    node: Node, fails: Callable[[type, Where], None]
-) -> None:
-    fails(DoneRead, lambda state, event: event.job == "bad")
+def two_jobs_that_end(node: Node) -> tuple[Leader, Trainer, Trainer]:
+    """Workers of "bad" and of "job" on one node, each of which is to hear that its job stops."""
     leader = node.leader()
     node.agent()
     bad, good = node.trainer(), node.trainer()
@@ -159,6 +157,14 @@ def test_an_order_that_the_agent_fails_on_costs_that_jobs_workers_on_the_node(
     for job in ("bad", "job"):
         record = DoneRecord(step=3, epoch=leader.epoch, reason=f"{job} stops")
         node.store.put(KEYS.job(job, "done"), encode(record))
+    return leader, bad, good
+
+
+def test_an_order_that_the_agent_fails_on_costs_that_jobs_workers_on_the_node(
+    node: Node, fails: Callable[[type, Where], None]
+) -> None:
+    fails(DoneRead, lambda state, event: event.job == "bad")
+    leader, bad, good = two_jobs_that_end(node)
     answer = bad.hear()
     assert isinstance(answer, Rejected)
     assert "elasticd failed on DoneRead" in answer.reason
@@ -230,15 +236,7 @@ def test_a_worker_that_cannot_be_told_is_let_go(node: Node, monkeypatch: pytest.
         send(self, client, body, fd)
 
     monkeypatch.setattr(Workers, "send", failing)
-    leader = node.leader()
-    node.agent()
-    bad, good = node.trainer(), node.trainer()
-    bad.welcomed(0, job="bad")
-    good.welcomed(1)
-    until(lambda: len(leader.bodies(Hello)) == 2)
-    for job in ("bad", "job"):
-        record = DoneRecord(step=3, epoch=leader.epoch, reason=f"{job} stops")
-        node.store.put(KEYS.job(job, "done"), encode(record))
+    leader, bad, good = two_jobs_that_end(node)
     answer = bad.hear()
     assert isinstance(answer, Rejected)
     assert "elasticd failed to send it Shutdown" in answer.reason
