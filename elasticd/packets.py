@@ -19,6 +19,7 @@ import array
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import socket
 import stat
@@ -47,11 +48,16 @@ _SIZE = struct.Struct("=Q")
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _LONGEST_PATH = 107
 _RETRY_SECONDS = 0.05
+#: Seconds without an agent after which whoever waits for one says so.
+_SAID_SECONDS = 2.0
 #: Seconds that an agent waits for another one that is taking a socket in the same folder.
 _TURN_SECONDS = 5.0
 #: pid, uid, gid (struct ucred).
 _PEER = struct.Struct("3i")
 _ABSENT = (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR)
+
+
+log = logging.getLogger(__name__)
 
 
 class NoAgent(ConnectionError):
@@ -118,13 +124,15 @@ def peer(sock: socket.socket) -> tuple[int, int, int]:
 
 def connect(path: str, timeout: float = 0.0) -> socket.socket:
     """A blocking connection to the agent at `path`, tried for `timeout` seconds (at least once).
+    After two seconds it is logged that an agent is waited for.
 
     Raises NoAgent, which says how to start one.
     """
     _check_length(path)
     if _squatted(path):
         raise NoAgent(f"{_squatted(path)}; set {SOCKET_VARIABLE} to your agent's socket")
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
+    deadline, silent = began + timeout, True
     while True:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -143,6 +151,9 @@ def connect(path: str, timeout: float = 0.0) -> socket.socket:
                 raise NoAgent(
                     f"no agent listens at {path}: start one with elasticd-agent, or set {SOCKET_VARIABLE}"
                 ) from None
+        if silent and time.monotonic() - began > _SAID_SECONDS:
+            silent = False
+            log.warning("no agent listens at %s yet; it is waited for up to %.0f s", path, timeout)
         time.sleep(jittered(_RETRY_SECONDS))
 
 

@@ -327,6 +327,18 @@ def test_connect_waits_for_an_agent_that_is_starting(tmp_path: Path) -> None:
         connected[0].close()
 
 
+def test_whoever_waits_for_an_agent_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packets, "_SAID_SECONDS", 0.1)
+    path = str(tmp_path / "agent.sock")
+    with pytest.raises(packets.NoAgent, match="no agent listens"):
+        packets.connect(path, timeout=0.5)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"no agent listens at {path} yet; it is waited for up to 0 s"
+    ]
+
+
 def test_default_path_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELASTICD_SOCKET", "/somewhere/a.sock")
     assert packets.default_path() == "/somewhere/a.sock"
