@@ -3,8 +3,9 @@
 A full collection looks at every object, and an automatic one comes whenever enough new ones have survived. With
 a plan of 8,000 devices and 1,000 connections it takes a quarter of a second, every few seconds: pings of
 agents, votes and users wait for it. So the leader's process has no automatic full collections. It makes them
-itself, and puts what they leave aside (`gc.freeze`), so that each looks only at what came since the last. Once
-an hour it looks at everything. Objects without cycles are freed at once, as ever.
+itself, and puts what they leave aside (`gc.freeze`), so that each looks only at what came since the last. With
+8,000 devices that is 65 ms after ten seconds and 10 ms after half a second. Once an hour it looks at everything.
+Objects without cycles are freed at once, as ever.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import gc
 import time
 
 #: Seconds between collections of what is new, and of everything.
-NEW_SECONDS, ALL_SECONDS = 10.0, 3600.0
+NEW_SECONDS, ALL_SECONDS = 0.5, 3600.0
 
 #: A threshold that no count reaches.
 _NEVER = 1 << 30
