@@ -4,7 +4,7 @@ A full collection looks at every object, and an automatic one comes whenever eno
 a plan of 8,000 devices and 1,000 connections it takes a quarter of a second, every few seconds: pings of
 agents, votes and users wait for it. So the leader's process has no automatic full collections. It makes them
 itself, and puts what they leave aside (`gc.freeze`), so that each looks only at what came since the last. With
-8,000 devices that is 65 ms after ten seconds and 10 ms after half a second. Once an hour it looks at everything.
+8,000 devices that takes 65 ms after ten seconds and 10 ms after half a second. Once an hour it looks at all.
 Objects without cycles are freed at once, as ever.
 """
 
