@@ -24,13 +24,19 @@ Led = Proposal | PlanRecord | Fence | DoneRecord
 
 @dataclass(kw_only=True)
 class JobHistory:
-    """What was read of one job. `plans`: each recorded plan's number and step, in order; `gone`: who was fenced
-    off, by the fence's number, device to incarnation; `pids`: the process of each incarnation."""
+    """What was read of one job. `plans`: the number and first step of each plan that was in force, in order;
+    `gone`: who was fenced off, by the fence's number, device to incarnation; `pids`: the process of each
+    incarnation; `recoveries`: by number the first step of each recovery's plan, and the number of the plan whose
+    state it goes on from.
+
+    A recovery has no vote: its members make steps before it is recorded. If a fence closes it then, the next
+    recovery goes on from their state, and their plan was in force though it is not recorded."""
 
     plans: list[tuple[int, int]] = field(default_factory=list)
     gone: dict[int, dict[str, str]] = field(default_factory=dict)
     pids: dict[str, int] = field(default_factory=dict)
     digests: dict[int, str] = field(default_factory=dict)
+    recoveries: dict[int, tuple[int, int]] = field(default_factory=dict)
     highest: int = 0
     fenced: int = 0
     proposals: int = 0
@@ -119,6 +125,8 @@ class History:
             job.proposals += 1
             self._grows(event, job, found.number)
         self._same(event, job, found.number, found.plan.digest)
+        if found.recovery is not None and found.old is not None:
+            job.recoveries[found.number] = found.recovery.step, found.old.number
 
     def _fence(self, event: WatchEvent, job: JobHistory, found: Fence) -> None:
         self._grows(event, job, found.number)
@@ -143,7 +151,7 @@ class History:
             self._say(
                 event, f"plan {number} goes on at step {found.step}, the one before at {job.plans[-1][1]}"
             )
-        job.plans.append((number, found.step))
+        job.plans += [*unrecorded(job, number), (number, found.step)]
 
     def _grows(self, event: WatchEvent, job: JobHistory, number: int) -> None:
         if number <= job.highest:
@@ -157,6 +165,18 @@ class History:
 
     def _say(self, event: WatchEvent, text: str) -> None:
         self.wrong.append(f"revision {event.mod_revision}, {event.key}: {text}")
+
+
+def unrecorded(job: JobHistory, number: int) -> list[tuple[int, int]]:
+    """The plans in force between the last that is recorded and this one."""
+    found: list[tuple[int, int]] = []
+    last = job.plans[-1][0] if job.plans else 0
+    _, old = job.recoveries.get(number, (0, 0))
+    while old > last and old in job.recoveries:
+        step, before = job.recoveries[old]
+        found.insert(0, (old, step))
+        old = before
+    return found
 
 
 def _decoded(part: str, value: bytes, parts: Mapping[str, bytes]) -> Led | None:

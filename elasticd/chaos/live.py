@@ -209,8 +209,10 @@ class Live:
             return f"{fault.device} has no worker"
         if fault.kind in _PLANTED and (busy := self._busy(fault.device)):
             return busy
+        if fault.kind == "raise" and (self._cut_now() or self._away or self._severed.nodes):
+            return "a node is away, whose devices could not try the step"  # the job may end, as it should
         if fault.kind in ("raise", "unmet") and not self._met(job, fault.node) - {fault.device}:
-            return "no other device could try a step that fails"  # then the job ends, as it should
+            return "no other device could try a step that fails"
         if fault.kind in ("restart", "unmet") and not self._cluster.has_agent(fault.node):
             return "it has no agent"
         if fault.kind == "sever" and pair_of(fault) in self._severed:
@@ -336,7 +338,9 @@ class Live:
         """Whether the device's process found it, in time."""
         job, folder = self._cluster.job(), self._cluster.folder
         assert job is not None
-        incarnation = next(m.incarnation for m in job.members if m.device == fault.device)
+        incarnation = next((m.incarnation for m in job.members if m.device == fault.device), "")
+        if not incarnation:
+            return False  # it was lost just now
         self._planted += 1
         number, fences = self._planted, len(self._written("fence"))
         plant(folder, fault.device, _of_code(fault, number))
@@ -379,11 +383,28 @@ class Live:
         return [member.pid for member in members if member.device.rpartition("/")[0] == node]
 
     def _thaw(self) -> None:
+        """Until it is seen to go on: an order is lost where its agent or the leader ends before it is carried
+        out, and where it comes before a `freeze` that was late."""
         for device, until in list(self._frozen.items()):
-            if time.monotonic() >= until:
-                with suppress(CannotReach):
-                    self._cluster.chaos().thaw(device)
+            if time.monotonic() < until:
+                continue
+            with suppress(CannotReach):
+                job = self._cluster.job()
+                if job is None:
+                    continue
+                self._cluster.chaos().thaw(device)
+                pid = self._pid(job, device)
+                if self._gone_on(pid, _SIGNAL_SECONDS):
                     del self._frozen[device]
+
+    def _gone_on(self, pid: int, seconds: float) -> bool:
+        """Whether the process is not stopped any more, or is none, within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while pid and _status(pid) == psutil.STATUS_STOPPED:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
 
     def _pid(self, job: JobStatus, device: str) -> int:
         """The process that drives a device, 0 without one that lives."""

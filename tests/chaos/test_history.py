@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from elasticd.chaos.faults import Faults
-from elasticd.chaos.history import History
+from elasticd.chaos.history import History, JobHistory, unrecorded
 from elasticd.chaos.simulated import KEYS, cluster, play, scenario
 from elasticd.records import DoneRecord, Fence, MemberRecord, PlanRecord, Proposal, encode
 from elasticd.simulator.run import Simulation
@@ -119,3 +119,13 @@ def test_a_play_that_goes_wrong_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(f"elasticd.machines.job.{module}.fault", forgetful)
     result = play(scenario(SCRIPT, cluster(3, 1), seed=1))
     assert any("is not above" in one for one in result.wrong), result
+
+
+def test_a_recovery_that_was_closed_before_its_record_was_in_force_if_the_next_goes_on_from_it() -> None:
+    """Plan 7 made steps 86 to 92; fence 8 closed it, recovery 9 was closed likewise, and 11 went on at 93."""
+    job = JobHistory(plans=[(5, 59)], recoveries={7: (86, 5), 9: (93, 7), 11: (93, 7)})
+    assert unrecorded(job, 11) == [(7, 86)]
+    job.recoveries = {7: (86, 5), 9: (93, 7), 11: (95, 9)}
+    assert unrecorded(job, 11) == [(7, 86), (9, 93)]
+    job.recoveries = {7: (86, 5), 9: (86, 5)}
+    assert unrecorded(job, 9) == [], "nobody made a step under 7"

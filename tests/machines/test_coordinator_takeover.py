@@ -164,8 +164,13 @@ def test_worker_that_vanished_without_a_word_stops_the_job_after_the_interval() 
     world.tick(2.0)
     assert world.phase is Phase.PROPOSED
     world.tick(1.5)
+    assert world.phase is Phase.PROPOSED
+    assert "beta/1 may live, and hold what nobody else does" in world.job.reason
+    for _ in range(int(world.settings.lone_seconds) + 5):
+        world.tick(1.0)
     assert world.phase is Phase.STOPPED
-    assert "beta/1 is gone" in world.job.reason
+    assert "beta/1" in world.job.reason
+    assert "state is lost" in world.job.reason
 
 
 @pytest.mark.parametrize("how", ["stopped", "done"])

@@ -42,7 +42,8 @@ def back(world: World) -> None:
     """beta's agent finds the leader again, and its workers hear the last fence."""
     world.cut.clear()
     world.reconnect("beta")
-    world.thaw("beta")
+    if world.fence_record:
+        world.thaw("beta")
     world.settle()
 
 
@@ -97,6 +98,63 @@ def test_state_that_they_alone_may_hold_is_waited_for() -> None:
     wait(world, 5)
     assert recovered(world), f"{world.phase} {world.job.reason}"
     assert world.workers["beta/0"].incarnation == "i0-beta/0"
+
+
+def test_a_node_that_this_leader_never_met_and_that_alone_holds_some_state_is_waited_for() -> None:
+    """Found by the soak: its agent was started again, and came 200 ms after the job had ended for it."""
+    world = taken_over(running(memory=3_000_000))  # no room for replicas
+    wait(world, 4)
+    lose(world)
+    wait(world, 20)
+    assert world.phase is Phase.RUNNING, f"{world.phase} {world.job.reason}"
+    assert "cannot be reached" in world.job.reason
+    back(world)
+    wait(world, 5)
+    assert recovered(world), f"{world.phase} {world.job.reason}"
+    assert world.workers["beta/0"].incarnation == "i0-beta/0"
+
+
+@pytest.mark.parametrize("when", ["while the job runs", "after a fence"])
+def test_workers_that_are_not_back_at_an_agent_that_was_started_again_are_waited_for(when: str) -> None:
+    """Found by the soak: the agent and the leader were started again at once, and a worker that alone held some
+    state took longer than three seconds to find its agent."""
+    world = running(memory=3_000_000)  # no room for replicas
+    if when == "after a fence":
+        world.cut = {"beta"}
+        lose(world)
+        world.tick(0.6)
+    world = taken_over(world)
+    world.forgotten = set(BETA)
+    for device in BETA:
+        world.workers[device].alive = False
+    world.cut.clear()
+    world.reconnect("beta")
+    wait(world, 20)
+    assert world.phase is (Phase.RUNNING if when == "while the job runs" else Phase.RECOVERING), (
+        world.job.reason
+    )
+    assert "may live, and hold what nobody else does" in world.job.reason
+    assert "waiting" in world.kinds()
+    for device in BETA:
+        world.workers[device].alive = True
+    back(world)
+    world.train(2)
+    wait(world, 5)
+    assert world.phase is Phase.RUNNING, f"{world.phase} {world.job.reason}"
+    assert world.workers["beta/0"].incarnation == "i0-beta/0"
+
+
+def test_workers_that_never_come_back_end_the_job_in_the_end() -> None:
+    world = taken_over(running(memory=3_000_000))
+    world.forgotten = set(BETA)
+    for device in BETA:
+        world.workers[device].alive = False
+    world.cut.clear()
+    world.reconnect("beta")
+    lose(world)
+    wait(world, int(world.settings.lone_seconds) + 20)
+    assert world.phase is Phase.STOPPED, f"{world.phase} {world.job.reason}"
+    assert "state is lost" in world.job.reason
 
 
 def test_nobody_is_fenced_off_while_the_steps_go_on() -> None:

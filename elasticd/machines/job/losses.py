@@ -8,6 +8,8 @@ from elasticd_planner.rates import forget
 
 from elasticd.machines.job.ending import stop
 from elasticd.machines.job.fence import FALLIBLE, fault
+from elasticd.machines.job.older import waits
+from elasticd.machines.job.recovery import lost_without
 from elasticd.machines.job.state import LIVE, Phase, Worker
 from elasticd.machines.job.turn import Turn
 from elasticd.messages import WorkerLost
@@ -61,7 +63,8 @@ def _died(turn: Turn, gone: WorkerLost, how: str) -> None:
 
 
 def vanished(turn: Turn, devices: Sequence[str]) -> None:
-    """Workers that a plan is bound to, on nodes that returned to a new leader without them."""
+    """Workers that a plan is bound to, on nodes that returned to a new leader without them. They may only not be
+    back yet at an agent that was started again: those that alone hold a part of the state are waited for."""
     plans = turn.job.candidates
     here = [turn.nodes.get(device.rpartition("/")[0]) for device in devices]
     gone = {
@@ -70,9 +73,15 @@ def vanished(turn: Turn, devices: Sequence[str]) -> None:
         for plan in reversed(plans)
         if device in plan.binding and node is not None and node.connected
     }
+    if not gone or turn.job.phase not in FALLIBLE:
+        return
     names = ", ".join(sorted(gone))
-    if gone and turn.job.phase in FALLIBLE:
-        fault(turn, gone, f"worker {names} is gone: it ended while no coordinator led")
+    since = min(node.since for node in here if node is not None and node.connected)
+    if turn.now - since < turn.settings.lone_seconds and (lost := lost_without(turn, gone)):
+        if turn.job.phase is not Phase.RECOVERING:  # else `recover` says so
+            waits(turn, f"{names} may live, and hold what nobody else does ({lost})")
+        return
+    fault(turn, gone, f"worker {names} is gone: it ended while no coordinator led")
 
 
 def absent(turn: Turn) -> None:

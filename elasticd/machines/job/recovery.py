@@ -109,16 +109,8 @@ def _spared(turn: Turn, found: Collection[str], why: str) -> bool:
     """Whether members that live, but stand still, are waited for: those that alone hold a part of the state,
     where there is none to go back to. Without them the job would end; and a step that takes longer than any of
     late, or a debugger, looks no different from a hang."""
-    job, plan = turn.job, turn.job.plan
-    holders = set(plan.members) if plan is not None else set()
-    if job.fence is not None:
-        recovery = job.proposal.recovery if job.proposal is not None and job.phase is Phase.PROPOSED else None
-        plan = job.proposal.old if job.proposal is not None and recovery is not None else None
-        holders = set(recovery.sources) if recovery is not None else set()
-    if plan is None or job.spec is None or older_state(turn):
-        return False
-    if _NOBODY_ELSE not in job.reason:  # else it was found before
-        lost = lost_boxes(job.spec.model, plan, holders - {*found})
+    if _NOBODY_ELSE not in turn.job.reason or older_state(turn):  # else it was found before
+        lost = lost_without(turn, found)
         if not lost:
             return False
         waits(turn, f"{why}; {_NOBODY_ELSE} {lost}")
@@ -126,12 +118,29 @@ def _spared(turn: Turn, found: Collection[str], why: str) -> bool:
     return True
 
 
+def lost_without(turn: Turn, found: Collection[str]) -> str:
+    """What nobody else holds if these devices are lost, where there is no older state to go back to: without
+    them the job would end."""
+    job, plan = turn.job, turn.job.plan
+    if job.spec is None or older_state(turn):
+        return ""
+    if job.phase is Phase.RECOVERING:
+        lacking = survey(turn)
+        return lacking if isinstance(lacking, str) else ""
+    holders = set(plan.members) if plan is not None else set()
+    if job.fence is not None:
+        recovery = job.proposal.recovery if job.proposal is not None and job.phase is Phase.PROPOSED else None
+        plan = job.proposal.old if job.proposal is not None and recovery is not None else None
+        holders = set(recovery.sources) if recovery is not None else set()
+    return lost_boxes(job.spec.model, plan, holders - {*found}) if plan is not None else ""
+
+
 def _awaited(turn: Turn, nodes: Collection[str], away: Collection[str], why: str) -> bool:
     """Whether nodes are waited for longer than others: the job would end without what they hold, and most
     networks that break are mended within a minute."""
-    known = [turn.nodes[name] for name in nodes if name in turn.nodes]
-    early = all(turn.now - node.since < turn.settings.lone_seconds for node in known)
-    return early and len(known) == len(nodes) and _spared(turn, away, why)
+    takeover = turn.job.patient_until - turn.settings.reconnect_seconds  # of nodes that this leader never met
+    since = [turn.nodes[name].since if name in turn.nodes else takeover for name in nodes]
+    return all(turn.now - each < turn.settings.lone_seconds for each in since) and _spared(turn, away, why)
 
 
 def _unreachable(turn: Turn) -> dict[str, str]:
