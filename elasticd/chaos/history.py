@@ -26,7 +26,7 @@ Led = Proposal | PlanRecord | Fence | DoneRecord
 class JobHistory:
     """What was read of one job. `plans`: the number and first step of each plan that was in force, in order;
     `gone`: who was fenced off, by the fence's number, device to incarnation; `pids`: the process of each
-    incarnation; `recoveries`: by number the first step of each recovery's plan, and the plan (its number) whose
+    incarnation; `recoveries`: by number the first step of each recovery's plan, and the plan (number) whose
     state it goes on from.
 
     A recovery has no vote: its members make steps before it is recorded. If a fence closes it then, the next
