@@ -63,8 +63,8 @@ def _died(turn: Turn, gone: WorkerLost, how: str) -> None:
 
 
 def vanished(turn: Turn, devices: Sequence[str]) -> None:
-    """Workers that a plan is bound to, on nodes that returned to a new leader without them. They may not be back
-    yet at an agent that was started again: those that alone hold a part of the state are waited for."""
+    """Workers that a plan is bound to, on nodes that returned to a new leader without them. They may not be
+    back yet at an agent that was started again: those that alone hold a part of the state are waited for."""
     plans = turn.job.candidates
     here = [turn.nodes.get(device.rpartition("/")[0]) for device in devices]
     gone = {
