@@ -24,7 +24,7 @@ class Hostile:
     def __init__(
         self, seed: int, devices: Sequence[str], jobs: Sequence[str], incarnations: Sequence[str]
     ) -> None:
-        self._draw = Random(seed)
+        self._draw, self._long = Random(seed), False
         self._known = {"device": [*devices], "job": [*jobs, "other"], "incarnation": [*incarnations, "gone"]}
         kinds = {kind for kind in get_args(ToLeader) if kind is not Up}
         self._kinds = sorted(kinds, key=lambda kind: kind.__name__)
@@ -43,6 +43,7 @@ class Hostile:
             made = plain(Up) | {"body": body}
         else:
             made = plain(draw.choice(self._kinds))
+        self._long = False
         for _ in range(draw.choice((0, 1, 1, 2, 5))):
             self._change(made)
         self._name(made)
@@ -73,7 +74,11 @@ class Hostile:
         elif isinstance(value, str):
             part[key] = draw.choice(TEXTS)
         elif isinstance(value, list):
-            part[key] = draw.choice(([], value * 3, value[:1] * 200))
+            # One long list in a message: lists in lists would be gigabytes, and no connection takes such a message.
+            part[key] = draw.choice(
+                ([], value * (1 if self._long else 3), value[:1] * (1 if self._long else 200))
+            )
+            self._long = True
         elif isinstance(value, dict):
             part[key] = draw.choice(({}, value, {f"{name}x": inner for name, inner in value.items()}))
         if draw.random() < 0.05:
