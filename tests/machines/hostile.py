@@ -74,10 +74,9 @@ class Hostile:
         elif isinstance(value, str):
             part[key] = draw.choice(TEXTS)
         elif isinstance(value, list):
-            # One long list in a message: lists in lists would be gigabytes, and no connection takes such a message.
-            part[key] = draw.choice(
-                ([], value * (1 if self._long else 3), value[:1] * (1 if self._long else 200))
-            )
+            # One long list in a message: lists in lists would be gigabytes, which no connection takes.
+            few, many = (1, 1) if self._long else (3, 200)
+            part[key] = draw.choice(([], value * few, value[:1] * many))
             self._long = True
         elif isinstance(value, dict):
             part[key] = draw.choice(({}, value, {f"{name}x": inner for name, inner in value.items()}))
