@@ -296,7 +296,7 @@ class Job(Seat):
         except BaseException as error:
             if isinstance(error, Exception):
                 self._fail(error)
-            self._end_copies()
+            self._end_threads()
             self._notice.restore()
             raise
         self._leave("")
@@ -331,7 +331,7 @@ class Job(Seat):
             log.warning("%s", end)
         except (JobOver, Departed):
             pass
-        self._end_copies()
+        self._end_threads()
 
     def _close(self, engine: Engine, step: int) -> None:
         self._loop.close(engine, step)
@@ -346,11 +346,14 @@ class Job(Seat):
                     self._callbacks.on_step(self, each)
             yield each
 
-    def _end_copies(self) -> None:
+    def _end_threads(self) -> None:
+        """Ends what copies the state, and lets all groups go: an interpreter that ends while a thread is inside
+        gloo aborts."""
         self._ended = True
         for maker in (self._saver, self._snapper):
             if maker is not None:
                 maker.end()
+        self._switcher.end()
 
     def _leave(self, reason: str) -> None:
         self._notice.restore()
@@ -359,8 +362,7 @@ class Job(Seat):
             self._callbacks.on_end(self)
 
     def _part(self, reason: str) -> None:
-        self._end_copies()
-        self._switcher.end()
+        self._end_threads()
         self._uncaught.restore()
         self._control.close(Goodbye(reason=reason))
 

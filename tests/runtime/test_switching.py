@@ -455,6 +455,14 @@ def test_a_script_that_leaves_its_loop_takes_its_leave(how: str, tmp_path: Path)
     assert agent.of(Raised) == []
 
 
+def no_groups(trained: elasticd.Job) -> bool:
+    """Whether all are let go: an interpreter that ends while a thread is inside gloo aborts (exit code -6)."""
+    inside = [
+        thread.name for thread in threading.enumerate() if thread.name.startswith(("park-", "elasticd-prep"))
+    ]
+    return not inside and trained._switcher._fabrics._fabrics == {}
+
+
 def test_an_exception_in_the_midst_of_an_update_ends_the_process_at_once(tmp_path: Path) -> None:
     agent = Played(str(tmp_path / "s"), lambda said: [])
     trained = job(optimizer=lambda named: Bad([parameter for _, parameter in named], lr=0.1))
@@ -466,6 +474,7 @@ def test_an_exception_in_the_midst_of_an_update_ends_the_process_at_once(tmp_pat
     (word,) = agent.of(Raised)
     assert (word.step, word.holds) == (0, False)
     assert agent.of(Bereft, Standing) == []
+    assert no_groups(trained)
 
 
 @pytest.mark.parametrize("loss", [bad_loss, large_loss])
@@ -496,6 +505,7 @@ def test_one_that_is_of_no_more_use_ends_with_its_own_exception(loss: Any, tmp_p
     with pytest.raises((ValueError, torch.OutOfMemoryError), match=r"bad sample|allocate"):
         script()
     assert freed[-1], "the memory of the step is free while the state is given away"
+    assert no_groups(trained)
     trained._control.close(Goodbye(reason="the test ends"))
     agent.end()
     assert [type(word).__name__ for word in agent.said if isinstance(word, Raised | messages.Leaving)] == [
