@@ -216,6 +216,20 @@ def test_state_that_no_such_set_holds_is_gone_on_from_when_the_network_heals() -
     assert world.job.network.hopeless_since is None
 
 
+def test_a_network_that_healed_is_found_so_where_the_recovery_began_with_a_death() -> None:
+    """Found by the soak: a worker died while two nodes were apart. Nobody had been regrouped for the network,
+    so nobody tried again whom it reached, and the job ended although all did."""
+    world = running(("alpha", "beta"), memory=3_000_000, loud=False)
+    world.apart = {("alpha", "beta")}
+    world.train(30)
+    assert world.job.network.hopeless_since is not None
+    network = msgspec.structs.replace(world.job.network, regroups=0)
+    job = msgspec.structs.replace(world.job, network=network)
+    world.state = msgspec.structs.replace(world.state, jobs={job.job: job})
+    world.apart = set()
+    assert until(world, lambda: recovered(world)) <= 10
+
+
 def test_a_set_that_has_no_plan_is_not_gone_on_with() -> None:
     """Each node could read a checkpoint, and has no room to train alone."""
     world = running(("alpha", "beta"), memory=4_000_000)

@@ -138,7 +138,8 @@ def _asked(turn: Turn, nodes: Collection[str]) -> tuple[list[str], float]:
     """Who is to try whom they reach, and seconds until the next round."""
     job, network = turn.job, turn.job.network
     long = job.phase is Phase.PROPOSED and turn.now - job.since >= PATIENT_SECONDS
-    if network.regroups or long or _stands_still(turn):
+    held_up = job.phase is Phase.RECOVERING and bool(network.apart())  # whatever the recovery began with
+    if network.regroups or long or held_up or _stands_still(turn):
         pause = min(PAUSE_SECONDS * 2.0 ** min(network.quiet, 16), MOST_PAUSE_SECONDS)
         return [*nodes], pause
     troubled = {*network.out} | {node for both in network.apart() for node in both}
