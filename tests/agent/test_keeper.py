@@ -338,7 +338,10 @@ def test_descriptors_do_not_grow_over_many_snapshots(scene: Scene) -> None:
 
     def take(step: int) -> None:
         worker.snap(step, os.urandom(50_000))
-        until(lambda: both(step), WAIT)
+        try:
+            until(lambda: both(step), WAIT)
+        except AssertionError as error:
+            raise AssertionError(f"step {step}: {[told(leader, node) for node in ('n0', 'n1')]}") from error
         leader.send(Whole(job=JOB, plan=1, step=step))
         if step > 1:
             assert worker.trainer.hear() == Freed(plan=1, step=step - 1)

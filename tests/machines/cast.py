@@ -116,6 +116,8 @@ class FakeWorker:
     fence: int = 0
     copies: tuple[Copy, ...] = ()
     said: list[Outcome] = field(default_factory=list)
+    #: The proposals of which it has said that it goes on under the old plan.
+    kept: set[int] = field(default_factory=set)
     alive: bool = True
 
     @property

@@ -6,7 +6,6 @@ from elasticd_planner.plan import Plan
 
 from elasticd.machines.coordinator import State
 from elasticd.machines.job.effects import Write
-from elasticd.messages import Kept
 from elasticd.records import DoneRecord, Fence, Keys, PlanRecord, Proposal, decode
 from elasticd.snapshots import Held
 from elasticd.store.memory import MemoryStore
@@ -115,8 +114,8 @@ class Checked:
     def _check_kept(self, before: Proposal | None, record: Proposal) -> None:
         if before is not None and before.old is not None:
             for device in before.old.members:
-                kept = {body.number for body in self.workers[device].said if isinstance(body, Kept)}
-                assert before.number in kept, "the next opens only after all kept the old plan"
+                kept = before.number in self.workers[device].kept
+                assert kept, "the next opens only after all kept the old plan"
         else:
             assert before is None or self._unresolved(), "an abort of the first plan stops the job"
         assert record.epoch == self.state.epoch

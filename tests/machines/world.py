@@ -316,6 +316,8 @@ class World(Checked):
     def outcome(self, worker: FakeWorker, body: Outcome) -> None:
         if isinstance(body, Swapped):
             self.swapped.add(body.number)
+        if isinstance(body, Kept):
+            worker.kept.add(body.number)
         worker.said = [*(old for old in worker.said if isinstance(old, Finished | Raised | Leaving)), body]
         self.up(worker.device, body)
 
