@@ -171,7 +171,7 @@ class World(Checked):
     def reconnect(self, node: str) -> None:
         """The agent's hello, and what its clients last said, as the agent's machine repeats it."""
         self.say(AgentUp(record=self.records[node]))
-        for worker in self.workers.values():
+        for worker in (*self.ended.values(), *self.workers.values()):
             if worker.node == node and not worker.alive and worker.device not in self.forgotten:
                 for body in worker.said:
                     self.say(Received(node=node, message=worker.up(body)))
@@ -327,12 +327,16 @@ class World(Checked):
             self._vote()
             running = max((worker.plan for worker in self.workers.values()), default=0)
             plan = next((plan for plan in self._plans() if plan.number == running), None)
-            lost = plan is not None and not all(self.workers[device].alive for device in plan.members)
-            if plan is not None and self.done() is None and not self._unresolved() and not lost:
+            if plan is not None and self.done() is None and not self._unresolved() and self._all_there(plan):
                 self.steps += 1
                 for device in plan.members:
                     self.up(device, self.report(plan, device))
             self.tick(1.0)
+
+    def _all_there(self, plan: Plan) -> bool:
+        """Whether the workers that the plan was made for live: another one on a device is no member."""
+        members = [self.workers[device] for device in plan.members]
+        return all(worker.alive and worker.incarnation == plan.binding[worker.device] for worker in members)
 
     def _plans(self) -> list[Plan]:
         proposal, plan = self.proposal(), self.plan()
