@@ -15,15 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from elasticd_planner.arrays import EQUAL, Floats, Ints
 from elasticd_planner.timing import FORWARD
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
-#: Values this close (relatively) are equal: sums in another order must not look different.
-EQUAL = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats
+from elasticd_planner.arrays import EQUAL, Floats
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import cast
 
 import numpy as np
 
-from elasticd_planner.assign import Floats
+from elasticd_planner.arrays import Floats
 from elasticd_planner.bound import Choices, Paces, hull
 from elasticd_planner.cluster import Cluster, Device, Link, Node, Rates
 from elasticd_planner.cost import CostModel, GroupCost, rate_of

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats, Terms, fill, split_layers, split_micro_batches
+from elasticd_planner.arrays import EQUAL, Floats
+from elasticd_planner.assign import Terms, fill, split_layers, split_micro_batches
 from elasticd_planner.cluster import Link
 from elasticd_planner.columns import most_layers
 from elasticd_planner.cost import rate_of, reach

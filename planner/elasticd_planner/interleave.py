@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from elasticd_planner.assign import EQUAL
+from elasticd_planner.arrays import EQUAL
 from elasticd_planner.cost import (
     memory_by_device,
     pipeline_memory,

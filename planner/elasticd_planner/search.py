@@ -11,7 +11,8 @@ from itertools import islice, product
 import msgspec
 
 from elasticd_planner import interleave, tight
-from elasticd_planner.assign import EQUAL, Floats, split_micro_batches
+from elasticd_planner.arrays import EQUAL, Floats
+from elasticd_planner.assign import split_micro_batches
 from elasticd_planner.cost import (
     CostModel,
     memory_by_device,

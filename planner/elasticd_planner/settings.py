@@ -13,7 +13,7 @@ from itertools import product
 
 import msgspec
 
-from elasticd_planner.assign import EQUAL
+from elasticd_planner.arrays import EQUAL
 from elasticd_planner.cluster import Device
 from elasticd_planner.cost import rate_of
 from elasticd_planner.plan import StatePolicy
