@@ -14,9 +14,9 @@ import numpy as np
 
 from elasticd_planner.arrays import EQUAL, Floats
 from elasticd_planner.assign import Terms, fill, split_layers, split_micro_batches
-from elasticd_planner.cluster import Link
+from elasticd_planner.cluster import Link, rate_of
 from elasticd_planner.columns import most_layers
-from elasticd_planner.cost import rate_of, reach
+from elasticd_planner.cost import reach
 from elasticd_planner.deal import Line, deal, pareto
 from elasticd_planner.division import GroupType
 from elasticd_planner.plan import Pipeline, Stage
