@@ -21,7 +21,8 @@ from elasticd_planner.finish import Finisher
 from elasticd_planner.kept import BETWEEN, WHOLE, shared_again
 from elasticd_planner.lineup import lined_up, loosened
 from elasticd_planner.nearest import nearest
-from elasticd_planner.placement import Outline, bytes_to_move, place, strategy
+from elasticd_planner.outlines import Outline, place
+from elasticd_planner.placement import bytes_to_move, strategy
 from elasticd_planner.plan import Pipeline, Plan, Prediction
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.recompute import Selective, flagged
