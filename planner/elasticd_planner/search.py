@@ -12,9 +12,9 @@ import msgspec
 
 from elasticd_planner import interleave, tight
 from elasticd_planner.arrays import EQUAL, Floats
-from elasticd_planner.assign import split_micro_batches
 from elasticd_planner.cluster import rate_of
 from elasticd_planner.cost import CostModel, memory_by_device, stage_times, steady_seconds, step_seconds
+from elasticd_planner.deal import split_micro_batches
 from elasticd_planner.describe import describe
 from elasticd_planner.exact import Exact, Pins
 from elasticd_planner.finish import Finisher
