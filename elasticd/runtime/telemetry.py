@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from elasticd_planner.lengths import bucket
 from elasticd_planner.measurement import Measurement
+from elasticd_planner.sequences import bucket
 
 from elasticd.runtime.spans import Spans
 from elasticd.runtime.stopwatch import INSIDE, Stopwatch

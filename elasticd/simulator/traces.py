@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
-from elasticd_planner.lengths import histogram
 from elasticd_planner.links import Transfer
 from elasticd_planner.measurement import Measurement
+from elasticd_planner.sequences import histogram
 from elasticd_planner.value import Value, refuse
 
 Floats = npt.NDArray[np.float64]

@@ -1,20 +1,26 @@
 """The planner: the shared vocabulary (cluster, model, layout, plan, boxes), cost, search, detection, policy.
 
-Pure: no torch, clock, IO or logging. Every decision is a function of its arguments.
+Pure: no torch, clock, IO or logging. Every decision is a function of its arguments. The public names below are
+loaded when they are first used: whoever imports a module of the planner does not wait for all of them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Before the function below takes the name: `from elasticd_planner.plan import ...` keeps to the module.
 from elasticd_planner.plan import Plan as Plan
 
 if TYPE_CHECKING:
+    from elasticd_planner.boxes import Box
+    from elasticd_planner.cluster import Cluster
     from elasticd_planner.formats import Objective, TableProblem
+    from elasticd_planner.layouts import Layouts
+    from elasticd_planner.plan import Pipeline, Stage
     from elasticd_planner.problem import Problem
+    from elasticd_planner.profiles import ModelProfile
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Box", "Cluster", "Layouts", "ModelProfile", "Pipeline", "Plan", "Problem", "Stage", "plan"]
 
 
 def plan(problem: Problem | TableProblem | str | bytes, objective: Objective = "step") -> Plan:
@@ -38,3 +44,19 @@ def plan(problem: Problem | TableProblem | str | bytes, objective: Objective = "
     if found is None:
         raise Invalid(refusal)
     return found
+
+
+def __getattr__(name: str) -> Any:
+    """All public names are loaded with the first of them that is asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module 'elasticd_planner' has no attribute {name!r}")
+    from elasticd_planner.boxes import Box
+    from elasticd_planner.cluster import Cluster
+    from elasticd_planner.layouts import Layouts
+    from elasticd_planner.plan import Pipeline, Stage
+    from elasticd_planner.problem import Problem
+    from elasticd_planner.profiles import ModelProfile
+
+    values = (Box, Cluster, Layouts, ModelProfile, Pipeline, Problem, Stage)
+    globals().update({value.__name__: value for value in values})
+    return globals()[name]

@@ -1,6 +1,6 @@
-"""Layers over the stages of a pipeline by the formula, and exact micro-batches over unequal pipelines.
+"""Layers over the stages of a pipeline by the formula.
 
-Both are min-max problems with one budget. By the formula a pipeline takes sum_j s_j + (m - 1) max_j s_j with
+A min-max problem with one budget. By the formula a pipeline takes sum_j s_j + (m - 1) max_j s_j with
 s_j = block_j x n_j + fixed_j + hop_j: for a given cap on max_j s_j, stage j may have as many layers as stay
 below it, and the least sum fills the cheapest stages first. The caps worth trying are the values that an s_j
 can take, so trying all of them (at once, in arrays) is exact for every m.
@@ -15,15 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from elasticd_planner.arrays import EQUAL, Floats, Ints
 from elasticd_planner.timing import FORWARD
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
-#: Values this close (relatively) are equal: sums in another order must not look different.
-EQUAL = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,35 +101,3 @@ def split_layers(terms: Sequence[Terms], layers: int, micro_batches: int) -> tup
     sums = given @ np.array([t.block for t in terms])
     best = int(np.argmin(sums + caps * (micro_batches - 1)))
     return tuple(int(n) for n in given[best])
-
-
-def capacity(seconds: Floats, limit: float) -> int:
-    """The most micro-batches that a pipeline with this curve finishes within `limit`."""
-    return int(np.searchsorted(seconds, limit * (1 + EQUAL), side="right"))
-
-
-def split_micro_batches(
-    curves: Sequence[Floats], total: int, least: Sequence[int] | None = None
-) -> tuple[int, ...] | None:
-    """Micro-batches by pipeline, at least one each (or `least`), with the least time of the slowest pipeline;
-    among those the last micro-batches are taken from whoever is slowest with them. None where it is
-    impossible."""
-    least = least or (1,) * len(curves)
-    if total < sum(least):
-        return None
-    values = np.unique(np.concatenate([c[np.isfinite(c)] for c in curves]))
-    low, high = 0, len(values)
-    while low < high:
-        middle = (low + high) // 2
-        given = [capacity(c, float(values[middle])) for c in curves]
-        if all(m >= n for m, n in zip(given, least, strict=True)) and sum(given) >= total:
-            high = middle
-        else:
-            low = middle + 1
-    if low == len(values):
-        return None
-    given = [capacity(c, float(values[low])) for c in curves]
-    while sum(given) > total:
-        spare = [i for i, m in enumerate(given) if m > least[i]]
-        given[max(spare, key=lambda i: (round(float(curves[i][given[i] - 1]), 9), i))] -= 1
-    return tuple(given)

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from elasticd_planner import packing
+from elasticd_planner.arrays import Ints
 from elasticd_planner.plan import ModulePlan, Plan
 from elasticd_planner.value import Value, refuse
 
@@ -57,7 +57,7 @@ class Sampler(Value, frozen=True, kw_only=True):
 
 
 @lru_cache(maxsize=4)
-def _epoch(seed: int, epoch: int, size: int) -> npt.NDArray[np.int64]:
+def _epoch(seed: int, epoch: int, size: int) -> Ints:
     return np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(size)
 
 

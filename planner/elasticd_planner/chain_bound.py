@@ -26,7 +26,7 @@ from typing import Protocol
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats, Ints
+from elasticd_planner.arrays import EQUAL, Floats, Ints
 from elasticd_planner.chains import LAST, Cases, Chain, Cheapest, Limits, Pieces
 from elasticd_planner.prices import centre
 

@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-from elasticd_planner.assign import EQUAL, Floats, Ints
+from elasticd_planner.arrays import EQUAL, Bools, Floats, Ints
 
 #: The last m of each class whose sum of seconds has a price. Any larger m is alone, and has none.
 LAST = (4, 5, 7, 10, 15)
@@ -158,12 +157,12 @@ class _Columns:
         self.case = np.concatenate([own[:priced], own])
         self.begin = slice(priced, None)
 
-    def any(self, of: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def any(self, of: Bools) -> Bools:
         """By case: whether it is so of any of its columns."""
         p = self.priced
         return np.concatenate([of[:p] | of[p : 2 * p], of[2 * p :]])
 
-    def columns(self, kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    def columns(self, kept: Bools) -> Bools:
         """The columns of the cases that are kept."""
         return np.concatenate([kept[: self.priced], kept])
 

@@ -133,6 +133,11 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
         return tuple(dict.fromkeys((self.inside, self.between, *inner)))
 
 
+def rate_of(rates: Rates, device: str) -> float:
+    """How many times slower than normal a device is: `NORMAL` where `rates` does not name it."""
+    return rates.get(device, NORMAL)
+
+
 def check_rates(rates: Rates, cluster: Cluster) -> None:
     """Refuses rates of unknown devices and rates below 0.1 (most likely an error of units)."""
     known = {device.name for device in cluster.devices}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from elasticd_planner.assign import EQUAL
+from elasticd_planner.arrays import EQUAL
 from elasticd_planner.cost import CostModel
 from elasticd_planner.division import GroupType
 

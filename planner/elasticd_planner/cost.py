@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from elasticd_planner.bound import Paces
-from elasticd_planner.cluster import Cluster, Link, Rates
+from elasticd_planner.cluster import Cluster, Link, Rates, rate_of
 from elasticd_planner.passes import most_alive
 from elasticd_planner.plan import Pipeline, Plan, Stage
 from elasticd_planner.timing import FORWARD, Times, Timing
@@ -105,10 +105,6 @@ class CostModel(Protocol):
 def reach(cluster: Cluster, devices: Sequence[str]) -> Link:
     """The slowest link among some devices, by the level that they span."""
     return cluster.reach(devices)
-
-
-def rate_of(rates: Rates, device: str) -> float:
-    return rates.get(device, 1.0)
 
 
 #: What groups cost, by what that depends on: their rates, shares and link, and whether they recompute.

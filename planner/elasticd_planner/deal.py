@@ -1,7 +1,9 @@
-"""Micro-batches over pipelines given by lines: exact, for any number of pipelines.
+"""Micro-batches over unequal pipelines, exact: a pipeline's seconds are given by lines, or by a curve.
 
-A pipeline takes m micro-batches in min over its lines of (m - 1) o + S (steady: m o). The least T at which all
-pipelines together take the batch is found by bisection; what is too much then is taken from whoever is slowest.
+By lines (`deal`, for any number of pipelines) a pipeline takes m micro-batches in min over them of
+(m - 1) o + S (steady: m o); by a curve (`split_micro_batches`) in any seconds that rise with m. The least T at
+which all pipelines together take the batch is found by bisection; what is too much then is taken from whoever
+is slowest.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats
+from elasticd_planner.arrays import EQUAL, Floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +85,35 @@ def pareto(caps: Floats, sums: Floats) -> tuple[Floats, Floats]:
     before = np.concatenate([[math.inf], np.minimum.accumulate(sums)[:-1]])
     kept = sums < before * (1 - EQUAL)
     return caps[kept], sums[kept]
+
+
+def capacity(seconds: Floats, limit: float) -> int:
+    """The most micro-batches that a pipeline with this curve finishes within `limit`."""
+    return int(np.searchsorted(seconds, limit * (1 + EQUAL), side="right"))
+
+
+def split_micro_batches(
+    curves: Sequence[Floats], total: int, least: Sequence[int] | None = None
+) -> tuple[int, ...] | None:
+    """Micro-batches by pipeline, at least one each (or `least`), with the least time of the slowest pipeline;
+    among those the last micro-batches are taken from whoever is slowest with them. None where it is
+    impossible."""
+    least = least or (1,) * len(curves)
+    if total < sum(least):
+        return None
+    values = np.unique(np.concatenate([c[np.isfinite(c)] for c in curves]))
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        given = [capacity(c, float(values[middle])) for c in curves]
+        if all(m >= n for m, n in zip(given, least, strict=True)) and sum(given) >= total:
+            high = middle
+        else:
+            low = middle + 1
+    if low == len(values):
+        return None
+    given = [capacity(c, float(values[low])) for c in curves]
+    while sum(given) > total:
+        spare = [i for i, m in enumerate(given) if m > least[i]]
+        given[max(spare, key=lambda i: (round(float(curves[i][given[i] - 1]), 9), i))] -= 1
+    return tuple(given)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from elasticd_planner.cluster import Rates
-from elasticd_planner.cost import rate_of
+from elasticd_planner.cluster import Rates, rate_of
 from elasticd_planner.plan import Pipeline, Plan
 
 #: How many of a kind are named before the rest is counted.

@@ -15,10 +15,10 @@ from typing import cast
 
 import numpy as np
 
-from elasticd_planner.assign import Floats
+from elasticd_planner.arrays import Floats
 from elasticd_planner.bound import Choices, Paces, hull
-from elasticd_planner.cluster import Cluster, Device, Link, Node, Rates
-from elasticd_planner.cost import CostModel, GroupCost, rate_of
+from elasticd_planner.cluster import Cluster, Device, Link, Node, Rates, rate_of
+from elasticd_planner.cost import CostModel, GroupCost
 from elasticd_planner.leading import Leading, Taken, possible, tractable
 
 #: Groupings of a node that are listed at most: of few devices, and of many, where those that lead are added.

@@ -19,9 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats, Terms, capacity, curve, split_micro_batches
+from elasticd_planner.arrays import EQUAL, Floats
+from elasticd_planner.assign import Terms, curve
 from elasticd_planner.cluster import Cluster, Rates
 from elasticd_planner.cost import CostModel
+from elasticd_planner.deal import capacity, split_micro_batches
 from elasticd_planner.grouping import Counts, Group, classes, groups, hop, span
 from elasticd_planner.layers import reached
 from elasticd_planner.orders import Least, orders

@@ -14,7 +14,7 @@ from itertools import permutations
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats, Ints
+from elasticd_planner.arrays import EQUAL, Floats, Ints
 from elasticd_planner.columns import Columns, Rules
 from elasticd_planner.division import GroupType
 from elasticd_planner.shapes import Shapes

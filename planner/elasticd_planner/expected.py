@@ -7,9 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from elasticd_planner.arrays import Floats
-from elasticd_planner.plan import Plan
+from elasticd_planner.plan import Plan, seats_of
 from elasticd_planner.profiles import ModelProfile
-from elasticd_planner.seats import seats_of
 from elasticd_planner.steps import Step
 
 

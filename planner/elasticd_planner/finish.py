@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats, Terms, fill, split_layers, split_micro_batches
-from elasticd_planner.cluster import Link
+from elasticd_planner.arrays import EQUAL, Floats
+from elasticd_planner.assign import Terms, fill, split_layers
+from elasticd_planner.cluster import Link, rate_of
 from elasticd_planner.columns import most_layers
-from elasticd_planner.cost import rate_of, reach
-from elasticd_planner.deal import Line, deal, pareto
+from elasticd_planner.cost import reach
+from elasticd_planner.deal import Line, deal, pareto, split_micro_batches
 from elasticd_planner.division import GroupType
 from elasticd_planner.plan import Pipeline, Stage
 from elasticd_planner.polish import Board, Placed, improved

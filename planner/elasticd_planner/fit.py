@@ -16,14 +16,12 @@ from dataclasses import dataclass, replace
 import msgspec
 import numpy as np
 
-from elasticd_planner.arrays import Bools, Floats, Ints
+from elasticd_planner.arrays import Bools, Floats, Ints, middle
 from elasticd_planner.cluster import Cluster, Rates
 from elasticd_planner.cost import after_seconds, step_seconds
-from elasticd_planner.plan import Plan
+from elasticd_planner.plan import Plan, Seats, seats_of
 from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile, SectionProfile
-from elasticd_planner.seats import Seats, seats_of
-from elasticd_planner.sequential import middle
 from elasticd_planner.steps import COLUMNS, Step
 from elasticd_planner.value import refuse
 

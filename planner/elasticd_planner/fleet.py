@@ -15,9 +15,9 @@ from statistics import median
 
 import numpy as np
 
-from elasticd_planner.arrays import Floats
+from elasticd_planner.arrays import Floats, middle
 from elasticd_planner.cluster import NORMAL
-from elasticd_planner.sequential import middle, spread_of
+from elasticd_planner.sequential import spread_of
 from elasticd_planner.value import Value
 
 #: Spreads above the cheaper half's middle within which a device belongs to the fleet.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from elasticd_planner.cluster import Cluster, Link, Rates
-from elasticd_planner.cost import CostModel, GroupCost, rate_of
+from elasticd_planner.cluster import Cluster, Link, Rates, rate_of
+from elasticd_planner.cost import CostModel, GroupCost
 
 #: How many devices of each class: of the whole cluster, of a group, of a pipeline.
 Counts = tuple[int, ...]

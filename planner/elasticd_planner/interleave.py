@@ -17,12 +17,12 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from elasticd_planner.assign import EQUAL
+from elasticd_planner.arrays import EQUAL
+from elasticd_planner.cluster import rate_of
 from elasticd_planner.cost import (
     memory_by_device,
     pipeline_memory,
     pipeline_seconds,
-    rate_of,
     reach,
     steady_seconds,
     step_seconds,

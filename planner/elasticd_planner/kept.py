@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from elasticd_planner.cluster import Rates
-from elasticd_planner.cost import rate_of
+from elasticd_planner.cluster import Rates, rate_of
 from elasticd_planner.plan import Pipeline, Stage
 from elasticd_planner.profiles import ModelProfile
 from elasticd_planner.rules import apportion

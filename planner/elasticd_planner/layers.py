@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats, Ints, Terms, fill
+from elasticd_planner.arrays import EQUAL, Floats, Ints
+from elasticd_planner.assign import Terms, fill
 from elasticd_planner.timing import Times, Timing, at_least
 
 #: Ways to divide the layers that are listed at most: of one pipeline, of all in one call.

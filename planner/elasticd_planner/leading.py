@@ -17,7 +17,7 @@ from itertools import product
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL
+from elasticd_planner.arrays import EQUAL
 
 #: Sets of sizes that lead, of as many groups.
 LEADING = 2

@@ -14,9 +14,8 @@ from math import floor, prod
 
 import msgspec
 
-from elasticd_planner.assign import EQUAL
-from elasticd_planner.cluster import Cluster, Rates
-from elasticd_planner.cost import rate_of
+from elasticd_planner.arrays import EQUAL
+from elasticd_planner.cluster import Cluster, Rates, rate_of
 from elasticd_planner.grouping import by_name
 from elasticd_planner.placement import Held, Holders, holders, lacking
 from elasticd_planner.plan import Pipeline, Plan, Stage

@@ -1,6 +1,6 @@
 """Devices exchanged for devices that are alike, so that the fewest bytes move from the running plan.
 
-Exact for a few devices (`placement.place`); here for any number: whole nodes of one kind change places first,
+Exact for a few devices (`outlines.place`); here for any number: whole nodes of one kind change places first,
 then devices of one class inside each node. (The members of a group are lined up after that: `lineup`.)
 """
 

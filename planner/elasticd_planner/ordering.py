@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from elasticd_planner.assign import EQUAL, Floats, Ints
+from elasticd_planner.arrays import EQUAL, Floats, Ints
 from elasticd_planner.columns import NEVER, Column, Rules
 
 Small = npt.NDArray[np.int32]

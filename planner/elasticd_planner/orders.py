@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.assign import Floats, Ints
+from elasticd_planner.arrays import Floats, Ints
 from elasticd_planner.cluster import Cluster
 from elasticd_planner.cost import CostModel
 from elasticd_planner.grouping import Group, hop

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from elasticd_planner.assign import Ints
+from elasticd_planner.arrays import Ints
 from elasticd_planner.columns import NEVER
 
 Counts = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""From shapes to plans: which device takes which place so that the fewest bytes move, and how many those are.
+"""How many bytes of state move between two plans, and which device takes which place so that these are few.
 
 The planner has a profile, not the model's layouts: bytes are counted by sections and share units. The
 migration counts exactly.
@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from elasticd_planner.grouping import Alike, by_name
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Span, Stage, Strategy
+from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Span, Strategy
 from elasticd_planner.profiled import to_units
 from elasticd_planner.profiles import ModelProfile, SectionProfile
-from elasticd_planner.shape import Shape
 from elasticd_planner.zero import Zero
 
 
@@ -52,15 +50,6 @@ Holders = dict[str, Held]
 
 #: So many devices are assigned exactly and with a preference among equal ones.
 FEW = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outline:
-    """A pipeline by classes of devices, with its layers by stage and its micro-batches."""
-
-    shape: Shape
-    layers: tuple[int, ...]
-    micro_batches: int
 
 
 def holders(plan: Plan | None, units: int) -> Holders:
@@ -140,38 +129,6 @@ def lacking(profile: ModelProfile, old: Held | None, new: Held) -> float:
     return total
 
 
-def place(
-    outlines: Sequence[Outline], alike: Sequence[Alike], profile: ModelProfile, current: Plan | None
-) -> tuple[Pipeline, ...]:
-    """Pipelines with devices: each class's devices go where they lack least if the members of each group are
-    lined up so. Deterministic: what is equal goes by name."""
-    before = holders(current, profile.share_units)
-    slots: dict[int, list[tuple[int, int, Held]]] = {}
-    for p, outline in enumerate(outlines):
-        start = 0
-        for s, (group, layers) in enumerate(zip(outline.shape.groups, outline.layers, strict=True)):
-            low = 0
-            for index, units in group.members:
-                last = s == len(outline.layers) - 1
-                held = Held(
-                    start=start, stop=start + layers, low=low, high=low + units, embed=s == 0, head=last
-                )
-                slots.setdefault(index, []).append((p, s, held))
-                low += units
-            start += layers
-    chosen: dict[tuple[int, int], list[tuple[str, int]]] = {}
-    for index, wanted in slots.items():
-        names = alike[index].devices
-        costs = [[estimate(profile, before.get(name), held) for _, _, held in wanted] for name in names]
-        for (p, s, held), row in zip(wanted, assign(costs), strict=True):
-            chosen.setdefault((p, s), []).append((names[row], held.high - held.low))
-    pipelines = [
-        _pipeline(outline, [chosen[p, s] for s in range(len(outline.layers))])
-        for p, outline in enumerate(outlines)
-    ]
-    return tuple(sorted(pipelines, key=lambda p: by_name(p.stages[0].devices[0])))
-
-
 def estimate(profile: ModelProfile, old: Held | None, new: Held) -> float:
     """Bytes lacking if the order in the group can be chosen so that old units are kept."""
     if old is None:
@@ -235,22 +192,6 @@ def _matching(costs: Sequence[Sequence[float]]) -> tuple[int, ...]:
         if owner[device]:
             chosen[int(owner[device]) - 1] = device - 1
     return tuple(chosen)
-
-
-def _pipeline(outline: Outline, members: Sequence[Sequence[tuple[str, int]]]) -> Pipeline:
-    stages = []
-    start = 0
-    for layers, group in zip(outline.layers, members, strict=True):
-        stages.append(
-            Stage(
-                start=start,
-                stop=start + layers,
-                devices=tuple(name for name, _ in group),
-                shares=tuple(units for _, units in group),
-            )
-        )
-        start += layers
-    return Pipeline(stages=tuple(stages), micro_batches=outline.micro_batches)
 
 
 def strategy(pipelines: Sequence[Pipeline], module: str = "model") -> Strategy:

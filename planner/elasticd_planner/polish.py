@@ -13,12 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from elasticd_planner.assign import EQUAL, Floats, Ints
+from elasticd_planner.arrays import EQUAL, Bools, Floats, Ints
 from elasticd_planner.timing import Times, Timing
-
-Bools = npt.NDArray[np.bool_]
 
 #: Steps from guess to guess at most.
 STEPS = 40

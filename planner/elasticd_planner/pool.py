@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats, Ints
+from elasticd_planner.arrays import EQUAL, Floats, Ints
 from elasticd_planner.columns import Column, Columns, most_layers
 from elasticd_planner.cost import GroupCost
 from elasticd_planner.division import Division, GroupType, NodeKind

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from elasticd_planner.assign import Floats
+from elasticd_planner.arrays import Floats
 
 #: Newton steps at most, the part of the way to the nearest wall that one goes, and the change of a price at
 #: which they end.

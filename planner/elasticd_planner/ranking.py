@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
-from elasticd_planner.assign import Floats
+from elasticd_planner.arrays import Floats
 
 #: Divisions that nodes of one kind mix, two at a time.
 MIXED = 10

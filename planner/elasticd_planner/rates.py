@@ -27,7 +27,7 @@ from statistics import median
 import msgspec
 import numpy as np
 
-from elasticd_planner.arrays import Floats
+from elasticd_planner.arrays import Floats, middle
 from elasticd_planner.cluster import NORMAL
 from elasticd_planner.detect import DetectSettings as DetectSettings
 from elasticd_planner.fleet import Curve, fleet_cost, fleet_cost_of_many, learned, learned_of_many, noise
@@ -37,7 +37,6 @@ from elasticd_planner.judge import rounded as rounded
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.rated import COUNT, RATE, Devices, replaced, without
 from elasticd_planner.rated import DeviceRate as DeviceRate
-from elasticd_planner.sequential import middle
 from elasticd_planner.slowness import Slowness, classify
 from elasticd_planner.steps import STARTS, Step
 from elasticd_planner.value import Value

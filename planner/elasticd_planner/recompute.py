@@ -13,9 +13,12 @@ from itertools import pairwise
 
 import msgspec
 
-from elasticd_planner.assign import EQUAL, Floats, Terms, split_layers, split_micro_batches
+from elasticd_planner.arrays import EQUAL, Floats
+from elasticd_planner.assign import Terms, split_layers
+from elasticd_planner.cluster import rate_of
 from elasticd_planner.columns import most_layers
-from elasticd_planner.cost import rate_of, reach, stage_times
+from elasticd_planner.cost import reach, stage_times
+from elasticd_planner.deal import split_micro_batches
 from elasticd_planner.division import GroupType
 from elasticd_planner.layers import best_layers
 from elasticd_planner.plan import Pipeline, Stage

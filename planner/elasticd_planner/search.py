@@ -11,22 +11,18 @@ from itertools import islice, product
 import msgspec
 
 from elasticd_planner import interleave, tight
-from elasticd_planner.assign import EQUAL, Floats, split_micro_batches
-from elasticd_planner.cost import (
-    CostModel,
-    memory_by_device,
-    rate_of,
-    stage_times,
-    steady_seconds,
-    step_seconds,
-)
+from elasticd_planner.arrays import EQUAL, Floats
+from elasticd_planner.cluster import rate_of
+from elasticd_planner.cost import CostModel, memory_by_device, stage_times, steady_seconds, step_seconds
+from elasticd_planner.deal import split_micro_batches
 from elasticd_planner.describe import describe
 from elasticd_planner.exact import Exact, Pins
 from elasticd_planner.finish import Finisher
 from elasticd_planner.kept import BETWEEN, WHOLE, shared_again
 from elasticd_planner.lineup import lined_up, loosened
 from elasticd_planner.nearest import nearest
-from elasticd_planner.placement import Outline, bytes_to_move, place, strategy
+from elasticd_planner.outlines import Outline, place
+from elasticd_planner.placement import bytes_to_move, strategy
 from elasticd_planner.plan import Pipeline, Plan, Prediction
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.recompute import Selective, flagged

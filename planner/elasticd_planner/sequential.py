@@ -144,10 +144,3 @@ def spread_of(change: float) -> float:
     """The standard deviation of a signal from the median of the changes between its steps, up and down alike:
     whatever some of them are."""
     return change / (MAD * math.sqrt(2))
-
-
-def middle(ordered: Sequence[float] | Floats) -> float:
-    """The median of numbers in ascending order."""
-    half = len(ordered) // 2
-    found = ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
-    return float(found)

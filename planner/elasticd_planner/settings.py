@@ -13,9 +13,8 @@ from itertools import product
 
 import msgspec
 
-from elasticd_planner.assign import EQUAL
-from elasticd_planner.cluster import Device
-from elasticd_planner.cost import rate_of
+from elasticd_planner.arrays import EQUAL
+from elasticd_planner.cluster import Device, rate_of
 from elasticd_planner.plan import StatePolicy
 from elasticd_planner.problem import Answer, Freedom, Problem
 from elasticd_planner.profiled import ProfileCost

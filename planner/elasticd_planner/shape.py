@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elasticd_planner.assign import Floats, Terms, split_layers
+from elasticd_planner.arrays import Floats
+from elasticd_planner.assign import Terms, split_layers
 from elasticd_planner.grouping import Counts, Group
 from elasticd_planner.layers import best_layers
 from elasticd_planner.timing import Timing

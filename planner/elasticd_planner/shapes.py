@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats, Ints
+from elasticd_planner.arrays import EQUAL, Floats, Ints
 from elasticd_planner.columns import NEVER, Column, Rules
 from elasticd_planner.ordering import Ordering, caps_of
 

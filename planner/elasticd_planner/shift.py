@@ -22,7 +22,7 @@ import msgspec
 
 from elasticd_planner.detect import DetectSettings
 from elasticd_planner.fleet import noise
-from elasticd_planner.lengths import Lengths
+from elasticd_planner.sequences import Lengths
 from elasticd_planner.sequential import NONE, Detector, Evidence, trimmed
 from elasticd_planner.value import Value
 

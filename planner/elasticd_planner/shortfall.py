@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from elasticd_planner.assign import Floats
-from elasticd_planner.cluster import Device
-from elasticd_planner.cost import rate_of
+from elasticd_planner.arrays import Floats
+from elasticd_planner.cluster import Device, rate_of
 from elasticd_planner.problem import Problem
 from elasticd_planner.rules import apportion
 from elasticd_planner.task import Task

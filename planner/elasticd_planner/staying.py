@@ -6,7 +6,8 @@ import math
 
 import msgspec
 
-from elasticd_planner.cost import memory_by_device, rate_of
+from elasticd_planner.cluster import rate_of
+from elasticd_planner.cost import memory_by_device
 from elasticd_planner.describe import describe
 from elasticd_planner.division import kinds
 from elasticd_planner.formats import Objective, Planned, TableProblem

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from elasticd_planner.arrays import Floats
-from elasticd_planner.lengths import Lengths, lengths_of, packed
 from elasticd_planner.measurement import Measurement
+from elasticd_planner.sequences import Lengths, lengths_of, packed
 from elasticd_planner.value import Value, refuse
 
 #: The fields of a measurement that are kept: those that detection reads come first.
@@ -36,7 +36,7 @@ _ROW = struct.Struct(f"<{len(COLUMNS)}d")
 
 
 class Row(NamedTuple):
-    """What is kept of one measurement: the numbers of `COLUMNS`, and its sequences (`lengths.packed`)."""
+    """What is kept of one measurement: the numbers of `COLUMNS`, and its sequences (`sequences.packed`)."""
 
     numbers: bytes
     sequences: bytes

@@ -26,7 +26,7 @@ from itertools import combinations_with_replacement, islice, product
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats, Ints
+from elasticd_planner.arrays import EQUAL, Floats, Ints
 from elasticd_planner.chain_bound import Budget, ChainBound
 from elasticd_planner.chains import Limits, Pieces
 from elasticd_planner.division import NodeKind

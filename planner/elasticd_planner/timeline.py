@@ -20,12 +20,11 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from elasticd_planner.arrays import Floats, Ints
 from elasticd_planner.passes import Kind, Pass, passes
 from elasticd_planner.value import Value, refuse
 
-Floats = npt.NDArray[np.float64]
 #: Times by stage, or by pipeline and stage: all pipelines of an array have as many stages.
 Times = Sequence[float] | Sequence[Sequence[float]] | Floats
 
@@ -261,7 +260,7 @@ class _Rounds:
         self.free = np.zeros(shape)
         self.ahead = np.zeros(between)
         self.back = np.zeros(between)
-        self.round: npt.NDArray[np.int64] | int = 0
+        self.round: Ints | int = 0
 
     def fill(self, micro_batches: int) -> None:
         """All rounds with a forward pass; those that only repeat are added at once."""
@@ -309,7 +308,7 @@ class _Rounds:
         ends = self._until + np.maximum.accumulate(ready - self._before, axis=-1)
         self.free, self.ahead = ends[..., 0::2], ends[..., 1::2]
 
-    def _backward(self, index: npt.NDArray[np.int64] | int, micro_batches: npt.NDArray[np.int64] | int) -> None:
+    def _backward(self, index: Ints | int, micro_batches: Ints | int) -> None:
         """Round `index`: on each stage the backward pass that is due, if there is one."""
         micro = index - self.behind
         due = (micro >= 0) & (micro < micro_batches)

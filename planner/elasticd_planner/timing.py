@@ -29,7 +29,8 @@ from typing import Protocol
 
 import numpy as np
 
-from elasticd_planner.timeline import Floats, interleaved_seconds, one_f_one_b_curve, one_f_one_b_seconds
+from elasticd_planner.arrays import Floats
+from elasticd_planner.timeline import interleaved_seconds, one_f_one_b_curve, one_f_one_b_seconds
 from elasticd_planner.value import refuse
 
 #: The part of a stage's work that is its forward pass: two operations of six per element (Kaplan et al. 2020).

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from elasticd_planner.assign import EQUAL
+from elasticd_planner.arrays import EQUAL
 from elasticd_planner.plan import Plan, StatePolicy
 from elasticd_planner.settings import Setting, Settings, current_setting
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.assign import EQUAL, Floats, Ints
+from elasticd_planner.arrays import EQUAL, Floats, Ints
 from elasticd_planner.columns import most_layers
 from elasticd_planner.division import Divider, GroupType, NodeKind
 from elasticd_planner.task import Task

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from elasticd_planner.assign import EQUAL
+from elasticd_planner.arrays import EQUAL
 from elasticd_planner.bound import Choices, least
 from elasticd_planner.columns import Columns, Limits, Rules
 from elasticd_planner.division import Division, divider, kinds

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import msgspec
 from elasticd_planner.cluster import Cluster, Device, Node
 from elasticd_planner.cost import step_seconds
-from elasticd_planner.lengths import bucket
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
 from elasticd_planner.problem import Answer, Problem
@@ -15,6 +14,7 @@ from elasticd_planner.profiled import ProfileCost
 from elasticd_planner.profiles import ModelProfile, derive
 from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units
 from elasticd_planner.search import plan as search
+from elasticd_planner.sequences import bucket
 
 from elasticd.messages import (
     Bereft,

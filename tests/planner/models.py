@@ -2,8 +2,8 @@
 
 import math
 
-from elasticd_planner.cluster import Cluster, Device, Link, Node
-from elasticd_planner.cost import memory_by_device, rate_of, step_seconds
+from elasticd_planner.cluster import Cluster, Device, Link, Node, rate_of
+from elasticd_planner.cost import memory_by_device, step_seconds
 from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Prediction, Stage, Strategy
 from elasticd_planner.problem import Problem
 from elasticd_planner.profiled import ProfileCost

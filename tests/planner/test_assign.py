@@ -4,7 +4,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from elasticd_planner.assign import Terms, capacity, curve, split_layers, split_micro_batches
+from elasticd_planner.assign import Terms, curve, split_layers
+from elasticd_planner.deal import capacity, split_micro_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -3,9 +3,10 @@
 import msgspec
 import pytest
 from elasticd_planner.fleet import Curve
-from elasticd_planner.lengths import Lengths, attention_rise, bucket, evaluated, even, histogram
+from elasticd_planner.lengths import attention_rise, evaluated
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.profiles import derive
+from elasticd_planner.sequences import Lengths, bucket, even, histogram
 from elasticd_planner.steps import Step
 from elasticd_planner.value import Invalid
 from hypothesis import given

@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from elasticd_planner.sequential import NONE, Detector, Evidence, middle, spread_of, trimmed
+from elasticd_planner.arrays import middle
+from elasticd_planner.sequential import NONE, Detector, Evidence, spread_of, trimmed
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 from elasticd_planner.detect import DetectSettings
-from elasticd_planner.lengths import Lengths
+from elasticd_planner.sequences import Lengths
 from elasticd_planner.shift import Shift, ShiftState, watch
 
 SETTINGS = DetectSettings()

@@ -7,7 +7,8 @@ know it: what they took is what the profile says from then on.
 from __future__ import annotations
 
 from elasticd_planner.fit import remeasured
-from elasticd_planner.lengths import Lengths, attention_rise, evaluated, even
+from elasticd_planner.lengths import attention_rise, evaluated
+from elasticd_planner.sequences import Lengths, even
 from elasticd_planner.shift import watch
 from elasticd_planner.steps import Step
 

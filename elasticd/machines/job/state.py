@@ -37,7 +37,6 @@ import zlib
 import msgspec
 from elasticd_planner.cluster import Device, Link
 from elasticd_planner.fit import STEPS
-from elasticd_planner.lengths import Lengths
 from elasticd_planner.measurement import Measurement
 from elasticd_planner.plan import Plan
 from elasticd_planner.policy import Moved, PolicySettings
@@ -45,6 +44,7 @@ from elasticd_planner.probes import ProbeState
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.profiles import GUESSED_FLOPS, ModelProfile
 from elasticd_planner.rates import DetectSettings, RateState
+from elasticd_planner.sequences import Lengths
 from elasticd_planner.shift import ShiftState
 from elasticd_planner.stability import Stability
 from elasticd_planner.steps import COLUMNS, Row, Step, row_of
