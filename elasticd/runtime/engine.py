@@ -38,7 +38,8 @@ from elasticd.runtime import regions
 from elasticd.runtime.constants import Constants
 from elasticd.runtime.data import Loader, expected_hash
 from elasticd.runtime.groups import Fabric, Group
-from elasticd.runtime.model import LocalModel, Model
+from elasticd.runtime.local import LocalModel, local_model
+from elasticd.runtime.model import Model
 from elasticd.runtime.ownership import Ownership
 from elasticd.runtime.precision import LossScaler
 from elasticd.runtime.reader import SampleError
@@ -96,7 +97,7 @@ def build(model: Model, plan: Plan, device: str) -> LocalModel:
     if device not in plan.places:
         return LocalModel(modules={}, parameters={}, buffers={})
     place = plan.places[device]
-    return model.local(plan.stage(place), place.position)
+    return local_model(model, plan.stage(place), place.position)
 
 
 def first_state(

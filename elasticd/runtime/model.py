@@ -17,16 +17,14 @@ from typing import Any
 import torch
 from elasticd_migration.exchange import checksum
 from elasticd_planner.boxes import Box
-from elasticd_planner.plan import Stage
 from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units
 from torch import Tensor, nn
 
 from elasticd.runtime.accepted import ModelError, buffers_of, refuse_module, replace_dropouts, shared
-from elasticd.runtime.local import LocalModel, local_model, whole_units
 from elasticd.runtime.randomness import STATES, Dropout
-from elasticd.runtime.rules import Add, Column, Row, Rule, RuleError, Slice, UnitsOf, cut_at
+from elasticd.runtime.rules import Add, Column, Row, Rule, RuleError, Slice, UnitsOf, cut_at, whole_units
 
-__all__ = ["Init", "LocalModel", "Model", "ModelError"]
+__all__ = ["Init", "Model", "ModelError"]
 
 Init = Callable[[str, tuple[int, ...], torch.Generator], Tensor]
 
@@ -218,10 +216,6 @@ class Model:
         for name, buffer in buffers_of(section, module):
             dtype = str(buffer.dtype).removeprefix("torch.")
             yield Parameter(name=name, shape=tuple(buffer.shape), dtype=dtype, kind="buffer")
-
-    def local(self, stage: Stage, position: int) -> LocalModel:
-        """The sections of `stage` with parameters of the local shape, values not set."""
-        return local_model(self, stage, position)
 
     def first_value(self, name: str, box: Box, seed: int, dtype: torch.dtype | None = None) -> Tensor:
         """The box of a parameter's or buffer's first value, as every layout starts from it; of a parameter in
