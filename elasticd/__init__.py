@@ -12,6 +12,7 @@ from elasticd.extras import remedy
 from elasticd.version import __version__
 
 if TYPE_CHECKING:
+    from elasticd.models.huggingface import from_hf
     from elasticd.runtime.averages import average
     from elasticd.runtime.callbacks import Callback, Metrics
     from elasticd.runtime.endings import JobStopped
@@ -44,6 +45,7 @@ __all__ = [
     "UnitsOf",
     "__version__",
     "average",
+    "from_hf",
     "watch",
 ]
 
@@ -66,6 +68,7 @@ _HOMES = {
     "Stream": "elasticd.runtime.stream",
     "UnitsOf": "elasticd.runtime.rules",
     "average": "elasticd.runtime.averages",
+    "from_hf": "elasticd.models.huggingface",
     "watch": "elasticd.runtime.watching",
 }
 

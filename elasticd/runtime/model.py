@@ -12,7 +12,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from elasticd_migration.exchange import checksum
@@ -89,12 +89,9 @@ class Model:
             )
 
     @classmethod
-    def from_hf(cls, model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> Model:
-        """A causal language model of Hugging Face's transformers, by its own forward and its tensor-parallel
-        plan: see `elasticd.models.huggingface.from_hf`."""
-        from elasticd.models.huggingface import from_hf
-
-        return from_hf(model, init=init)
+    def from_hf(cls, *_: object, **__: object) -> NoReturn:
+        """What `elasticd.from_hf` was once called. Raises AttributeError, which says so."""
+        raise AttributeError("Model.from_hf is elasticd.from_hf now: call that, with the same arguments")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -158,3 +158,8 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         DecoderConfig(width=16, heads=3)
     with pytest.raises(ValueError, match="groups for 3 kv-heads"):
         DecoderConfig(width=16, heads=4, kv_heads=3)
+
+
+def test_the_old_name_of_from_hf_says_the_new_one() -> None:
+    with pytest.raises(AttributeError, match=r"elasticd\.from_hf"):
+        Model.from_hf(nn.Linear(2, 2))
