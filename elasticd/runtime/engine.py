@@ -36,8 +36,9 @@ from elasticd_planner.reduction import Reduction, reductions
 from elasticd.records import Vote
 from elasticd.runtime import regions
 from elasticd.runtime.constants import Constants
-from elasticd.runtime.data import Loader, expected_hash
+from elasticd.runtime.data import Loader
 from elasticd.runtime.groups import Fabric, Group
+from elasticd.runtime.ledger import NO_SAMPLES, expected_hash
 from elasticd.runtime.local import LocalModel, local_model
 from elasticd.runtime.model import Model
 from elasticd.runtime.ownership import Ownership
@@ -48,7 +49,7 @@ from elasticd.runtime.reduce import GradientReducer
 from elasticd.runtime.spans import spans_of
 from elasticd.runtime.stage import Pace, Passed, StageRunner
 from elasticd.runtime.telemetry import Telemetry
-from elasticd.runtime.vote import NO_SAMPLES, Booth, Going, Outcome, Record
+from elasticd.runtime.vote import Booth, Going, Outcome, Record
 from elasticd.runtime.where import during
 from elasticd.whereabouts import LOADER, OPTIMIZER, SCHEDULER, UPDATE
 

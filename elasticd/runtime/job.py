@@ -26,6 +26,7 @@ from elasticd.runtime.engine import Engine
 from elasticd.runtime.evaluation import Evaluation, HeldOut, evaluate
 from elasticd.runtime.feed import Mapped
 from elasticd.runtime.interludes import Interludes, Run
+from elasticd.runtime.ledger import LedgerError
 from elasticd.runtime.loop import Loop, Next
 from elasticd.runtime.model import Model
 from elasticd.runtime.notice import NOTICE, Notice
@@ -45,7 +46,6 @@ from elasticd.runtime.step import Step as Step
 from elasticd.runtime.stream import Stream
 from elasticd.runtime.switching import Switcher
 from elasticd.runtime.thrown import Farewell, Uncaught
-from elasticd.runtime.vote import LedgerError
 from elasticd.runtime.warming import warm
 from elasticd.runtime.where import during, shared
 from elasticd.snapshots import Freed
