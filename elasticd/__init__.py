@@ -12,11 +12,12 @@ from elasticd.extras import remedy
 from elasticd.version import __version__
 
 if TYPE_CHECKING:
+    from elasticd.models.huggingface import from_hf
     from elasticd.runtime.averages import average
-    from elasticd.runtime.callbacks import Callback, Metrics
+    from elasticd.runtime.callbacks import Metrics
     from elasticd.runtime.endings import JobStopped
     from elasticd.runtime.evaluation import Evaluation, HeldOut
-    from elasticd.runtime.job import Job
+    from elasticd.runtime.job import Callback, Job
     from elasticd.runtime.model import Model
     from elasticd.runtime.precision import LossScale, Precision
     from elasticd.runtime.rules import Add, Column, Row, Rule, Slice, UnitsOf
@@ -44,12 +45,13 @@ __all__ = [
     "UnitsOf",
     "__version__",
     "average",
+    "from_hf",
     "watch",
 ]
 
 _HOMES = {
     "Add": "elasticd.runtime.rules",
-    "Callback": "elasticd.runtime.callbacks",
+    "Callback": "elasticd.runtime.job",
     "Column": "elasticd.runtime.rules",
     "Evaluation": "elasticd.runtime.evaluation",
     "HeldOut": "elasticd.runtime.evaluation",
@@ -66,6 +68,7 @@ _HOMES = {
     "Stream": "elasticd.runtime.stream",
     "UnitsOf": "elasticd.runtime.rules",
     "average": "elasticd.runtime.averages",
+    "from_hf": "elasticd.models.huggingface",
     "watch": "elasticd.runtime.watching",
 }
 

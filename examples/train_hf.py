@@ -39,7 +39,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)  # every rank makes the same model
     job = elasticd.Job(
-        model=elasticd.Model.from_hf(MODELS[options.model]()),
+        model=elasticd.from_hf(MODELS[options.model]()),
         loss=loss,
         optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
         dataset=StandardLibrary(128),

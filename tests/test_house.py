@@ -83,7 +83,8 @@ KEPT = [
     ("elasticd.wire", "import struct"),
     (
         "elasticd",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from elasticd.runtime.job import Job",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from elasticd.runtime.job import Job\n"
+        "    from elasticd.models.huggingface import from_hf",
     ),
     ("elasticd_migration.execute", "import time\nimport torch.distributed as dist"),
     ("elasticd_migration.execute.verify", "import torch"),
@@ -93,6 +94,7 @@ KEPT = [
     ),
     ("elasticd.runtime.job", "import torch\nfrom elasticd import wire\nfrom elasticd.runtime import emulation"),
     ("elasticd.models.decoder", "from elasticd.machines import switch\nimport socket"),
+    ("elasticd.models.huggingface", "import torch"),
     ("elasticd.store.memory", "import etcd3\nimport grpc"),
     ("elasticd.coordinator.server", "import asyncio\nfrom starlette.applications import Starlette"),
     ("elasticd.rendezvous.handler", "from torch.distributed.elastic.rendezvous import RendezvousHandler"),

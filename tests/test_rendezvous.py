@@ -22,7 +22,9 @@ from torch.distributed.elastic.utils import store as torch_store
 
 from elasticd import packets, rendezvous
 from elasticd.messages import Join, Joined, StoreAnswer, encode, from_worker
-from elasticd.rendezvous.live import EXIT_BARRIER, JobOver, RankStore, Refusal, create_handler
+from elasticd.rendezvous.errors import JobOver, Refusal
+from elasticd.rendezvous.handler import create_handler
+from elasticd.rendezvous.live import EXIT_BARRIER, RankStore
 from tests.sizes import examples
 
 

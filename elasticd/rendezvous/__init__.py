@@ -21,6 +21,6 @@ def get_handler() -> RendezvousHandlerCreator:
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    from elasticd.rendezvous.live import create_handler
+    from elasticd.rendezvous.handler import create_handler
 
     return create_handler(parameters)

@@ -1,4 +1,4 @@
-"""How a torchrun in restart mode asks its agent: over agents that end, and stores that rest."""
+"""How a torchrun asks its agent: in restart mode over agents that end, and stores that rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from elasticd import messages, packets
 from elasticd.backoff import Backoff
 from elasticd.messages import Rejected, Shutdown, ToWorker
-from elasticd.rendezvous.live import Refusal, heard
+from elasticd.rendezvous.errors import Refusal
 from elasticd.rounds import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
 from elasticd.version import __version__
 
@@ -117,3 +117,14 @@ class Asking:
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+
+
+def heard(data: bytes, *, first: bool = False) -> ToWorker | None:
+    """A message of the agent; None for one to be skipped. Raises Refusal for bytes that are no message, and for
+    the answer to the `first` message if its content cannot be decoded."""
+    try:
+        return messages.to_worker(data, first=first)
+    except msgspec.DecodeError as error:
+        raise Refusal(
+            f"a message of the agent cannot be read ({error}): install the same release of elasticd for both"
+        ) from None

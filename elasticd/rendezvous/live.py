@@ -19,18 +19,15 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
 )
 
-from elasticd import messages, packets, starter
+from elasticd import messages, packets
 from elasticd.messages import (
     Closed,
     Join,
@@ -42,15 +39,13 @@ from elasticd.messages import (
     StoreCall,
     ToWorker,
 )
-from elasticd.names import name_refusal
-from elasticd.rendezvous import failure
+from elasticd.rendezvous.asking import heard
 from elasticd.rendezvous.echoes import ignore_echoes
+from elasticd.rendezvous.errors import JobOver, Refusal
 from elasticd.version import __version__
 
 BACKEND = "elasticd"
-#: Seconds to wait for the agent's socket, so that agent and torchrun may be started side by side.
-AGENT_SECONDS = 5.0
-#: And once there was one: it is being started again. Its workers wait as long for it.
+#: Seconds to wait for an agent that is being started again. Its workers wait as long for it.
 RETURN_SECONDS = 120.0
 #: torch's own keys: what each agent says of itself, the ranks that follow, the end of the exit barrier.
 ROLE_INFO = "torchelastic/role_info/"
@@ -61,48 +56,6 @@ PREFIX = "rdzv/"
 _STORE_SECONDS = 60.0
 #: Seconds for another torchrun to say what it is: all say it as soon as the job's nodes are complete.
 _INFO_SECONDS = 10.0
-
-
-class Refusal(RendezvousError, SystemExit):
-    """Taking part is impossible. A RendezvousError to a program; uncaught, it ends torchrun with its message
-    and without a traceback."""
-
-    def __init__(self, reason: str) -> None:
-        self.code = f"elasticd: {reason}"
-        super().__init__(self.code)
-
-
-class JobOver(RendezvousClosedError, SystemExit):
-    """The job has ended. Not torch's RendezvousGracefulExitError: after that one at its first rendezvous
-    torchrun 2.13 fails on an AttributeError. Uncaught, this ends torchrun in good order, with code 0."""
-
-    def __init__(self, reason: str) -> None:
-        self.code = 0
-        super().__init__(reason)
-
-
-def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The handler for torchrun's options. Raises Refusal for options that cannot work."""
-    mode = str(parameters.get("mode", "live"))
-    if mode not in ("live", "restart"):
-        raise Refusal(f"--rdzv-conf mode={mode} is unknown: leave it out (live), or say mode=restart")
-    if parameters.run_id in ("", "none"):
-        raise Refusal("name the job: torchrun --rdzv-id=NAME; torch's default 'none' would be shared by all")
-    if why := name_refusal("--rdzv-id", parameters.run_id):
-        raise Refusal(why)
-    wait = str(parameters.get("agent_timeout", AGENT_SECONDS))
-    try:
-        seconds = float(wait)
-    except ValueError:
-        raise Refusal(f"--rdzv-conf agent_timeout={wait} must be a number of seconds, as 5") from None
-    failure.install()
-    # By it the agent knows the workers, if this process is killed and leaves them behind.
-    os.environ[starter.VARIABLE] = starter.mark(os.getpid()) or ""
-    if mode == "restart":
-        from elasticd.rendezvous import restart
-
-        return restart.create_handler(parameters, seconds)
-    return Handler(parameters, seconds)
 
 
 class Handler(RendezvousHandler):
@@ -242,17 +195,6 @@ class AgentCalls:
                 return
             if (answer := heard(data, first=first)) is not None:
                 yield answer
-
-
-def heard(data: bytes, *, first: bool = False) -> ToWorker | None:
-    """A message of the agent; None for one to be skipped. Raises Refusal for bytes that are no message, and for
-    the answer to the `first` message if its content cannot be decoded."""
-    try:
-        return messages.to_worker(data, first=first)
-    except msgspec.DecodeError as error:
-        raise Refusal(
-            f"a message of the agent cannot be read ({error}): install the same release of elasticd for both"
-        ) from None
 
 
 class RankStore(Store):

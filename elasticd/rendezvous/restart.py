@@ -33,7 +33,7 @@ from elasticd import packets
 from elasticd.rendezvous.asking import Asking
 from elasticd.rendezvous.backend import Backend
 from elasticd.rendezvous.echoes import ignore_echoes
-from elasticd.rendezvous.live import JobOver, Refusal
+from elasticd.rendezvous.errors import JobOver, Refusal
 from elasticd.rendezvous.roster import first
 
 #: Seconds for a connection to the store of a round, and for torchruns to meet there.
@@ -59,7 +59,7 @@ class JobClosed(RendezvousClosedError, SystemExit):
         super().__init__(self.code)
 
 
-def create_handler(parameters: RendezvousParameters, agent_seconds: float) -> RestartHandler:
+def restart_handler(parameters: RendezvousParameters, agent_seconds: float) -> RestartHandler:
     """The handler for torchrun's options. Raises Refusal for options that cannot work, or without an agent."""
     try:
         timeout = RendezvousTimeout(

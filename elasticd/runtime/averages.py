@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from elasticd.runtime.engine import Engine
+from elasticd.runtime.ledger import LedgerError
 from elasticd.runtime.reader import SampleError
-from elasticd.runtime.vote import LedgerError
 
 #: The plane's name.
 AVERAGE = "average"

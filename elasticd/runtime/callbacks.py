@@ -1,62 +1,15 @@
-"""What a script may hang onto a job: callbacks on every rank, and metrics from the first one."""
+"""Metrics of a job, written by the first rank of its plan."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from elasticd_planner.plan import Plan
 
+from elasticd.runtime.evaluation import Evaluation
+from elasticd.runtime.job import Callback, Job
 from elasticd.runtime.step import Step
-
-if TYPE_CHECKING:
-    from elasticd.runtime.evaluation import Evaluation
-    from elasticd.runtime.job import Job
-
-
-class Callback:
-    """Its methods are called on every rank that is in the plan, in the thread that trains, between steps: what
-    they take, all wait for. What they raise ends the loop, as if its body had raised it."""
-
-    def on_plan(self, job: Job, plan: Plan) -> None:
-        """Another plan is in force, and this device is in it; of one that stands by nothing is told."""
-
-    def on_step(self, job: Job, step: Step) -> None:
-        """A step is done, and the loop is about to be given it."""
-
-    def on_evaluation(self, job: Job, evaluation: Evaluation) -> None:
-        """An evaluation of the script's is done."""
-
-    def on_end(self, job: Job) -> None:
-        """The last step is done, or the loop was left; the process has no plan any more."""
-
-
-class Callbacks(Callback):
-    """Several, called in order."""
-
-    def __init__(self, callbacks: tuple[Callback, ...]) -> None:
-        self._callbacks = callbacks
-        self._plan: int | None = None
-
-    def on_plan(self, job: Job, plan: Plan) -> None:
-        """Told of each plan once."""
-        if plan.number != self._plan:
-            self._plan = plan.number
-            for each in self._callbacks:
-                each.on_plan(job, plan)
-
-    def on_step(self, job: Job, step: Step) -> None:
-        for each in self._callbacks:
-            each.on_step(job, step)
-
-    def on_evaluation(self, job: Job, evaluation: Evaluation) -> None:
-        for each in self._callbacks:
-            each.on_evaluation(job, evaluation)
-
-    def on_end(self, job: Job) -> None:
-        for each in self._callbacks:
-            each.on_end(job)
 
 
 class Metrics(Callback):

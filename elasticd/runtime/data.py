@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch.utils.data import default_collate
 from elasticd.runtime.feed import Samples
 from elasticd.runtime.reader import Dataset as Dataset
 from elasticd.runtime.reader import SampleError
-from elasticd.runtime.vote import hash_samples
 
 #: What pads each key of a sample: targets by what the loss leaves out, all else by zero.
 PADDING = {"targets": -100, "labels": -100}
@@ -248,8 +246,3 @@ class Loader:
         asked, failure = self.asked, self.failure
         self.asked, self.failure = [], None
         return asked, failure
-
-
-def expected_hash(micro_batches: Sequence[Sequence[int]]) -> int:
-    """The hash of a pipeline's samples in the order of its forward passes."""
-    return hash_samples(chain.from_iterable(micro_batches))

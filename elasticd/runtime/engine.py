@@ -36,9 +36,11 @@ from elasticd_planner.reduction import Reduction, reductions
 from elasticd.records import Vote
 from elasticd.runtime import regions
 from elasticd.runtime.constants import Constants
-from elasticd.runtime.data import Loader, expected_hash
+from elasticd.runtime.data import Loader
 from elasticd.runtime.groups import Fabric, Group
-from elasticd.runtime.model import LocalModel, Model
+from elasticd.runtime.ledger import NO_SAMPLES, expected_hash
+from elasticd.runtime.local import LocalModel, local_model
+from elasticd.runtime.model import Model
 from elasticd.runtime.ownership import Ownership
 from elasticd.runtime.precision import LossScaler
 from elasticd.runtime.reader import SampleError
@@ -47,7 +49,7 @@ from elasticd.runtime.reduce import GradientReducer
 from elasticd.runtime.spans import spans_of
 from elasticd.runtime.stage import Pace, Passed, StageRunner
 from elasticd.runtime.telemetry import Telemetry
-from elasticd.runtime.vote import NO_SAMPLES, Booth, Going, Outcome, Record
+from elasticd.runtime.vote import Booth, Going, Outcome, Record
 from elasticd.runtime.where import during
 from elasticd.whereabouts import LOADER, OPTIMIZER, SCHEDULER, UPDATE
 
@@ -96,7 +98,7 @@ def build(model: Model, plan: Plan, device: str) -> LocalModel:
     if device not in plan.places:
         return LocalModel(modules={}, parameters={}, buffers={})
     place = plan.places[device]
-    return model.local(plan.stage(place), place.position)
+    return local_model(model, plan.stage(place), place.position)
 
 
 def first_state(

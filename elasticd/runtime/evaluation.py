@@ -20,11 +20,11 @@ from elasticd_planner.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.averages import averaged
-from elasticd.runtime.data import Batch, Collate, Dataset, Loader, expected_hash, length_of
+from elasticd.runtime.data import Batch, Collate, Dataset, Loader, length_of
 from elasticd.runtime.engine import Engine
+from elasticd.runtime.ledger import LedgerError, expected_hash, hash_samples
 from elasticd.runtime.reader import Reader, SampleError
 from elasticd.runtime.stage import Loss
-from elasticd.runtime.vote import LedgerError, hash_samples
 
 #: The measure that every evaluation has.
 LOSS = "loss"

@@ -1,4 +1,4 @@
-"""`elasticd.Job`, which is all that a training script needs to know."""
+"""`elasticd.Job`, which is all that a training script needs to know, and the callbacks that it calls."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from elasticd_planner.boxes import Box
+from elasticd_planner.plan import Plan
 from torch import Tensor
 
 from elasticd import logs
@@ -17,7 +18,6 @@ from elasticd.packets import default_path
 from elasticd.pulses import Probe, Rehearse
 from elasticd.records import JobSpec
 from elasticd.runtime import parent, whole
-from elasticd.runtime.callbacks import Callback, Callbacks
 from elasticd.runtime.control import AgentKeyValue, Control
 from elasticd.runtime.data import Collate, Dataset, pad
 from elasticd.runtime.emulation import Pacer
@@ -26,6 +26,7 @@ from elasticd.runtime.engine import Engine
 from elasticd.runtime.evaluation import Evaluation, HeldOut, evaluate
 from elasticd.runtime.feed import Mapped
 from elasticd.runtime.interludes import Interludes, Run
+from elasticd.runtime.ledger import LedgerError
 from elasticd.runtime.loop import Loop, Next
 from elasticd.runtime.model import Model
 from elasticd.runtime.notice import NOTICE, Notice
@@ -45,7 +46,6 @@ from elasticd.runtime.step import Step as Step
 from elasticd.runtime.stream import Stream
 from elasticd.runtime.switching import Switcher
 from elasticd.runtime.thrown import Farewell, Uncaught
-from elasticd.runtime.vote import LedgerError
 from elasticd.runtime.warming import warm
 from elasticd.runtime.where import during, shared
 from elasticd.snapshots import Freed
@@ -55,6 +55,50 @@ log = logging.getLogger(__name__)
 
 #: The weights that an evaluation may be of.
 WEIGHTS = ("value", "average")
+
+
+class Callback:
+    """Its methods are called on every rank that is in the plan, in the thread that trains, between steps: what
+    they take, all wait for. What they raise ends the loop, as if its body had raised it."""
+
+    def on_plan(self, job: Job, plan: Plan) -> None:
+        """Another plan is in force, and this device is in it; of one that stands by nothing is told."""
+
+    def on_step(self, job: Job, step: Step) -> None:
+        """A step is done, and the loop is about to be given it."""
+
+    def on_evaluation(self, job: Job, evaluation: Evaluation) -> None:
+        """An evaluation of the script's is done."""
+
+    def on_end(self, job: Job) -> None:
+        """The last step is done, or the loop was left; the process has no plan any more."""
+
+
+class Callbacks(Callback):
+    """Several, called in order."""
+
+    def __init__(self, callbacks: tuple[Callback, ...]) -> None:
+        self._callbacks = callbacks
+        self._plan: int | None = None
+
+    def on_plan(self, job: Job, plan: Plan) -> None:
+        """Told of each plan once."""
+        if plan.number != self._plan:
+            self._plan = plan.number
+            for each in self._callbacks:
+                each.on_plan(job, plan)
+
+    def on_step(self, job: Job, step: Step) -> None:
+        for each in self._callbacks:
+            each.on_step(job, step)
+
+    def on_evaluation(self, job: Job, evaluation: Evaluation) -> None:
+        for each in self._callbacks:
+            each.on_evaluation(job, evaluation)
+
+    def on_end(self, job: Job) -> None:
+        for each in self._callbacks:
+            each.on_end(job)
 
 
 class Job(Seat):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from elasticd_planner.boxes import Box
@@ -16,11 +15,9 @@ from elasticd_planner.rules import member_box, unit_range
 from torch import Tensor, nn
 
 from elasticd.runtime.accepted import ModelError
+from elasticd.runtime.model import Model
 from elasticd.runtime.randomness import Drawing, Dropout
-from elasticd.runtime.rules import Slice, UnitsOf, listed, sides_of
-
-if TYPE_CHECKING:
-    from elasticd.runtime.model import Model
+from elasticd.runtime.rules import Slice, attribute_holders, listed, sides_of
 
 
 @dataclass(frozen=True)
@@ -105,24 +102,13 @@ def _tell_units(model: Model, section: str, module: nn.Module, stage: Stage, pos
         count = model.spec.units_of(kind).count
         repeated = repeats(model, kind, stage.shares, position)
         local = len(repeated or unit_range(model.spec, kind, stage.shares, position))
-        for _, found, name in _holders(section, module, listed(units.attribute)):
+        for _, found, name in attribute_holders(section, module, listed(units.attribute)):
             setattr(found, name, getattr(found, name) // count * local)
         if repeated is not None:
-            for _, found, name in _holders(section, module, listed(units.ratio)):
+            for _, found, name in attribute_holders(section, module, listed(units.ratio)):
                 setattr(found, name, 1)
     for found, name, leaf, dim in _sizes(model, section, module):
         setattr(found, name, tuple(getattr(found, leaf).shape)[dim])
-
-
-def _holders(
-    section: str, module: nn.Module, attributes: tuple[str, ...]
-) -> Iterator[tuple[str, nn.Module, str]]:
-    """The submodules that have an attribute of such a full name: that name, the module, the attribute."""
-    for attribute in attributes:
-        name = attribute.rpartition(".")[2]
-        for path, submodule in module.named_modules(prefix=section):
-            if hasattr(submodule, name) and fnmatchcase(f"{path}.{name}", attribute):
-                yield f"{path}.{name}", submodule, name
 
 
 def _sizes(model: Model, section: str, module: nn.Module) -> list[tuple[nn.Module, str, str, int]]:
@@ -169,27 +155,3 @@ class _OneTensor:
             f"{self.section} gave {what}: one activation tensor passes between blocks; put what else they need "
             "into it, or compute it in each block"
         )
-
-
-def whole_units(units: UnitsOf, kind: str, sections: Mapping[str, nn.Module], sizes: list[int]) -> int:
-    """The count of a kind of units: as given, as its attribute says, or as many as a cut dimension is long.
-
-    Raises ModelError where nothing says, and for attributes that are not there or are no multiple of it."""
-    attributes: list[tuple[str, int]] = []
-    for attribute in listed(units.attribute):
-        found = [
-            (full, getattr(submodule, name))
-            for section, module in sections.items()
-            for full, submodule, name in _holders(section, module, (attribute,))
-        ]
-        if not found or any(not isinstance(value, int) for _, value in found):
-            raise ModelError(f"units {kind!r}: {attribute!r} is no attribute with a number of a submodule")
-        attributes += found
-    counts = [units.count] if units.count is not None else [value for _, value in attributes] or sizes
-    if not counts:
-        raise ModelError(f"units {kind!r}: no rule uses them, and no count is given")
-    count = counts[0]
-    for name, value in attributes:
-        if count < 1 or value % count:
-            raise ModelError(f"units {kind!r}: {name} = {value} is no multiple of {count}")
-    return count

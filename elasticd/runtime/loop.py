@@ -19,6 +19,7 @@ from elasticd.runtime.engine import Engine, StepDone
 from elasticd.runtime.feed import BatchesDiffer, Feed
 from elasticd.runtime.groups import Cancelled, PeerLost
 from elasticd.runtime.interludes import Interludes
+from elasticd.runtime.ledger import LedgerError
 from elasticd.runtime.notice import NOTICE
 from elasticd.runtime.reader import SampleError
 from elasticd.runtime.saver import Saver
@@ -26,7 +27,7 @@ from elasticd.runtime.snapper import Snapper
 from elasticd.runtime.step import Step
 from elasticd.runtime.switching import Switcher
 from elasticd.runtime.thrown import lost_within, raised
-from elasticd.runtime.vote import Going, LedgerError
+from elasticd.runtime.vote import Going
 from elasticd.runtime.where import during
 from elasticd.whereabouts import SAVING
 

@@ -12,21 +12,19 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from elasticd_migration.exchange import checksum
 from elasticd_planner.boxes import Box
-from elasticd_planner.plan import Stage
 from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units
 from torch import Tensor, nn
 
 from elasticd.runtime.accepted import ModelError, buffers_of, refuse_module, replace_dropouts, shared
-from elasticd.runtime.local import LocalModel, local_model, whole_units
 from elasticd.runtime.randomness import STATES, Dropout
-from elasticd.runtime.rules import Add, Column, Row, Rule, RuleError, Slice, UnitsOf, cut_at
+from elasticd.runtime.rules import Add, Column, Row, Rule, RuleError, Slice, UnitsOf, cut_at, whole_units
 
-__all__ = ["Init", "LocalModel", "Model", "ModelError"]
+__all__ = ["Init", "Model", "ModelError"]
 
 Init = Callable[[str, tuple[int, ...], torch.Generator], Tensor]
 
@@ -91,12 +89,9 @@ class Model:
             )
 
     @classmethod
-    def from_hf(cls, model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> Model:
-        """A causal language model of Hugging Face's transformers, by its own forward and its tensor-parallel
-        plan: see `elasticd.models.huggingface.from_hf`."""
-        from elasticd.models.huggingface import from_hf
-
-        return from_hf(model, init=init)
+    def from_hf(cls, *_: object, **__: object) -> NoReturn:
+        """What `elasticd.from_hf` was once called. Raises AttributeError, which says so."""
+        raise AttributeError("Model.from_hf is elasticd.from_hf now: call that, with the same arguments")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -218,10 +213,6 @@ class Model:
         for name, buffer in buffers_of(section, module):
             dtype = str(buffer.dtype).removeprefix("torch.")
             yield Parameter(name=name, shape=tuple(buffer.shape), dtype=dtype, kind="buffer")
-
-    def local(self, stage: Stage, position: int) -> LocalModel:
-        """The sections of `stage` with parameters of the local shape, values not set."""
-        return local_model(self, stage, position)
 
     def first_value(self, name: str, box: Box, seed: int, dtype: torch.dtype | None = None) -> Tensor:
         """The box of a parameter's or buffer's first value, as every layout starts from it; of a parameter in

@@ -17,7 +17,7 @@ from elasticd_planner.reduction import Delivery, buffers_away, gradients_away, l
 from torch import Tensor, nn
 
 from elasticd.runtime.groups import Group
-from elasticd.runtime.model import LocalModel
+from elasticd.runtime.local import LocalModel
 from elasticd.runtime.reduce import GradientReducer, no_terms, sum_of_squares
 
 #: Tags of messages beside those of the stages' boundaries.

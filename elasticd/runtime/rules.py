@@ -6,9 +6,13 @@ holds. A parameter without a rule is whole on every member, and so is its gradie
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import nn
+
+from elasticd.runtime.accepted import ModelError
 
 
 @dataclass(frozen=True)
@@ -126,3 +130,38 @@ def sides_of(owner: nn.Module) -> tuple[int, int] | None:
 
 def listed(attributes: str | tuple[str, ...]) -> tuple[str, ...]:
     return (attributes,) if isinstance(attributes, str) else attributes
+
+
+def attribute_holders(
+    section: str, module: nn.Module, attributes: tuple[str, ...]
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """The submodules that have an attribute of such a full name: that name, the module, the attribute."""
+    for attribute in attributes:
+        name = attribute.rpartition(".")[2]
+        for path, submodule in module.named_modules(prefix=section):
+            if hasattr(submodule, name) and fnmatchcase(f"{path}.{name}", attribute):
+                yield f"{path}.{name}", submodule, name
+
+
+def whole_units(units: UnitsOf, kind: str, sections: Mapping[str, nn.Module], sizes: list[int]) -> int:
+    """The count of a kind of units: as given, as its attribute says, or as many as a cut dimension is long.
+
+    Raises ModelError where nothing says, and for attributes that are not there or are no multiple of it."""
+    attributes: list[tuple[str, int]] = []
+    for attribute in listed(units.attribute):
+        found = [
+            (full, getattr(submodule, name))
+            for section, module in sections.items()
+            for full, submodule, name in attribute_holders(section, module, (attribute,))
+        ]
+        if not found or any(not isinstance(value, int) for _, value in found):
+            raise ModelError(f"units {kind!r}: {attribute!r} is no attribute with a number of a submodule")
+        attributes += found
+    counts = [units.count] if units.count is not None else [value for _, value in attributes] or sizes
+    if not counts:
+        raise ModelError(f"units {kind!r}: no rule uses them, and no count is given")
+    count = counts[0]
+    for name, value in attributes:
+        if count < 1 or value % count:
+            raise ModelError(f"units {kind!r}: {name} = {value} is no multiple of {count}")
+    return count

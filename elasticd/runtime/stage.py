@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from elasticd.runtime.boundary import After, Before, Lane
 from elasticd.runtime.data import Loader
 from elasticd.runtime.groups import Group
+from elasticd.runtime.ledger import hash_samples
 from elasticd.runtime.precision import Precision
 from elasticd.runtime.randomness import Drawing
 from elasticd.runtime.reader import SampleError
@@ -28,7 +29,6 @@ from elasticd.runtime.recompute import again_in
 from elasticd.runtime.schedule import Schedule, all_forward, one_forward_one_backward
 from elasticd.runtime.stopwatch import Stopwatch
 from elasticd.runtime.telemetry import Telemetry
-from elasticd.runtime.vote import hash_samples
 from elasticd.whereabouts import BACKWARD, FORWARD, LOSS
 
 Loss = Callable[[Tensor, Any], tuple[Tensor, int]]

@@ -6,12 +6,10 @@ whether to apply, whether to switch, and the ledger of samples.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,14 +17,11 @@ from elasticd_planner.value import Value
 
 from elasticd.records import Vote
 from elasticd.runtime.groups import Group
+from elasticd.runtime.ledger import LedgerError
 
 #: A record's fields in their order: integers, but for sums of squares and loss and the count of targets.
 _RECORD = struct.Struct("<qqq??qdddQqb")
 RECORD_BYTES = _RECORD.size
-
-
-class LedgerError(RuntimeError):
-    """The samples that travelled through some rank are not those of the batch plan."""
 
 
 class Going(IntEnum):
@@ -89,22 +84,6 @@ class Outcome(Value, frozen=True, kw_only=True):
             tokens=self.tokens,
             apply=self.apply,
         )
-
-
-def hash_samples(ids: Iterable[int]) -> int:
-    """A 64-bit hash of sample ids in order."""
-    return _hash(tuple(ids))
-
-
-@lru_cache(maxsize=64)
-def _hash(ids: tuple[int, ...]) -> int:
-    """A rank asks twice for its own: what it saw, and what it was to see."""
-    data = struct.pack(f"<{len(ids)}q", *ids)
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-
-
-#: Of a rank that sees none.
-NO_SAMPLES = hash_samples(())
 
 
 def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> Outcome:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from elasticd_planner.plan import Stage
 
+from elasticd.runtime.local import local_model
 from elasticd.runtime.model import Model
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ def _uncompiled() -> AbstractContextManager[object]:
 
 def _pass(model: Model, layer: int) -> None:
     section = f"blocks.{layer}"
-    local = model.local(Stage(start=layer, stop=layer + 1, devices=("alone/0",), shares=(1,)), 0)
+    stage = Stage(start=layer, stop=layer + 1, devices=("alone/0",), shares=(1,))
+    local = local_model(model, stage, 0)
     held = {name: parameter for name, (_, parameter) in local.parameters.items()} | local.buffers
     for name, values in held.items():
         if name.startswith(f"{section}."):

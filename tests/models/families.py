@@ -155,7 +155,7 @@ def tried(kind: Any) -> Family:
     except Exception as error:
         return Family(name=name, outcome="not made", why=_said(error))
     try:
-        described = elasticd.Model.from_hf(model)
+        described = elasticd.from_hf(model)
     except ModelError as error:
         return Family(name=name, outcome="refused", why=_said(error))
     near = NEAR[described.dtype]

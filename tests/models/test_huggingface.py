@@ -83,7 +83,7 @@ def test_trains_like_one_process(kind: str, tied: bool, name: str) -> None:
     torch.manual_seed(0)
     model = made(kind, tied).double()
     whole = Whole(copy.deepcopy(model))
-    training = Training(model=elasticd.Model.from_hf(model), loss=next_token_loss, dataset=Text(41))
+    training = Training(model=elasticd.from_hf(model), loss=next_token_loss, dataset=Text(41))
     expected, found = alone(training, whole), under(training, PLANS[name])
     assert found[0] == pytest.approx(expected[0], abs=1e-6)
     # Its norms and rotary tables are computed in float32, whatever the model's type.
@@ -97,7 +97,7 @@ def test_other_families_train_like_one_process_under_every_layout(kind: str, nam
     torch.manual_seed(0)
     model = OTHERS[kind]().double()
     fill(model, 1.0)
-    described = elasticd.Model.from_hf(model)
+    described = elasticd.from_hf(model)
     training = Training(model=described, loss=next_token_loss, dataset=Text(41))
     expected, found = alone(training, Whole(copy.deepcopy(model))), under(training, PLANS[name])
     assert found[0] == pytest.approx(expected[0], abs=1e-6)
@@ -118,7 +118,7 @@ def test_the_sections_of_a_model_are_its_own_where_the_small_copy_has_other_size
 
 
 def test_the_rules_are_those_of_the_models_own_plan() -> None:
-    rules = elasticd.Model.from_hf(made("Qwen3")).rules
+    rules = elasticd.from_hf(made("Qwen3")).rules
     assert rules["blocks.*.layer.self_attn.q_proj.*"] == Column("heads")
     assert rules["blocks.*.layer.self_attn.k_proj.*"] == Column("kv_heads")
     assert rules["blocks.*.layer.self_attn.k_norm.*"] == Add()
@@ -128,7 +128,7 @@ def test_the_rules_are_those_of_the_models_own_plan() -> None:
 
 def test_a_model_without_storage_starts_by_its_own_init() -> None:
     with torch.device("meta"):
-        model = elasticd.Model.from_hf(made("Llama", initializer_range=0.5))
+        model = elasticd.from_hf(made("Llama", initializer_range=0.5))
     name = "blocks.1.layer.self_attn.q_proj.weight"
     whole = model.first_value(name, Box.whole((64, 32)), seed=3)
     assert 0.4 < float(whole.std()) < 0.6
@@ -138,14 +138,14 @@ def test_a_model_without_storage_starts_by_its_own_init() -> None:
 
 def test_an_embedding_scale_that_no_checkpoint_has_is_there_without_storage() -> None:
     with torch.device("meta"):
-        model = elasticd.Model.from_hf(made("Gemma2", tied=True))
+        model = elasticd.from_hf(made("Gemma2", tied=True))
     (scale,) = (b for n, b in model.sections["embed"].named_buffers() if n.endswith("embed_scale"))
     assert float(scale) == pytest.approx(32**0.5)
 
 
 def test_gpt2_scales_what_goes_to_the_residual_without_storage_too() -> None:
     with torch.device("meta"):
-        model = elasticd.Model.from_hf(gpt2(initializer_range=0.5))
+        model = elasticd.from_hf(gpt2(initializer_range=0.5))
     for name, spread in {"attn.c_proj": 0.5 / (2 * LAYERS) ** 0.5, "attn.c_attn": 0.5}.items():
         (shape,) = (p.shape for p in model.spec.section("blocks.1") if p.name == f"layer.{name}.weight")
         value = model.first_value(f"blocks.1.layer.{name}.weight", Box.whole(shape), seed=3)
@@ -159,14 +159,14 @@ def gpt2(**more: Any) -> Any:
 
 
 def test_fused_queries_keys_and_values_of_gpt2_are_cut_in_heads() -> None:
-    model = elasticd.Model.from_hf(gpt2())
+    model = elasticd.from_hf(gpt2())
     assert model.rules["blocks.*.layer.attn.c_attn.*"] == Column("heads", parts=3)
     assert model.rules["blocks.*.layer.attn.c_proj.*"] == Row("heads")
     assert model.rules["embed.wte.weight"] == Row("vocabulary")
 
 
 def test_fused_queries_keys_and_values_of_phi3_are_gathered_and_fused_gates_are_cut() -> None:
-    rules = elasticd.Model.from_hf(OTHERS["Phi3"]()).rules
+    rules = elasticd.from_hf(OTHERS["Phi3"]()).rules
     assert rules["blocks.*.layer.self_attn.qkv_proj.*"] == Column("columns_96", gather=True)
     assert rules["blocks.*.layer.self_attn.o_proj.*"] == Row("columns_64", split=True)
     assert rules["blocks.*.layer.mlp.gate_up_proj.*"] == Column("columns_44", parts=2)
@@ -177,7 +177,7 @@ def test_dropouts_of_modules_are_keyed_by_step_sample_and_place() -> None:
     torch.manual_seed(0)
     model = gpt2(embd_pdrop=0.2, resid_pdrop=0.2).double()
     whole = Whole(copy.deepcopy(model))
-    described = elasticd.Model.from_hf(model)
+    described = elasticd.from_hf(model)
     for section, sites in SITES.items():
         for ours, their in sites.items():
             owner, _, leaf = their.rpartition(".")
@@ -223,7 +223,7 @@ SITES = {
 )
 def test_what_no_stage_can_do_alike_is_refused_by_name(model: Any, said: str) -> None:
     with pytest.raises(ModelError, match=said):
-        elasticd.Model.from_hf(model())
+        elasticd.from_hf(model())
 
 
 def test_numbers_and_dropouts_of_a_nested_configuration_are_found_and_changed() -> None:
@@ -238,7 +238,7 @@ def test_frequencies_that_depend_on_the_padding_are_warned_of() -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     with pytest.warns(UserWarning, match="a micro-batch is padded to more than 32 tokens"):
-        elasticd.Model.from_hf(made("Llama", rope_parameters=rope | factors))
+        elasticd.from_hf(made("Llama", rope_parameters=rope | factors))
 
 
 def _bert(kind: Any, **more: Any) -> Any:
@@ -361,7 +361,7 @@ def _with_base(kind: type[_Base], **more: Any) -> Any:
 )
 def test_what_is_lost_between_stages_is_refused_by_name(model: Any, said: str) -> None:
     with pytest.raises(ModelError, match=said):
-        elasticd.Model.from_hf(model())
+        elasticd.from_hf(model())
 
 
 def test_buffers_of_the_outer_modules_go_where_a_section_goes() -> None:
@@ -373,12 +373,12 @@ def test_buffers_of_the_outer_modules_go_where_a_section_goes() -> None:
 
 def test_an_encoder_which_sees_the_padding_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match=r"BertLMHeadModel attends to later tokens, as an encoder does"):
-        elasticd.Model.from_hf(transformers.BertLMHeadModel(_bert(transformers.BertConfig)))
+        elasticd.from_hf(transformers.BertLMHeadModel(_bert(transformers.BertConfig)))
 
 
 def test_check_says_that_it_is_the_models_own_forward() -> None:
     lines: list[str] = []
-    model = elasticd.Model.from_hf(made("Granite", logits_scaling=4.0).double())
+    model = elasticd.from_hf(made("Granite", logits_scaling=4.0).double())
     subject = Subject(model=model, loss=next_token_loss, dataset=Text(41), collate=pad, seed=0)
     assert compared(subject, lines.append), lines
     assert "ok    the model's own forward: GraniteForCausalLM" in lines[1]
@@ -387,7 +387,7 @@ def test_check_says_that_it_is_the_models_own_forward() -> None:
 
 def test_the_numbers_that_it_names_act_on_the_small_copy() -> None:
     olmo = {"clip_qkv": 200.0, "unused_scaling": 2.0, "pad_token_id": 0, "eos_token_id": 1}
-    proved = elasticd.Model.from_hf(made("Olmo", **olmo)).proved
+    proved = elasticd.from_hf(made("Olmo", **olmo)).proved
     assert "clip_qkv" in proved
     assert "unused_scaling" not in proved
 
@@ -398,5 +398,5 @@ def test_making_it_draws_nothing_and_warns_of_nothing() -> None:
     before = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        elasticd.Model.from_hf(model)
+        elasticd.from_hf(model)
     assert torch.equal(before, torch.get_rng_state())

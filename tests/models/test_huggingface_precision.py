@@ -30,7 +30,7 @@ def test_trains_like_one_process(kind: str, tied: bool, precision: str) -> None:
     torch.manual_seed(0)
     model = made(kind, tied)
     course = Course(
-        training=Training(model=elasticd.Model.from_hf(model), loss=next_token_loss, dataset=Text(41)),
+        training=Training(model=elasticd.from_hf(model), loss=next_token_loss, dataset=Text(41)),
         whole=Whole(copy.deepcopy(model)),
         precision=PRECISIONS[precision],
         optimizer=OPTIMIZERS["sgd"],

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from elasticd.runtime.callbacks import Callback, Callbacks, Metrics
+from elasticd.runtime.callbacks import Metrics
 from elasticd.runtime.evaluation import Evaluation
+from elasticd.runtime.job import Callback, Callbacks
 from elasticd.runtime.step import Step
 from tests.runtime.test_engine import TWO_STAGES
 

@@ -9,6 +9,7 @@ from elasticd_planner.plan import Stage
 from torch import nn
 
 from elasticd.models import Decoder, DecoderConfig
+from elasticd.runtime.local import local_model
 from elasticd.runtime.model import Model, ModelError
 from elasticd.runtime.rules import Column, UnitsOf
 
@@ -22,22 +23,22 @@ def decoder() -> Model:
 
 def test_a_member_holds_its_slices_and_knows_its_units() -> None:
     stage = Stage(start=0, stop=2, devices=("a/0", "a/1"), shares=(3, 1))
-    local = decoder().local(stage, 0)
+    local = local_model(decoder(), stage, 0)
     assert list(local.modules) == ["embed", "blocks.0", "blocks.1"]
     attention = local.modules["blocks.1"].attention
     assert (attention.heads, attention.kv_heads) == (3, 3)  # a kv-head for each: the cut is inside a group
     assert attention.q.weight.shape == (12, 16)
-    other = decoder().local(stage, 1).modules["blocks.0"].attention
+    other = local_model(decoder(), stage, 1).modules["blocks.0"].attention
     assert (other.heads, other.kv_heads) == (1, 1)
     assert (other.q.out_features, other.o.in_features) == (4, 4)
     assert local.parameters["embed.tokens.weight"][0] == Box(start=(0, 0), stop=(12, 16))
 
 
 def test_a_tied_head_is_one_parameter_where_both_are_held() -> None:
-    whole = decoder().local(Stage(start=0, stop=3, devices=("a/0",), shares=(1,)), 0)
+    whole = local_model(decoder(), Stage(start=0, stop=3, devices=("a/0",), shares=(1,)), 0)
     assert whole.modules["head"].output.weight is whole.modules["embed"].tokens.weight
     assert "head.output.weight" not in whole.parameters
-    last = decoder().local(Stage(start=2, stop=3, devices=("a/0",), shares=(1,)), 0)
+    last = local_model(decoder(), Stage(start=2, stop=3, devices=("a/0",), shares=(1,)), 0)
     assert last.modules["head"].output.weight is last.parameters["embed.tokens.weight"][1]
 
 
@@ -81,7 +82,7 @@ def test_frozen_parameters_and_buffers_are_described_and_made_as_such() -> None:
         "linear.bias": "trained",
         "gain": "buffer",
     }
-    local = model.local(Stage(start=0, stop=2, devices=("a/0",), shares=(1,)), 0)
+    local = local_model(model, Stage(start=0, stop=2, devices=("a/0",), shares=(1,)), 0)
     assert not local.parameters["blocks.0.weight"][1].requires_grad
     assert set(local.buffers) == {"blocks.1.gain"}
     assert local.modules["blocks.1"].get_buffer("gain") is local.buffers["blocks.1.gain"]
@@ -93,7 +94,7 @@ def test_frozen_parameters_and_buffers_are_described_and_made_as_such() -> None:
 def test_a_buffer_that_is_not_persistent_stays_as_the_module_made_it() -> None:
     model = plain(blocks=[Scaled(4, persistent=False)])
     assert "gain" not in {parameter.name for parameter in model.spec.kinds[0]}
-    local = model.local(Stage(start=0, stop=1, devices=("a/0",), shares=(1,)), 0)
+    local = local_model(model, Stage(start=0, stop=1, devices=("a/0",), shares=(1,)), 0)
     assert local.modules["blocks.0"].gain.tolist() == [1, 2, 3, 4]
 
 
@@ -102,7 +103,7 @@ def test_a_buffer_of_two_submodules_stays_one() -> None:
     second.gain = first.gain
     model = plain(blocks=[nn.Sequential(first, second)])
     assert [rule.name for rule in model.spec.kinds[0] if rule.kind == "buffer"] == ["0.gain"]
-    local = model.local(Stage(start=0, stop=1, devices=("a/0",), shares=(1,)), 0)
+    local = local_model(model, Stage(start=0, stop=1, devices=("a/0",), shares=(1,)), 0)
     ours = local.buffers["blocks.0.0.gain"]
     assert local.modules["blocks.0"].get_buffer("0.gain") is ours
     assert local.modules["blocks.0"].get_buffer("1.gain") is ours
@@ -157,3 +158,8 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         DecoderConfig(width=16, heads=3)
     with pytest.raises(ValueError, match="groups for 3 kv-heads"):
         DecoderConfig(width=16, heads=4, kv_heads=3)
+
+
+def test_the_old_name_of_from_hf_says_the_new_one() -> None:
+    with pytest.raises(AttributeError, match=r"elasticd\.from_hf"):
+        Model.from_hf(nn.Linear(2, 2))

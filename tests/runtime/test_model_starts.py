@@ -10,6 +10,7 @@ from torch import nn
 
 import elasticd
 from elasticd import Column, Row, Slice, UnitsOf
+from elasticd.runtime.local import local_model
 from elasticd.runtime.model import ModelError
 from elasticd.runtime.randomness import Dropout
 
@@ -76,7 +77,7 @@ def test_a_mapping_gives_first_values_by_full_name() -> None:
 
 
 def test_dropouts_are_keyed_by_place_and_know_their_cut() -> None:
-    local = described().local(group(1, 2), 1)
+    local = local_model(described(), group(1, 2), 1)
     dropout = local.modules["blocks.1"].get_submodule("1")
     assert isinstance(dropout, Dropout)
     assert (dropout.site, dropout.cut) == ("blocks.1.1", (-1, 2))
@@ -96,7 +97,7 @@ def test_fused_parts_are_cut_one_by_one() -> None:
         rules={"blocks.*.qkv.*": Column("heads", parts=3), "blocks.*.out.*": Row("heads")},
         units={"heads": UnitsOf(attribute="blocks.*.heads")},
     )
-    local = model.local(Stage(start=0, stop=1, devices=("a/0", "a/1"), shares=(3, 1)), 1)
+    local = local_model(model, Stage(start=0, stop=1, devices=("a/0", "a/1"), shares=(3, 1)), 1)
     box, held = local.parameters["blocks.0.qkv.weight"]
     held.data = model.first_value("blocks.0.qkv.weight", box, seed=0)
     local.parameters["blocks.0.qkv.bias"][1].data.zero_()

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from elasticd.records import Vote
 from elasticd.runtime.groups import Group
 from elasticd.runtime.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.vote import Booth, LedgerError, Record, fold, hash_samples
+from elasticd.runtime.ledger import LedgerError, hash_samples
+from elasticd.runtime.vote import Booth, Record, fold
 
 
 def record(**changes: object) -> Record:

@@ -46,7 +46,7 @@ def from_hf(model: Any, *, init: Init | Mapping[str, Tensor] | None = None) -> M
     name = f"{model.config.model_type}-{len(sections.blocks)}x{width}"
     if proof.anatomy.unused:
         idle = ", ".join(proof.anatomy.unused)
-        warnings.warn(f"elasticd: {name} does not train {idle}, which its forward does not call", stacklevel=3)
+        warnings.warn(f"elasticd: {name} does not train {idle}, which its forward does not call", stacklevel=2)
     return Model(
         name=name,
         embed=sections.embed,
@@ -105,7 +105,7 @@ def _warn_of_lengths(model: Any) -> None:
             f"elasticd: {type(model).__name__} has other rotary frequencies where a micro-batch is padded to "
             f"more than {length} tokens, and a layout decides which samples are in a micro-batch: let all "
             "samples be shorter. Training refuses the first micro-batch that is longer",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from elasticd.runtime import regions
 from elasticd.runtime.groups import Group
-from elasticd.runtime.model import LocalModel, Model
+from elasticd.runtime.local import LocalModel, local_model
+from elasticd.runtime.model import Model
 from elasticd.runtime.profiling.clocks import Clock
 from elasticd.runtime.stage import Loss
 
@@ -183,7 +184,7 @@ def part_of(
     layer = {"embed": 0, "head": last}.get(section)
     layer = int(section.removeprefix("blocks.")) if layer is None else layer
     devices = tuple(f"n/{i}" for i in range(len(shares)))
-    local = model.local(Stage(start=layer, stop=layer + 1, devices=devices, shares=shares), 0)
+    local = local_model(model, Stage(start=layer, stop=layer + 1, devices=devices, shares=shares), 0)
     module = local.modules[section]
     values.fill(local, {section: module})
     if len(shares) > 1:
@@ -194,6 +195,6 @@ def part_of(
 
 def whole_model(model: Model, loss: Loss | None, values: Values) -> WholeModel:
     """All of the model on the device of `values`."""
-    local = model.local(Stage(start=0, stop=model.layers, devices=("n/0",), shares=(1,)), 0)
+    local = local_model(model, Stage(start=0, stop=model.layers, devices=("n/0",), shares=(1,)), 0)
     values.fill(local, local.modules)
     return WholeModel(local.modules, loss)

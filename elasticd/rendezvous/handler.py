@@ -1,0 +1,41 @@
+"""The rendezvous handler that torchrun's options ask for: of the live mode, or of the restart mode."""
+
+from __future__ import annotations
+
+import os
+
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+from elasticd import starter
+from elasticd.names import name_refusal
+from elasticd.rendezvous import failure
+from elasticd.rendezvous.errors import Refusal
+from elasticd.rendezvous.live import Handler
+
+#: Seconds to wait for the agent's socket, so that agent and torchrun may be started side by side.
+AGENT_SECONDS = 5.0
+
+
+def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The handler for torchrun's options. Raises Refusal for options that cannot work."""
+    mode = str(parameters.get("mode", "live"))
+    if mode not in ("live", "restart"):
+        raise Refusal(f"--rdzv-conf mode={mode} is unknown: leave it out (live), or say mode=restart")
+    if parameters.run_id in ("", "none"):
+        raise Refusal("name the job: torchrun --rdzv-id=NAME; torch's default 'none' would be shared by all")
+    if why := name_refusal("--rdzv-id", parameters.run_id):
+        raise Refusal(why)
+    wait = str(parameters.get("agent_timeout", AGENT_SECONDS))
+    try:
+        seconds = float(wait)
+    except ValueError:
+        raise Refusal(f"--rdzv-conf agent_timeout={wait} must be a number of seconds, as 5") from None
+    failure.install()
+    # By it the agent knows the workers, if this process is killed and leaves them behind.
+    os.environ[starter.VARIABLE] = starter.mark(os.getpid()) or ""
+    if mode == "restart":
+        # Here, not above: it takes private names of torch's, which the live mode can do without.
+        from elasticd.rendezvous.restart import restart_handler
+
+        return restart_handler(parameters, seconds)
+    return Handler(parameters, seconds)
