@@ -35,8 +35,7 @@ from elasticd.rounds import (
     WriteRound,
 )
 from elasticd.store.confirm import settle
-from elasticd.store.protocol import Compare, KeyValue, Put, Store, StoreError, WatchEvent, WatchItem
-from elasticd.store.watch import Watch
+from elasticd.store.protocol import Compare, KeyValue, Put, Store, StoreError, Watch, WatchEvent, WatchItem
 from elasticd_agent import orphans
 from elasticd_agent.registrar import Registrar
 

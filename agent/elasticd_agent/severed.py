@@ -13,13 +13,14 @@ from elasticd.store.protocol import (
     KeyValue,
     Limits,
     Op,
+    Sink,
     Snapshot,
     Store,
     StoreUnavailable,
     TransactResult,
+    Watch,
     WatchItem,
 )
-from elasticd.store.watch import Sink, Watch
 
 T = TypeVar("T")
 

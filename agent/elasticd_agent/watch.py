@@ -44,8 +44,7 @@ from elasticd.records import (
 )
 from elasticd.remembered import StateFile
 from elasticd.store.leader import Leader
-from elasticd.store.protocol import KeyValue, Store, StoreReplaced, WatchEvent, WatchItem
-from elasticd.store.watch import Sink, Watch
+from elasticd.store.protocol import KeyValue, Sink, Store, StoreReplaced, Watch, WatchEvent, WatchItem
 from elasticd_agent.defects import outlived
 
 _PARTS = ("proposal", "plan", "fence", "checkpoints", "done")

@@ -31,12 +31,14 @@ from elasticd.store.protocol import (
     Op,
     OutcomeUnknown,
     Put,
+    Sink,
     Snapshot,
     StoreError,
     StoreRefused,
     StoreTooLarge,
     StoreUnavailable,
     TransactResult,
+    Watch,
     WatchCompacted,
     WatchReset,
     check_ops,
@@ -55,7 +57,6 @@ from elasticd.store.session import (
     key_value,
     prefix_end,
 )
-from elasticd.store.watch import Sink, Watch
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)

@@ -34,9 +34,11 @@ from elasticd.store.protocol import (
     Op,
     OutcomeUnknown,
     Put,
+    Sink,
     Snapshot,
     StoreUnavailable,
     TransactResult,
+    Watch,
     WatchEvent,
     WatchItem,
     WatchReset,
@@ -45,7 +47,6 @@ from elasticd.store.protocol import (
     check_request,
     check_ttl,
 )
-from elasticd.store.watch import Sink, Watch
 
 
 class MemoryServer:

@@ -14,8 +14,7 @@ from elasticd.parts import cut
 from elasticd.records import Keys, PlanRecord, Proposal, encode
 from elasticd.store.leader import LeaderRecord
 from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import Delete, Put, Snapshot, WatchEvent, WatchItem
-from elasticd.store.watch import Sink, Watch
+from elasticd.store.protocol import Delete, Put, Sink, Snapshot, Watch, WatchEvent, WatchItem
 from tests.releases.samples import PLAN
 
 KEYS = Keys(cluster="test")

@@ -14,7 +14,7 @@ from elasticd.messages import Rejected
 from elasticd.records import Keys
 from elasticd.rounds import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
 from elasticd.store.memory import MemoryStore
-from elasticd.store.watch import Watch
+from elasticd.store.protocol import Watch
 from tests.agent.support import CLUSTER, Node, Trainer, closing_all, until
 
 KEYS = Keys(cluster=CLUSTER)

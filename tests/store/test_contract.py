@@ -19,11 +19,12 @@ from elasticd.store.protocol import (
     Store,
     StoreTooLarge,
     StoreUnavailable,
+    Watch,
     WatchEvent,
     WatchItem,
     WatchReset,
+    asyncio_sink,
 )
-from elasticd.store.watch import Watch, asyncio_sink
 
 PATIENCE = 15.0
 
