@@ -105,7 +105,7 @@ bench: $(STAMP) ## benchmarks/NAME.py, or all of them without NAME
 	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 soak: $(STAMP) ## 200 random faults on a real job, and what must hold is checked (ARGS='--seed 7 --faults 50')
-	@$(BIN)/python -m elasticd.chaos.soak $(ARGS)
+	@$(BIN)/python -m tests.soak.soak $(ARGS)
 
 clean: ## remove .venv, caches and reports: all that make made
 	@rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist demo-report

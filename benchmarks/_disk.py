@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _mover import PLANES, element
 from _scenes import SCENES, SPEC
-from elasticd_planner.layouts import Layouts
+from elasticd_planner.layout.layouts import Layouts
 
 
 def tensors(*, empty: bool) -> dict[str, torch.Tensor]:

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from _results import Row, row  # noqa: E402
-from elasticd_planner.formats import Planned  # noqa: E402
-from elasticd_planner.solve import solve  # noqa: E402
+from elasticd_planner.problem_files.file_format import Planned  # noqa: E402
+from elasticd_planner.problem_files.solve import solve  # noqa: E402
 
 from tests.planner.patterns import Drawn, drawn, drawn_large, with_shares  # noqa: E402
 

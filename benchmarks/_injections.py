@@ -20,14 +20,14 @@ from typing import Any
 import psutil
 from _undisturbed import UNDISTURBED
 
-from elasticd.chaos import ledger
-from elasticd.chaos.history import History
-from elasticd.chaos.namespaces import HOST, Namespaces, namespaces
-from elasticd.cli.reach import Api
-from elasticd.coordinator.journal import EventRecord
+from elasticd.client import Api
+from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.records import Keys
+from elasticd.testing.network_namespaces import HOST, Namespaces, namespaces
 from tests.integration.fleet import CLUSTER, Fleet, Step, job_by, until
 from tests.integration.trio import NAMES, Trio
+from tests.soak import ledger
+from tests.soak.history import History
 
 FOREVER = 10_000_000
 #: Steps that run between two faults.

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from _load_job import Job, Template
-from elasticd_planner.cluster import Node
+from elasticd_planner.spec.cluster import Node
 
-from elasticd.gathered import together
+from elasticd.wire.batching import together
 
 _PING, _PONG, _BINARY, _CLOSE = 0x9, 0xA, 0x2, 0x8
 #: What a client's frames are masked with: zeros leave the bytes as they are.

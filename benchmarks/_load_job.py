@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
-from elasticd_planner.cluster import Cluster, Device, Node
-from elasticd_planner.measurement import Measurement
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.cost.model_profile import derive
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiles import derive
+from elasticd_planner.spec.cluster import Cluster, Device, Node
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
-from elasticd.coordinator.ledger import Ledger
-from elasticd.machines.job.effects import Write
-from elasticd.messages import AgentHello, Hello, Message, Report, Up, encode
+from elasticd.coordinator.store_transactions import Ledger
+from elasticd.machines.job.state.events import Write
 from elasticd.records import HistoryRecord, JobSpec, Keys, NodeRecord, PlanRecord
-from elasticd.simulator.models import PRESETS, model_spec
+from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
 from elasticd.store.protocol import Store
+from elasticd.wire.messages import AgentHello, Hello, Message, Report, Up, encode
 
 JOB = "load"
 MODEL = model_spec("llama-70b", PRESETS["llama-70b"])

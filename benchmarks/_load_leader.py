@@ -20,21 +20,21 @@ from pathlib import Path
 import msgspec
 import psutil
 from _load_job import Job, write
-from elasticd_planner.policy import PolicySettings
+from elasticd_planner.policy.policy import PolicySettings
 
-from elasticd.config import ClusterSection, Config, CoordinatorSection
+from elasticd.config.security import SecuritySection
+from elasticd.config.tree import ClusterSection, Config, CoordinatorSection
 from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.coordinator.garbage import collecting
-from elasticd.coordinator.leading import Leading
-from elasticd.machines.job.state import Settings
-from elasticd.messages import Report, ToLeader, Up
+from elasticd.coordinator.garbage_collector import collecting
+from elasticd.coordinator.leader import Leading
+from elasticd.machines.job.state.job_state import Settings
 from elasticd.records import Keys
-from elasticd.security import SecuritySection
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import Store
 from elasticd.store.session import EtcdOptions
+from elasticd.wire.messages import Report, ToLeader, Up
 
 #: Seconds between looks at whether the loop is held up.
 LOOK = 0.01

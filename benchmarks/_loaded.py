@@ -17,9 +17,9 @@ import msgspec
 from _injections import Trained, training
 from _results import Row, row
 
-from elasticd.cli.reach import CannotReach
-from elasticd.offspring import ending_with_us
+from elasticd.client import CannotReach
 from elasticd.records import Fence, Keys, decode
+from elasticd.system.parent_death_signal import ending_with_us
 from tests.integration.fleet import CLUSTER
 
 #: Seconds between two looks at what the leader was told.

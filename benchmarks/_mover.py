@@ -22,16 +22,16 @@ from pathlib import Path
 
 import torch
 from _scenes import SCENES, SPEC
-from elasticd_migration.execute import Foreseen, Moved, foresee, migrate
+from elasticd_migration.local_state import LocalState, LocalTensor, Shard
+from elasticd_migration.migrate import Foreseen, Moved, foresee, migrate
 from elasticd_migration.reshard import bytes_lacking, reshard
-from elasticd_migration.state import LocalState, LocalTensor, Shard
 from elasticd_migration.transport import ProcessGroupTransport
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Item, Layouts
-from elasticd_planner.plan import Plan
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Plan
 
-from elasticd.runtime.groups import Fabric, Group
-from elasticd.runtime.sockets import tcp_sockets
+from elasticd.runtime.comm.groups import Fabric, Group
+from elasticd.runtime.comm.sockets import tcp_sockets
 from tests.migration.files import Files
 
 #: Bytes of one message of the plain exchange.

@@ -28,7 +28,7 @@ import msgspec
 import psutil
 from _results import Row, row
 
-from elasticd.offspring import ending_with_us
+from elasticd.system.parent_death_signal import ending_with_us
 
 HERE = Path(__file__).resolve().parent
 WORKERS, COMPUTE, PATIENCE = 3, 0.02, 180.0

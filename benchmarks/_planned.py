@@ -13,16 +13,16 @@ from _results import Row, row
 from elasticd_migration.reshard import bytes_lacking, reshard, whole_bytes
 from elasticd_migration.rounds import schedule
 from elasticd_migration.schema import Plane
-from elasticd_planner import search
-from elasticd_planner.cluster import Cluster, Device, Link, Node
-from elasticd_planner.cost import step_seconds
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.cost.model import step_seconds
+from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiles import derive
-from elasticd_planner.settings import task_of
+from elasticd_planner.search import planner
+from elasticd_planner.search.options import task_of
+from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
-from elasticd.simulator.models import PRESETS, model_spec
+from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
 
 SPEC = model_spec("llama-70b", PRESETS["llama-70b"])
 #: bfloat16 weights; float32 master weights and two moments.
@@ -102,11 +102,11 @@ def straggler_rows() -> Iterator[Row]:
         nodes=nodes, inside=Link(bandwidth=300e9, latency=1e-5), between=Link(bandwidth=50e9, latency=2e-5)
     )
     problem = Problem(cluster=cluster, profile=derive(SPEC, 4096, 1), global_batch=64, micro_batch=1)
-    healthy = search.plan(problem, 1).plan
+    healthy = planner.plan(problem, 1).plan
     assert healthy is not None
     slow = msgspec.structs.replace(problem, rates={SLOW: 2.57})
-    best = search.plan(slow, 2).plan
-    chosen = search.plan(msgspec.structs.replace(slow, current=healthy), 2, tolerance=0.02).plan
+    best = planner.plan(slow, 2).plan
+    chosen = planner.plan(msgspec.structs.replace(slow, current=healthy), 2, tolerance=0.02).plan
     assert chosen is not None
     assert best is not None
     cost = task_of(slow).cost

@@ -12,8 +12,8 @@ import _train_planted
 from _injections import Trained, training
 from _results import Row, row
 
-from elasticd.chaos.planted import Place, Planted, plant, taken, withdraw
-from elasticd.coordinator.journal import EventRecord
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.testing.script_faults import Place, Planted, plant, taken, withdraw
 from tests.integration.fleet import until
 
 #: Seconds of a hang: several times what may pass until it is known.

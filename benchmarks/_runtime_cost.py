@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from _trained import Text, described, engine_of, plan_of, stage
 
-from elasticd import messages, packets
-from elasticd.messages import Hello, Report, Welcome
 from elasticd.models import DecoderConfig
 from elasticd.records import JobSpec
-from elasticd.runtime import engine as engines
-from elasticd.runtime import stage as stages
-from elasticd.runtime.control import Control
-from elasticd.runtime.groups import Group
-from elasticd.runtime.telemetry import Telemetry
-from elasticd.runtime.vote import RECORD_BYTES, Booth, Record, fold
+from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.control.agent_client import Control
+from elasticd.runtime.engine import engine as engines
+from elasticd.runtime.engine import pipeline_stage as stages
+from elasticd.runtime.engine.vote import RECORD_BYTES, Booth, Record, fold
+from elasticd.runtime.telemetry.step_times import Telemetry
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.messages import Hello, Report, Welcome
 
 CONFIG = DecoderConfig(vocabulary=64, width=64, layers=4, heads=8, kv_heads=4, hidden=176)
 TOKENS = 16
@@ -95,13 +95,15 @@ class Meter:
 
 def listen(path: str, ready: Any) -> None:
     """An agent that welcomes one worker and throws away what it says."""
-    listener = packets.listen(path)
+    listener = unix_socket.listen(path)
     listener.setblocking(True)
     ready.set()
     sock, _ = listener.accept()
-    packets.receive(sock)
-    packets.send(sock, messages.encode(Welcome(device=PLAN.members[0], incarnation="1", address="127.0.0.1")))
-    while packets.receive(sock) is not None:
+    unix_socket.receive(sock)
+    unix_socket.send(
+        sock, messages.encode(Welcome(device=PLAN.members[0], incarnation="1", address="127.0.0.1"))
+    )
+    while unix_socket.receive(sock) is not None:
         pass
 
 

@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 from _trained import engine_of, plan_of, sampler, stage
 
-from elasticd.messages import Pace
 from elasticd.models import DecoderConfig
-from elasticd.runtime.data import Dataset
-from elasticd.runtime.emulation import Pacer
-from elasticd.runtime.feed import Mapped
-from elasticd.runtime.reader import Reader
+from elasticd.runtime.data.loader import Dataset
+from elasticd.runtime.data.prefetch import Reader
+from elasticd.runtime.data.step_samples import Mapped
+from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.wire.messages import Pace
 
 CONFIG = DecoderConfig(vocabulary=256, width=16, layers=2, heads=1, kv_heads=1, hidden=24)
 #: Longer files are left out: their real attention would take a part of the time that is emulated.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from _torch_sides import ddp, pipelined, tensor_parallel
 from _trained import CONFIG, TOKENS, StepOf, Text, engine_of, plan_of, sampler, stage
-from elasticd_planner.plan import Plan
+from elasticd_planner.spec.plan import Plan
 
 #: Steps of each side before the first that counts.
 WARM = 4

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
-from elasticd.simulator.models import Shapes, model_spec
+from elasticd.simulator.scenarios.model_shapes import Shapes, model_spec
 
 SPEC = model_spec("gib", Shapes(layers=74, width=320, heads=10, hidden=864, vocabulary=320, dtype="float32"))
 LAYERS = len(SPEC.layers)

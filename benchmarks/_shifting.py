@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 from _results import Row, row
-from elasticd_planner.plan import Plan
+from elasticd_planner.spec.plan import Plan
 
-from elasticd.chaos.verbs import Chaos
-from elasticd.cli.reach import Api, JobStatus
+from elasticd.chaos.client import Chaos
+from elasticd.client import Api, JobStatus
 from tests.integration import train_shifting
 from tests.integration.cluster import JOB, Cluster, until
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elasticd_migration.state import LocalState
-from elasticd_planner.layouts import Layouts
+from elasticd_migration.local_state import LocalState
+from elasticd_planner.layout.layouts import Layouts
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
-from elasticd.runtime.snapper import Snapper
+from elasticd.runtime.snapshot.snapshotter import Snapper
 
 CONFIG = DecoderConfig(vocabulary=256, width=512, layers=16, heads=8, kv_heads=4, hidden=1344)
 #: Steps of a block; its first is not counted: what the block before has under way may reach into it.
@@ -76,7 +76,7 @@ class Plainly:
 
 
 def main(folder: str, steps: int) -> None:
-    import elasticd.runtime.job as runtime
+    import elasticd.runtime.api.job as runtime
 
     runtime.Snapper = Watched  # type: ignore[misc]
     with torch.device("meta"):

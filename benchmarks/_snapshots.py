@@ -19,7 +19,7 @@ from _results import Row, row
 
 from elasticd.demo.cluster import Cluster
 from elasticd.demo.scenario import DemoError
-from elasticd.processes import Processes
+from elasticd.system.child_processes import Processes
 
 HERE = Path(__file__).resolve().parent
 #: Of which the first ten are not counted.

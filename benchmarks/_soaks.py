@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 from _results import RESULTS, Row, row
 
-from elasticd.chaos.soak import Report
+from tests.soak.soak import Report
 
 ROOT = RESULTS.parent.parent
 #: What a soak measures.
@@ -88,7 +88,7 @@ def _run(faults: int, shape: Sequence[str]) -> Run:
     """What it kept (logs, ledgers, records) stays where something was wrong."""
     folder = Path(tempfile.mkdtemp(prefix="eb-soak-"))
     seed = str(secrets.randbelow(1_000_000))
-    command = [sys.executable, "-m", "elasticd.chaos.soak", "--seed", seed, "--faults", str(faults)]
+    command = [sys.executable, "-m", "tests.soak.soak", "--seed", seed, "--faults", str(faults)]
     before = commit()
     done = subprocess.run([*command, *shape, "--out", str(folder)], timeout=SECONDS, check=False, cwd=ROOT)
     found = folder / "report.json"

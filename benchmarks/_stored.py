@@ -17,20 +17,20 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 import msgspec
 from _load_job import MODEL, TOKENS
 from _results import Row, row
-from elasticd_agent.watch import Records
-from elasticd_planner.cluster import Device
+from elasticd_agent.store_watch import Records
+from elasticd_planner.spec.cluster import Device
 
-from elasticd.config import ClusterSection, Config, CoordinatorSection
+from elasticd.config.tree import ClusterSection, Config, CoordinatorSection
 from elasticd.coordinator.connections import Connection
 from elasticd.coordinator.daemon import Coordinator, settings_of
-from elasticd.machines.agent_state import DoneRead, Event, PlanRead, ProposalRead
-from elasticd.machines.job.state import Phase
-from elasticd.messages import AgentHello, Finished, Hello, Join, Prepared, StoreCall, Swapped, ToLeader, Up
+from elasticd.machines.agent.state import DoneRead, Event, PlanRead, ProposalRead
+from elasticd.machines.job.state.job_state import Phase
 from elasticd.records import JobSpec, Keys, NodeRecord, Proposal, encode
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import Compare, Op, TransactResult, request_bytes
 from elasticd.store.server import EtcdServer
 from elasticd.store.session import EtcdOptions
+from elasticd.wire.messages import AgentHello, Finished, Hello, Join, Prepared, StoreCall, Swapped, ToLeader, Up
 
 JOB = "large"
 KEYS = Keys(cluster="load")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from _trained import StepOf, Text, adamw, filled
-from elasticd_planner.batch import Sampler
+from elasticd_planner.spec.batch import Sampler
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from elasticd.models import DecoderConfig, next_token_loss
-from elasticd.runtime.data import pad
+from elasticd.runtime.data.loader import pad
 
 
 def ddp(rank: int, config: DecoderConfig, data: Text, sampler: Sampler, micro_batch: int) -> StepOf:

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from elasticd_planner.batch import Sampler
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Span, Stage, Strategy
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Span, Stage, Strategy
 from torch import nn
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.models.decoder import initial
-from elasticd.runtime.data import Dataset, pad
-from elasticd.runtime.engine import Engine, first_state, make_engine
-from elasticd.runtime.feed import Feed
-from elasticd.runtime.groups import Fabric
-from elasticd.runtime.in_memory import unpaced
-from elasticd.runtime.model import Model
-from elasticd.runtime.recipe import Recipe
-from elasticd.runtime.stage import Pace
+from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.in_memory import unpaced
+from elasticd.runtime.data.loader import Dataset, pad
+from elasticd.runtime.data.step_samples import Feed
+from elasticd.runtime.engine.engine import Engine, first_state, make_engine
+from elasticd.runtime.engine.pipeline_stage import Pace
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.model import Model
 from tests.migration.files import Files
 
 SEED = 1

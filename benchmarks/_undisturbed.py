@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from elasticd_planner.batch import Sampler
+from elasticd_planner.spec.batch import Sampler
 
-from elasticd.chaos.ledger import Line
 from tests.integration import train
+from tests.soak.ledger import Line
 
 
 class Undisturbed:

@@ -26,17 +26,17 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from _results import Row, finish, row
-from elasticd_migration.state import LocalState, LocalTensor, Shard
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Item, Layouts
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
-from elasticd_planner.rules import ModelSpec, Parameter
+from elasticd_migration.local_state import LocalState, LocalTensor, Shard
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.model import ModelSpec, Parameter
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.checkpoints.folder import damages, look, scan
-from elasticd.messages import Message, Saved
 from elasticd.records import JobSpec
-from elasticd.runtime.loading import load
-from elasticd.runtime.saver import Keeping, Saver
+from elasticd.runtime.checkpoint.loader import load
+from elasticd.runtime.checkpoint.saver import Keeping, Saver
+from elasticd.wire.messages import Message, Saved
 
 LAYERS, ROUNDS, WIDTH = 74, 7, 208
 DEVICE = "n0/0"

@@ -48,7 +48,7 @@ from _parts import Parts  # noqa: E402
 from _results import RESULTS, Row, row, table  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from elasticd.chaos.namespaces import refusal  # noqa: E402
+from elasticd.testing.network_namespaces import refusal  # noqa: E402
 from tests.runtime import gang, test_regroups  # noqa: E402
 
 NODES = ("n0", "n1", "n2")

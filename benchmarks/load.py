@@ -35,21 +35,21 @@ from _load_job import MODEL, TOKENS, Job, write
 from _load_leader import Figures
 from _parts import Parts
 from _results import RESULTS, Row, row, table
-from elasticd_planner.cluster import Cluster
-from elasticd_planner.fit import STEPS, fit
-from elasticd_planner.policy import PolicySettings
-from elasticd_planner.profiles import derive
+from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.policy.policy import PolicySettings
+from elasticd_planner.profiling.fit import STEPS, fit
+from elasticd_planner.spec.cluster import Cluster
 from rich.console import Console
 
-from elasticd.coordinator.leading import Leading
-from elasticd.coordinator.writer import stored
-from elasticd.machines.coordinator import takeover
-from elasticd.machines.job.effects import Tick
-from elasticd.machines.job.state import NOTHING, Settings
-from elasticd.messages import AgentHello, Report, Up, to_leader
+from elasticd.coordinator.leader import Leading
+from elasticd.coordinator.store_writer import stored
+from elasticd.machines.coordinator.machine import takeover
+from elasticd.machines.job.state.events import Tick
+from elasticd.machines.job.state.job_state import NOTHING, Settings
 from elasticd.records import Keys
 from elasticd.store.memory import MemoryStore
 from elasticd.store.server import EtcdServer
+from elasticd.wire.messages import AgentHello, Report, Up, to_leader
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20

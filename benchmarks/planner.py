@@ -33,11 +33,11 @@ from _drawn import COUNT, LARGE, drawn_rows  # noqa: E402
 from _exactness import exactness_rows  # noqa: E402
 from _parts import Parts  # noqa: E402
 from _results import RESULTS, Row, row, table  # noqa: E402
-from elasticd_planner.assign import Terms, curve  # noqa: E402
-from elasticd_planner.deal import Line, deal  # noqa: E402
-from elasticd_planner.formats import Objective, Planned, TableProblem  # noqa: E402
-from elasticd_planner.solve import solve, task_of  # noqa: E402
-from elasticd_planner.wide import Wide  # noqa: E402
+from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem  # noqa: E402
+from elasticd_planner.problem_files.solve import solve, task_of  # noqa: E402
+from elasticd_planner.search.balance.layer_split import Terms, curve  # noqa: E402
+from elasticd_planner.search.balance.micro_batch_split import Line, deal  # noqa: E402
+from elasticd_planner.search.large import Wide  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from tests.planner import table_brute  # noqa: E402

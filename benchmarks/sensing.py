@@ -4,7 +4,7 @@ an emulated job whose data shifts.
 make bench NAME=sensing
 
 The traces have 5 % noise, log-normal lengths, garbage collections, checkpoints and a slow first step
-(elasticd/simulator/traces.py). Thresholds were set on other seeds than those that are measured here.
+(tests/simulation/generated_traces.py). Thresholds were set on other seeds than those that are measured here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from pathlib import Path
 
 import numpy as np
 from _results import Row, finish, row
-from elasticd_planner.cluster import Link
-from elasticd_planner.detect import DetectSettings
-from elasticd_planner.links import LinkState, observe_links
-from elasticd_planner.rates import Change, RateState, observe
-from elasticd_planner.shift import Shift, ShiftState, watch
-from elasticd_planner.steps import Step
+from elasticd_planner.detection.data_shift import Shift, ShiftState, watch
+from elasticd_planner.detection.links import LinkState, observe_links
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.detection.stragglers import Change, RateState, observe
+from elasticd_planner.spec.cluster import Link
+from elasticd_planner.spec.step_measurements import Step
 
-from elasticd.simulator.traces import Data, Grid, SlowLink, Trace, Trouble
+from tests.simulation.generated_traces import Data, Grid, SlowLink, Trace, Trouble
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 from _parts import Parts
 from _results import RESULTS, Row, row, table
+from elasticd_planner.cost.schedule_timeline import one_f_one_b_seconds, simulate
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.timeline import one_f_one_b_seconds, simulate
 from rich.console import Console
 
 from elasticd.simulator.planning import Planner
-from elasticd.simulator.record import Outcome, Totals
+from elasticd.simulator.results.result import Outcome, Totals
 from elasticd.simulator.run import Simulation
-from elasticd.simulator.scenario import Times, load
+from elasticd.simulator.scenarios.scenario import Times, load
 
 SCENARIOS = Path(__file__).resolve().parents[1] / "examples" / "scenarios"
 PIPELINES = 500

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from elasticd.machines import agent, switch
-from elasticd.machines.job.state import TRANSITIONS
+from elasticd.machines.agent import machine
+from elasticd.machines.job.state.job_state import TRANSITIONS
+from elasticd.machines.worker import switch
 
 PAGE = Path(__file__).with_name("architecture.md")
 
@@ -48,7 +49,7 @@ def _events(table: Mapping[tuple[Any, type], Callable[..., Any]], phases: Iterab
 DRAWINGS: dict[str, Callable[[], str]] = {
     "job": job,
     "switch": lambda: _events(switch.TABLE, switch.Phase),
-    "agent": lambda: _events(agent.TABLE, agent.Phase),
+    "agent": lambda: _events(machine.TABLE, machine.Phase),
 }
 
 

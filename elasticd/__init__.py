@@ -13,17 +13,17 @@ from elasticd.version import __version__
 
 if TYPE_CHECKING:
     from elasticd.models.huggingface import from_hf
-    from elasticd.runtime.averages import average
-    from elasticd.runtime.callbacks import Metrics
-    from elasticd.runtime.endings import JobStopped
-    from elasticd.runtime.evaluation import Evaluation, HeldOut
-    from elasticd.runtime.job import Callback, Job
-    from elasticd.runtime.model import Model
-    from elasticd.runtime.precision import LossScale, Precision
-    from elasticd.runtime.rules import Add, Column, Row, Rule, Slice, UnitsOf
-    from elasticd.runtime.step import Step
-    from elasticd.runtime.stream import Stream
-    from elasticd.runtime.watching import watch
+    from elasticd.runtime.api.ema import average
+    from elasticd.runtime.api.evaluation import Evaluation, HeldOut
+    from elasticd.runtime.api.job import Callback, Job
+    from elasticd.runtime.api.metrics import Metrics
+    from elasticd.runtime.api.step import Step
+    from elasticd.runtime.api.watch import watch
+    from elasticd.runtime.data.stream import Stream
+    from elasticd.runtime.engine.mixed_precision import LossScale, Precision
+    from elasticd.runtime.exits import JobStopped
+    from elasticd.runtime.model.model import Model
+    from elasticd.runtime.model.tp_rules import Add, Column, Row, Rule, Slice, UnitsOf
 
 __all__ = [
     "Add",
@@ -50,26 +50,26 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Add": "elasticd.runtime.rules",
-    "Callback": "elasticd.runtime.job",
-    "Column": "elasticd.runtime.rules",
-    "Evaluation": "elasticd.runtime.evaluation",
-    "HeldOut": "elasticd.runtime.evaluation",
-    "Job": "elasticd.runtime.job",
-    "JobStopped": "elasticd.runtime.endings",
-    "LossScale": "elasticd.runtime.precision",
-    "Metrics": "elasticd.runtime.callbacks",
-    "Model": "elasticd.runtime.model",
-    "Precision": "elasticd.runtime.precision",
-    "Row": "elasticd.runtime.rules",
-    "Rule": "elasticd.runtime.rules",
-    "Slice": "elasticd.runtime.rules",
-    "Step": "elasticd.runtime.step",
-    "Stream": "elasticd.runtime.stream",
-    "UnitsOf": "elasticd.runtime.rules",
-    "average": "elasticd.runtime.averages",
+    "Add": "elasticd.runtime.model.tp_rules",
+    "Callback": "elasticd.runtime.api.job",
+    "Column": "elasticd.runtime.model.tp_rules",
+    "Evaluation": "elasticd.runtime.api.evaluation",
+    "HeldOut": "elasticd.runtime.api.evaluation",
+    "Job": "elasticd.runtime.api.job",
+    "JobStopped": "elasticd.runtime.exits",
+    "LossScale": "elasticd.runtime.engine.mixed_precision",
+    "Metrics": "elasticd.runtime.api.metrics",
+    "Model": "elasticd.runtime.model.model",
+    "Precision": "elasticd.runtime.engine.mixed_precision",
+    "Row": "elasticd.runtime.model.tp_rules",
+    "Rule": "elasticd.runtime.model.tp_rules",
+    "Slice": "elasticd.runtime.model.tp_rules",
+    "Step": "elasticd.runtime.api.step",
+    "Stream": "elasticd.runtime.data.stream",
+    "UnitsOf": "elasticd.runtime.model.tp_rules",
+    "average": "elasticd.runtime.api.ema",
     "from_hf": "elasticd.models.huggingface",
-    "watch": "elasticd.runtime.watching",
+    "watch": "elasticd.runtime.api.watch",
 }
 
 

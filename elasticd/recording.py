@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
-from elasticd_planner.rated import as_mapping
+from elasticd_planner.detection.device_rates import as_mapping
 from elasticd_planner.value import StoredValue
 
-from elasticd.decoding import decoded, decoded_as, stored_refusal, tag_of
-from elasticd.machines.coordinator import State
-from elasticd.machines.job.effects import (
+from elasticd.codec.decoding import decoded, decoded_as, stored_refusal, tag_of
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
     Configured,

@@ -10,18 +10,18 @@ from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 import msgspec
-from elasticd_planner.cluster import Device
-from elasticd_planner.plan import Plan, StatePolicy
-from elasticd_planner.precision import Numbers
+from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.cost.training_precision import Numbers
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiles import ModelProfile
-from elasticd_planner.rules import ModelSpec
+from elasticd_planner.spec.cluster import Device
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.value import StoredValue, Value, refuse
 
-from elasticd.decoding import decode_stored, decoded_as, shown, skip, version_refusal
-from elasticd.parts import whole
+from elasticd.codec.decoding import decode_stored, decoded_as, shown, skip, version_refusal
+from elasticd.codec.message import PEERS_VERSION
+from elasticd.codec.record_parts import whole
 from elasticd.version import __version__
-from elasticd.wire import PEERS_VERSION
 
 #: Version of every record here.
 RECORD_VERSION = 1
@@ -152,8 +152,9 @@ class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):
     """A node whose agent lives; `address` is what its workers listen on for each other, `snapshots` where other
     agents send it snapshots to keep ("host:port", empty: nowhere) and `certificate` (PEM) what it is known by
     there. `draining`: its devices are to be left, and no plan takes them up again. `host`: which machine and
-    network it is on (`elasticd.routes.host`); nodes of one host reach each other by loopback. `reach`: where
-    other agents try whether they reach this node on the data network ("host:port", empty: an older release)."""
+    network it is on (`elasticd.system.network_addresses.host`); nodes of one host reach each other by loopback.
+    `reach`: where other agents try whether they reach this node on the data network ("host:port", empty: an
+    older release)."""
 
     node: str
     devices: tuple[Device, ...]
@@ -390,8 +391,8 @@ NO_PARTS: Mapping[str, bytes] = {}
 
 
 def decode(data: bytes, kind: type[T], parts: Mapping[str, bytes] = NO_PARTS) -> T:
-    """A record, of whose job these parts are stored (`elasticd.parts`). Raises `msgspec.DecodeError` that names
-    the field, or both versions of one that is too new."""
+    """A record, of whose job these parts are stored (`elasticd.codec.record_parts`). Raises
+    `msgspec.DecodeError` that names the field, or both versions of one that is too new."""
     return decode_stored(whole(data, parts), kind)
 
 

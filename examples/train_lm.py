@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from elasticd_planner.batch import Sampler
-from elasticd_planner.boxes import Box
+from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.box import Box
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
-from elasticd.runtime.data import pad
+from elasticd.runtime.data.loader import pad
 
 
 class StandardLibrary:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from elasticd.offspring import ending_with_us
+from elasticd.system.parent_death_signal import ending_with_us
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from elasticd import offspring
+from elasticd.system import parent_death_signal
 
 ROOT = Path(__file__).resolve().parent.parent
 #: The nursery's name in the process table, by which tests tell it from a program's true children.
@@ -158,7 +158,7 @@ def _popen(nursery: socket.socket) -> type[subprocess.Popen[Any]]:
 def _unwrapped(args: Any) -> tuple[tuple[str, ...], int]:
     """A command without `offspring.ending_with_us` around it, and the signal that this is for; or with 0."""
     command = tuple(map(str, args)) if not isinstance(args, str | bytes | os.PathLike) else (str(args),)
-    wrapped = tuple(offspring.ending_with_us([]))
+    wrapped = tuple(parent_death_signal.ending_with_us([]))
     if command[: len(wrapped) - 2] == wrapped[:-2]:
         return command[len(wrapped) :], int(command[len(wrapped) - 2])
     return command, 0

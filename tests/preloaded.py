@@ -15,7 +15,7 @@ import torch.distributed.run
 import elasticd
 import elasticd.models
 import elasticd.runtime.checking
-import elasticd.runtime.dcp
+import elasticd.runtime.checkpoint.dcp_format
 
 assert torch.get_num_threads() == 1, "start the fork server with OMP_NUM_THREADS=1"
 assert elasticd.Job, "the runtime is imported when a name of it is first used"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.allowance import Allowance
+from elasticd.store.write_allowance import Allowance
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.floats(0, 10)), max_size=50))

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from elasticd_planner.cluster import Link
+from elasticd_planner.spec.cluster import Link
 
-from elasticd import config
-from elasticd.config import Config, ConfigError
+from elasticd.config import tree
+from elasticd.config.tree import Config, ConfigError
 
 
 def test_defaults_hold_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ELASTICD_CONFIG", raising=False)
-    read = config.load()
+    read = tree.load()
     assert read == Config()
     assert read.etcd.endpoints == ("127.0.0.1:2379",)
     assert not read.chaos.enabled
@@ -26,7 +26,7 @@ def test_file_is_read_and_the_rest_stays_default(tmp_path: Path) -> None:
         '[emulate]\nenabled = true\nforward = 2e-4\nbackward = 4e-4\nmemory = "3 MiB"\n'
         "[chaos]\nenabled = true\n"
     )
-    read = config.load(path)
+    read = tree.load(path)
     assert read.cluster.name == "c"
     assert read.etcd.endpoints == ("a:1", "b:2")
     assert (read.agent.node, read.agent.devices, read.agent.listens) == ("alpha", 2, "127.0.0.1")
@@ -40,8 +40,8 @@ def test_environment_names_the_file_and_the_option_comes_first(
     for name in ("one", "two"):
         (tmp_path / name).write_text(f'[cluster]\nname = "{name}"\n')
     monkeypatch.setenv("ELASTICD_CONFIG", str(tmp_path / "one"))
-    assert config.load().cluster.name == "one"
-    assert config.load(tmp_path / "two").cluster.name == "two"
+    assert tree.load().cluster.name == "one"
+    assert tree.load(tmp_path / "two").cluster.name == "two"
 
 
 def test_file_that_is_not_there_is_named_with_who_named_it(
@@ -49,7 +49,7 @@ def test_file_that_is_not_there_is_named_with_who_named_it(
 ) -> None:
     monkeypatch.setenv("ELASTICD_CONFIG", str(tmp_path / "gone.toml"))
     with pytest.raises(ConfigError, match=r"gone\.toml \(named by ELASTICD_CONFIG\): No such file"):
-        config.load()
+        tree.load()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_file_that_is_not_there_is_named_with_who_named_it(
 )
 def test_wrong_configuration_is_refused_with_what_would_be_right(text: str, said: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.parse(text, "f.toml")
+        tree.parse(text, "f.toml")
     assert "f.toml" in str(caught.value)
     assert [part for part in said if part not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
@@ -101,7 +101,7 @@ def test_wrong_configuration_is_refused_with_what_would_be_right(text: str, said
 def test_planners_settings_are_sections_of_their_own(section: str) -> None:
     name = msgspec.structs.fields(getattr(Config(), section))[0].name
     with pytest.raises(ConfigError, match=f"did you mean '{name}'"):
-        config.parse(f"[{section}]\n{name}x = 1", "f.toml")
+        tree.parse(f"[{section}]\n{name}x = 1", "f.toml")
 
 
 def test_devices_and_links_are_read_with_their_units() -> None:
@@ -111,7 +111,7 @@ inside = { bandwidth = "200 GB/s", latency = 1e-5 }
 [planner.between]
 bandwidth = 25e9
 """
-    read = config.parse(text, "f.toml").planner
+    read = tree.parse(text, "f.toml").planner
     assert read.flops == 1.5e14
     assert read.inside.link == Link(bandwidth=2e11, latency=1e-5)
     assert read.between.link == Link(bandwidth=2.5e10)
@@ -125,9 +125,9 @@ def test_emulated_times_are_known_to_no_section_of_the_planners() -> None:
 
 
 def test_command_line_goes_over_the_file_and_none_leaves_it() -> None:
-    read = config.parse("[agent]\nnode = 'a'\ndevices = 2\naddress = '::1'", "f.toml")
+    read = tree.parse("[agent]\nnode = 'a'\ndevices = 2\naddress = '::1'", "f.toml")
     options = {"agent.node": "b", "agent.devices": "3", "agent.memory": "1 GiB", "agent.address": None}
-    changed = config.with_overrides(read, {**options, "etcd.endpoints": "x:1, y:2"})
+    changed = tree.with_overrides(read, {**options, "etcd.endpoints": "x:1, y:2"})
     assert (changed.agent.node, changed.agent.devices, changed.agent.address) == ("b", 3, "::1")
     assert changed.agent.memory == 1 << 30
     assert changed.etcd.endpoints == ("x:1", "y:2")
@@ -136,14 +136,14 @@ def test_command_line_goes_over_the_file_and_none_leaves_it() -> None:
 
 def test_wrong_option_meets_the_same_checks() -> None:
     with pytest.raises(ConfigError, match=r"the command line.*devices = 0 must be at least 1"):
-        config.with_overrides(Config(), {"agent.devices": 0})
+        tree.with_overrides(Config(), {"agent.devices": 0})
     with pytest.raises(ConfigError, match=r"the command line: \[agent\] devices = 'x'"):
-        config.with_overrides(Config(), {"agent.devices": "x"})
+        tree.with_overrides(Config(), {"agent.devices": "x"})
 
 
 def test_option_that_no_section_has_is_an_error_of_the_program() -> None:
     with pytest.raises(KeyError):
-        config.with_overrides(Config(), {"agent.nod": "a"})
+        tree.with_overrides(Config(), {"agent.nod": "a"})
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_option_that_no_section_has_is_an_error_of_the_program() -> None:
     [("1024", 1024), ("3 MiB", 3 << 20), ("1.5GiB", 3 << 29), ("2kB", 2000), ("8 gib", 8 << 30)],
 )
 def test_sizes_read_as_written(text: str, bytes_: int) -> None:
-    assert config.size(text) == bytes_
+    assert tree.size(text) == bytes_
 
 
 def test_values_are_frozen() -> None:

@@ -14,18 +14,19 @@ from typing import Any
 
 import msgspec
 import pytest
-from elasticd_planner.plan import Plan
 from elasticd_planner.problem import Problem
+from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd import gathered, messages, packets, records
-from elasticd.coordinator.chaos import ChaosRequest
-from elasticd.coordinator.rest import ConfigRequest, DrainRequest
-from elasticd.decoding import decoded, decoded_as
-from elasticd.messages import AgentHello, Down, Pace, Rejected, StoreAnswer, StoreCall, Up
+from elasticd import records
+from elasticd.codec.decoding import decoded, decoded_as
+from elasticd.coordinator.http.api import ConfigRequest, DrainRequest
+from elasticd.coordinator.http.chaos import ChaosRequest
 from elasticd.store.leader import Leader
 from elasticd.store.protocol import KeyValue
+from elasticd.wire import batching, messages, unix_socket
+from elasticd.wire.messages import AgentHello, Down, Pace, Rejected, StoreAnswer, StoreCall, Up
 from tests.descriptors import open_descriptors
 from tests.machines.cast import node_record, spec
 from tests.sizes import examples
@@ -58,8 +59,8 @@ DECODERS: tuple[Callable[[bytes], Any], ...] = (
     messages.from_worker,
     messages.to_worker,
     messages.to_leader,
-    gathered.all_to_leader,
-    lambda data: gathered.all_to_leader(b"[" + data + b"]"),
+    batching.all_to_leader,
+    lambda data: batching.all_to_leader(b"[" + data + b"]"),
     messages.to_agent,
     leader,
     *(
@@ -162,8 +163,8 @@ def test_any_packet_is_a_message_or_a_refusal_and_leaves_no_descriptor_open(
         for fd in sent:
             os.close(fd)
         try:
-            _, given_fd = packets.accept(other)
-        except packets.PacketError:
+            _, given_fd = unix_socket.accept(other)
+        except unix_socket.PacketError:
             given_fd = None
         if given_fd is not None:
             os.close(given_fd)
@@ -179,8 +180,8 @@ def test_any_announced_size_is_believed_only_where_it_is_true(size: int, rest: b
         socket.send_fds(one, [struct.pack("=Q", size) + rest], [fd])
         os.close(fd)
         try:
-            message, given_fd = packets.accept(other)
-        except packets.PacketError:
+            message, given_fd = unix_socket.accept(other)
+        except unix_socket.PacketError:
             return
         if given_fd is not None:
             os.close(given_fd)
@@ -219,7 +220,7 @@ RACE = """
 import sys, threading
 from typing import Any
 import msgspec
-from elasticd.decoding import decoder_of
+from elasticd.codec.decoding import decoder_of
 
 sys.setswitchinterval(1e-6)
 for number in range(60):

@@ -6,12 +6,12 @@ import asyncio
 
 import msgspec
 import pytest
-from elasticd_agent.link import MOST_TOGETHER, Link
-from elasticd_planner.measurement import Measurement
+from elasticd_agent.coordinator_link import MOST_TOGETHER, Link
+from elasticd_planner.spec.measurement import Measurement
 
-from elasticd.gathered import all_to_leader, together
-from elasticd.machines.agent_state import Event, LinkUp
-from elasticd.messages import AgentHello, Report, StoreAnswer, StoreCall, ToLeader, Up, encode, to_leader
+from elasticd.machines.agent.state import Event, LinkUp
+from elasticd.wire.batching import all_to_leader, together
+from elasticd.wire.messages import AgentHello, Report, StoreAnswer, StoreCall, ToLeader, Up, encode, to_leader
 from tests.coordinator.agents import agent, coordinating, until
 from tests.machines.cast import JOB, FakeWorker, node_record
 

@@ -3,7 +3,9 @@
 `make lint` checks the tree itself; here are breaches that it must find.
 """
 
+import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,60 +47,94 @@ DAEMON_EXTRA = {
     "websockets": "websockets",
 }
 
+# Modules that many examples are about.
+APP = "elasticd.coordinator.http.app"
+COST = "elasticd_planner.cost.model"
+JOB = "elasticd.runtime.api.job"
+STEP_TIMES = "elasticd.runtime.telemetry.step_times"
+SWITCH = "elasticd.machines.worker.switch"
+
 # Breaches of the contracts in pyproject.toml: the contract, a module, what it imports, the text of the import.
 BREACHES = [
-    ("direction", "elasticd_planner.cost", "elasticd_migration.reshard", "import {}"),
-    ("direction", "elasticd_planner.cost", "elasticd.config", "def f():\n    import {}"),
-    ("direction", "elasticd_migration.reshard", "elasticd.config", "import {}"),
-    ("direction", "elasticd.simulator", "elasticd_agent.daemon", "from elasticd_agent import daemon"),
-    ("torch", "elasticd_planner.cost", "torch", "import {}"),
+    ("direction", COST, "elasticd_migration.reshard", "import {}"),
+    ("direction", COST, "elasticd.config.tree", "def f():\n    import {}"),
+    ("direction", "elasticd_migration.reshard", "elasticd.config.tree", "import {}"),
+    ("direction", "elasticd.simulator.run", "elasticd_agent.daemon", "from elasticd_agent import daemon"),
+    ("torch", COST, "torch", "import {}"),
     ("torch", "elasticd_migration.reshard", "torch", "import {}.distributed"),
-    ("torch", "elasticd_migration.reshard", "elasticd_migration.state", "from .state import ModelState"),
-    ("torch", "elasticd.config", "torch", "def f():\n    import {}"),
+    ("torch", "elasticd_migration.reshard", "elasticd_migration.local_state", "from .local_state import State"),
+    ("torch", "elasticd.config.tree", "torch", "def f():\n    import {}"),
     ("torch", "elasticd", "torch", "from {} import nn"),
-    ("torch", "elasticd.new.folder", "elasticd.runtime.job", "import {}"),
-    ("torch", "elasticd_agent.probe", "torch", "import {}"),
-    ("trainer", "elasticd.runtime.job", "asyncio", "import {}"),
-    ("trainer", "elasticd.runtime.job", "http", "from {}.server import HTTPServer"),
-    ("trainer", "elasticd.runtime.job", "socketserver", "import {}"),
+    ("torch", "elasticd.chaos.client", JOB, "import {}"),
+    ("torch", "elasticd_agent.hardware.devices", "torch", "import {}"),
+    ("trainer", JOB, "asyncio", "import {}"),
+    ("trainer", JOB, "http", "from {}.server import HTTPServer"),
+    ("trainer", JOB, "socketserver", "import {}"),
     *(("trainer", "elasticd.models.decoder", name, "import {}") for name in DAEMON_EXTRA.values()),
     ("trainer", "elasticd.rendezvous.handler", "google", "def f():\n    import {}.protobuf"),
     ("trainer", "elasticd", "rich", "import {}.progress"),
-    ("trainer", "elasticd.wire", "websockets", "import {}"),  # elasticd.runtime.job imports elasticd.wire
-    ("daemons", "elasticd.runtime.job", "elasticd.coordinator.server", "from ..coordinator import server"),
-    ("daemons", "elasticd.runtime.job", "elasticd.store", "def f():\n    from elasticd import store"),
+    # The job imports the messages' base class, and so what that one imports.
+    ("trainer", "elasticd.codec.message", "websockets", "import {}"),
+    ("daemons", JOB, APP, "from elasticd.coordinator.http import app"),
+    ("daemons", JOB, "elasticd.store", "def f():\n    from elasticd import store"),
     ("daemons", "elasticd.rendezvous.handler", "elasticd.cli", "from .. import cli"),
-    ("coordinator", "elasticd.coordinator.server", "elasticd.runtime", "from .. import runtime"),
-    ("coordinator", "elasticd.coordinator.server", "elasticd.runtime.job", "if TYPE_CHECKING:\n    import {}"),
-    ("agent-migration", "elasticd_agent.watch", "elasticd_migration.reshard", "import {}"),
-    ("agent", "elasticd_agent.watch", "elasticd.runtime.job", "from elasticd.runtime import job"),
-    ("agent", "elasticd_agent.watch", "elasticd.coordinator.server", "import {}"),
-    ("machines", "elasticd.machines.switch", "elasticd.store.memory", "from ..store.memory import MemoryStore"),
-    ("machines", "elasticd.machines.switch", "elasticd.clock", "from ..clock import WallClock"),
-    ("telemetry", "elasticd.runtime.telemetry", "elasticd.runtime.emulation", "from . import emulation"),
-    ("public", "elasticd.coordinator.server", "elasticd", "from elasticd import Job"),
+    ("coordinator", APP, "elasticd.runtime", "from ... import runtime"),
+    ("coordinator", APP, JOB, "if TYPE_CHECKING:\n    import {}"),
+    ("agent-migration", "elasticd_agent.store_watch", "elasticd_migration.reshard", "import {}"),
+    ("agent", "elasticd_agent.store_watch", JOB, "from elasticd.runtime.api import job"),
+    ("agent", "elasticd_agent.store_watch", APP, "import {}"),
+    ("machines", SWITCH, "elasticd.store.memory", "import {}"),
+    ("machines", SWITCH, "elasticd.clock", "from ...clock import WallClock"),
+    ("telemetry", STEP_TIMES, "elasticd.runtime.telemetry.emulation", "from . import emulation"),
+    ("public", APP, "elasticd", "from elasticd import Job"),
+    ("rooms", "elasticd.store.memory", APP, "import {}"),
+    ("rooms", "elasticd.records", "elasticd.wire.messages", "def f():\n    import {}"),
+    ("machines-rooms", "elasticd.machines.job.replan", SWITCH, "import {}"),
+    ("job-rooms", "elasticd.machines.job.state.events", "elasticd.machines.job.replan", "import {}"),
+    ("coordinator-rooms", "elasticd.coordinator.leader", APP, "import {}"),
+    ("http-files", "elasticd.coordinator.http.routing", APP, "import {}"),
+    ("runtime-rooms", "elasticd.runtime.comm.groups", "elasticd.runtime.engine.vote", "import {}"),
+    ("runtime-engine", "elasticd.runtime.engine.vote", "elasticd.runtime.engine.engine", "import {}"),
+    ("rendezvous-files", "elasticd.rendezvous.live_mode", "elasticd.rendezvous.restart_mode", "import {}"),
+    ("checkpoint-files", "elasticd.checkpoints.disk", "elasticd.checkpoints.manifest", "import {}"),
+    ("simulator-rooms", "elasticd.simulator.devices.device_model", "elasticd.simulator.run", "import {}"),
+    ("agent-rooms", "elasticd_agent.snapshots.store", "elasticd_agent.daemon", "import {}"),
+    ("planner-rooms", "elasticd_planner.spec.plan", COST, "import {}"),
+    ("planner-search", "elasticd_planner.search.task", "elasticd_planner.search.planner", "import {}"),
+    ("migration-files", "elasticd_migration.rounds", "elasticd_migration.migrate", "import {}"),
+    ("planner-public", COST, "elasticd_planner", "from elasticd_planner import Plan"),
+    ("harness", "elasticd.chaos.client", "tests", "from {} import soak"),
+    ("testing", "elasticd.cli", "elasticd.testing", "from elasticd import testing"),
 ]  # fmt: skip
+# Two files of one room that import each other.
+CIRCLE = [
+    ("elasticd.runtime.comm.groups", "import elasticd.runtime.comm.sockets"),
+    ("elasticd.runtime.comm.sockets", "import elasticd.runtime.comm.groups"),
+]
 KEPT = [
-    ("elasticd.config", "import tomllib"),
-    ("elasticd.wire", "import struct"),
+    ("elasticd.config.tree", "import tomllib"),
+    ("elasticd.codec.message", "import struct"),
     (
         "elasticd",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from elasticd.runtime.job import Job\n"
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from elasticd.runtime.api.job import Job\n"
         "    from elasticd.models.huggingface import from_hf",
     ),
-    ("elasticd_migration.execute", "import time\nimport torch.distributed as dist"),
-    ("elasticd_migration.execute.verify", "import torch"),
+    ("elasticd_migration.migrate", "import time\nimport torch.distributed as dist"),
+    ("elasticd_migration.migrate.verify", "import torch"),
     (
-        "elasticd.machines.switch",
-        "from elasticd.config import Vote\nfrom elasticd_migration.reshard import Round",
+        SWITCH,
+        "from elasticd.records import Vote\nfrom elasticd_migration.reshard import Round",
     ),
-    ("elasticd.runtime.job", "import torch\nfrom elasticd import wire\nfrom elasticd.runtime import emulation"),
-    ("elasticd.models.decoder", "from elasticd.machines import switch\nimport socket"),
+    (
+        JOB,
+        "import torch\nfrom elasticd.codec import message\nfrom elasticd.runtime.telemetry import emulation",
+    ),
+    ("elasticd.models.decoder", "from elasticd.machines.worker import switch\nimport socket"),
     ("elasticd.models.huggingface", "import torch"),
     ("elasticd.store.memory", "import etcd3\nimport grpc"),
-    ("elasticd.coordinator.server", "import asyncio\nfrom starlette.applications import Starlette"),
+    (APP, "import asyncio\nfrom starlette.applications import Starlette"),
     ("elasticd.rendezvous.handler", "from torch.distributed.elastic.rendezvous import RendezvousHandler"),
-    ("elasticd_agent.daemon", "import asyncio\nfrom elasticd.machines import switch\nimport websockets"),
+    ("elasticd_agent.daemon", "import asyncio\nfrom elasticd.machines.agent import machine\nimport websockets"),
 ]
 
 
@@ -107,10 +143,16 @@ def lint_small_tree(root: Path, sources: list[tuple[str, str]]) -> tuple[int, st
 
     The tree has each module that a contract names, what the design allows, and then `sources` (module, text).
     """
-    texts = dict.fromkeys(PACKAGES, "")
+    texts = dict.fromkeys([*PACKAGES, "tests"], "")
     for contract in CONTRACTS.values():
         for key in ("source_modules", "forbidden_modules", "protected_modules", "allowed_importers"):
-            texts |= {name: "" for name in contract.get(key, []) if within(name, *PACKAGES) and "*" not in name}
+            texts |= {
+                name: ""
+                for name in contract.get(key, [])
+                if within(name, *PACKAGES, "tests") and "*" not in name
+            }
+        for layer, container in itertools.product(contract.get("layers", []), contract.get("containers", [])):
+            texts |= {f"{container}.{name}": "" for name in re.findall(r"\w+", layer)}
     for name, text in [*KEPT, *sources]:
         texts |= {parent: texts.get(parent, "") for parent in parents(name)}
         texts[name] = texts.get(name, "") + text + "\n"
@@ -139,9 +181,9 @@ def parents(module: str) -> list[str]:
 
 
 def test_each_breach_of_a_contract_is_found_by_lint_imports(tmp_path: Path) -> None:
-    assert {contract for contract, *_ in BREACHES} == set(CONTRACTS)
+    assert {"circles", *(contract for contract, *_ in BREACHES)} == set(CONTRACTS)
     breaches = [(module, how.format(imported)) for _, module, imported, how in BREACHES]
-    status, report = lint_small_tree(tmp_path, breaches)
+    status, report = lint_small_tree(tmp_path, [*breaches, *CIRCLE])
     assert status == 1, report
     sections = {  # the name of a broken contract, a line of dashes, the chains of imports
         contract["id"]: report.partition(f"\n{contract['name']}\n---")[2].partition("\n---")[0]
@@ -152,7 +194,8 @@ def test_each_breach_of_a_contract_is_found_by_lint_imports(tmp_path: Path) -> N
         for contract, module, imported, _ in BREACHES
         if f" {module} -> {imported} (l." not in sections[contract]
     ]
-    assert missed == [], report
+    assert missed == [], (missed, report)
+    assert ".sockets -> .groups (1 import)" in sections["circles"], report
 
 
 def test_imports_that_the_design_allows_keep_every_contract(tmp_path: Path) -> None:
@@ -161,38 +204,38 @@ def test_imports_that_the_design_allows_keep_every_contract(tmp_path: Path) -> N
 
 
 CAUGHT = [
-    ("elasticd_planner.cost", "import time", "no clock"),
-    ("elasticd_planner.cost", "from random import Random", "no clock"),
-    ("elasticd_planner.cost", "from concurrent.futures import Future", "no clock"),
-    ("elasticd_planner.cost", "import scipy", "numpy and msgspec"),
-    ("elasticd_planner.cost", "import networkx", "slow to import"),
-    ("elasticd_planner.cost", "try:\n    import networkx\nexcept ImportError:\n    pass", "slow to import"),
-    ("elasticd_planner.cost", "import numpy as np\nx = np.random.rand()", "numpy.random without a key"),
-    ("elasticd_planner.cost", "import numpy as np\nx = np.random.rand(3)", "numpy.random without a key"),
-    ("elasticd_planner.cost", "import numpy as np\nrng = np.random.default_rng()", "without a key"),
-    ("elasticd_planner.cost", "from numpy.random import shuffle", "no randomness"),
-    ("elasticd_planner.cost", "def f(p):\n    return open(p)", "open() in a pure"),
-    ("elasticd_planner.cost", "def f(p):\n    import os", "no clock"),
-    ("elasticd_planner.cost", "x = __import__('os')", "by its name in quotes"),
+    (COST, "import time", "no clock"),
+    (COST, "from random import Random", "no clock"),
+    (COST, "from concurrent.futures import Future", "no clock"),
+    (COST, "import scipy", "numpy and msgspec"),
+    (COST, "import networkx", "slow to import"),
+    (COST, "try:\n    import networkx\nexcept ImportError:\n    pass", "slow to import"),
+    (COST, "import numpy as np\nx = np.random.rand()", "numpy.random without a key"),
+    (COST, "import numpy as np\nx = np.random.rand(3)", "numpy.random without a key"),
+    (COST, "import numpy as np\nrng = np.random.default_rng()", "without a key"),
+    (COST, "from numpy.random import shuffle", "no randomness"),
+    (COST, "def f(p):\n    return open(p)", "open() in a pure"),
+    (COST, "def f(p):\n    import os", "no clock"),
+    (COST, "x = __import__('os')", "by its name in quotes"),
     ("elasticd_migration.rounds", "import logging", "no clock"),
     ("elasticd.machines", "import os", "no clock"),
-    ("elasticd.machines.switch", "import asyncio", "no clock"),
-    ("elasticd.machines.switch", "import networkx", "numpy and msgspec"),
-    ("elasticd.runtime.control", "x = importlib.import_module('grpc')", "by its name in quotes"),
+    (SWITCH, "import asyncio", "no clock"),
+    (SWITCH, "import networkx", "numpy and msgspec"),
+    ("elasticd.runtime.control.agent_client", "x = importlib.import_module('grpc')", "by its name in quotes"),
 ]  # fmt: skip
 ALLOWED = [
-    ("elasticd_planner.cost", "import math\nimport numpy as np\nimport msgspec\nfrom .boxes import Box"),
-    ("elasticd_planner.cost", "from .time import time\nfrom . import os"),
-    ("elasticd_planner.batch", "import numpy as np\nr = np.random.Generator(np.random.Philox(key=[1, 2]))"),
-    ("elasticd_planner.search", "def f():\n    import networkx as nx\n    return nx.Graph()"),
-    ("elasticd_planner.search", "if TYPE_CHECKING:\n    import networkx"),
+    (COST, "import math\nimport numpy as np\nimport msgspec\nfrom .boxes import Box"),
+    (COST, "from .time import time\nfrom . import os"),
+    ("elasticd_planner.spec.batch", "import numpy as np\nr = np.random.Generator(np.random.Philox(key=[1]))"),
+    ("elasticd_planner.search.planner", "def f():\n    import networkx as nx\n    return nx.Graph()"),
+    ("elasticd_planner.search.planner", "if TYPE_CHECKING:\n    import networkx"),
     ("elasticd_planner.__main__", "import sys\nprint(sys.stdin.read())"),
-    ("elasticd_migration.reshard", "from elasticd_planner.boxes import Box\nimport enum"),
-    ("elasticd_migration.execute", "import time\nimport torch.distributed as dist"),
-    ("elasticd_migration.execute.verify", "import torch"),
-    ("elasticd.machines.switch", "from elasticd.wire import Vote\nfrom elasticd_migration.rounds import Round"),
-    ("elasticd.runtime.job", "import threading\nprint(open('x'))"),
-    ("elasticd.runtime.job", "import importlib\nx = importlib.import_module(name)"),
+    ("elasticd_migration.reshard", "from elasticd_planner.spec.box import Box\nimport enum"),
+    ("elasticd_migration.migrate", "import time\nimport torch.distributed as dist"),
+    ("elasticd_migration.migrate.verify", "import torch"),
+    (SWITCH, "from elasticd.codec.message import Vote\nfrom elasticd_migration.rounds import Round"),
+    (JOB, "import threading\nprint(open('x'))"),
+    (JOB, "import importlib\nx = importlib.import_module(name)"),
 ]  # fmt: skip
 
 
@@ -219,13 +262,13 @@ def test_house_program_ends_with_1_and_names_the_breaches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "cost.py"
-    monkeypatch.setattr(house, "modules", lambda: {"elasticd_planner.cost": module})
+    monkeypatch.setattr(house, "modules", lambda: {"elasticd_planner.cost.model": module})
     monkeypatch.setattr(house, "without_docstring", lambda root: [])
     module.write_text("import math\n")
     assert house.main() == 0
     module.write_text("import math\nimport time\n")
     assert house.main() == 1
-    assert "elasticd_planner.cost:2: imports time: a pure module has no clock" in capsys.readouterr().out
+    assert "elasticd_planner.cost.model:2: imports time: a pure module has no clock" in capsys.readouterr().out
     module.write_text("import math\n")
     monkeypatch.setattr(house, "without_docstring", lambda root: ["bare.py:1: say what it is for"])
     assert house.main() == 1

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticd.config import ConfigError, parse
-from elasticd.coordinator.leading import Leading
-from elasticd.logs import JsonLines, LogSection
-from elasticd.machines.coordinator import State
-from elasticd.machines.job.effects import Note
+from elasticd.config.tree import ConfigError, parse
+from elasticd.coordinator.leader import Leading
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.job.state.events import Note
+from elasticd.system.logs import JsonLines, LogSection
 
 
 class Kept(logging.Handler):
@@ -88,10 +88,10 @@ def test_the_configuration_chooses_and_refuses() -> None:
 SCRIPT = """
 import logging
 logging.basicConfig(format="mine %(message)s")
-from elasticd.logs import for_worker
+from elasticd.system.logs import for_worker
 for_worker(lambda: {"job": "j", "plan": 2, "step": 5, "device": "alpha/0"})
 for_worker(lambda: {})
-logging.getLogger("elasticd.runtime.saver").warning("a checkpoint was not written")
+logging.getLogger("elasticd.runtime.checkpoint.saver").warning("a checkpoint was not written")
 logging.getLogger("script").warning("hello")
 """
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.logs import Seldom, TextLines
-from elasticd.plain import for_terminal, in_one_line, json_for_terminal
+from elasticd.codec.safe_text import for_terminal, in_one_line, json_for_terminal
+from elasticd.system.logs import Seldom, TextLines
 
 HOSTILE = "a\n\tb\x1b[2J\x9b\u202e\r\x7f\x00 \\n \\u001b é"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticd.processes import ProcessError, Processes
+from elasticd.system.child_processes import ProcessError, Processes
 
 DEADLINE = 60.0
 

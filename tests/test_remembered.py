@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.remembered import MOST_MARKS, Mark, Remembered, StateError, StateFile
 from elasticd.store.protocol import Identity, KeyValue, StoreReplaced
+from elasticd.store.state_file import MOST_MARKS, Mark, Remembered, StateError, StateFile
 
 
 def file(folder: Path) -> StateFile:

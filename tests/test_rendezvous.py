@@ -20,11 +20,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
 from torch.distributed.elastic.utils import store as torch_store
 
-from elasticd import packets, rendezvous
-from elasticd.messages import Join, Joined, StoreAnswer, encode, from_worker
+from elasticd import rendezvous
 from elasticd.rendezvous.errors import JobOver, Refusal
 from elasticd.rendezvous.handler import create_handler
-from elasticd.rendezvous.live import EXIT_BARRIER, RankStore
+from elasticd.rendezvous.live_mode import EXIT_BARRIER, RankStore
+from elasticd.wire import unix_socket
+from elasticd.wire.messages import Join, Joined, StoreAnswer, encode, from_worker
 from tests.sizes import examples
 
 
@@ -74,10 +75,10 @@ def answering(path: Path, times: int) -> threading.Thread:
         with listener:
             for _ in range(times):
                 with listener.accept()[0] as client:
-                    data = packets.receive(client)
+                    data = unix_socket.receive(client)
                     assert data is not None
                     assert isinstance(from_worker(data), Join)
-                    packets.send(client, encode(Joined(node_rank=0, nodes=1)))
+                    unix_socket.send(client, encode(Joined(node_rank=0, nodes=1)))
         path.unlink()
 
     thread = threading.Thread(target=serve)

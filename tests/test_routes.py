@@ -10,14 +10,14 @@ import pytest
 from elasticd_agent import command
 from elasticd_agent.daemon import AgentError
 
-from elasticd import routes
-from elasticd.config import ClusterSection, Config
+from elasticd.config.tree import ClusterSection, Config
 from elasticd.coordinator.connections import Connections
-from elasticd.coordinator.listening import url_of
-from elasticd.messages import AgentHello
+from elasticd.coordinator.http.server import url_of
 from elasticd.records import Keys
 from elasticd.store.leader import campaign
 from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.system import network_addresses
+from elasticd.wire.messages import AgentHello
 from tests.machines.cast import node_record
 
 
@@ -49,17 +49,17 @@ def table(known: dict[str, str]) -> Callable[[str], str | None]:
 def test_a_node_listens_at_its_address_on_the_route_to_the_leader(
     leader: str | None, stores: tuple[str, ...], known: dict[str, str], address: str, why: str
 ) -> None:
-    found, told = routes.chosen(leader, stores, table(known))
+    found, told = network_addresses.chosen(leader, stores, table(known))
     assert found == address
     assert told.startswith(why)
 
 
 def test_the_kernel_is_asked_for_the_route() -> None:
-    assert routes.local_address("127.0.0.1") == "127.0.0.1"
-    assert routes.local_address("127.0.0.3") in ("127.0.0.1", "127.0.0.3")
-    assert routes.local_address("no-such-host.invalid") is None
-    assert len(routes.host()) == 16
-    assert routes.host() == routes.host()
+    assert network_addresses.local_address("127.0.0.1") == "127.0.0.1"
+    assert network_addresses.local_address("127.0.0.3") in ("127.0.0.1", "127.0.0.3")
+    assert network_addresses.local_address("no-such-host.invalid") is None
+    assert len(network_addresses.host()) == 16
+    assert network_addresses.host() == network_addresses.host()
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_a_coordinator_on_all_addresses_names_one_that_others_reach(
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     monkeypatch.setattr(
-        "elasticd.coordinator.listening.outward",
-        lambda hosts: routes.outward(hosts, table({"etcd0": "10.0.0.7", "127.0.0.1": "127.0.0.1"})),
+        "elasticd.coordinator.http.server.outward",
+        lambda hosts: network_addresses.outward(hosts, table({"etcd0": "10.0.0.7", "127.0.0.1": "127.0.0.1"})),
     )
     assert url_of(host, 1, secure=secure, stores=stores) == url
 
@@ -134,7 +134,7 @@ def test_an_agent_without_an_address_asks_for_the_leader_and_goes_on_without_one
         asked.append(leader)
         return "10.0.0.7", "a route"
 
-    monkeypatch.setattr("elasticd.routes.chosen", chosen)
+    monkeypatch.setattr("elasticd.system.network_addresses.chosen", chosen)
     config = Config(cluster=ClusterSection(name="c"))
     store = MemoryStore(MemoryServer())
     assert asyncio.run(command.with_address(config, store)).agent.listens == "10.0.0.7"

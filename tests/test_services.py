@@ -22,7 +22,7 @@ import pytest
 from elasticd_agent.command import command as agent_command
 
 from elasticd.cli.app import elasticd
-from elasticd.notify import Supervisor
+from elasticd.system.sd_notify import Supervisor
 from tests.etcds import SharedEtcd
 
 UNITS = Path(__file__).resolve().parent.parent / "systemd"

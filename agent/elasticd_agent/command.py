@@ -13,22 +13,22 @@ import click
 from elasticd_planner.value import Invalid
 from msgspec import structs
 
-from elasticd import routes
 from elasticd.backoff import jittered
-from elasticd.config import Config, ConfigError, load, reloaded, with_overrides
-from elasticd.credentials import credentials
-from elasticd.logs import set_up
-from elasticd.notify import Supervisor
-from elasticd.packets import PacketError, SocketTaken
+from elasticd.config.credentials import credentials
+from elasticd.config.tree import Config, ConfigError, load, reloaded, with_overrides
 from elasticd.records import Keys
-from elasticd.remembered import StateError, StateFile
 from elasticd.store.compat import EtcdClientMissing
 from elasticd.store.leader import read_leader
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
+from elasticd.store.state_file import StateError, StateFile
+from elasticd.system import network_addresses
+from elasticd.system.logs import set_up
+from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
+from elasticd.wire.unix_socket import PacketError, SocketTaken
 from elasticd_agent.daemon import Agent, AgentError, check_store
-from elasticd_agent.probe import ProbeError
-from elasticd_agent.registrar import NodeTaken
+from elasticd_agent.hardware.devices import ProbeError
+from elasticd_agent.registration import NodeTaken
 
 #: Seconds for a leader to be there, whose route gives this node's address; then etcd's route does.
 LEADER_SECONDS = 5.0
@@ -102,7 +102,7 @@ def command(
 
 async def run(read: Callable[[], Config]) -> None:
     """Serve on the running loop until SIGINT or SIGTERM; SIGHUP has the configuration read anew."""
-    from elasticd.store import release
+    from elasticd.store import etcd_release
     from elasticd.store.configured import etcd_options
     from elasticd.store.etcd import EtcdStore
 
@@ -126,7 +126,7 @@ async def run(read: Callable[[], Config]) -> None:
             loop.add_signal_handler(number, end)
         try:
             await check_store(store, config.etcd.endpoints)
-            await asyncio.to_thread(release.warn, store)
+            await asyncio.to_thread(etcd_release.warn, store)
             located = await with_address(config, store)
         except asyncio.CancelledError:
             if ending:
@@ -168,7 +168,7 @@ async def with_address(config: Config, store: Store) -> Config:
         raise AgentError(f"{error}: another program's key? choose another [cluster] name") from error
     host = urlsplit(leader.value).hostname if leader is not None else None
     stores = [split_endpoint(endpoint)[0] for endpoint in config.etcd.endpoints]
-    address, why = await asyncio.to_thread(routes.chosen, host, stores)
+    address, why = await asyncio.to_thread(network_addresses.chosen, host, stores)
     text = "workers of this node listen for others at %s, by %s; [agent] address names another one"
     _log.info(text, address, why)
     return structs.replace(config, agent=structs.replace(config.agent, address=address))

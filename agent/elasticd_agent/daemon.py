@@ -1,4 +1,4 @@
-"""The agent's daemon: IO around `elasticd.machines.agent`, on one event loop.
+"""The agent's daemon: IO around `elasticd.machines.agent.machine`, on one event loop.
 
 Clients, link and store emit events; each goes through the machine in turn, and its effects are carried out
 before the next. All that blocks (the store's calls) runs in threads.
@@ -22,12 +22,11 @@ from typing import Any
 
 from msgspec import structs
 
-from elasticd import routes
 from elasticd.backoff import jittered
-from elasticd.config import Config
-from elasticd.credentials import credentials
-from elasticd.machines import agent as machine
-from elasticd.machines.agent_state import (
+from elasticd.config.credentials import credentials
+from elasticd.config.tree import Config
+from elasticd.machines.agent import machine
+from elasticd.machines.agent.state import (
     ClearMember,
     Dismiss,
     Effect,
@@ -44,33 +43,35 @@ from elasticd.machines.agent_state import (
     Tell,
     Tick,
 )
-from elasticd.messages import Pace, ToLeader
-from elasticd.notify import Supervisor
-from elasticd.orders import End
-from elasticd.packets import default_path
-from elasticd.pulses import Ping
 from elasticd.records import Keys, NodeRecord, schema_refusal
-from elasticd.remembered import NOTE_SECONDS, StateFile
 from elasticd.store.protocol import Store, StoreError, StoreReplaced
+from elasticd.store.state_file import NOTE_SECONDS, StateFile
+from elasticd.system import network_addresses
+from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
-from elasticd.whereabouts import Whereabouts
-from elasticd_agent import probe, stacks
-from elasticd_agent.crossing import Crossings
-from elasticd_agent.defects import outlived
-from elasticd_agent.harm import Harms
-from elasticd_agent.keeper import Keeper
-from elasticd_agent.link import Link
-from elasticd_agent.nvml import opened as nvml_opened
+from elasticd.wire.agent_orders import End
+from elasticd.wire.main_thread import Whereabouts
+from elasticd.wire.messages import Pace, ToLeader
+from elasticd.wire.probes import Ping
+from elasticd.wire.unix_socket import default_path
+from elasticd_agent.chaos.cut_store import Severable
+from elasticd_agent.chaos.injector import Harms
+from elasticd_agent.coordinator_link import Link
+from elasticd_agent.hangs import stack_dump
+from elasticd_agent.hangs.heartbeat import BEAT, Pulses, look
+from elasticd_agent.hangs.main_thread_watch import Halt, Standing, told_of
+from elasticd_agent.hardware import devices
+from elasticd_agent.hardware.nvml import opened as nvml_opened
+from elasticd_agent.hardware.sensors import Sensors
+from elasticd_agent.internal_errors import outlived
+from elasticd_agent.link_probe import Crossings
 from elasticd_agent.orphans import Torchruns
-from elasticd_agent.pulses import BEAT, Pulses, look
-from elasticd_agent.reaching import Reaching
-from elasticd_agent.registrar import Registrar
-from elasticd_agent.rounds import Rounds
-from elasticd_agent.sensors import Sensors
-from elasticd_agent.severed import Severable
-from elasticd_agent.standing import Halt, Standing, told_of
-from elasticd_agent.watch import Records
-from elasticd_agent.workers import Ears, Workers
+from elasticd_agent.peer_reachability import Reaching
+from elasticd_agent.registration import Registrar
+from elasticd_agent.restart_rendezvous import Rounds
+from elasticd_agent.snapshots.service import Keeper
+from elasticd_agent.store_watch import Records
+from elasticd_agent.worker_socket import Ears, Workers
 
 #: Seconds for which the store keeps a silent agent's keys.
 LEASE_SECONDS = 3
@@ -371,7 +372,7 @@ class Agent:
         text = ""
         if halt.looks:
             pidfd = self._workers.pidfd(halt.client)
-            text = await stacks.stack(pid, pidfd, self._standing.stacks_of(halt.client))
+            text = await stack_dump.stack(pid, pidfd, self._standing.stacks_of(halt.client))
         found = told_of(halt, text)
         if halt.looks:
             _log.warning("%s stands still in %s for %.1f s", halt.client, found.place, halt.seconds)
@@ -455,9 +456,9 @@ class Agent:
         agent = self._config.agent
         return NodeRecord(
             node=agent.node,
-            devices=probe.devices(agent, self._config.emulate),
+            devices=devices.devices(agent, self._config.emulate),
             address=agent.listens,
-            host=routes.host(),
+            host=network_addresses.host(),
             agent=secrets.token_hex(8),
             emulated=self._config.emulate.enabled,
         )

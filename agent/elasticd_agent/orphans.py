@@ -1,8 +1,8 @@
 """Workers of a torchrun that is gone: nobody would end them, and they would keep their devices.
 
 A torchrun marks its environment, which its workers inherit, and theirs after them: by itself as a process
-(`elasticd.starter`), and in restart mode by its name too. A worker that still imports torch is found by that,
-long before it could have asked the kernel to end with its parent.
+(`elasticd.system.process_mark`), and in restart mode by its name too. A worker that still imports torch is
+found by that, long before it could have asked the kernel to end with its parent.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import signal
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 
-from elasticd import starter
-from elasticd.machines.agent_state import Event, Opened, Said
-from elasticd.messages import Join, Leave
-from elasticd.packets import SOCKET_VARIABLE, TORCHRUN_VARIABLE
+from elasticd.machines.agent.state import Event, Opened, Said
+from elasticd.system import process_mark
+from elasticd.wire.messages import Join, Leave
+from elasticd.wire.unix_socket import SOCKET_VARIABLE, TORCHRUN_VARIABLE
 
 #: Seconds until the second look: a torchrun may be killed in the moment in which it starts a worker.
 _AGAIN_SECONDS = 1.0
@@ -43,7 +43,7 @@ class Torchruns:
 
     def observe(self, event: Event) -> None:
         if isinstance(event, Opened) and isinstance(event.body, Join):
-            marked = starter.mark(event.pid)
+            marked = process_mark.mark(event.pid)
             if marked is not None:  # else it had not been answered, and has no workers
                 self._clients[event.client] = marked
                 self._watch(marked)
@@ -68,7 +68,7 @@ class Torchruns:
         except (OSError, ValueError, OverflowError):  # the last two: whoever set the environment made it up
             self._run(self._end(marked))
             return
-        if not starter.alive(marked):
+        if not process_mark.alive(marked):
             os.close(pidfd)
             self._run(self._end(marked))
             return
@@ -89,7 +89,7 @@ class Torchruns:
     async def _end(self, marked: str) -> None:
         for pause in (0.0, _AGAIN_SECONDS):
             await asyncio.sleep(pause)
-            ended = await asyncio.to_thread(_end, f"{starter.VARIABLE}={marked}")
+            ended = await asyncio.to_thread(_end, f"{process_mark.VARIABLE}={marked}")
             if ended:
                 _log.warning("a torchrun (%s) is gone: its workers %s are ended", marked, ended)
 
@@ -101,7 +101,7 @@ class Torchruns:
 
 def has_ended(pid: int) -> bool:
     """Whether the process is gone, or only waits for its parent to look."""
-    return starter.mark(pid) is None
+    return process_mark.mark(pid) is None
 
 
 def end(torchrun: str) -> list[int]:
@@ -132,7 +132,7 @@ def _starters(socket: str) -> set[str]:
     found = set()
     for _, environment in _environments():
         if f"{SOCKET_VARIABLE}={socket}" in environment:
-            prefix = f"{starter.VARIABLE}="
+            prefix = f"{process_mark.VARIABLE}="
             found |= {entry.removeprefix(prefix) for entry in environment if entry.startswith(prefix)}
     return found
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Item
+from elasticd_planner.layout.layouts import Item
+from elasticd_planner.spec.box import Box
 
 from elasticd.checkpoints.manifest import Manifest, PlaneEntry
 from elasticd.checkpoints.reader import Reader, Wanted

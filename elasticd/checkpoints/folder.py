@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from elasticd.checkpoints.checksums import Damaged, SummedFile
 from elasticd.checkpoints.disk import Disk
 from elasticd.checkpoints.manifest import MANIFEST, Manifest, unseal
-from elasticd.checkpoints.sums import Damaged, SummedFile
 
 UNFINISHED, REMOVED = ".tmp", ".removed"
 _NAME = re.compile(r"step-(\d{8,})\.plan-(\d+)\.([0-9A-Za-z_-]+)")

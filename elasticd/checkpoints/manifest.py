@@ -14,13 +14,13 @@ from typing import TypeVar
 import msgspec
 from elasticd_migration.schema import MASTER, VALUE, Group, Scalar, Schema
 from elasticd_migration.schema import merge as agreed
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Role
-from elasticd_planner.rules import ModelSpec
+from elasticd_planner.layout.layouts import Role
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import StoredValue, Value
 
-from elasticd.checkpoints.sums import Damaged, FileSums
-from elasticd.decoding import decode_stored, decoder_of
+from elasticd.checkpoints.checksums import Damaged, FileSums
+from elasticd.codec.decoding import decode_stored, decoder_of
 
 MANIFEST = "manifest.json"
 #: torch.distributed.checkpoint's index of the same files.

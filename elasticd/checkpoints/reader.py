@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Item
+from elasticd_planner.layout.layouts import Item
+from elasticd_planner.spec.box import Box
 
+from elasticd.checkpoints.checksums import BLOCK, Damaged, SummedFile
 from elasticd.checkpoints.manifest import MANIFEST, Chunk, Manifest, PlaneEntry, TensorEntry
-from elasticd.checkpoints.sums import BLOCK, Damaged, SummedFile
 
 #: Bytes that are read at once, at most.
 SPAN = 32 * BLOCK

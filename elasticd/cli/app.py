@@ -21,7 +21,6 @@ from elasticd.cli.jobs import forget, jobs, stop
 from elasticd.cli.logs import logs
 from elasticd.cli.plan import plan
 from elasticd.cli.profile import profile
-from elasticd.cli.reach import CannotReach
 from elasticd.cli.record import record
 from elasticd.cli.run import run
 from elasticd.cli.simulate import simulate
@@ -29,11 +28,12 @@ from elasticd.cli.status import status
 from elasticd.cli.top import top
 from elasticd.cli.up import up
 from elasticd.cli.why import why
-from elasticd.config import ConfigError
+from elasticd.client import CannotReach
+from elasticd.config.tree import ConfigError
 from elasticd.extras import ExtraMissing
-from elasticd.remembered import StateError
 from elasticd.store.compat import EtcdClientMissing
 from elasticd.store.protocol import StoreError
+from elasticd.store.state_file import StateError
 from elasticd.version import __version__
 
 #: What a user can cause: shown as one message. Anything else is an error of ours, and keeps its traceback.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from elasticd.chaos.verbs import chaos as at
-from elasticd.chaos.verbs import sequence, slowdown
+from elasticd.chaos.client import chaos as at
+from elasticd.chaos.client import sequence, slowdown
 from elasticd.cli.options import config_option, coordinator_option
 
 

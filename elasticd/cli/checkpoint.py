@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elasticd.checkpoints.checksums import Damaged
 from elasticd.checkpoints.export import CannotExport
 from elasticd.checkpoints.export import export as write
 from elasticd.checkpoints.folder import Found, damages, is_name, look, scan
 from elasticd.checkpoints.manifest import MANIFEST
-from elasticd.checkpoints.sums import Damaged
 from elasticd.cli.options import json_option, write_json
 
 

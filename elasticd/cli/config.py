@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elasticd.cli.options import asker, config_option, coordinator_option, json_option, write_json
-from elasticd.cli.reach import CannotReach, reach
+from elasticd.client import CannotReach, reach
 
 PAUSED = "policy.paused"
 

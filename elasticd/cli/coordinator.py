@@ -7,8 +7,8 @@ import sys
 import click
 
 from elasticd.cli.options import config_option
-from elasticd.config import load, with_overrides
-from elasticd.logs import set_up
+from elasticd.config.tree import load, with_overrides
+from elasticd.system.logs import set_up
 
 
 @click.command()

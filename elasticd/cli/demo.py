@@ -22,11 +22,11 @@ def demo(out: str, steps: int | None) -> None:
     """
     import msgspec
 
-    from elasticd.cli.reach import CannotReach
+    from elasticd.client import CannotReach
     from elasticd.demo.run import Folders, run
     from elasticd.demo.scenario import DemoError, Scenario
     from elasticd.demo.show import show
-    from elasticd.processes import Interrupted, ProcessError
+    from elasticd.system.child_processes import Interrupted, ProcessError
 
     console = Console(highlight=False)
     scenario = Scenario() if steps is None else Scenario(steps=steps)

@@ -22,19 +22,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elasticd.cli.local import running, settings, taken
 from elasticd.cli.options import config_option, json_option, write_json
-from elasticd.cli.reach import Api, CannotReach, leader_url
-from elasticd.config import CONFIG_VARIABLE, Config, ConfigError
-from elasticd.credentials import Credentials, credentials
-from elasticd.packets import default_path
+from elasticd.client import Api, CannotReach, leader_url
+from elasticd.config.credentials import Credentials, credentials
+from elasticd.config.tree import CONFIG_VARIABLE, Config, ConfigError
+from elasticd.local_cluster import running, settings, taken
 from elasticd.store.compat import EtcdClientMissing
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
+from elasticd.store.etcd_release import objection
 from elasticd.store.protocol import StoreError
-from elasticd.store.release import objection
 from elasticd.store.server import EtcdServerError, find_etcd
 from elasticd.version import __version__
+from elasticd.wire.unix_socket import default_path
 
 #: Seconds by which this clock and the coordinator's may differ: events are read side by side.
 SKEW = 2.0

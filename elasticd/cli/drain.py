@@ -7,7 +7,7 @@ import time
 import click
 
 from elasticd.cli.options import config_option, coordinator_option
-from elasticd.cli.reach import Api, CannotReach, NodeStatus, reach
+from elasticd.client import Api, CannotReach, NodeStatus, reach
 
 _POLL = 0.5
 

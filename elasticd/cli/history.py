@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
-from elasticd.cli.reach import Api, CannotReach, reach
+from elasticd.client import Api, CannotReach, reach
 from elasticd.records import HistoryRecord
 
 

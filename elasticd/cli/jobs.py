@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from elasticd.cli.options import asker, config_option, coordinator_option, json_option, write_json
-from elasticd.cli.reach import Api, CannotReach, ClusterStatus, JobStatus, reach
-from elasticd.plain import in_one_line
+from elasticd.client import Api, CannotReach, ClusterStatus, JobStatus, reach
+from elasticd.codec.safe_text import in_one_line
 
 #: Phases after which nothing follows.
 OVER = ("done", "stopped")

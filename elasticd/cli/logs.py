@@ -12,9 +12,9 @@ import msgspec
 
 from elasticd.backoff import Backoff
 from elasticd.cli.options import config_option, coordinator_option, json_option
-from elasticd.cli.reach import Api, CannotReach, reach
-from elasticd.coordinator.journal import EVENTS_OF_A_TERM, EventRecord
-from elasticd.plain import in_one_line
+from elasticd.client import Api, CannotReach, reach
+from elasticd.codec.safe_text import in_one_line
+from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM, EventRecord
 
 _POLL = 0.5
 #: Seconds between attempts to find a leader: doubled from the first to the second.

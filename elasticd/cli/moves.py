@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import msgspec
-from elasticd_planner.placement import Held, bytes_by_member, holders, strategy
-from elasticd_planner.plan import Pipeline, Plan, Stage, StatePolicy, spanned
+from elasticd_planner.placement.state_bytes import PARTS, StateBytes
+from elasticd_planner.placement.state_movement import Held, bytes_by_member, holders, strategy
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage, StatePolicy, spanned
 from elasticd_planner.value import FILE_VERSION, Invalid, check_file_version, refuse
-from elasticd_planner.weights import PARTS, StateBytes
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from elasticd.decoding import decoded_as
+from elasticd.codec.decoding import decoded_as
 
 
 class _StageView(msgspec.Struct):

@@ -10,14 +10,14 @@ from typing import Any
 
 import click
 import msgspec
-from elasticd_planner.plan import Pipeline
+from elasticd_planner.spec.plan import Pipeline
 from rich.console import Console
 from rich.text import Text
 
 from elasticd.cli.moves import answered, moves_of, shown
 from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
 from elasticd.cli.picture import named, picture
-from elasticd.cli.reach import reach
+from elasticd.client import reach
 
 
 @click.command(name="plan")
@@ -84,24 +84,24 @@ def _text(path: str) -> bytes:
 def _solve(
     text: bytes, objective: Any, as_json: bool, current: str | None, interleave: int | None, console: Console
 ) -> None:
-    from elasticd_planner import formats, solve, staying
-    from elasticd_planner.cost import stage_seconds
+    from elasticd_planner.cost.model import stage_seconds
+    from elasticd_planner.problem_files import file_format, solve, solve_from_current
 
-    given = formats.load(text)
+    given = file_format.load(text)
     if interleave is not None:
         pins = msgspec.structs.replace(given.pins, interleave=interleave)
         given = msgspec.structs.replace(given, pins=pins)
     start = time.perf_counter()
     near = None
     if current is not None:
-        near = staying.solve_near(given, objective, answered(_text(current), current).plan)
+        near = solve_from_current.solve_near(given, objective, answered(_text(current), current).plan)
     planned = near.planned if near is not None else solve.solve(given, objective)
     seconds = time.perf_counter() - start
     if planned.plan is None or planned.figures is None:
         raise click.ClickException(planned.refusal)
     if as_json:
-        found = formats.answer(planned, seconds)
-        found["state_bytes"] = msgspec.to_builtins(staying.state_bytes(given))
+        found = file_format.answer(planned, seconds)
+        found["state_bytes"] = msgspec.to_builtins(solve_from_current.state_bytes(given))
         if near is not None:
             found["current"] = {"value": near.current, "moved_bytes": near.moved}
         write_json(found)

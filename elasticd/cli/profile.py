@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
-from elasticd_planner.samples import Samples
+from elasticd_planner.profiling.samples import Samples
 from elasticd_planner.value import FILE_VERSION
 from rich.console import Console
 from rich.table import Table
@@ -20,11 +20,11 @@ from rich.text import Text
 
 from elasticd.cli.options import json_option
 from elasticd.extras import need
-from elasticd.measuring import Answer, Done, Failed, Progress, Request
+from elasticd.wire.profiler import Answer, Done, Failed, Progress, Request
 
 if TYPE_CHECKING:
-    from elasticd_planner.measured import MeasuredProfile
-    from elasticd_planner.regress import SectionFit
+    from elasticd_planner.profiling.regression import SectionFit
+    from elasticd_planner.profiling.sample_profile import MeasuredProfile
 
 #: Token counts of the micro-batches where none are named, in samples.
 _SAMPLES = (1, 2, 4, 8)
@@ -111,8 +111,8 @@ def profile(
     NAME is an elasticd.Model in FILE.py (or package.module), or a function without arguments that makes one.
     The file is imported. The profile is what `elasticd plan` takes as `model`, and elasticd.Job as `profile`.
     """
-    from elasticd_planner.measured import measured_profile
-    from elasticd_planner.timed import entry_of
+    from elasticd_planner.problem_files.times import entry_of
+    from elasticd_planner.profiling.sample_profile import measured_profile
 
     if out is not None:
         try:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from elasticd.backoff import jittered
 from elasticd.cli.options import config_option, coordinator_option
-from elasticd.cli.reach import CannotReach, reach
+from elasticd.client import CannotReach, reach
 
 #: Seconds in which another leader must be found after one is gone, and between attempts.
 PATIENCE, PAUSE = 60.0, 0.5

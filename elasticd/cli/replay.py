@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elasticd.config import load
+from elasticd.config.tree import load
 
 if TYPE_CHECKING:
     from elasticd.recording import Line
@@ -29,7 +29,7 @@ def again(recorded: str, config: str | None, as_json: bool) -> None:
     """Decides a recording again, by the settings of `config` where one is named; says whether that differs."""
     from elasticd.simulator.planning import Planner
     from elasticd.simulator.replay import replay
-    from elasticd.simulator.scenario import Times
+    from elasticd.simulator.scenarios.scenario import Times
 
     lines = _read(recorded)
     settings = load(config) if config is not None else None

@@ -8,9 +8,9 @@ import sys
 
 import click
 
-from elasticd.cli.local import settings
 from elasticd.extras import need
-from elasticd.packets import SOCKET_VARIABLE
+from elasticd.local_cluster import settings
+from elasticd.wire.unix_socket import SOCKET_VARIABLE
 
 #: How often torchrun starts a device's worker again.
 MAX_RESTARTS = 10
@@ -66,7 +66,7 @@ def run(
     Each worker sees one GPU, as cuda:0, and its LOCAL_RANK is 0. With several workers each computes with one
     thread, unless $OMP_NUM_THREADS says otherwise.
     """
-    from elasticd.launching import THREADS_VARIABLE, Launch, launch
+    from elasticd.system.torchrun_launcher import THREADS_VARIABLE, Launch, launch
 
     least, most = _nodes(nnodes)
     if not os.path.exists(script):
@@ -118,7 +118,7 @@ def _gpus(devices: int | None) -> tuple[str, ...]:
 
     Raises ClickException where the user named GPUs, and fewer than `devices`: two workers would share one.
     """
-    from elasticd.launching import GPUS_VARIABLE, visible
+    from elasticd.system.torchrun_launcher import GPUS_VARIABLE, visible
 
     named = visible(os.environ)
     found = named if named is not None else tuple(map(str, range(_counted())))

@@ -18,7 +18,7 @@ from elasticd.cli.options import json_option
 from elasticd.cli.replay import again
 
 if TYPE_CHECKING:
-    from elasticd.simulator.record import Outcome, Totals
+    from elasticd.simulator.results.result import Outcome, Totals
 
 _COLORS = {
     "fault": "red",
@@ -68,9 +68,9 @@ def simulate(
         raise click.UsageError("name a SCENARIO.toml, or a recording with --recorded")
     if config is not None:
         raise click.UsageError("--config goes with --recorded: a scenario has [detect] and [policy] of its own")
-    from elasticd.simulator.plot import CannotPlot, plot
+    from elasticd.simulator.results.plot import CannotPlot, plot
     from elasticd.simulator.run import simulate as play
-    from elasticd.simulator.scenario import ScenarioError, load
+    from elasticd.simulator.scenarios.scenario import ScenarioError, load
 
     try:
         given = load(scenario, seed)

@@ -6,14 +6,14 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import click
-from elasticd_planner.plan import Plan, Stage
-from elasticd_planner.shortfall import readable
+from elasticd_planner.search.infeasible import readable
+from elasticd_planner.spec.plan import Plan, Stage
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from elasticd.cli.options import config_option, coordinator_option, json_option
-from elasticd.cli.reach import (
+from elasticd.client import (
     Api,
     ClusterStatus,
     DeviceStatus,

@@ -15,10 +15,10 @@ from rich.text import Text
 from elasticd.cli.logs import line
 from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
 from elasticd.cli.picture import picture
-from elasticd.cli.reach import Api, CannotReach, ClusterStatus, JobStatus, NodeStatus, reach
 from elasticd.cli.status import paused
-from elasticd.coordinator.gains import StepRecord
-from elasticd.coordinator.journal import EventRecord
+from elasticd.client import Api, CannotReach, ClusterStatus, JobStatus, NodeStatus, reach
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.switch_gain import StepRecord
 
 #: Characters of a rate's bar, and the rate at which it is full.
 WIDTH, FULL = 24, 4.0

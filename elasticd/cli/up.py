@@ -8,15 +8,15 @@ from pathlib import Path
 
 import click
 
-from elasticd.cli.local import alone, announced, running, taken
 from elasticd.cli.options import config_option
-from elasticd.cli.reach import Api, CannotReach, leader_url
-from elasticd.config import CONFIG_VARIABLE, DEFAULT_PORT, Config, ConfigError, load
-from elasticd.credentials import credentials
-from elasticd.packets import default_path
-from elasticd.processes import Child, Interrupted, ProcessError, Processes
-from elasticd.remembered import default_folder
+from elasticd.client import Api, CannotReach, leader_url
+from elasticd.config.credentials import credentials
+from elasticd.config.tree import CONFIG_VARIABLE, DEFAULT_PORT, Config, ConfigError, load
+from elasticd.local_cluster import alone, announced, running, taken
 from elasticd.store.server import EtcdServer, EtcdServerError
+from elasticd.store.state_file import default_folder
+from elasticd.system.child_processes import Child, Interrupted, ProcessError, Processes
+from elasticd.wire.unix_socket import default_path
 
 START_SECONDS = 60.0
 #: Seconds for the agent to reach the coordinator, after both are there.

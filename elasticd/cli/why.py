@@ -7,7 +7,7 @@ from statistics import median
 
 import click
 import msgspec
-from elasticd_planner.plan import Plan
+from elasticd_planner.spec.plan import Plan
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
@@ -15,10 +15,10 @@ from elasticd.cli.history import job_named
 from elasticd.cli.logs import line
 from elasticd.cli.options import config_option, coordinator_option, json_option, write_json
 from elasticd.cli.picture import picture
-from elasticd.cli.reach import CannotReach, ClusterStatus, DeviceStatus, JobStatus, NodeStatus, reach
 from elasticd.cli.status import exception
-from elasticd.coordinator.gains import Gain, StepRecord, gain_of
-from elasticd.coordinator.journal import EventRecord
+from elasticd.client import CannotReach, ClusterStatus, DeviceStatus, JobStatus, NodeStatus, reach
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.switch_gain import Gain, StepRecord, gain_of
 from elasticd.records import HistoryRecord
 
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from elasticd.messages import (
-    AgentHello,
-    Down,
-    ToAgent,
-    encode,
-    protocol_refusal,
-)
-from elasticd.orders import Drain, End, Harm, TryReach
 from elasticd.records import NodeRecord
-from elasticd.routes import is_loopback
-from elasticd.snapshots import Whole
+from elasticd.system.network_addresses import is_loopback
+from elasticd.wire.agent_orders import Drain, End, Harm, TryReach
+from elasticd.wire.messages import AgentHello, Down, ToAgent, encode, protocol_refusal
+from elasticd.wire.snapshots import Whole
 
 #: Messages that may wait for a slow agent before its connection is given up; it then starts afresh.
 MOST_WAITING = 10_000

@@ -17,39 +17,31 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from elasticd.config import Config, ConfigError, reloaded
-from elasticd.coordinator import changes as changed
+from elasticd.codec.record_parts import Shelf
+from elasticd.config.credentials import load_pair, server_context
+from elasticd.config.tree import Config, ConfigError, reloaded
 from elasticd.coordinator import election
-from elasticd.coordinator.access import Access
-from elasticd.coordinator.answers import ClusterStatus, LeaderStatus
+from elasticd.coordinator import live_config as changed
+from elasticd.coordinator.api_types import ClusterStatus, LeaderStatus
+from elasticd.coordinator.auth import Access
 from elasticd.coordinator.election import CannotLead, Deposed, Term
-from elasticd.coordinator.garbage import collecting
-from elasticd.coordinator.leading import Leading
-from elasticd.coordinator.listening import (
-    CLOSE_IT,
-    OPEN_TO_ALL,
-    Server,
-    bind,
-    configured,
-    exposed,
-    url_of,
-)
-from elasticd.coordinator.pages import Pages
-from elasticd.coordinator.planning import COMMAND
-from elasticd.coordinator.server import application
-from elasticd.coordinator.viewers import Viewers
-from elasticd.coordinator.views import status
-from elasticd.coordinator.writer import WriteConflict, Writer, in_restart_mode, ranks, stored
-from elasticd.credentials import load_pair, server_context
-from elasticd.machines.coordinator import takeover
-from elasticd.machines.job.state import Settings
-from elasticd.notify import Supervisor
-from elasticd.parts import Shelf
+from elasticd.coordinator.events.event_pages import Pages
+from elasticd.coordinator.garbage_collector import collecting
+from elasticd.coordinator.http.app import application
+from elasticd.coordinator.http.response_encoder import Viewers
+from elasticd.coordinator.http.server import CLOSE_IT, OPEN_TO_ALL, Server, bind, configured, exposed, url_of
+from elasticd.coordinator.leader import Leading
+from elasticd.coordinator.planner_process import COMMAND
+from elasticd.coordinator.status import status
+from elasticd.coordinator.store_writer import WriteConflict, Writer, in_restart_mode, ranks, stored
+from elasticd.machines.coordinator.machine import takeover
+from elasticd.machines.job.state.job_state import Settings
 from elasticd.records import LASTING, HistoryRecord, Keys, decode_at, numbered
-from elasticd.remembered import NOTE_SECONDS, StateError, StateFile
 from elasticd.store.leader import Leader, LeadershipLost
 from elasticd.store.protocol import Store, StoreError, StoreRefused, StoreReplaced
 from elasticd.store.session import split_endpoint
+from elasticd.store.state_file import NOTE_SECONDS, StateError, StateFile
+from elasticd.system.sd_notify import Supervisor
 from elasticd.version import __version__
 
 _log = logging.getLogger(__name__)

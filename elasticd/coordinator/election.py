@@ -11,14 +11,12 @@ from concurrent.futures import Executor
 from elasticd_planner.value import Value
 
 from elasticd.backoff import jittered
-from elasticd.config import Config
-from elasticd.decoding import VersionRefused
+from elasticd.codec.decoding import VersionRefused
+from elasticd.config.tree import Config
 from elasticd.records import Keys, SchemaRecord, encode, schema_refusal
-from elasticd.remembered import StateFile
-from elasticd.store import release
+from elasticd.store import etcd_release
 from elasticd.store.configured import etcd_options
 from elasticd.store.etcd import EtcdStore
-from elasticd.store.keeper import LeaseKeeper
 from elasticd.store.leader import (
     AlreadyLed,
     Leader,
@@ -27,6 +25,7 @@ from elasticd.store.leader import (
     await_vacancy,
     campaign,
 )
+from elasticd.store.lease import LeaseKeeper
 from elasticd.store.protocol import (
     Compare,
     KeyValue,
@@ -39,6 +38,7 @@ from elasticd.store.protocol import (
     StoreReplaced,
     StoreUnavailable,
 )
+from elasticd.store.state_file import StateFile
 from elasticd.version import __version__
 
 #: Seconds that the leader's key outlives its last refresh: the least that etcd grants with its default timing.
@@ -87,7 +87,7 @@ def connect(config: Config, memory: StateFile | None = None) -> Store:
     except StoreRefused as error:
         store.close()
         raise CannotLead(f"the etcd at {endpoints} refuses us: {error}") from error
-    release.warn(store)
+    etcd_release.warn(store)
     return store
 
 

@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from elasticd.codec.decoding import skipped
 from elasticd.coordinator.connections import Connections
-from elasticd.decoding import skipped
-from elasticd.machines.coordinator import State
-from elasticd.machines.job.state import JobState, Phase
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.job.state.job_state import JobState, Phase
 
 #: What the bodies of `GET /metrics` are, for the header.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

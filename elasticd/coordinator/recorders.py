@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from elasticd import recording
-from elasticd.machines.coordinator import State
-from elasticd.machines.job.effects import Effect, Event, Tick
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.job.state.events import Effect, Event, Tick
 
 #: Lines that may wait for a recorder, and seconds after which an empty line says that nothing happened.
 MOST_WAITING = 100_000

@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from elasticd.cli.reach import Api, CannotReach, leader_url
-from elasticd.config import Config, load
+from elasticd.client import Api, CannotReach, leader_url
+from elasticd.config.tree import Config, load
 from elasticd.demo.scenario import JOB, DemoError, Scenario, training_script
-from elasticd.processes import Child, Processes
 from elasticd.store.server import EtcdServer, EtcdServerError
+from elasticd.system.child_processes import Child, Processes
 
 START_SECONDS = 60.0
 LEDGER, PLAIN_LEDGER = "ledger.jsonl", "plain.jsonl"

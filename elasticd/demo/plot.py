@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from elasticd.coordinator.gains import StepRecord
+from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.record import Record
 
 _MARKS = {

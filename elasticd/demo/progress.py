@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 
-from elasticd.cli.reach import JobStatus
-from elasticd.coordinator.journal import EventRecord
+from elasticd.client import JobStatus
+from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.demo.scenario import Scenario
 from elasticd.demo.story import Phase
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 from elasticd_planner.value import StoredValue, Value
 
-from elasticd.coordinator.gains import StepRecord
-from elasticd.coordinator.journal import EventRecord, Pacing
-from elasticd.decoding import decoder_of
+from elasticd.codec.decoding import decoder_of
+from elasticd.coordinator.events.event_log import EventRecord, Pacing
+from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.scenario import DemoError, Scenario
 from elasticd.records import HistoryRecord
 

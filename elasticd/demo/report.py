@@ -11,15 +11,15 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 import msgspec
-from elasticd_planner.plan import Plan
+from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem, ideal_ratio, without
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.search import plan
-from elasticd_planner.shortfall import readable
+from elasticd_planner.search.infeasible import readable
+from elasticd_planner.search.planner import plan
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import StoredValue, Value
 
-from elasticd.coordinator.gains import StepRecord
-from elasticd.coordinator.journal import EventRecord
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.record import Line, Record
 from elasticd.demo.scenario import DemoError
 from elasticd.records import HistoryRecord

@@ -9,16 +9,16 @@ from pathlib import Path
 from elasticd_planner.value import Value
 from rich.console import Console
 
-from elasticd.cli.reach import JobStatus
-from elasticd.coordinator.gains import StepRecord
-from elasticd.coordinator.journal import EventRecord, Pacing
+from elasticd.client import JobStatus
+from elasticd.coordinator.events.event_log import EventRecord, Pacing
+from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo import story
 from elasticd.demo.cluster import LEDGER, PLAIN_LEDGER, Cluster
 from elasticd.demo.progress import Progress
 from elasticd.demo.record import Record, read_ledger
 from elasticd.demo.scenario import JOB, DemoError, Scenario, check_installed
 from elasticd.demo.story import Action, Phase, Seen, Story
-from elasticd.processes import Child, Processes
+from elasticd.system.child_processes import Child, Processes
 
 #: Seconds between two looks at the coordinator.
 _LOOK = 0.2

@@ -21,9 +21,9 @@ from collections.abc import Sequence
 import msgspec
 from elasticd_planner.value import Value
 
-from elasticd.cli.reach import JobStatus
-from elasticd.coordinator.gains import StepRecord
-from elasticd.coordinator.journal import EventRecord
+from elasticd.client import JobStatus
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.scenario import Scenario
 
 #: Seconds without a new step after which the job counts as standing still; the start may take longer.

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elasticd.runtime.model import Model
-from elasticd.runtime.rules import Column, Row, UnitsOf
+from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.tp_rules import Column, Row, UnitsOf
 
 #: The target that the loss leaves out (padding).
 IGNORED = -100

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
-from elasticd.rendezvous.asking import Asking
-from elasticd.rendezvous.roster import Roster
-from elasticd.rounds import RoundAnswer, Torchrun
+from elasticd.rendezvous.agent_requests import Asking
+from elasticd.rendezvous.torch_state import Roster
+from elasticd.wire.rendezvous import RoundAnswer, Torchrun
 
 
 class Backend(RendezvousBackend):

@@ -6,11 +6,11 @@ import os
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-from elasticd import starter
 from elasticd.names import name_refusal
-from elasticd.rendezvous import failure
+from elasticd.rendezvous import failure_message
 from elasticd.rendezvous.errors import Refusal
-from elasticd.rendezvous.live import Handler
+from elasticd.rendezvous.live_mode import Handler
+from elasticd.system import process_mark
 
 #: Seconds to wait for the agent's socket, so that agent and torchrun may be started side by side.
 AGENT_SECONDS = 5.0
@@ -30,12 +30,12 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         seconds = float(wait)
     except ValueError:
         raise Refusal(f"--rdzv-conf agent_timeout={wait} must be a number of seconds, as 5") from None
-    failure.install()
+    failure_message.install()
     # By it the agent knows the workers, if this process is killed and leaves them behind.
-    os.environ[starter.VARIABLE] = starter.mark(os.getpid()) or ""
+    os.environ[process_mark.VARIABLE] = process_mark.mark(os.getpid()) or ""
     if mode == "restart":
         # Here, not above: it takes private names of torch's, which the live mode can do without.
-        from elasticd.rendezvous.restart import restart_handler
+        from elasticd.rendezvous.restart_mode import restart_handler
 
         return restart_handler(parameters, seconds)
     return Handler(parameters, seconds)

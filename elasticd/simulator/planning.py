@@ -6,9 +6,9 @@ import hashlib
 
 import msgspec
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.search import plan
+from elasticd_planner.search.planner import plan
 
-from elasticd.simulator.scenario import Times
+from elasticd.simulator.scenarios.scenario import Times
 
 
 class Planner:

@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import msgspec
-from elasticd_planner.policy import PolicySettings
+from elasticd_planner.detection.stragglers import DetectSettings
+from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.problem import Problem
-from elasticd_planner.rates import DetectSettings
 from elasticd_planner.value import Value
 
 from elasticd import recording
-from elasticd.machines import coordinator
-from elasticd.machines.coordinator import State
-from elasticd.machines.job.effects import Configured, Effect, Event, Note, Planned, RequestPlan, Tick
+from elasticd.machines.coordinator import machine
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.job.state.events import Configured, Effect, Event, Note, Planned, RequestPlan, Tick
 from elasticd.recording import Line
 from elasticd.simulator.planning import Planner
 
@@ -153,7 +153,7 @@ class _Again:
 
     def _step(self, event: Event, at: float) -> None:
         before = {name: job.proposal for name, job in self.state.jobs.items()}
-        self.state, effects = coordinator.step(self.state, event, at)
+        self.state, effects = machine.step(self.state, event, at)
         for note in recording.notes(effects):
             if note.kind not in _HEARD:
                 self.decisions.append(_decision(note, at - self._start))

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from elasticd.machines.job.effects import Note
-from elasticd.machines.job.state import OVER, Phase, Settings
-from elasticd.messages import Down, ToLeader
+from elasticd.machines.job.state.events import Note
+from elasticd.machines.job.state.job_state import OVER, Phase, Settings
 from elasticd.records import Keys
-from elasticd.simulator.baselines import baselines
-from elasticd.simulator.bound import Bounds
+from elasticd.simulator.cluster.fault_events import Script
+from elasticd.simulator.cluster.launcher import Operator
+from elasticd.simulator.cluster.leader import Leader
+from elasticd.simulator.cluster.nodes import Node, read_for_all
+from elasticd.simulator.cluster.worker import SimulationError
+from elasticd.simulator.cluster.workers import Began, Gang, whole_steps
+from elasticd.simulator.devices.device_model import Truth
 from elasticd.simulator.engine import Engine
-from elasticd.simulator.gang import Began, Gang, whole_steps
-from elasticd.simulator.leader import Leader
-from elasticd.simulator.nodes import Node, read_for_all
-from elasticd.simulator.operator import Operator
 from elasticd.simulator.planning import Planner
-from elasticd.simulator.record import Happening, Outcome, Stretch, Totals, rounded
-from elasticd.simulator.scenario import Scenario
-from elasticd.simulator.script import Script
-from elasticd.simulator.trained import Trained
-from elasticd.simulator.truth import Truth
-from elasticd.simulator.worker import SimulationError
+from elasticd.simulator.results.baselines import baselines
+from elasticd.simulator.results.progress import Trained
+from elasticd.simulator.results.result import Happening, Outcome, Stretch, Totals, rounded
+from elasticd.simulator.results.throughput_bound import Bounds
+from elasticd.simulator.scenarios.scenario import Scenario
 from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.wire.messages import Down, ToLeader
 
 KEYS = Keys(cluster="simulated")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from elasticd.config import Config, ConfigError
-from elasticd.credentials import secret
+from elasticd.config.credentials import secret
+from elasticd.config.tree import Config, ConfigError
 from elasticd.records import Keys
 from elasticd.store.session import EtcdOptions
 

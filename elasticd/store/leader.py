@@ -16,7 +16,7 @@ from elasticd_planner.value import StoredValue
 
 from elasticd.backoff import jittered
 from elasticd.clock import Clock, WallClock
-from elasticd.decoding import VersionRefused, decode_stored
+from elasticd.codec.decoding import VersionRefused, decode_stored
 from elasticd.store.confirm import settle
 from elasticd.store.protocol import (
     Compare,

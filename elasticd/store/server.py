@@ -24,7 +24,7 @@ import urllib.request
 from pathlib import Path
 from types import TracebackType
 
-from elasticd.offspring import ending_with_us
+from elasticd.system.parent_death_signal import ending_with_us
 
 _NAME = "elasticd"
 #: Below are the ports of known services (etcd's own is 2379, a coordinator's 7471).

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import grpc
 import msgspec
 
-from elasticd.decoding import skip
+from elasticd.codec.decoding import skip
 from elasticd.store import compat
 from elasticd.store.protocol import (
     Identity,

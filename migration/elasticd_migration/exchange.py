@@ -23,7 +23,7 @@ import torch
 from elasticd_migration.reshard import span
 from elasticd_migration.rounds import Message, Piece, Round
 from elasticd_migration.schema import Schema
-from elasticd_migration.side import Side
+from elasticd_migration.target_buffers import Side
 from elasticd_migration.transport import Handle, Transport
 
 DATA, SEAL, RECEIPT = 0, 1, 2

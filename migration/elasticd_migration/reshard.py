@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from elasticd_planner.boxes import Box, Holding, TensorLayout, cut, lacking, subtract
-from elasticd_planner.layouts import Item, Layouts, Role
-from elasticd_planner.plan import Plan
-from elasticd_planner.sharding import union
+from elasticd_planner.layout.layouts import Item, Layouts, Role
+from elasticd_planner.layout.optimizer_sharding import union
+from elasticd_planner.spec.box import Box, Holding, TensorLayout, cut, lacking, subtract
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value, refuse
 
-from elasticd_migration.sources import Dealing, Share
+from elasticd_migration.source_choice import Dealing, Share
 
 
 class Transfer(Value, frozen=True, kw_only=True, gc=False):

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Item, Role
+from elasticd_planner.layout.layouts import Item, Role
+from elasticd_planner.spec.box import Box
 from elasticd_planner.value import Value, refuse
 
 from elasticd_migration.reshard import Transfer

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import Literal
 
 import msgspec
-from elasticd_planner.layouts import Item, Role
+from elasticd_planner.layout.layouts import Item, Role
 from elasticd_planner.value import StoredValue, Value
 
 #: The plane of a value or a buffer.

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-# Before the function below takes the name: `from elasticd_planner.plan import ...` keeps to the module.
-from elasticd_planner.plan import Plan as Plan
-
 if TYPE_CHECKING:
-    from elasticd_planner.boxes import Box
-    from elasticd_planner.cluster import Cluster
-    from elasticd_planner.formats import Objective, TableProblem
-    from elasticd_planner.layouts import Layouts
-    from elasticd_planner.plan import Pipeline, Stage
+    from elasticd_planner.cost.model_profile import ModelProfile
+    from elasticd_planner.layout.layouts import Layouts
     from elasticd_planner.problem import Problem
-    from elasticd_planner.profiles import ModelProfile
+    from elasticd_planner.problem_files.file_format import Objective, TableProblem
+    from elasticd_planner.spec.box import Box
+    from elasticd_planner.spec.cluster import Cluster
+    from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 
 __all__ = ["Box", "Cluster", "Layouts", "ModelProfile", "Pipeline", "Plan", "Problem", "Stage", "plan"]
 
@@ -29,8 +26,9 @@ def plan(problem: Problem | TableProblem | str | bytes, objective: Objective = "
 
     Raises `value.Invalid` with what is wrong with the problem, or with what does not fit and what would help.
     """
-    from elasticd_planner import search, solve
-    from elasticd_planner.formats import TableProblem, load
+    from elasticd_planner.problem_files import solve
+    from elasticd_planner.problem_files.file_format import TableProblem, load
+    from elasticd_planner.search import planner
     from elasticd_planner.value import Invalid
 
     if isinstance(problem, str | bytes):
@@ -39,7 +37,7 @@ def plan(problem: Problem | TableProblem | str | bytes, objective: Objective = "
         planned = solve.solve(problem, objective, ideal=False)
         found, refusal = planned.plan, planned.refusal
     else:
-        answer = search.plan(problem)
+        answer = planner.plan(problem)
         found, refusal = answer.plan, answer.refusal
     if found is None:
         raise Invalid(refusal)
@@ -50,13 +48,13 @@ def __getattr__(name: str) -> Any:
     """All public names are loaded with the first of them that is asked for."""
     if name not in __all__:
         raise AttributeError(f"module 'elasticd_planner' has no attribute {name!r}")
-    from elasticd_planner.boxes import Box
-    from elasticd_planner.cluster import Cluster
-    from elasticd_planner.layouts import Layouts
-    from elasticd_planner.plan import Pipeline, Stage
+    from elasticd_planner.cost.model_profile import ModelProfile
+    from elasticd_planner.layout.layouts import Layouts
     from elasticd_planner.problem import Problem
-    from elasticd_planner.profiles import ModelProfile
+    from elasticd_planner.spec.box import Box
+    from elasticd_planner.spec.cluster import Cluster
+    from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 
-    values = (Box, Cluster, Layouts, ModelProfile, Pipeline, Problem, Stage)
+    values = (Box, Cluster, Layouts, ModelProfile, Pipeline, Plan, Problem, Stage)
     globals().update({value.__name__: value for value in values})
     return globals()[name]

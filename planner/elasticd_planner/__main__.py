@@ -15,7 +15,7 @@ import sys
 import msgspec
 
 from elasticd_planner.problem import Problem
-from elasticd_planner.search import plan
+from elasticd_planner.search.planner import plan
 
 
 def main() -> int:

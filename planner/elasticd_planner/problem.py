@@ -7,9 +7,9 @@ from typing import Literal
 
 import msgspec
 
-from elasticd_planner.cluster import Cluster, Node, check_rates
-from elasticd_planner.plan import Plan, StatePolicy
-from elasticd_planner.profiles import ModelProfile
+from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.spec.cluster import Cluster, Node, check_rates
+from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.value import Value, refuse
 
 

@@ -8,18 +8,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from elasticd_agent.vault import Snapshot
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_agent.snapshots.store import Snapshot
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.records import NodeRecord
-from elasticd.snapshots import Held
+from elasticd.wire.snapshots import Held
 
 #: A receiver in a process of its own, which dies once some of the bytes came.
 DYING = """
 import os, signal, sys
 from elasticd_agent import streams
-from elasticd_agent.identity import Identity
-from elasticd_agent.vault import Vault
+from elasticd_agent.snapshots.tls import Identity
+from elasticd_agent.snapshots.store import Vault
 identity = Identity.make("n1")
 real = os.pwrite
 def pwrite(fd, data, at):

@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elasticd_agent.daemon import Agent
-from elasticd_planner.rules import ModelSpec
+from elasticd_planner.spec.model import ModelSpec
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import Server, ServerConnection, serve
 
-from elasticd import messages, packets
-from elasticd.config import AgentSection, ClusterSection, Config
-from elasticd.gathered import all_to_leader
-from elasticd.messages import (
+from elasticd.config.tree import AgentSection, ClusterSection, Config
+from elasticd.records import JobSpec, Keys
+from elasticd.store.leader import Leadership, campaign
+from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.store.protocol import Store
+from elasticd.store.state_file import StateFile
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.batching import all_to_leader
+from elasticd.wire.messages import (
     AgentHello,
     Closed,
     Down,
@@ -36,13 +41,8 @@ from elasticd.messages import (
     Up,
     Welcome,
 )
-from elasticd.pulses import Ping, Pong
-from elasticd.records import JobSpec, Keys
-from elasticd.remembered import StateFile
-from elasticd.snapshots import Keeps
-from elasticd.store.leader import Leadership, campaign
-from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import Store
+from elasticd.wire.probes import Ping, Pong
+from elasticd.wire.snapshots import Keeps
 
 DEADLINE = 120.0
 CLUSTER = "test"
@@ -206,11 +206,11 @@ class Trainer:
     """A worker's or a torchrun's end of the agent's socket, played by the test's own process."""
 
     def __init__(self, path: str) -> None:
-        self.sock = packets.connect(path, DEADLINE)
+        self.sock = unix_socket.connect(path, DEADLINE)
         self.sock.settimeout(DEADLINE)
 
     def say(self, body: messages.Message, fd: int | None = None) -> None:
-        packets.send(self.sock, messages.encode(body), fd)
+        unix_socket.send(self.sock, messages.encode(body), fd)
 
     def hear(self) -> ToWorker | None:
         """The next message, but for pings."""
@@ -219,7 +219,7 @@ class Trainer:
     def take(self) -> tuple[ToWorker | None, int | None]:
         """The same, and the descriptor that came with it."""
         while True:
-            data, fd = packets.accept(self.sock)
+            data, fd = unix_socket.accept(self.sock)
             message = None if data is None else messages.to_worker(data)
             if not isinstance(message, Ping):
                 return message, fd

@@ -14,14 +14,14 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from elasticd_agent import admission
-from elasticd_agent.admission import Admission
-from elasticd_agent.workers import Ears, Workers
+from elasticd_agent import worker_admission
+from elasticd_agent.worker_admission import Admission
+from elasticd_agent.worker_socket import Ears, Workers
 
-from elasticd import messages, packets
-from elasticd.machines.agent_state import Event
-from elasticd.messages import Rejected
-from elasticd.packets import NoAgent, SocketTaken
+from elasticd.machines.agent.state import Event
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.messages import Rejected
+from elasticd.wire.unix_socket import NoAgent, SocketTaken
 from tests.agent.support import until
 
 STRANGER = 4_000_000
@@ -44,11 +44,11 @@ def _ears(heard: list[Event]) -> Ears:
 
 def test_socket_is_for_its_owner_and_with_a_group_for_its_members(tmp_path: Path) -> None:
     own = tmp_path / "own" / "agent.sock"
-    with packets.listen(str(own)):
+    with unix_socket.listen(str(own)):
         assert (mode(own), mode(own.parent)) == (0o600, 0o700)
     shared = tmp_path / "shared" / "agent.sock"
     group = os.getgroups()[-1] if os.getgroups() else os.getgid()
-    with packets.listen(str(shared), group):
+    with unix_socket.listen(str(shared), group):
         assert (mode(shared), mode(shared.parent)) == (0o660, 0o750)
         assert (shared.stat().st_gid, shared.parent.stat().st_gid) == (group, group)
 
@@ -59,17 +59,17 @@ def test_own_user_is_let_in_and_another_is_told_why(tmp_path: Path, monkeypatch:
         workers = Workers(str(tmp_path / "agent.sock"), "alpha")
         try:
             workers.start(_ears(heard))
-            with packets.connect(str(tmp_path / "agent.sock")) as own:
+            with unix_socket.connect(str(tmp_path / "agent.sock")) as own:
                 await asyncio.to_thread(until, lambda: len(workers._connections) == 1)
                 assert own.fileno() >= 0
-            monkeypatch.setattr(admission, "peer", lambda _: (7, STRANGER, STRANGER))
-            with packets.connect(str(tmp_path / "agent.sock")) as other:
-                said = await asyncio.to_thread(packets.receive, other)
+            monkeypatch.setattr(worker_admission, "peer", lambda _: (7, STRANGER, STRANGER))
+            with unix_socket.connect(str(tmp_path / "agent.sock")) as other:
+                said = await asyncio.to_thread(unix_socket.receive, other)
                 assert said is not None
                 refused = messages.to_worker(said)
                 assert isinstance(refused, Rejected)
                 assert "of user 4000000 may not speak to this agent" in refused.reason
-                assert await asyncio.to_thread(packets.receive, other) is None
+                assert await asyncio.to_thread(unix_socket.receive, other) is None
             assert workers.refused == 1
             assert heard == []
         finally:
@@ -96,8 +96,8 @@ def test_owner_root_and_members_are_let_in(
     further: list[int],
     in_: bool,
 ) -> None:
-    monkeypatch.setattr(admission, "peer", lambda _: peer)
-    monkeypatch.setattr(admission, "_groups", lambda _: further)
+    monkeypatch.setattr(worker_admission, "peer", lambda _: peer)
+    monkeypatch.setattr(worker_admission, "_groups", lambda _: further)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         assert (Admission(group).refusal(sock) == "") is in_
 
@@ -105,8 +105,8 @@ def test_owner_root_and_members_are_let_in(
 def test_kernel_tells_process_user_and_groups() -> None:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
-        assert admission.peer(other) == (os.getpid(), os.geteuid(), os.getegid())
-        assert set(admission._groups(other)) == set(os.getgroups())
+        assert worker_admission.peer(other) == (os.getpid(), os.geteuid(), os.getegid())
+        assert set(worker_admission._groups(other)) == set(os.getgroups())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
@@ -138,8 +138,8 @@ def _as_stranger(path: str) -> int:
         os.setgroups([])
         os.setgid(STRANGER)
         os.setuid(STRANGER)
-        with packets.connect(path) as sock:
-            said = packets.receive(sock)
+        with unix_socket.connect(path) as sock:
+            said = unix_socket.receive(sock)
         return 0 if said is not None and b"may not speak to this agent" in said else 1
     except BaseException:
         return 2
@@ -149,7 +149,7 @@ def ended_process(path: str) -> int:
     """Connects and ends, before the agent takes the connection; its number."""
     child = os.fork()
     if child == 0:
-        packets.connect(path)
+        unix_socket.connect(path)
         os._exit(0)
     os.waitpid(child, 0)
     return child
@@ -161,14 +161,14 @@ def test_process_that_got_the_number_of_one_that_ended_is_not_taken_for_it(
 ) -> None:
     path = str(tmp_path / "agent.sock")
     if old_kernel:
-        monkeypatch.setattr(admission, "_SO_PEERPIDFD", 9999)
-        monkeypatch.setattr(admission.time, "clock_gettime", lambda clock: 0.0)  # all started later
-    with packets.listen(path) as listener:
+        monkeypatch.setattr(worker_admission, "_SO_PEERPIDFD", 9999)
+        monkeypatch.setattr(worker_admission.time, "clock_gettime", lambda clock: 0.0)  # all started later
+    with unix_socket.listen(path) as listener:
         ended_process(path)
         sock, _ = listener.accept()
         with sock:
-            monkeypatch.setattr(admission, "peer", lambda _: (os.getpid(), 0, 0))
-            pidfd = admission.peer_pidfd(sock)
+            monkeypatch.setattr(worker_admission, "peer", lambda _: (os.getpid(), 0, 0))
+            pidfd = worker_admission.peer_pidfd(sock)
             if pidfd is not None:  # a kernel since 6.16 gives one of the process that has ended
                 assert not old_kernel
                 assert select.select([pidfd], [], [], 0)[0], "its end is seen at once"
@@ -180,10 +180,10 @@ def test_process_that_lives_is_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_kernel: bool
 ) -> None:
     if old_kernel:
-        monkeypatch.setattr(admission, "_SO_PEERPIDFD", 9999)
+        monkeypatch.setattr(worker_admission, "_SO_PEERPIDFD", 9999)
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
-        pidfd = admission.peer_pidfd(other)
+        pidfd = worker_admission.peer_pidfd(other)
         assert pidfd is not None
         said = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
         assert f"Pid:\t{os.getpid()}\n" in said
@@ -209,15 +209,15 @@ def test_socket_rests_where_no_descriptor_is_left(
         try:
             workers.start(_ears([]))
             with monkeypatch.context() as patch:
-                patch.setattr("elasticd_agent.workers.peer_pidfd", full)
+                patch.setattr("elasticd_agent.worker_socket.peer_pidfd", full)
                 with contextlib.ExitStack() as stack:
                     for _ in range(20):
-                        stack.enter_context(packets.connect(path))
+                        stack.enter_context(unix_socket.connect(path))
                     await asyncio.to_thread(until, lambda: tries >= 3)
                     began = asyncio.get_running_loop().time()
                     await asyncio.to_thread(until, lambda: tries >= 5)
                     assert asyncio.get_running_loop().time() - began > 0.2
-            with packets.connect(path):
+            with unix_socket.connect(path):
                 await asyncio.to_thread(until, lambda: len(workers._connections) >= 1)
         finally:
             workers.close()
@@ -236,13 +236,13 @@ def test_group_that_does_not_exist_is_named() -> None:
 def test_default_folder_that_another_user_made_is_trusted_by_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packets.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(unix_socket.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.delenv("ELASTICD_SOCKET", raising=False)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / f"elasticd-{os.getuid()}").symlink_to(elsewhere)
     with pytest.raises(NoAgent, match="another one made it"):
-        packets.connect(packets.default_path())
+        unix_socket.connect(unix_socket.default_path())
     with pytest.raises(SocketTaken, match="another one made it"):
-        packets.listen(packets.default_path())
+        unix_socket.listen(unix_socket.default_path())

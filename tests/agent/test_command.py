@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from elasticd.records import Keys
-from elasticd.remembered import StateFile
 from elasticd.store.protocol import Identity
+from elasticd.store.state_file import StateFile
 from tests.agent.support import DEADLINE, Trainer, until
 from tests.etcds import SharedEtcd
 

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from elasticd_agent.crossing import SIZE, Crossings, next_idle
-from elasticd_agent.entrance import StreamFailed
+from elasticd_agent.link_probe import SIZE, Crossings, next_idle
+from elasticd_agent.snapshots.port import StreamFailed
 
-from elasticd.machines.agent_state import DoneRead, PlanRead, ProposalRead, State
-from elasticd.pulses import Crossed
+from elasticd.machines.agent.state import DoneRead, PlanRead, ProposalRead, State
 from elasticd.records import DoneRecord, NodeRecord, PlanRecord
+from elasticd.wire.probes import Crossed
 from tests.agent.test_streams import Pair, known
 from tests.machines.agent_scene import JOB, RECORD, aborted, plan, proposal, run
 

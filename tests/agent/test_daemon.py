@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 from elasticd_agent.daemon import AgentError
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
-from elasticd import messages, packets
-from elasticd.config import EmulateSection
-from elasticd.health import Health
-from elasticd.messages import (
+from elasticd.config.tree import EmulateSection
+from elasticd.records import DoneRecord, Keys, MemberRecord, NodeRecord, PlanRecord, Proposal, decode, encode
+from elasticd.store.memory import MemoryStore
+from elasticd.store.state_file import Mark, StateFile
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.agent_orders import Drain, End
+from elasticd.wire.messages import (
     AgentHello,
     AgentRejected,
     Down,
@@ -35,10 +38,7 @@ from elasticd.messages import (
     Welcome,
     WorkerLost,
 )
-from elasticd.orders import Drain, End
-from elasticd.records import DoneRecord, Keys, MemberRecord, NodeRecord, PlanRecord, Proposal, decode, encode
-from elasticd.remembered import Mark, StateFile
-from elasticd.store.memory import MemoryStore
+from elasticd.wire.node_health import Health
 from tests.agent.support import CLUSTER, Leader, Node, closing_all, spec, until
 
 KEYS = Keys(cluster=CLUSTER)
@@ -155,7 +155,7 @@ def test_words_that_are_none_end_the_connection_with_the_reason(node: Node) -> N
     node.agent()
     for words, reason in ((b"{}", "does not understand"), (messages.encode(Goodbye()), "Hello or Join")):
         trainer = node.trainer()
-        packets.send(trainer.sock, words)
+        unix_socket.send(trainer.sock, words)
         answer = trainer.hear()
         assert isinstance(answer, Rejected)
         assert reason in answer.reason

@@ -9,14 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from elasticd_agent import daemon, defects
+from elasticd_agent import daemon, internal_errors
 from elasticd_agent.daemon import Agent
-from elasticd_agent.keeper import Keeper
-from elasticd_agent.workers import Workers
+from elasticd_agent.snapshots.service import Keeper
+from elasticd_agent.worker_socket import Workers
 
-from elasticd import messages, packets
-from elasticd.machines import agent as machine
-from elasticd.machines.agent_state import (
+from elasticd.machines.agent import machine
+from elasticd.machines.agent.state import (
     DoneRead,
     Drained,
     Ended,
@@ -34,10 +33,11 @@ from elasticd.machines.agent_state import (
     State,
     Tick,
 )
-from elasticd.messages import Down, Hello, Join, Joined, Kept, Leave, Pace, Rejected, Shutdown, StoreCall
-from elasticd.orders import Drain
 from elasticd.records import DoneRecord, Keys, NodeRecord, PlanRecord, encode
 from elasticd.store.protocol import StoreError
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.agent_orders import Drain
+from elasticd.wire.messages import Down, Hello, Join, Joined, Kept, Leave, Pace, Rejected, Shutdown, StoreCall
 from tests.agent.support import CLUSTER, Leader, Node, Trainer, closing_all, until
 from tests.agent.test_daemon import lost, plan
 from tests.machines.agent_scene import hello, join, run, said
@@ -91,12 +91,12 @@ def test_a_message_costs_itself_and_its_traceback_is_logged_once(
     trainer = node.trainer()
     trainer.welcomed(0)
     until(lambda: leader.bodies(Hello))
-    before = defects.times()
+    before = internal_errors.times()
     for number in (2, 3, 1):
         trainer.say(Kept(number=number, step=7))
     until(lambda: leader.bodies(Kept))
     assert leader.bodies(Kept) == [Kept(number=1, step=7)]
-    assert defects.times() == before + 2
+    assert internal_errors.times() == before + 2
     assert tracebacks(caplog, "elasticd failed on Said") == 1
     assert running.error is None
 
@@ -300,13 +300,13 @@ def test_no_message_of_a_client_ends_the_agent_or_finds_a_defect(node: Node, see
     """Whatever one says, another is served."""
     leader = node.leader()
     running = node.agent()
-    before, drawn = defects.times(), Hostile(seed, ["n0/0"], ["job"], ["i0"])
+    before, drawn = internal_errors.times(), Hostile(seed, ["n0/0"], ["job"], ["i0"])
     trainer = node.trainer()
     trainer.hello(0)
     for _ in range(200):
         body = msgspec.json.decode(drawn.raw()).get("body")
         try:
-            packets.send(trainer.sock, msgspec.json.encode(body or {}))
+            unix_socket.send(trainer.sock, msgspec.json.encode(body or {}))
         except OSError:  # it was cut off
             trainer.close()
             trainer = node.trainer()
@@ -315,7 +315,7 @@ def test_no_message_of_a_client_ends_the_agent_or_finds_a_defect(node: Node, see
     other.welcomed(1)
     until(lambda: [up for up in leader.bodies(Hello) if up.local_rank == 1])
     assert running.error is None
-    assert defects.times() == before
+    assert internal_errors.times() == before
 
 
 # -- the machine -------------------------------------------------------------------------------------------

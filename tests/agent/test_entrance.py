@@ -11,13 +11,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
-from elasticd_agent import entrance, streams
-from elasticd_agent.entrance import StreamFailed, Trust
-from elasticd_agent.identity import Identity
-from elasticd_agent.streams import Sender
-from elasticd_agent.vault import NoRoom
+from elasticd_agent.snapshots import port as entrance
+from elasticd_agent.snapshots import transfer
+from elasticd_agent.snapshots.port import StreamFailed, Trust
+from elasticd_agent.snapshots.store import NoRoom
+from elasticd_agent.snapshots.tls import Identity
+from elasticd_agent.snapshots.transfer import Sender
 
-from elasticd import messages
+from elasticd.wire import messages
 from tests.agent.snapshots import held, snapshot
 from tests.agent.support import closing_all, until
 from tests.agent.test_streams import Pair, known
@@ -218,9 +219,9 @@ def test_streams_of_one_node_are_so_many(
 
 def test_snapshot_of_a_negative_size_makes_no_room(pair: Pair) -> None:
     for wrong in (-1, -(1 << 40)):
-        body = messages.encode(streams.Request(held=held())).replace(b'"size":5', f'"size":{wrong}'.encode())
+        body = messages.encode(transfer.Request(held=held())).replace(b'"size":5', f'"size":{wrong}'.encode())
         with spoken_to(pair, pair.mine) as stream:
-            stream.sendall(streams._LENGTH.pack(len(body)) + body)
+            stream.sendall(transfer._LENGTH.pack(len(body)) + body)
             with contextlib.suppress(OSError):
                 stream.recv(1000)
     with pytest.raises(NoRoom):
@@ -229,7 +230,7 @@ def test_snapshot_of_a_negative_size_makes_no_room(pair: Pair) -> None:
 
 
 def test_peer_that_is_too_slow_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "SILENCE", 0.2)
+    monkeypatch.setattr(transfer, "SILENCE", 0.2)
     ours, theirs = socket.socketpair()
     ended = threading.Event()
 
@@ -243,9 +244,9 @@ def test_peer_that_is_too_slow_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     try:
         with ours, theirs:
             with pytest.raises(StreamFailed, match="a stream is to bring 1 MiB/s"):
-                streams._read(ours, 1 << 20)  # type: ignore[arg-type]
+                transfer._read(ours, 1 << 20)  # type: ignore[arg-type]
             with open(os.memfd_create("slow"), "wb") as file, pytest.raises(StreamFailed, match="MiB/s"):
-                streams._receive_into(ours, file.fileno(), 1 << 20)  # type: ignore[arg-type]
+                transfer._receive_into(ours, file.fileno(), 1 << 20)  # type: ignore[arg-type]
             ended.set()
     finally:
         ended.set()

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from elasticd_agent import data_cut
-from elasticd_agent.harm import Harms
-from elasticd_agent.severed import Severable
+from elasticd_agent.chaos import cut_network
+from elasticd_agent.chaos.cut_store import Severable
+from elasticd_agent.chaos.injector import Harms
 
-from elasticd.orders import Harm
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import StoreUnavailable, WatchEvent
+from elasticd.wire.agent_orders import Harm
 from tests.descriptors import open_descriptors
 from tests.integration.cluster import until
 
@@ -90,7 +90,7 @@ sys.stdin.read()
 def test_without_the_right_to_set_routes_a_data_cut_shuts_the_connections_to_that_node_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(data_cut, "_route", lambda verb, peer: "Operation not permitted")
+    monkeypatch.setattr(cut_network, "_route", lambda verb, peer: "Operation not permitted")
     with socket.create_server(("127.0.0.1", 0)) as near, socket.create_server(("127.0.0.2", 0)) as far:
         ports = [str(each.getsockname()[1]) for each in (near, far)]
         process = subprocess.Popen(
@@ -123,7 +123,7 @@ def test_a_data_cut_is_a_route_until_it_is_healed_or_the_agent_ends(
     process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(data_cut, "_route", lambda verb, peer: asked.append((verb, peer)) or "")
+    monkeypatch.setattr(cut_network, "_route", lambda verb, peer: asked.append((verb, peer)) or "")
 
     async def play() -> None:
         agent = harms(process)

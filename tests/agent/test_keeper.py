@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from elasticd.config import AgentSection, ClusterSection, Config
-from elasticd.messages import Hello, Recorded, Welcome
+from elasticd.config.tree import AgentSection, ClusterSection, Config
 from elasticd.records import DoneRecord, Keys, NodeRecord, PlanRecord, decode, encode
-from elasticd.snapshots import Fetch, Fetched, Freed, Held, Keeps, Snapped, Whole
 from elasticd.store.memory import MemoryStore
+from elasticd.wire.messages import Hello, Recorded, Welcome
+from elasticd.wire.snapshots import Fetch, Fetched, Freed, Held, Keeps, Snapped, Whole
 from tests import sizes
 from tests.agent.snapshots import dying_agent, memory, plan_of, read
 from tests.agent.support import CLUSTER, Leader, Node, RunningAgent, Trainer, closing_all, spec, until

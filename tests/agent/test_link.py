@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from elasticd_agent.link import Link
+from elasticd_agent.coordinator_link import Link
 
-from elasticd.credentials import credentials
-from elasticd.machines.agent_state import Event, LinkUp
-from elasticd.messages import AgentHello
-from elasticd.security import SecuritySection
+from elasticd.config.credentials import credentials
+from elasticd.config.security import SecuritySection
+from elasticd.machines.agent.state import Event, LinkUp
+from elasticd.wire.messages import AgentHello
 from tests.certificates import Authority
 from tests.coordinator.agents import until
 from tests.coordinator.secured import AGENT, VIEWER, private, refusals, secured, tokens

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elasticd_agent.registrar import NodeTaken
+from elasticd_agent.registration import NodeTaken
 
-from elasticd import packets
 from elasticd.records import Keys, NodeRecord, decode, encode
+from elasticd.wire import unix_socket
 from tests.agent.support import CLUSTER, Node, closing_all, until
 
 KEYS = Keys(cluster=CLUSTER)
@@ -36,7 +36,7 @@ def test_second_agent_under_one_node_name_ends_and_the_first_goes_on(node: Node)
 def test_successor_of_a_crashed_agent_waits_for_its_lease_and_serves(node: Node) -> None:
     lease = node.store.grant(1)
     node.store.put(KEYS.node("n0"), encode(NodeRecord(node="n0", devices=(), address="x", agent="dead")), lease)
-    packets.listen(node.path).close()  # a crashed agent leaves its socket file, too
+    unix_socket.listen(node.path).close()  # a crashed agent leaves its socket file, too
     running = node.agent(ttl=1)
     assert node.trainer().welcomed(0)
     found = node.store.get(KEYS.node("n0"))
@@ -49,5 +49,5 @@ def test_second_agent_at_one_socket_ends_and_the_first_goes_on(node: Node) -> No
     node.trainer().welcomed(0)
     second = node.agent(node="n1")
     second.join()
-    assert isinstance(second.error, packets.SocketTaken)
+    assert isinstance(second.error, unix_socket.SocketTaken)
     assert node.trainer().welcomed(1)

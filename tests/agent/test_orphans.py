@@ -14,8 +14,8 @@ import pytest
 from elasticd_agent import orphans
 from elasticd_agent.orphans import Torchruns
 
-from elasticd import starter
-from elasticd.packets import SOCKET_VARIABLE
+from elasticd.system import process_mark
+from elasticd.wire.unix_socket import SOCKET_VARIABLE
 from tests.agent.support import closing_all, until
 from tests.agent.test_torchrun import Nodes
 from tests.torchruns import environment
@@ -42,10 +42,10 @@ def test_a_worker_that_still_imports_does_not_outlive_its_torchrun(tmp_path: Pat
         torchrun = subprocess.Popen(command, env=environment(), start_new_session=True)
         marks: list[str | None] = []
         try:
-            marks += [starter.mark(pid) for pid in until(lambda: _both(tmp_path / "out"), 60)]
+            marks += [process_mark.mark(pid) for pid in until(lambda: _both(tmp_path / "out"), 60)]
             torchrun.kill()
             torchrun.wait()
-            until(lambda: not any(mark and starter.alive(mark) for mark in marks), 60)
+            until(lambda: not any(mark and process_mark.alive(mark) for mark in marks), 60)
         finally:
             torchrun.kill()
             torchrun.wait()
@@ -61,13 +61,15 @@ def _both(folder: Path) -> list[int]:
 def test_an_agent_ends_what_torchruns_left_while_there_was_none_and_that_alone(tmp_path: Path) -> None:
     socket = str(tmp_path / "agent.sock")
     with sleeping({}) as gone:
-        dead = starter.mark(gone.pid)
+        dead = process_mark.mark(gone.pid)
     assert dead
     with (
         sleeping({}) as torchrun,
-        sleeping({SOCKET_VARIABLE: socket, starter.VARIABLE: dead}) as orphan,
-        sleeping({SOCKET_VARIABLE: "another's", starter.VARIABLE: NOBODY}) as other,
-        sleeping({SOCKET_VARIABLE: socket, starter.VARIABLE: str(starter.mark(torchrun.pid))}) as worker,
+        sleeping({SOCKET_VARIABLE: socket, process_mark.VARIABLE: dead}) as orphan,
+        sleeping({SOCKET_VARIABLE: "another's", process_mark.VARIABLE: NOBODY}) as other,
+        sleeping(
+            {SOCKET_VARIABLE: socket, process_mark.VARIABLE: str(process_mark.mark(torchrun.pid))}
+        ) as worker,
     ):
 
         async def agent() -> None:
@@ -105,24 +107,24 @@ def sleeping(environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_mark_is_of_one_process_alone() -> None:
     with sleeping({}) as process:
-        mark = starter.mark(process.pid)
+        mark = process_mark.mark(process.pid)
         assert mark
-        assert starter.alive(mark)
-        assert not starter.alive(f"{process.pid}-1"), "a later process with the same number"
+        assert process_mark.alive(mark)
+        assert not process_mark.alive(f"{process.pid}-1"), "a later process with the same number"
         process.kill()
-        until(lambda: not starter.alive(mark))  # though its parent has not looked yet
-    assert starter.mark(process.pid) is None
+        until(lambda: not process_mark.alive(mark))  # though its parent has not looked yet
+    assert process_mark.mark(process.pid) is None
 
 
 def _kill(mark: str | None) -> None:
-    if mark and starter.alive(mark):
+    if mark and process_mark.alive(mark):
         os.kill(int(mark.partition("-")[0]), 9)
 
 
 def test_a_mark_that_is_no_process_keeps_no_other_from_being_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever starts a process sets its environment."""
     made_up = ["9" * 30 + "-1", "9" * 5000 + "-1", "\N{SUPERSCRIPT TWO}-1", "-", ""]
-    mine = starter.mark(os.getpid())
+    mine = process_mark.mark(os.getpid())
     monkeypatch.setattr(orphans, "_starters", lambda socket: [*made_up, mine])
     monkeypatch.setattr(orphans, "_end", lambda entry: [])
 

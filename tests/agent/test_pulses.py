@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from elasticd_agent.pulses import BEAT, BUSY, IDLE, STOPPED, Look, Pulses, look
+from elasticd_agent.hangs.heartbeat import BEAT, BUSY, IDLE, STOPPED, Look, Pulses, look
 
 DEADLINE = 60.0
 

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from elasticd_agent import reaching
-from elasticd_agent.reaching import Reaching, unreached
+from elasticd_agent import peer_reachability
+from elasticd_agent.peer_reachability import Reaching, unreached
 
-from elasticd.orders import TryReach
-from elasticd.pulses import Unreached
 from elasticd.records import Keys, NodeRecord, decode
+from elasticd.wire.agent_orders import TryReach
+from elasticd.wire.probes import Unreached
 from tests.agent.support import CLUSTER, Node, closing_all, until
 
 
@@ -30,7 +30,7 @@ def full() -> tuple[socket.socket, list[socket.socket]]:
 
 
 def test_who_answers_is_reached_and_who_refuses_or_is_silent_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaching, "TRY_SECONDS", 0.3)
+    monkeypatch.setattr(peer_reachability, "TRY_SECONDS", 0.3)
     listener, waiting = full()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         refused = f"127.0.0.1:{closed.getsockname()[1]}"
@@ -54,7 +54,7 @@ def test_who_answers_is_reached_and_who_refuses_or_is_silent_is_not(monkeypatch:
 
 
 def test_all_are_tried_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reaching, "TRY_SECONDS", 0.5)
+    monkeypatch.setattr(peer_reachability, "TRY_SECONDS", 0.5)
     listener, waiting = full()
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     began = time.monotonic()

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from elasticd_agent.watch import Records
+from elasticd_agent.store_watch import Records
 
-from elasticd import parts
-from elasticd.machines.agent_state import Event, PlanRead, ProposalRead
-from elasticd.parts import cut
+from elasticd.codec import record_parts
+from elasticd.codec.record_parts import cut
+from elasticd.machines.agent.state import Event, PlanRead, ProposalRead
 from elasticd.records import Keys, PlanRecord, Proposal, encode
 from elasticd.store.leader import LeaderRecord
 from elasticd.store.memory import MemoryServer, MemoryStore
@@ -81,7 +81,7 @@ def index_of(part: str) -> str:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
-    monkeypatch.setattr(parts, "PART_BYTES", 200)
+    monkeypatch.setattr(record_parts, "PART_BYTES", 200)
     return MemoryStore(MemoryServer())
 
 

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
-from elasticd_agent import registrar as registrars
-from elasticd_agent.registrar import Registrar
+from elasticd_agent import registration as registrars
+from elasticd_agent.registration import Registrar
 
 from elasticd.records import Keys, NodeRecord
 from elasticd.store.memory import MemoryServer, MemoryStore

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elasticd_agent import rounds
+from elasticd_agent import restart_rendezvous
 
-from elasticd.messages import Rejected
 from elasticd.records import Keys
-from elasticd.rounds import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import Watch
+from elasticd.wire.messages import Rejected
+from elasticd.wire.rendezvous import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
 from tests.agent.support import CLUSTER, Node, Trainer, closing_all, until
 
 KEYS = Keys(cluster=CLUSTER)
@@ -89,8 +89,8 @@ def test_torchrun_that_hangs_up_at_once_leaves_no_watch(node: Node, watched: lis
 def test_torchrun_that_writes_again_and_again_does_not_fill_the_store(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "WRITTEN_AT_ONCE", 10_000)
-    monkeypatch.setattr(rounds, "WRITTEN_A_SECOND", 100)
+    monkeypatch.setattr(restart_rendezvous, "WRITTEN_AT_ONCE", 10_000)
+    monkeypatch.setattr(restart_rendezvous, "WRITTEN_A_SECOND", 100)
     node.agent()
     torchrun = attending(node, "job")
     token = 0

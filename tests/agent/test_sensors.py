@@ -9,10 +9,10 @@ from typing import Any
 
 import pynvml
 import pytest
-from elasticd_agent.nvml import REASONS, Nvml, opened
-from elasticd_agent.sensors import Sensors
+from elasticd_agent.hardware.nvml import REASONS, Nvml, opened
+from elasticd_agent.hardware.sensors import Sensors
 
-from elasticd.health import DeviceHealth, Health, causes
+from elasticd.wire.node_health import DeviceHealth, Health, causes
 
 
 class Driver:

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from elasticd_agent import stacks
-from elasticd_agent.pulses import BEAT
-from elasticd_agent.standing import Halt, Standing, told_of
+from elasticd_agent.hangs import stack_dump
+from elasticd_agent.hangs.heartbeat import BEAT
+from elasticd_agent.hangs.main_thread_watch import Halt, Standing, told_of
 
-from elasticd import messages, packets
-from elasticd.machines.agent_state import LinkDown, LinkUp, Stood
-from elasticd.machines.job.effects import Received
-from elasticd.machines.job.halted import awaited
-from elasticd.offspring import ending_with_us
-from elasticd.runtime.where import Shared
-from elasticd.whereabouts import (
+from elasticd.machines.agent.state import LinkDown, LinkUp, Stood
+from elasticd.machines.job.faults.hangs import awaited
+from elasticd.machines.job.state.events import Received
+from elasticd.runtime.telemetry.main_thread import Shared
+from elasticd.system.parent_death_signal import ending_with_us
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.main_thread import (
     BACKWARD,
     BETWEEN,
     FORWARD,
@@ -105,7 +105,7 @@ def test_a_device_that_becomes_ten_times_as_slow_is_a_straggler(
 ) -> None:
     """Most of a step may be at one place: a large block, or a CUDA device that the host waits for."""
     now = [0.0]
-    monkeypatch.setattr("elasticd.runtime.where.perf_counter", lambda: now[0])
+    monkeypatch.setattr("elasticd.runtime.telemetry.main_thread.perf_counter", lambda: now[0])
     for _ in range(3):
         rank.where.begin(5, 1)
         rank.where.at(LOSS)
@@ -351,8 +351,8 @@ def _timed(where: Shared, count: int) -> float:
 HANGS = """
 import re, socket, sys
 from elasticd import messages, packets
-from elasticd.runtime.where import Shared
-from elasticd.whereabouts import LOSS, Whereabouts
+from elasticd.runtime.telemetry.main_thread import Shared
+from elasticd.wire.main_thread import LOSS, Whereabouts
 where = Shared()
 end = socket.socket(fileno=int(sys.argv[1]))
 where.begin(3, 1)
@@ -370,7 +370,7 @@ def test_a_thread_that_holds_the_interpreters_lock_is_seen_and_its_stack_had() -
     process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
     try:
         ours.settimeout(60)
-        data, fd = packets.accept(ours)
+        data, fd = unix_socket.accept(ours)
         assert data is not None
         assert fd is not None
         body = messages.from_worker(data)
@@ -382,7 +382,7 @@ def test_a_thread_that_holds_the_interpreters_lock_is_seen_and_its_stack_had() -
         for _ in range(2):  # each is written anew
             text = ""
             for _ in range(100):  # until it is in the call, and has the processor for long enough to say so
-                text = asyncio.run(stacks._written(os.pidfd_open(process.pid), fd, body.signal))
+                text = asyncio.run(stack_dump._written(os.pidfd_open(process.pid), fd, body.signal))
                 if "in held" in text:
                     break
             assert text.count("in held") == 1
@@ -406,10 +406,10 @@ def test_the_file_of_a_worker_that_goes_meanwhile_is_not_another_one(
         opened.extend(os.open(other, os.O_RDWR) for _ in range(3))
         return ""
 
-    monkeypatch.setattr(stacks, "_spied", spied)
+    monkeypatch.setattr(stack_dump, "_spied", spied)
     monkeypatch.setattr("signal.pidfd_send_signal", lambda *_: None)
     before = {*os.listdir("/proc/self/fd")}
-    asyncio.run(stacks.stack(0, os.dup(0), rank.standing.stacks_of("w")))
+    asyncio.run(stack_dump.stack(0, os.dup(0), rank.standing.stacks_of("w")))
     assert other.stat().st_size == 10_000
     for fd in opened:
         os.close(fd)
@@ -417,7 +417,7 @@ def test_the_file_of_a_worker_that_goes_meanwhile_is_not_another_one(
 
 
 def test_a_signal_that_is_none_of_those_is_not_sent() -> None:
-    assert asyncio.run(stacks._written(-1, 0, 9)) == ""
+    assert asyncio.run(stack_dump._written(-1, 0, 9)) == ""
 
 
 def test_a_compilation_and_a_debugger_are_known_by_their_stacks() -> None:
@@ -427,7 +427,7 @@ def test_a_compilation_and_a_debugger_are_known_by_their_stacks() -> None:
         ("/usr/lib/python3.11/pdb.py", "a debugger"),
         ("train.py", ""),
     ):
-        assert stacks.busy(f'File "{path}", line 3 in there') == what
+        assert stack_dump.busy(f'File "{path}", line 3 in there') == what
 
 
 def test_a_standstill_is_told_the_leader_and_again_on_a_new_link() -> None:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 
 import pytest
-from elasticd_agent.entrance import StreamFailed
-from elasticd_agent.identity import Identity
-from elasticd_agent.streams import Sender, Server
-from elasticd_agent.vault import NoRoom, Snapshot, Vault
+from elasticd_agent.snapshots.port import StreamFailed
+from elasticd_agent.snapshots.store import NoRoom, Snapshot, Vault
+from elasticd_agent.snapshots.tls import Identity
+from elasticd_agent.snapshots.transfer import Sender, Server
 
-from elasticd.snapshots import Held
+from elasticd.wire.snapshots import Held
 from tests.agent.snapshots import content, dying_agent, plan_of, snapshot
 from tests.agent.support import until
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from elasticd.config import AgentSection, ClusterSection, Config
-from elasticd.messages import Goodbye, Hello, Join, Leave, WorkerLost
+from elasticd.config.tree import AgentSection, ClusterSection, Config
 from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.wire.messages import Goodbye, Hello, Join, Leave, WorkerLost
 from tests.agent.support import CLUSTER, Leader, RunningAgent, closing_all, until
 from tests.torchruns import UNSET, Torchrun
 
@@ -21,7 +21,7 @@ SCRIPT = """
 import json, os, sys
 from tests import forkserver
 from tests.agent.support import Trainer, spec
-from elasticd.messages import Goodbye, Hello
+from elasticd.wire.messages import Goodbye, Hello
 job = os.environ["TORCHELASTIC_RUN_ID"]
 trainer = Trainer(sys.argv[1])
 rank = os.environ.get("ELASTICD_SLOT") or os.environ["LOCAL_RANK"]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from elasticd_agent.vault import PATIENCE, NoRoom, Snapshot, Vault
+from elasticd_agent.snapshots.store import PATIENCE, NoRoom, Snapshot, Vault
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -14,16 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from elasticd import messages, packets
-from elasticd.messages import (
-    Goodbye,
-    Hello,
-    Recorded,
-    ToWorker,
-    Welcome,
-)
-from elasticd.runtime.control import Control
-from elasticd.snapshots import Fetched, Freed, Held, Snapped, Whole
+from elasticd.runtime.control.agent_client import Control
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.messages import Goodbye, Hello, Recorded, ToWorker, Welcome
+from elasticd.wire.snapshots import Fetched, Freed, Held, Snapped, Whole
 from tests.agent.snapshots import memory, plan_of, read
 from tests.agent.support import Node, closing_all, spec, until
 from tests.descriptors import open_descriptors
@@ -97,7 +91,7 @@ class Played:
 
     def __init__(self, folder: Path) -> None:
         self.path = str(folder / "s")
-        self._listener = packets.listen(self.path)
+        self._listener = unix_socket.listen(self.path)
         self._listener.setblocking(True)
         self.ends: list[socket.socket] = []
         self._thread = threading.Thread(target=self._accept, daemon=True)
@@ -109,9 +103,9 @@ class Played:
                 end, _ = self._listener.accept()
             except OSError:
                 return
-            packets.receive(end)
+            unix_socket.receive(end)
             answer = Welcome(device="n0/0", incarnation="i", address="127.0.0.1")
-            packets.send(end, messages.encode(answer))
+            unix_socket.send(end, messages.encode(answer))
             self.ends.append(end)
 
     def close(self) -> None:
@@ -135,15 +129,15 @@ def test_agent_that_hangs_or_ends_fails_what_is_fetched(
     with pytest.raises(TimeoutError):
         worker.control.fetch(held, 0.1)
     fd = memory(b"state")
-    packets.send(agent.ends[0], messages.encode(Fetched(held=held)), fd)  # too late: nobody waits for it
+    unix_socket.send(agent.ends[0], messages.encode(Fetched(held=held)), fd)  # too late: nobody waits for it
     os.close(fd)
-    packets.send(agent.ends[0], messages.encode(Recorded(number=7)))
+    unix_socket.send(agent.ends[0], messages.encode(Recorded(number=7)))
     until(lambda: worker.heard, WAIT)
     assert open_descriptors() <= before
 
     def hang_up() -> None:
         for _ in range(2):  # what was asked for before, and what is waited for
-            packets.receive(agent.ends[0])
+            unix_socket.receive(agent.ends[0])
         agent.ends[0].shutdown(socket.SHUT_RDWR)
 
     threading.Thread(target=hang_up, daemon=True).start()
@@ -163,7 +157,7 @@ def test_snapshots_wait_for_an_agent_that_is_slow_to_read(
     for step in range(500):  # more than the socket takes without a reader
         worker.snap(step, str(step).encode())
     for step in range(500):
-        data, fd = packets.accept(agent.ends[0])
+        data, fd = unix_socket.accept(agent.ends[0])
         assert data is not None
         assert b'"step":%d,' % step in data
         assert fd is not None

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from elasticd.coordinator.journal import Pacing
+from elasticd.coordinator.events.event_log import Pacing
 from elasticd.demo.report import report
 from tests.demo.records import changed, record
 

@@ -10,11 +10,11 @@ from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.chaos.drawn import LIVE_WEIGHTS, WEIGHTS, Soaking, draw
 from elasticd.chaos.fault import ENDINGS, REAL, WAYS, Fault
-from elasticd.chaos.faults import Faults
+from elasticd.chaos.fault_script import Faults
 from tests.chaos.test_soak import FIXED
 from tests.sizes import examples
+from tests.soak.random_faults import LIVE_WEIGHTS, WEIGHTS, Soaking, draw
 
 DEVICES = ("alpha/0", "alpha/1", "beta/0", "beta/1")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elasticd.chaos.faults import Faults
-from elasticd.chaos.history import History, JobHistory, unrecorded
-from elasticd.chaos.simulated import KEYS, cluster, play, scenario
+from elasticd.chaos.fault_script import Faults
 from elasticd.records import DoneRecord, Fence, MemberRecord, PlanRecord, Proposal, encode
 from elasticd.simulator.run import Simulation
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent
+from tests.soak.history import History, JobHistory, unrecorded
+from tests.soak.simulated import KEYS, cluster, play, scenario
 
 SCRIPT = Faults().kill("n0/0", 20.0).at_step(12).takeover().at_step(20).slow("n1/0", 3.0).at_step(24)
 
@@ -107,7 +107,7 @@ def test_what_is_written_after_the_end_is_found(real: list[WatchEvent]) -> None:
 
 def test_a_play_that_goes_wrong_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The soak finds what a machine that gives a number twice writes."""
-    from elasticd.machines.job import fence
+    from elasticd.machines.job.lifecycle import fence
 
     original = fence.fault
 

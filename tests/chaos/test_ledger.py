@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from elasticd.chaos.ledger import EARLY, Ledger, Line, check, furthest, read
+from tests.soak.ledger import EARLY, Ledger, Line, check, furthest, read
 
 STEPS = 6
 #: Plan 1 from the start, plan 3 from step 4 on: its fence is 2.

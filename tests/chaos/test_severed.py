@@ -12,8 +12,8 @@ from typing import cast
 import pytest
 
 from elasticd.chaos.fault import Fault
-from elasticd.chaos.namespaces import Namespaces
-from elasticd.chaos.severed import Severed
+from elasticd.testing.network_cut import Severed
+from elasticd.testing.network_namespaces import Namespaces
 
 #: Listens at each node's; connects to the port that it is told, and says when that connection ends.
 _WORKER = """

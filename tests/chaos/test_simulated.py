@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.chaos.drawn import Soaking, draw
-from elasticd.chaos.faults import Faults
-from elasticd.chaos.simulated import TIMES, Play, cluster, play, scenario
+from elasticd.chaos.fault_script import Faults
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.run import Simulation
+from tests.soak.random_faults import Soaking, draw
+from tests.soak.simulated import TIMES, Play, cluster, play, scenario
 
 SHAPE = cluster(3, 2)
 DEVICES = [device.name for device in SHAPE.cluster().devices]

@@ -26,7 +26,7 @@ def test_a_real_job_goes_on_through_random_faults(drawn: bool, seed: int, tmp_pa
     # In one namespace the processes are forked: in several each starts an interpreter of its own.
     command += ("--out", str(tmp_path / "out"), *(() if drawn else ("--together",)))
     environment = {**os.environ, "PYTHONPATH": str(forkserver.ROOT)}
-    done = forkserver.start("elasticd.chaos.soak", *command, environment=environment, output=printed)
+    done = forkserver.start("tests.soak.soak", *command, environment=environment, output=printed)
     try:
         code = done.wait(2300)
     finally:

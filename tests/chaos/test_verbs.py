@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 from elasticd_planner.value import Invalid
 
-from elasticd.chaos.verbs import Chaos
+from elasticd.chaos.client import Chaos
 from elasticd.cli.app import elasticd
-from elasticd.cli.reach import Api, CannotReach
-from elasticd.machines.job.state import Settings
+from elasticd.client import Api, CannotReach
+from elasticd.machines.job.state.job_state import Settings
 from elasticd.store.memory import MemoryStore
 from tests.integration import train
 from tests.integration.cluster import Cluster, until

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from elasticd_migration.state import LocalState
-from elasticd_planner.layouts import Layouts
+from elasticd_migration.local_state import LocalState
+from elasticd_planner.layout.layouts import Layouts
 from torch import Tensor
 
 from elasticd.checkpoints.disk import Disk, LocalDisk
 from elasticd.checkpoints.folder import next_serial, scan
 from elasticd.records import JobSpec
-from elasticd.runtime.staging import Staging, pieces, share, without_planes
-from elasticd.runtime.writing import Task, origin_of, path_of, write_part, write_whole
+from elasticd.runtime.checkpoint.staging import Staging, pieces, share, without_planes
+from elasticd.runtime.checkpoint.writer import Task, origin_of, path_of, write_part, write_whole
 from tests.migration.plans import LAYERS, SPEC, alone, plan
 from tests.migration.ranks import Training, local, trained
 

@@ -10,8 +10,8 @@ import torch
 
 from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import damages, remove, scan, sound, superfluous, tidy
-from elasticd.runtime.loading import load
-from elasticd.runtime.writing import Task
+from elasticd.runtime.checkpoint.loader import load
+from elasticd.runtime.checkpoint.writer import Task
 from tests import sizes
 from tests.checkpoints.crashing import CrashingDisk
 from tests.checkpoints.support import ONE, THREE, WHOLE, save, task_of, write

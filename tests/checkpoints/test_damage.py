@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elasticd.checkpoints.checksums import BLOCK, Damaged, SummedFile, SummedStream
 from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import (
     UNFINISHED,
@@ -22,9 +23,8 @@ from elasticd.checkpoints.folder import (
     tidy,
 )
 from elasticd.checkpoints.manifest import MANIFEST, METADATA, VERSION, Part, merge, seal
-from elasticd.checkpoints.sums import BLOCK, Damaged, SummedFile, SummedStream
-from elasticd.runtime.loading import load
-from elasticd.runtime.writing import origin_of
+from elasticd.runtime.checkpoint.loader import load
+from elasticd.runtime.checkpoint.writer import origin_of
 from elasticd.version import __version__
 from tests.checkpoints.support import ONE, SPEC_OF_JOB, THREE, save
 from tests.sizes import examples

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import Plan
 from safetensors.torch import load_file
 
 from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.export import export
 from elasticd.checkpoints.folder import look
 from elasticd.records import JobSpec
-from elasticd.runtime.engine import first_state
-from elasticd.runtime.loading import load
-from elasticd.runtime.model import Model
-from elasticd.runtime.staging import Staging, pieces, share, without_planes
-from elasticd.runtime.writing import Task, origin_of, path_of
+from elasticd.runtime.checkpoint.loader import load
+from elasticd.runtime.checkpoint.staging import Staging, pieces, share, without_planes
+from elasticd.runtime.checkpoint.writer import Task, origin_of, path_of
+from elasticd.runtime.engine.engine import first_state
+from elasticd.runtime.model.model import Model
 from examples import train_gpt2
 from tests.checkpoints.support import write
 from tests.runtime.test_parity import plan_of, stage

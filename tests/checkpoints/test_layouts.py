@@ -6,19 +6,19 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from elasticd_migration.state import LocalState
-from elasticd_planner.boxes import Box, subtract
-from elasticd_planner.layouts import Item, Layouts
-from elasticd_planner.plan import Plan
+from elasticd_migration.local_state import LocalState
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.box import Box, subtract
+from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 
+from elasticd.checkpoints.checksums import BLOCK, Damaged, SummedStream
 from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import look
 from elasticd.checkpoints.manifest import Manifest
 from elasticd.checkpoints.reader import Reader, Wanted
-from elasticd.checkpoints.sums import BLOCK, Damaged, SummedStream
-from elasticd.runtime.loading import load
-from elasticd.runtime.staging import share
+from elasticd.runtime.checkpoint.loader import load
+from elasticd.runtime.checkpoint.staging import share
 from tests.checkpoints.support import THREE, WHOLE, save
 from tests.migration.plans import SPEC, plans
 from tests.migration.ranks import assert_same_bits, local

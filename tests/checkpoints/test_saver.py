@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from elasticd_planner.layouts import Layouts
+from elasticd_planner.layout.layouts import Layouts
 
 from elasticd.checkpoints.disk import LocalDisk, Stream
 from elasticd.checkpoints.folder import UNFINISHED, damages, scan
-from elasticd.messages import Message, Saved
-from elasticd.runtime.saver import Keeping, Saver
+from elasticd.runtime.checkpoint.saver import Keeping, Saver
+from elasticd.wire.messages import Message, Saved
 from tests.checkpoints.support import ONE, SPEC_OF_JOB, THREE, WHOLE
 from tests.migration.ranks import local
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from elasticd_planner.layouts import Layouts
+from elasticd_planner.layout.layouts import Layouts
 
 from elasticd.checkpoints.folder import damages, scan
-from elasticd.runtime.saver import Saver
+from elasticd.runtime.checkpoint.saver import Saver
 from tests.checkpoints.support import SPEC_OF_JOB, THREE
 from tests.checkpoints.test_saver import Gang
 

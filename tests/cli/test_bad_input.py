@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.cli.reach import CannotReach, checked_url
+from elasticd.client import CannotReach, checked_url
 from tests.cli.support import call, refused
 
 

@@ -10,18 +10,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from elasticd_planner.cluster import Device, Node
-from elasticd_planner.plan import Plan
+from elasticd_planner.detection.slowness_history import Slowness
 from elasticd_planner.problem import Problem
-from elasticd_planner.slowness import Slowness
+from elasticd_planner.spec.cluster import Device, Node
+from elasticd_planner.spec.plan import Plan
 from rich.console import Console, RenderableType
 
 from elasticd.cli import history, jobs, logs, top, why
 from elasticd.cli.status import screen
-from elasticd.coordinator.answers import ExceptionStatus
-from elasticd.coordinator.gains import Gain, StepRecord
-from elasticd.coordinator.journal import EVENTS_OF_A_TERM as TERM
-from elasticd.coordinator.journal import EventRecord
+from elasticd.coordinator.api_types import ExceptionStatus
+from elasticd.coordinator.events.event_log import EVENTS_OF_A_TERM as TERM
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.switch_gain import Gain, StepRecord
 from elasticd.records import HistoryRecord
 from tests.cli.test_status import PLAN, STATUS
 from tests.planner.test_search import problem

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from elasticd_planner.placement import Held
+from elasticd_planner.placement.state_movement import Held
 
 from elasticd.cli.app import elasticd
 from elasticd.cli.moves import answered, difference, lacking

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 
 import pytest
-from elasticd_planner.placement import strategy
-from elasticd_planner.plan import Pipeline, Plan, Stage, StatePolicy
+from elasticd_planner.placement.state_movement import strategy
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage, StatePolicy
 from rich.console import Console
 
 from elasticd.cli.picture import named, picture

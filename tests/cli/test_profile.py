@@ -15,7 +15,7 @@ import msgspec
 import psutil
 import pytest
 import torch
-from elasticd_planner.given import given_profile
+from elasticd_planner.problem_files.profile_file import given_profile
 
 from elasticd.models import Decoder, DecoderConfig
 from tests import sizes

@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from elasticd.cli.app import elasticd
-from elasticd.launching import GPUS_VARIABLE, THREADS_VARIABLE, Launch, environment, visible
-from elasticd.packets import SLOT_VARIABLE
+from elasticd.system.torchrun_launcher import GPUS_VARIABLE, THREADS_VARIABLE, Launch, environment, visible
+from elasticd.wire.unix_socket import SLOT_VARIABLE
 from tests import forkserver
 
 DEADLINE = 60.0
@@ -81,7 +81,7 @@ def test_more_workers_than_gpus_see_none_unless_the_user_named_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[Launch] = []
-    monkeypatch.setattr("elasticd.launching.launch", launched.append)
+    monkeypatch.setattr("elasticd.system.torchrun_launcher.launch", launched.append)
     monkeypatch.setattr("elasticd.cli.run._counted", lambda: 2)
     (tmp_path / "train.py").write_text("")
     command = ["run", "--job", "j", "--devices", "3", str(tmp_path / "train.py")]

@@ -6,18 +6,11 @@ import io
 
 import msgspec
 import pytest
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Prediction, Stage, Strategy
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Prediction, Stage, Strategy
 from rich.console import Console
 
-from elasticd.cli.reach import (
-    ClusterStatus,
-    DeviceStatus,
-    JobStatus,
-    LeaderStatus,
-    MemberStatus,
-    NodeStatus,
-)
 from elasticd.cli.status import screen
+from elasticd.client import ClusterStatus, DeviceStatus, JobStatus, LeaderStatus, MemberStatus, NodeStatus
 
 PLAN = Plan(
     number=7,

@@ -15,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticd import starter
 from elasticd.cli.app import elasticd
-from elasticd.cli.local import alone, announced, running, settings, taken
-from elasticd.config import ConfigError
-from elasticd.launching import Launch
-from elasticd.remembered import default_folder
+from elasticd.config.tree import ConfigError
+from elasticd.local_cluster import alone, announced, running, settings, taken
+from elasticd.store.state_file import default_folder
+from elasticd.system import process_mark
+from elasticd.system.torchrun_launcher import Launch
 from tests.cli.support import call, refused
 
 DEADLINE = 120.0
@@ -70,7 +70,7 @@ def test_up_serves_says_what_to_do_keeps_its_data_and_leaves_nothing(
                 assert checked.exit_code == 0, checked.output
                 assert "of the 'elasticd up' that runs here" in " ".join(checked.output.split())
                 assert "another 'elasticd up' runs in" in refused("up", *options)
-                monkeypatch.setattr("elasticd.launching.launch", launched.append)
+                monkeypatch.setattr("elasticd.system.torchrun_launcher.launch", launched.append)
                 call("run", "--job", "j", "--devices", "2", str(tmp_path / "train.py"))
                 assert [what.socket for what in launched] == [f"{tmp_path}/a.sock"]
                 assert re.search(r"leads at .*; nodes: 1,\s+jobs: 0", checked.output)
@@ -99,7 +99,7 @@ def test_of_two_that_run_one_must_be_named_and_one_that_was_killed_counts_for_no
         links = default_folder() / "up"
         (links / "99-1").symlink_to(configurations[1])  # of a process that is no more
         assert settings(None).cluster.name == "one"
-        (links / str(starter.mark(os.getppid()))).symlink_to(configurations[1])
+        (links / str(process_mark.mark(os.getppid()))).symlink_to(configurations[1])
         with pytest.raises(ConfigError, match=r"several 'elasticd up' run .*\n.*one\.toml\n.*two\.toml"):
             settings(None)
         assert settings(str(configurations[1])).cluster.name == "two"

@@ -15,14 +15,14 @@ import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from elasticd.config import ChaosSection, ClusterSection, Config, CoordinatorSection
+from elasticd.config.credentials import Credentials
+from elasticd.config.tree import ChaosSection, ClusterSection, Config, CoordinatorSection
 from elasticd.coordinator import election
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.coordinator.planning import COMMAND
-from elasticd.credentials import Credentials
-from elasticd.messages import AgentHello, AgentRejected, Down, Join, ToLeader, Up, encode, to_agent
+from elasticd.coordinator.planner_process import COMMAND
 from elasticd.records import NodeRecord
 from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.wire.messages import AgentHello, AgentRejected, Down, Join, ToLeader, Up, encode, to_agent
 
 
 def config(*, chaos: bool = True, port: int = 0) -> Config:

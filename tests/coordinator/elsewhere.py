@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from elasticd.config import Config
+from elasticd.config.tree import Config
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.coordinator.server import application
+from elasticd.coordinator.http.app import application
 from elasticd.store.memory import MemoryStore
 from tests.coordinator.agents import lead
 

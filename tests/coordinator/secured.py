@@ -11,9 +11,9 @@ import httpx2
 import msgspec
 from websockets.asyncio.client import connect
 
+from elasticd.config.credentials import Credentials
+from elasticd.config.security import SecuritySection
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.credentials import Credentials
-from elasticd.security import SecuritySection
 from elasticd.store.memory import MemoryStore
 from tests.coordinator.agents import config, lead
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from websockets.exceptions import InvalidStatus
 
-from elasticd.config import ConfigError
-from elasticd.coordinator.access import Access, Caller, needed
-from elasticd.coordinator.listening import exposed
-from elasticd.messages import AgentHello, AgentRejected, encode, to_agent
-from elasticd.security import Role, SecuritySection
+from elasticd.config.security import Role, SecuritySection
+from elasticd.config.tree import ConfigError
+from elasticd.coordinator.auth import Access, Caller, needed
+from elasticd.coordinator.http.server import exposed
+from elasticd.wire.messages import AgentHello, AgentRejected, encode, to_agent
 from tests.coordinator.agents import until
 from tests.coordinator.secured import (
     AGENT,
@@ -164,7 +164,7 @@ def test_page_of_another_site_may_change_nothing() -> None:
 def test_coordinator_that_others_reach_without_tokens_serves_where_that_is_allowed_and_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from elasticd.config import with_overrides
+    from elasticd.config.tree import with_overrides
     from elasticd.coordinator.daemon import Coordinator
     from elasticd.coordinator.election import CannotLead
     from elasticd.store.memory import MemoryStore

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from elasticd_planner.policy import PolicySettings
+from elasticd_planner.policy.policy import PolicySettings
 
-from elasticd import decoding
-from elasticd.config import Config, ConfigError, parse, reloaded
-from elasticd.coordinator.changes import MOST_HISTORY, Changes, of
+from elasticd.codec import decoding
+from elasticd.config.tree import Config, ConfigError, parse, reloaded
 from elasticd.coordinator.daemon import Coordinator
+from elasticd.coordinator.live_config import MOST_HISTORY, Changes, of
 from elasticd.records import Keys, encode
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Put

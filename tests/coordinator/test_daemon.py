@@ -13,17 +13,25 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from elasticd_planner.measurement import Measurement
+from elasticd_planner.spec.measurement import Measurement
 
-from elasticd import decoding
-from elasticd.config import with_overrides
-from elasticd.coordinator import agents, daemon, leading
+from elasticd.codec import decoding
+from elasticd.config.tree import with_overrides
+from elasticd.coordinator import daemon
+from elasticd.coordinator import leader as leading
 from elasticd.coordinator.daemon import Coordinator, run, serve
 from elasticd.coordinator.election import CannotLead
-from elasticd.coordinator.leading import LARGEST_RANK
-from elasticd.gathered import together
-from elasticd.machines.job.state import Phase, fresh
-from elasticd.messages import (
+from elasticd.coordinator.http import agent_socket
+from elasticd.coordinator.leader import LARGEST_RANK
+from elasticd.machines.job.state.job_state import Phase, fresh
+from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
+from elasticd.store.leader import Leader, read_leader
+from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.store.protocol import Limits, WatchEvent
+from elasticd.store.state_file import Mark, StateFile
+from elasticd.version import __version__
+from elasticd.wire.batching import together
+from elasticd.wire.messages import (
     Finished,
     Join,
     Joined,
@@ -38,13 +46,7 @@ from elasticd.messages import (
     WorkerLost,
     encode,
 )
-from elasticd.records import DoneRecord, Keys, PlanRecord, Proposal, decode
-from elasticd.remembered import Mark, StateFile
-from elasticd.rounds import Lap, Lapped, Watching
-from elasticd.store.leader import Leader, read_leader
-from elasticd.store.memory import MemoryServer, MemoryStore
-from elasticd.store.protocol import Limits, WatchEvent
-from elasticd.version import __version__
+from elasticd.wire.rendezvous import Lap, Lapped, Watching
 from tests.cli.support import call
 from tests.coordinator.agents import Agent, agent, config, coordinating, get, post, until
 from tests.machines.cast import JOB, FakeWorker, node_record
@@ -101,11 +103,11 @@ async def joined(this: Agent) -> None:
 
 async def started(server: MemoryServer, agents: list[Agent]) -> list[FakeWorker]:
     """A job of two nodes with four workers, under the plan that the real planner made for it."""
-    await asyncio.gather(*(joined(this) for this in agents))
+    await asyncio.gather(*(joined(this) for this in agent_socket))
     world = World()
     pairs = [
         (this, FakeWorker(device=device.name, incarnation=f"i-{device.name}"))
-        for this in agents
+        for this in agent_socket
         for device in this.record.devices
     ]
     for this, worker in pairs:
@@ -515,7 +517,7 @@ def test_value_that_the_store_does_not_take_is_refused_to_its_sender_and_harms_n
 
 def test_one_agents_long_frame_keeps_no_other_agent_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one says at once is dealt with message by message, and no faster than an agent may speak."""
-    monkeypatch.setattr(agents, "MESSAGES_PER_SECOND", 200.0)
+    monkeypatch.setattr(agent_socket, "MESSAGES_PER_SECOND", 200.0)
 
     def check(number: int) -> Up:
         call = StoreCall(id=number, op="check", key="k")

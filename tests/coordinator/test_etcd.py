@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.config import Config, with_overrides
+from elasticd.config.tree import Config, with_overrides
 from elasticd.coordinator import election
 from elasticd.coordinator.daemon import Coordinator, serve
-from elasticd.messages import Hello, Join, Up
 from elasticd.records import JobSpec, Keys, decode
-from elasticd.remembered import StateFile
 from elasticd.store.leader import read_leader
 from elasticd.store.server import EtcdServer
+from elasticd.store.state_file import StateFile
+from elasticd.wire.messages import Hello, Join, Up
 from tests.coordinator.agents import agent, config, lead, until
 from tests.etcds import SharedEtcd
 from tests.machines.cast import JOB, FakeWorker, node_record

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import weakref
 
-from elasticd.coordinator.garbage import collecting
+from elasticd.coordinator.garbage_collector import collecting
 from tests.coordinator.agents import until
 
 

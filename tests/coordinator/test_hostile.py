@@ -20,26 +20,26 @@ from typing import get_args
 
 import msgspec
 import pytest
-from elasticd_agent import streams
-from elasticd_agent.identity import Identity
-from elasticd_agent.streams import Sender
-from elasticd_planner.measurement import Measurement
-from elasticd_planner.policy import PolicySettings
+from elasticd_agent.snapshots import transfer
+from elasticd_agent.snapshots.tls import Identity
+from elasticd_agent.snapshots.transfer import Sender
+from elasticd_planner.policy.policy import PolicySettings
+from elasticd_planner.spec.measurement import Measurement
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from elasticd import packets
-from elasticd.config import AgentSection, ClusterSection, Config
-from elasticd.coordinator import listening
+from elasticd.config.security import SecuritySection
+from elasticd.config.tree import AgentSection, ClusterSection, Config
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.gathered import together
-from elasticd.machines.job.state import Phase
-from elasticd.messages import AgentHello, FromWorker, Hello, Report, Welcome, encode
+from elasticd.coordinator.http import server as listening
+from elasticd.machines.job.state.job_state import Phase
 from elasticd.records import Keys, NodeRecord, decode
 from elasticd.records import encode as record
-from elasticd.security import SecuritySection
-from elasticd.snapshots import Fetch, Snapped
 from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.wire import unix_socket
+from elasticd.wire.batching import together
+from elasticd.wire.messages import AgentHello, FromWorker, Hello, Report, Welcome, encode
+from elasticd.wire.snapshots import Fetch, Snapped
 from tests import sizes
 from tests.agent.snapshots import snapshot
 from tests.agent.support import RunningAgent, Trainer, spec
@@ -175,12 +175,12 @@ class Worker:
     def once(self) -> int:
         """One connection; how many messages it sent. An agent that cuts it off is right to."""
         draw, sent = self._draw, 0
-        with contextlib.suppress(OSError), packets.connect(self._path, 60.0) as sock:
+        with contextlib.suppress(OSError), unix_socket.connect(self._path, 60.0) as sock:
             sock.settimeout(0.5)
             if draw.randrange(5):
                 # The other device is for an honest worker in the end.
                 hello = Hello(job="theirs", local_rank=0, world_size=2, pid=os.getpid(), spec=spec("theirs"))
-                packets.send(sock, encode(hello))
+                unix_socket.send(sock, encode(hello))
                 sent += 1
             for _ in range(draw.randrange(1, 60)):
                 self._say(sock)
@@ -196,15 +196,15 @@ class Worker:
         data = malformed(draw, msgspec.json.encode(body))
         kind = draw.randrange(60)
         if kind == 0:
-            packets.send(sock, data + b" " * (2 << 20))
+            unix_socket.send(sock, data + b" " * (2 << 20))
         elif kind == 1:
             fd = os.memfd_create("hostile")
             try:
-                packets.send(sock, data, fd)
+                unix_socket.send(sock, data, fd)
             finally:
                 os.close(fd)
         else:
-            sock.send(data[: packets.LARGEST_PACKET], socket.MSG_NOSIGNAL)
+            sock.send(data[: unix_socket.LARGEST_PACKET], socket.MSG_NOSIGNAL)
 
 
 def as_peer(draw: Random, identity: Identity, record_of: NodeRecord) -> int:
@@ -218,7 +218,7 @@ def as_peer(draw: Random, identity: Identity, record_of: NodeRecord) -> int:
         context.wrap_socket(connection) as stream,
     ):
         for _ in range(draw.randrange(1, 10)):
-            body = plain(streams.Request)
+            body = plain(transfer.Request)
             held = body["held"]
             held["node"], held["device"] = draw.choice((("evil", "evil/0"), ("delta", "delta/0")))
             held["size"] = draw.choice((-(2**62), -1, 0, 5, 2**20, 2**62))

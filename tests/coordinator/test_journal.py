@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import msgspec
-from elasticd_planner.measurement import Measurement
+from elasticd_planner.spec.measurement import Measurement
 
-from elasticd.coordinator.journal import Journal, Pacing
-from elasticd.machines.job.effects import Note
-from elasticd.messages import Report
+from elasticd.coordinator.events.event_log import Journal, Pacing
+from elasticd.machines.job.state.events import Note
+from elasticd.wire.messages import Report
 
 
 def report(step: int, loss: float | None = 1.0) -> Report:

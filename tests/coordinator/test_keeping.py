@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from elasticd.messages import Join, Up
-from elasticd.snapshots import Keeps, Whole
+from elasticd.wire.messages import Join, Up
+from elasticd.wire.snapshots import Keeps, Whole
 from tests.coordinator.agents import agent, coordinating, get, until
 from tests.machines.cast import JOB, node_record
 from tests.machines.test_vaults import NOW, held, plan

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.coordinator import keyvalue
-from elasticd.coordinator.keyvalue import LARGEST_VALUE, KeyValue, Room
-from elasticd.messages import StoreAnswer, StoreCall
+from elasticd.coordinator import bootstrap_store
+from elasticd.coordinator.bootstrap_store import LARGEST_VALUE, KeyValue, Room
+from elasticd.wire.messages import StoreAnswer, StoreCall
 
 
 def ask(store: KeyValue, op: str, key: str, value: bytes = b"", seconds: float = 5.0) -> StoreAnswer:
@@ -110,7 +110,7 @@ def test_what_is_too_large_or_no_number_is_answered_with_an_error_and_harms_noth
 
 
 def test_a_jobs_store_is_bounded_and_what_goes_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keyvalue, "LARGEST_JOB", 100)
+    monkeypatch.setattr(bootstrap_store, "LARGEST_JOB", 100)
     store = KeyValue()
     assert ask(store, "set", "plan/1/a", b"x" * 60).error is None
     assert "there is no room for" in (ask(store, "set", "plan/1/b", b"x" * 60).error or "")

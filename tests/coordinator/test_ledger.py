@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from elasticd_planner.cluster import Cluster, Device, Node
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.cost.model_profile import derive
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiles import derive
+from elasticd_planner.spec.cluster import Cluster, Device, Node
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd import parts
-from elasticd.coordinator import ledger
-from elasticd.coordinator.ledger import Ledger, Sweep, operations
-from elasticd.coordinator.writer import stored
-from elasticd.decoding import VersionRefused, decode_stored
-from elasticd.machines.job.effects import Write
-from elasticd.parts import MOST_BYTES, Shelf, cut, whole
+from elasticd.codec import record_parts
+from elasticd.codec.decoding import VersionRefused, decode_stored
+from elasticd.codec.record_parts import MOST_BYTES, Shelf, cut, whole
+from elasticd.coordinator import store_transactions
+from elasticd.coordinator.store_transactions import Ledger, Sweep, operations
+from elasticd.coordinator.store_writer import stored
+from elasticd.machines.job.state.events import Write
 from elasticd.records import (
     DoneRecord,
     Fence,
@@ -58,7 +58,7 @@ def plan(number: int, nodes: int = 3) -> Plan:
 
 
 def hash_of(name: str) -> str:
-    return parts._name(name.encode())[:12]
+    return record_parts._name(name.encode())[:12]
 
 
 def problem(current: Plan | None, nodes: int = 3) -> Problem:
@@ -118,7 +118,7 @@ class Office:
                 self._make(ops)
         return len(made)
 
-    def _make(self, ops: ledger.Ops) -> None:
+    def _make(self, ops: store_transactions.Ops) -> None:
         result = self.store.transact(self.ledger.compares(ops), ops)
         assert result.succeeded
         self.ledger.done(ops, {op.key: result.revision for op in ops if isinstance(op, Put)})
@@ -127,7 +127,7 @@ class Office:
         prefix = f"{self.keys.jobs}{JOB}/{folder}"
         return [item.key.removeprefix(prefix) for item in self.store.snapshot(prefix).items]
 
-    def read(self, key: str, kind: type[parts.StoredValue]) -> object:
+    def read(self, key: str, kind: type[record_parts.StoredValue]) -> object:
         items = self.jobs().items
         shelf = Shelf(self.keys.jobs, ((item.key, item.value) for item in items))
         (value,) = [item.value for item in items if item.key == key]
@@ -137,8 +137,8 @@ class Office:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Limits:
     """A store for a few kilobytes, so that small records are large ones."""
-    monkeypatch.setattr(ledger, "SMALL_BYTES", 300)
-    monkeypatch.setattr(parts, "PART_BYTES", 1000)
+    monkeypatch.setattr(store_transactions, "SMALL_BYTES", 300)
+    monkeypatch.setattr(record_parts, "PART_BYTES", 1000)
     return Limits(request_bytes=3000)
 
 
@@ -262,7 +262,7 @@ def test_a_real_etcd_takes_the_plans_of_8000_devices(shared_etcd: SharedEtcd) ->
 def test_the_history_is_bounded_whatever_takes_numbers_beside_plans(fences: list[bool]) -> None:
     most = 8
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ledger, "MOST_HISTORY", most)
+        patch.setattr(store_transactions, "MOST_HISTORY", most)
         office, running = Office(), None
         for number, fence in enumerate(fences, start=1):
             if fence:
@@ -290,7 +290,7 @@ def test_a_history_that_an_older_release_left_behind_shrinks_with_each_plan() ->
 def test_the_history_of_large_plans_is_bounded_by_its_bytes(
     small: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "MOST_PARTS_BYTES", 20_000)
+    monkeypatch.setattr(store_transactions, "MOST_PARTS_BYTES", 20_000)
     office, sizes = Office(small), []
     for number in range(1, 40):
         office.write(proposed(number, number - 1 or None))

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from websockets import State
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from elasticd.coordinator import agents, gate
-from elasticd.coordinator.gate import LARGEST_BODY, Bucket
-from elasticd.coordinator.listening import configured
-from elasticd.messages import AgentHello, encode
-from elasticd.security import SecuritySection
+from elasticd.config.security import SecuritySection
+from elasticd.coordinator.http import agent_socket, middleware
+from elasticd.coordinator.http.middleware import LARGEST_BODY, Bucket
+from elasticd.coordinator.http.server import configured
+from elasticd.wire.messages import AgentHello, encode
 from tests.coordinator.agents import until
 from tests.coordinator.secured import ask, bearer, link, refusals, secured
 from tests.descriptors import few_descriptors
@@ -75,7 +75,7 @@ def test_address_that_asks_too_often_is_told_to_wait() -> None:
 
 
 def test_agent_that_floods_is_read_more_slowly_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agents, "MESSAGES_PER_SECOND", 50.0)
+    monkeypatch.setattr(agent_socket, "MESSAGES_PER_SECOND", 50.0)
 
     async def body() -> None:
         async with secured(SecuritySection()) as coordinator, link(coordinator, bearer("")) as socket:
@@ -94,7 +94,7 @@ def test_agent_that_floods_is_read_more_slowly_and_stays(monkeypatch: pytest.Mon
 
 
 def test_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "BODY_SECONDS", 0.2)
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.2)
 
     async def body() -> None:
         async with secured(SecuritySection()) as coordinator:

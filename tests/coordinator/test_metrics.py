@@ -10,17 +10,17 @@ from pathlib import Path
 import httpx2
 from prometheus_client.parser import text_string_to_metric_families
 
-from elasticd import decoding
-from elasticd.coordinator import pages
+from elasticd.codec import decoding
+from elasticd.config.credentials import Credentials
 from elasticd.coordinator.connections import Connections
 from elasticd.coordinator.daemon import Coordinator
+from elasticd.coordinator.events import event_pages
 from elasticd.coordinator.metrics import Metrics
-from elasticd.credentials import Credentials
-from elasticd.machines.coordinator import State
-from elasticd.machines.job.state import Phase, fresh
-from elasticd.messages import Kept, Leave, encode
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.job.state.job_state import Phase, fresh
 from elasticd.records import Keys
 from elasticd.store.protocol import KeyValue
+from elasticd.wire.messages import Kept, Leave, encode
 from tests.coordinator.agents import agent, coordinating, until
 from tests.machines.cast import FakeWorker, node_record
 
@@ -127,9 +127,9 @@ def test_what_is_skipped_of_the_store_is_counted_though_it_is_logged_once() -> N
     before = decoding.skipped()
     for _ in range(3):
         assert KEYS.note_unknown(KEYS.root + "quotas/a")
-        key = KEYS.journal + pages._name(1)
+        key = KEYS.journal + event_pages._name(1)
         page = KeyValue(key=key, value=b"{", create_revision=1, mod_revision=1, version=1)
-        assert list(pages.Pages(KEYS, [page]).restored()) == []
+        assert list(event_pages.Pages(KEYS, [page]).restored()) == []
     after = decoding.skipped()
     assert {kind: after[kind] - before[kind] for kind in after if after[kind] != before[kind]} == {
         "key": 3,

@@ -15,14 +15,14 @@ from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import ignored_auth, positive_data_acceptance
 from starlette.routing import Route
 
-from elasticd.coordinator.answers import ClusterStatus, Refusal
-from elasticd.coordinator.chaos import Chaos
-from elasticd.coordinator.endpoints import Endpoint, endpoints
-from elasticd.coordinator.openapi import document
-from elasticd.coordinator.rest import Rest, Served
-from elasticd.coordinator.server import application
-from elasticd.machines.job.effects import AgentUp
-from elasticd.security import SecuritySection
+from elasticd.config.security import SecuritySection
+from elasticd.coordinator.api_types import ClusterStatus, Refusal
+from elasticd.coordinator.http.api import Rest, Served
+from elasticd.coordinator.http.app import application
+from elasticd.coordinator.http.chaos import Chaos
+from elasticd.coordinator.http.openapi import document
+from elasticd.coordinator.http.routing import Endpoint, endpoints
+from elasticd.machines.job.state.events import AgentUp
 from tests.coordinator.agents import config
 from tests.coordinator.elsewhere import Leader, leading
 from tests.coordinator.secured import OPERATOR, tokens

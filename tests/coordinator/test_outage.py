@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from elasticd import messages
-from elasticd.config import AgentSection, ClusterSection, Config
-from elasticd.machines.job.state import Phase
-from elasticd.messages import (
+from elasticd.config.tree import AgentSection, ClusterSection, Config
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.records import Fence, Keys, decode
+from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.wire import messages
+from elasticd.wire.messages import (
     Fenced,
     Hello,
     Join,
@@ -26,9 +28,7 @@ from elasticd.messages import (
     Swapped,
     Welcome,
 )
-from elasticd.pulses import Ping
-from elasticd.records import Fence, Keys, decode
-from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.wire.probes import Ping
 from tests.agent.support import RunningAgent, Trainer
 from tests.coordinator.agents import coordinating, until
 from tests.machines.cast import JOB, spec

@@ -9,20 +9,20 @@ from typing import Any
 
 import msgspec
 import pytest
-from elasticd_planner.measurement import Measurement
+from elasticd_planner.spec.measurement import Measurement
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.coordinator import journal as journals
-from elasticd.coordinator import pages as module
-from elasticd.coordinator.gains import AFTER, BEFORE, Gain, gain_of
-from elasticd.coordinator.journal import Journal
-from elasticd.coordinator.pages import MOST_EVENTS, MOST_STEPS, TOGETHER, Pages
-from elasticd.machines.job.effects import Note
-from elasticd.messages import Report, Up
+from elasticd.coordinator.events import event_log as journals
+from elasticd.coordinator.events import event_pages as module
+from elasticd.coordinator.events.event_log import Journal
+from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, TOGETHER, Pages
+from elasticd.coordinator.events.switch_gain import AFTER, BEFORE, Gain, gain_of
+from elasticd.machines.job.state.events import Note
 from elasticd.records import Keys
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import KeyValue
+from elasticd.wire.messages import Report, Up
 from tests.coordinator.agents import agent, coordinating, get, until
 from tests.machines.cast import node_record
 

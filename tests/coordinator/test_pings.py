@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from elasticd.coordinator import listening
-from elasticd.coordinator.listening import PING, PINGS_A_SECOND
+from elasticd.coordinator.http import server
+from elasticd.coordinator.http.server import PING, PINGS_A_SECOND
 
 
 class Loop:
@@ -23,7 +23,7 @@ class Loop:
 @pytest.mark.parametrize(("connections", "seconds"), [(1, PING), (200, PING), (1000, 1000 / PINGS_A_SECOND)])
 def test_many_connections_are_asked_less_often(connections: int, seconds: float) -> None:
     """Fails where a release of uvicorn no longer schedules pings by this method."""
-    kind: Any = listening._websocket()
+    kind: Any = server._websocket()
     protocol = kind.__new__(kind)
     protocol.connections, protocol.last_ping_rtt, protocol.loop = set(range(connections)), 0.0, Loop()
     protocol.schedule_ping()

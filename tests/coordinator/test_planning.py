@@ -9,13 +9,13 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from elasticd_planner.cluster import Cluster, Node
+from elasticd_planner.cost.model_profile import derive
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.profiles import derive
+from elasticd_planner.spec.cluster import Cluster, Node
 
-from elasticd.coordinator import planning as module
-from elasticd.coordinator.planning import COMMAND, PlannerFailed, Planning, ask, ended, start
-from elasticd.machines.job.effects import Planned
+from elasticd.coordinator import planner_process as module
+from elasticd.coordinator.planner_process import COMMAND, PlannerFailed, Planning, ask, ended, start
+from elasticd.machines.job.state.events import Planned
 from tests.liveness import living
 from tests.machines.cast import model, node_record
 

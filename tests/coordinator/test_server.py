@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from websockets.asyncio.client import connect
 
-from elasticd.coordinator import agents
-from elasticd.gathered import together
-from elasticd.messages import Kept, Pace, StoreAnswer, StoreCall, encode
+from elasticd.coordinator.http import agent_socket
 from elasticd.version import __version__
+from elasticd.wire.batching import together
+from elasticd.wire.messages import Kept, Pace, StoreAnswer, StoreCall, encode
 from tests.coordinator.agents import agent, coordinating, get, post, until
 from tests.machines.cast import JOB, FakeWorker, node_record
 
@@ -172,7 +172,7 @@ def test_keys_of_a_job_are_not_changed_from_a_node_that_takes_no_part_in_it() ->
 def test_keys_that_a_node_waits_for_are_bounded_and_others_are_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(agents, "MOST_GETS", 5)
+    monkeypatch.setattr(agent_socket, "MOST_GETS", 5)
 
     async def body() -> None:
         async with (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-from elasticd_planner.cluster import Link
+from elasticd_planner.spec.cluster import Link
 
-from elasticd import config
+from elasticd.config import tree
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.machines.job.state import Settings
+from elasticd.machines.job.state.job_state import Settings
 from elasticd.store.memory import MemoryServer, MemoryStore
 from tests.coordinator import agents
 
@@ -26,7 +26,7 @@ horizon_steps = 50
 
 
 def test_the_leading_machine_has_the_configured_devices_and_links() -> None:
-    given = config.parse(TEXT, "cluster.toml")
+    given = tree.parse(TEXT, "cluster.toml")
     base = agents.config()
     whole = msgspec.structs.replace(given, cluster=base.cluster, coordinator=base.coordinator)
 

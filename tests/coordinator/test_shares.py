@@ -7,13 +7,13 @@ import asyncio
 import msgspec
 import pytest
 
-from elasticd.coordinator import leading as module
+from elasticd.coordinator import leader as module
 from elasticd.coordinator.connections import Connection
-from elasticd.coordinator.leading import Leading
-from elasticd.machines.coordinator import State
-from elasticd.machines.forgetting import EMPTY_SECONDS
-from elasticd.machines.job.effects import Note, Tick
-from elasticd.messages import AgentHello, FromWorker, Join, Leave, StoreCall, Up
+from elasticd.coordinator.leader import Leading
+from elasticd.machines.coordinator.finished_jobs import EMPTY_SECONDS
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.job.state.events import Note, Tick
+from elasticd.wire.messages import AgentHello, FromWorker, Join, Leave, StoreCall, Up
 from tests.machines.cast import node_record
 
 

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from websockets.exceptions import InvalidStatus
 
-from elasticd.cli.reach import Api, CannotReach
-from elasticd.config import ConfigError
-from elasticd.credentials import Credentials, credentials, server_context
-from elasticd.messages import AgentHello, encode
-from elasticd.security import SecuritySection
+from elasticd.client import Api, CannotReach
+from elasticd.config.credentials import Credentials, credentials, server_context
+from elasticd.config.security import SecuritySection
+from elasticd.config.tree import ConfigError
+from elasticd.wire.messages import AgentHello, encode
 from tests.certificates import Authority
 from tests.coordinator.agents import until
 from tests.coordinator.secured import VIEWER, ask, link, private, refusals, secured, tokens

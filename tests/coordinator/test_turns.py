@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from elasticd.coordinator.turns import Turns
+from elasticd.coordinator.fair_queue import Turns
 
 
 class Clock:

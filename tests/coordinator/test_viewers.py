@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.coordinator import daemon, viewers
-from elasticd.coordinator.answers import ClusterStatus, Events, LeaderStatus, NodeStatus, Steps
-from elasticd.coordinator.endpoints import endpoints
-from elasticd.coordinator.gains import StepRecord
-from elasticd.coordinator.journal import EventRecord, Pacing
-from elasticd.coordinator.rest import Rest, Served
-from elasticd.machines.job.state import Phase, fresh
+from elasticd.coordinator import daemon
+from elasticd.coordinator.api_types import ClusterStatus, Events, LeaderStatus, NodeStatus, Steps
+from elasticd.coordinator.events.event_log import EventRecord, Pacing
+from elasticd.coordinator.events.switch_gain import StepRecord
+from elasticd.coordinator.http import response_encoder
+from elasticd.coordinator.http.api import Rest, Served
+from elasticd.coordinator.http.routing import endpoints
+from elasticd.machines.job.state.job_state import Phase, fresh
 from tests.coordinator.agents import coordinating
 
 
@@ -70,7 +71,7 @@ def test_a_viewers_request_leaves_the_loop_free(path: str, work: set[str]) -> No
             loop = Loop()
             with (
                 patch.object(daemon, "status", loop.asked("made", daemon.status)),
-                patch.object(viewers, "pieces", loop.asked_first("encoded", viewers.pieces)),
+                patch.object(response_encoder, "pieces", loop.asked_first("encoded", response_encoder.pieces)),
                 patch.object(leading.metrics, "text", loop.asked("shown", leading.metrics.text)),
                 httpx2.Client(base_url=coordinator.url, trust_env=False) as client,
             ):
@@ -83,7 +84,7 @@ def test_a_viewers_request_leaves_the_loop_free(path: str, work: set[str]) -> No
 
 def test_many_viewers_share_one_thread_and_the_end_waits_for_it() -> None:
     async def body() -> None:
-        beside, threads = viewers.Viewers(), set[str]()
+        beside, threads = response_encoder.Viewers(), set[str]()
         await asyncio.gather(
             *(beside.beside(lambda: threads.add(threading.current_thread().name)) for _ in range(20))
         )
@@ -145,14 +146,14 @@ ANSWERS = st.one_of(
 
 @given(ANSWERS, st.integers(1, 200))
 def test_pieces_together_are_the_answer_in_one(answer: msgspec.Struct, size: int) -> None:
-    made = list(viewers.pieces(answer, size))
+    made = list(response_encoder.pieces(answer, size))
     assert b"".join(made) == msgspec.json.encode(answer)
     assert all(made), "a piece without a byte would end the answer"
 
 
 def test_a_large_answer_is_sent_in_pieces_that_are_not_much_larger_than_one_item() -> None:
     told = EventRecord(id=1, time=1.0, kind="raised", job="j", text="x" * 8000, data={})
-    made = list(viewers.pieces(Events(events=(told,) * 100), 64 << 10))
+    made = list(response_encoder.pieces(Events(events=(told,) * 100), 64 << 10))
     assert len(made) >= 12
     assert max(map(len, made)) < (64 << 10) + 8200
 

@@ -4,14 +4,14 @@ whom a job waits for."""
 from __future__ import annotations
 
 import msgspec
-from elasticd_planner.rates import DetectSettings, DeviceRate, RateState
-from elasticd_planner.slowness import Episode
+from elasticd_planner.detection.slowness_history import Episode
+from elasticd_planner.detection.stragglers import DetectSettings, DeviceRate, RateState
 
-from elasticd.coordinator.answers import DeviceStatus, LeaderStatus
-from elasticd.coordinator.views import status
-from elasticd.machines.coordinator import State
-from elasticd.machines.job.state import JobState, NodeState, Phase, Settings, Worker, fresh
-from elasticd.whereabouts import Halted
+from elasticd.coordinator.api_types import DeviceStatus, LeaderStatus
+from elasticd.coordinator.status import status
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.job.state.job_state import JobState, NodeState, Phase, Settings, Worker, fresh
+from elasticd.wire.main_thread import Halted
 from tests.cli.test_status import PLAN
 from tests.machines.cast import node_record
 

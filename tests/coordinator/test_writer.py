@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from elasticd.coordinator.ledger import Asked, Rank, Rounds, operations
-from elasticd.coordinator.writer import WriteConflict, Writer, in_restart_mode, ranks, stored
-from elasticd.machines.job.effects import Note, Write
+from elasticd.coordinator.store_transactions import Asked, Rank, Rounds, operations
+from elasticd.coordinator.store_writer import WriteConflict, Writer, in_restart_mode, ranks, stored
+from elasticd.machines.job.state.events import Note, Write
 from elasticd.records import CheckpointsRecord, DoneRecord, Keys, OutRecord, PublishedCheckpoint, decode
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.leader import LeadershipLost, campaign

@@ -4,15 +4,15 @@ as these predict, events where the story has them."""
 from __future__ import annotations
 
 import msgspec
-from elasticd_planner.batch import Sampler
-from elasticd_planner.cluster import Cluster, Device, Node
-from elasticd_planner.plan import Plan
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiles import ModelProfile, SectionProfile
-from elasticd_planner.search import plan
+from elasticd_planner.search.planner import plan
+from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.cluster import Cluster, Device, Node
+from elasticd_planner.spec.plan import Plan
 
-from elasticd.coordinator.gains import StepRecord
-from elasticd.coordinator.journal import EventRecord, Pacing
+from elasticd.coordinator.events.event_log import EventRecord, Pacing
+from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.record import Line, Record
 from elasticd.demo.scenario import Scenario
 from elasticd.records import HistoryRecord

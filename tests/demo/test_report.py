@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from elasticd_planner.problem import without
-from elasticd_planner.search import plan
+from elasticd_planner.search.planner import plan
 from rich.console import Console
 
-from elasticd.coordinator.journal import Pacing
+from elasticd.coordinator.events.event_log import Pacing
 from elasticd.demo.record import Line, Record, read_ledger
 from elasticd.demo.report import report, samples_check, unequal, work
 from elasticd.demo.scenario import DemoError

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from elasticd_planner.plan import Plan
+from elasticd_planner.spec.plan import Plan
 
-from elasticd.cli.reach import JobStatus
-from elasticd.coordinator.gains import StepRecord
-from elasticd.coordinator.journal import EventRecord
+from elasticd.client import JobStatus
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo.story import OVER, PATIENCE, TRANSITIONS, Action, Phase, Seen, Story, step
 from tests.demo.records import SCENARIO, history
 

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from elasticd.chaos.namespaces import Namespaces
-from elasticd.offspring import ending_with_us
 from elasticd.store.server import find_etcd
+from elasticd.system.parent_death_signal import ending_with_us
+from elasticd.testing.network_namespaces import Namespaces
 from tests import forkserver
 from tests.integration import train_ledger, within
 from tests.torchruns import environment

@@ -19,18 +19,18 @@ from typing import Any, TypeVar
 
 import msgspec
 from elasticd_agent.daemon import Agent
-from elasticd_planner.plan import Plan
+from elasticd_planner.spec.plan import Plan
 
-from elasticd import messages, packets
-from elasticd.config import Config, with_overrides
+from elasticd.config.tree import Config, with_overrides
 from elasticd.coordinator.daemon import Coordinator
-from elasticd.coordinator.planning import COMMAND
-from elasticd.machines.job.state import Settings
-from elasticd.messages import Join, Joined
+from elasticd.coordinator.planner_process import COMMAND
+from elasticd.machines.job.state.job_state import Settings
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Store
 from elasticd.store.session import EtcdOptions
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.messages import Join, Joined
 from tests import forkserver
 from tests.coordinator.agents import lead
 from tests.forkserver import Forked
@@ -189,7 +189,7 @@ class Cluster:
         `finish`."""
         names = sorted(self.nodes)
         for node in names:
-            self._torchruns[node] = packets.connect(self.socket(node), 20)
+            self._torchruns[node] = unix_socket.connect(self.socket(node), 20)
             self._ask(node)
         for node in names:
             self._joined(node)
@@ -210,12 +210,12 @@ class Cluster:
 
     def _ask(self, node: str) -> None:
         join = Join(job=JOB, min_nodes=len(self.nodes), max_nodes=len(self.nodes), pid=os.getpid())
-        packets.send(self._torchruns[node], messages.encode(join))
+        unix_socket.send(self._torchruns[node], messages.encode(join))
 
     def _joined(self, node: str) -> None:
         sock = self._torchruns[node]
         sock.settimeout(60)
-        data = packets.receive(sock)
+        data = unix_socket.receive(sock)
         assert data is not None
         answer = messages.to_worker(data)
         assert isinstance(answer, Joined), answer

@@ -19,14 +19,14 @@ import msgspec
 import psutil
 import pytest
 import torch
-from elasticd_planner.batch import Sampler
+from elasticd_planner.spec.batch import Sampler
 
-from elasticd.cli.reach import Api, CannotReach
-from elasticd.coordinator.journal import EventRecord
+from elasticd.client import Api, CannotReach
+from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.models import DecoderConfig
-from elasticd.offspring import ending_with_us
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.protocol import StoreError, WatchEvent
+from elasticd.system.parent_death_signal import ending_with_us
 from tests import forkserver, sizes
 from tests.etcds import SharedEtcd
 from tests.forkserver import Forked

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from elasticd_planner.plan import Plan, Prediction
 from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.spec.plan import Plan, Prediction
 
 #: Rates up to this count as noise.
 NOISE = 1.7

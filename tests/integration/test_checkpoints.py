@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_planner.boxes import Box
+from elasticd_planner.spec.box import Box
 
 from elasticd.checkpoints.folder import damages, scan
 from tests import forkserver
@@ -111,7 +111,7 @@ def test_a_job_killed_whole_goes_on_under_another_layout_as_if_undisturbed(tmp_p
     assert damages(newest.path) == ()
     found = newest.manifest
     assert found is not None
-    from elasticd_planner.layouts import Item
+    from elasticd_planner.layout.layouts import Item
 
     from elasticd.checkpoints.reader import Reader, Wanted
 

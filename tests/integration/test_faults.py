@@ -6,12 +6,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from elasticd_planner.batch import Sampler
-from elasticd_planner.detect import DetectSettings
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.spec.batch import Sampler
 
 from elasticd.checkpoints.folder import scan
-from elasticd.cli.reach import Api
-from elasticd.machines.job.state import Settings
+from elasticd.client import Api
+from elasticd.machines.job.state.job_state import Settings
 from tests import sizes
 from tests.integration import train
 from tests.integration.cluster import SLOW, Cluster, until

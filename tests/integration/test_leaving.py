@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.machines.job.state import Settings
+from elasticd.machines.job.state.job_state import Settings
 from tests import sizes
 from tests.integration import train
 from tests.integration.cluster import Cluster, until

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_planner.boxes import Box
+from elasticd_planner.spec.box import Box
 
-from elasticd.machines.job.state import Settings
+from elasticd.machines.job.state.job_state import Settings
 from tests import sizes
 from tests.integration import train
 from tests.integration.cluster import Cluster, until

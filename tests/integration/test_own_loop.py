@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_planner.batch import Sampler
+from elasticd_planner.spec.batch import Sampler
 
 from elasticd.checkpoints.folder import damages, scan
-from elasticd.machines.job.state import Settings
+from elasticd.machines.job.state.job_state import Settings
 from tests.integration import train, train_loop
 from tests.integration.cluster import ROOT, Cluster, until
 from tests.integration.test_checkpoints import ledger as all_lines

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.chaos.namespaces import Namespaces, namespaces, refusal
+from elasticd.testing.network_namespaces import Namespaces, namespaces, refusal
 from tests.cli.support import call, until_answered
 from tests.integration.apart import Apart
 

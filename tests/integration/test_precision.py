@@ -7,9 +7,9 @@ import signal
 
 import pytest
 import torch
-from elasticd_planner.boxes import Box
-from elasticd_planner.plan import Plan, StatePolicy, Strategy
-from elasticd_planner.recompute import flagged
+from elasticd_planner.search.recompute import flagged
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Plan, StatePolicy, Strategy
 from msgspec import structs
 
 from tests.integration import test_faults as faults

@@ -7,18 +7,18 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from elasticd_planner.given import given_profile
-from elasticd_planner.measured import measured_profile
-from elasticd_planner.timed import entry_of
+from elasticd_planner.problem_files.profile_file import given_profile
+from elasticd_planner.problem_files.times import entry_of
+from elasticd_planner.profiling.sample_profile import measured_profile
 
-from elasticd.measuring import Request
 from elasticd.models import Decoder
 from elasticd.records import JobSpec, Keys, decode
-from elasticd.runtime.data import sample_tokens
+from elasticd.runtime.data.loader import sample_tokens
 from elasticd.runtime.profiling.clocks import WallClock
 from elasticd.runtime.profiling.loading import batch_of
 from elasticd.runtime.profiling.measure import measure
 from elasticd.store.memory import MemoryStore
+from elasticd.wire.profiler import Request
 from tests.integration.cluster import JOB, Cluster
 from tests.integration.train import BATCH, CONFIG, MICRO, Text
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from elasticd_agent.daemon import Agent
 
-from elasticd.config import with_overrides
-from elasticd.coordinator.leading import Refused
+from elasticd.config.tree import with_overrides
+from elasticd.coordinator.leader import Refused
 from elasticd.store.memory import MemoryStore
 from tests import forkserver
 from tests.integration import train

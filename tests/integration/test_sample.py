@@ -11,8 +11,8 @@ from textwrap import dedent
 
 import pytest
 
-from elasticd import config
-from elasticd.chaos.namespaces import namespaces, refusal
+from elasticd.config import tree
+from elasticd.testing.network_namespaces import namespaces, refusal
 from tests.cli.support import call, until_answered
 from tests.etcds import SharedEtcd
 from tests.forkserver import ROOT
@@ -41,7 +41,7 @@ def nodes(tmp_path: Path, shared_etcd: SharedEtcd) -> Iterator[Apart]:
 
 
 def test_sample_file_is_one_that_is_understood() -> None:
-    read = config.parse(sample(), "docs/operations.md")
+    read = tree.parse(sample(), "docs/operations.md")
     assert read.coordinator.host == "0.0.0.0"
     assert read.agent.address is None
     assert len(read.etcd.endpoints) == 3

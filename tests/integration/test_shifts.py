@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elasticd_planner.detect import DetectSettings
+from elasticd_planner.detection.settings import DetectSettings
 
-from elasticd.chaos.verbs import Chaos
-from elasticd.cli.reach import Api, CannotReach
-from elasticd.machines.job.state import Settings
+from elasticd.chaos.client import Chaos
+from elasticd.client import Api, CannotReach
+from elasticd.machines.job.state.job_state import Settings
 from tests.integration import train, train_shifting
 from tests.integration.cluster import JOB, Cluster, until
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from elasticd_planner.batch import Sampler
-from elasticd_planner.boxes import Box
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
-from elasticd.machines.job.state import Settings
+from elasticd.machines.job.state.job_state import Settings
 from tests import sizes
 from tests.integration import train
 from tests.integration.cluster import SLOW, Cluster, until

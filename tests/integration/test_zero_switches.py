@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from elasticd_planner.plan import StatePolicy
+from elasticd_planner.spec.plan import StatePolicy
 
 from tests.integration.cluster import SLOW, Cluster, until
 from tests.integration.test_switches import SCRIPT, SETTINGS, check_exactness, plan_of, stage

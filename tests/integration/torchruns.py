@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from elasticd.config import with_overrides
+from elasticd.config.tree import with_overrides
 from elasticd.store.server import EtcdServer
 from tests.etcds import SharedEtcd
 from tests.integration.cluster import ROOT, Cluster, until

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 from elasticd_migration.exchange import Exchange
-from elasticd_migration.execute import Corrupt
-from elasticd_planner.batch import Sampler
-from elasticd_planner.boxes import Box
+from elasticd_migration.migrate import Corrupt
+from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.box import Box
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
-from elasticd.runtime import move as moves
-from elasticd.runtime.data import pad
-from elasticd.runtime.switching import Switcher
+from elasticd.runtime.data.loader import pad
+from elasticd.runtime.switch import move as moves
+from elasticd.runtime.switch.switcher import Switcher
 
 CONFIG = DecoderConfig(vocabulary=40, width=32, layers=3, heads=8, kv_heads=2, hidden=44, dtype=torch.float64)
 #: Samples of a step and of a micro-batch.

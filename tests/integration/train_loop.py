@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elasticd_planner.batch import Sampler
-from elasticd_planner.plan import Plan
+from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.plan import Plan
 
 import elasticd
 from elasticd.models import Decoder, next_token_loss
-from elasticd.runtime.data import pad
+from elasticd.runtime.data.loader import pad
 from tests.integration import train
 
 DECAY, EVERY = 0.75, 5

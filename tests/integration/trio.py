@@ -14,11 +14,11 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from elasticd.offspring import ending_with_us
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import StoreError
 from elasticd.store.server import find_programs, free_ports
 from elasticd.store.session import EtcdOptions
+from elasticd.system.parent_death_signal import ending_with_us
 
 NAMES = ("e0", "e1", "e2")
 #: Seconds for a member to answer, at its start and after it.

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import msgspec
-from elasticd_planner.cluster import Device
-from elasticd_planner.measurement import Measurement
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
-from elasticd_planner.rules import ModelSpec
+from elasticd_planner.spec.cluster import Device
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
-from elasticd.machines.agent import step
-from elasticd.machines.agent_state import (
-    Effect,
-    Event,
-    Heard,
-    Opened,
-    Said,
-    Send,
-    State,
-    Tell,
-)
-from elasticd.messages import (
-    Down,
-    FromWorker,
-    Hello,
-    Join,
-    Report,
-    Swapped,
-    Up,
-)
+from elasticd.machines.agent.machine import step
+from elasticd.machines.agent.state import Effect, Event, Heard, Opened, Said, Send, State, Tell
 from elasticd.records import JobSpec, NodeRecord, Proposal
+from elasticd.wire.messages import Down, FromWorker, Hello, Join, Report, Swapped, Up
 
 JOB = "job"
 RECORD = NodeRecord(

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import msgspec
-from elasticd_planner.cluster import Cluster, Device, Node
-from elasticd_planner.cost import step_seconds
-from elasticd_planner.measurement import Measurement
-from elasticd_planner.plan import Plan
+from elasticd_planner.cost.model import step_seconds
+from elasticd_planner.cost.model_profile import ModelProfile, derive
+from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.profiles import ModelProfile, derive
-from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units
-from elasticd_planner.search import plan as search
-from elasticd_planner.sequences import bucket
+from elasticd_planner.search.planner import plan as search
+from elasticd_planner.spec.cluster import Cluster, Device, Node
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.sequence_lengths import bucket
 
-from elasticd.messages import (
+from elasticd.records import JobSpec, NodeRecord
+from elasticd.wire.messages import (
     Bereft,
     Copy,
     Doubt,
@@ -31,7 +32,6 @@ from elasticd.messages import (
     Swapped,
     Up,
 )
-from elasticd.records import JobSpec, NodeRecord
 
 JOB = "demo"
 MEMORY = 3_000_000

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from elasticd_planner.plan import Plan
+from elasticd_planner.spec.plan import Plan
 
-from elasticd.machines.coordinator import State
-from elasticd.machines.job.effects import Write
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.job.state.events import Write
 from elasticd.records import DoneRecord, Fence, Keys, PlanRecord, Proposal, decode
-from elasticd.snapshots import Held
 from elasticd.store.memory import MemoryStore
+from elasticd.wire.snapshots import Held
 from tests.machines.cast import JOB, FakeWorker
 
 KEYS = Keys(cluster="test")

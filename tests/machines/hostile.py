@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from elasticd.messages import FromWorker, ToLeader, Up, several_to_leader
+from elasticd.wire.messages import FromWorker, ToLeader, Up, several_to_leader
 from tests.releases.samples import sample
 
 NUMBERS = (-(2**62), -7, -1, 0, 1, 2, 3, 5, 7, 2**31, 2**53, 2**62)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elasticd.machines import agent
-from elasticd.machines.agent import MOST_REPORTS, TABLE, step
-from elasticd.machines.agent_state import (
+from elasticd.machines.agent import machine
+from elasticd.machines.agent.machine import MOST_REPORTS, TABLE, step
+from elasticd.machines.agent.state import (
     ClearMember,
     Dismiss,
     DoneRead,
@@ -28,7 +28,8 @@ from elasticd.machines.agent_state import (
     Tick,
     UnknownEvent,
 )
-from elasticd.messages import (
+from elasticd.records import DoneRecord, MemberRecord, PlanRecord
+from elasticd.wire.messages import (
     DEVICE_PREFIX,
     WIRE_VERSION,
     Abort,
@@ -54,7 +55,6 @@ from elasticd.messages import (
     Welcome,
     WorkerLost,
 )
-from elasticd.records import DoneRecord, MemberRecord, PlanRecord
 from tests.machines.agent_scene import (
     JOB,
     RECORD,
@@ -336,7 +336,7 @@ def test_calls_are_asked_again_on_a_new_link_but_an_add_is_never_done_twice() ->
 
 
 def test_calls_of_a_process_that_wait_are_bounded_and_another_process_has_its_own() -> None:
-    many = [said(call(number)) for number in range(agent.MOST_CALLS)]
+    many = [said(call(number)) for number in range(machine.MOST_CALLS)]
     state, _ = run(LinkUp(), hello(0), hello(1), *many)
     state, effects = run(said(call(777)), state=state)
     assert told(effects) == []
@@ -345,7 +345,7 @@ def test_calls_of_a_process_that_wait_are_bounded_and_another_process_has_its_ow
     assert isinstance(answer, StoreAnswer)
     assert answer.id == 777
     assert "wait for answers already" in (answer.error or "")
-    assert len(state.calls) == agent.MOST_CALLS
+    assert len(state.calls) == machine.MOST_CALLS
     state, effects = run(said(call(1), "w1"), state=state)
     assert told(effects) == [call(1)]
     state, _ = run(down("w0", StoreAnswer(id=0)), state=state)
@@ -353,9 +353,9 @@ def test_calls_of_a_process_that_wait_are_bounded_and_another_process_has_its_ow
 
 
 def test_words_that_nothing_outdates_are_bounded_and_the_newest_stay() -> None:
-    many = [said(Saved(name=f"c{number}", step=number, plan=1)) for number in range(agent.MOST_SAID + 5)]
+    many = [said(Saved(name=f"c{number}", step=number, plan=1)) for number in range(machine.MOST_SAID + 5)]
     state, _ = run(hello(0), *many)
-    assert len(state.clients["w0"].said) == agent.MOST_SAID
+    assert len(state.clients["w0"].said) == machine.MOST_SAID
     assert state.clients["w0"].said[-1] == many[-1].body
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.machines.agent import step
-from elasticd.machines.agent_state import (
+from elasticd.machines.agent.machine import step
+from elasticd.machines.agent.state import (
     DoneRead,
     Ended,
     Event,
@@ -22,7 +22,8 @@ from elasticd.machines.agent_state import (
     Tell,
     Tick,
 )
-from elasticd.messages import (
+from elasticd.records import DoneRecord, PlanRecord
+from elasticd.wire.messages import (
     Abort,
     Doubt,
     Finished,
@@ -37,7 +38,6 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.records import DoneRecord, PlanRecord
 from tests.machines.agent_scene import (
     JOB,
     RECORD,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elasticd.machines.agent_state import PROBE_SECONDS, LinkDown, LinkUp, PlanRead, ProposalRead, State, Tick
-from elasticd.pulses import Probe, Probed
+from elasticd.machines.agent.state import PROBE_SECONDS, LinkDown, LinkUp, PlanRead, ProposalRead, State, Tick
 from elasticd.records import PlanRecord
+from elasticd.wire.probes import Probe, Probed
 from tests.machines.agent_scene import JOB, hello, plan, proposal, run, said, sent, told
 
 

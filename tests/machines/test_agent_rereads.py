@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.machines.agent_state import DoneRead, Event, FenceRead, LeaderRead, Note, PlanRead, ProposalRead
-from elasticd.messages import Abort, Fenced, Propose, Recorded, Shutdown
+from elasticd.machines.agent.state import DoneRead, Event, FenceRead, LeaderRead, Note, PlanRead, ProposalRead
 from elasticd.records import DoneRecord, Fence, PlanRecord
+from elasticd.wire.messages import Abort, Fenced, Propose, Recorded, Shutdown
 from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, run, sent
 
 #: A leader of epoch 5 wrote these; the leader that followed has epoch 9.

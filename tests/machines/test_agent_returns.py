@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elasticd.machines import switch as sw
-from elasticd.machines.agent_state import (
+from elasticd.machines.agent.state import (
     Ended,
     FenceRead,
     LeaderRead,
@@ -19,8 +18,9 @@ from elasticd.machines.agent_state import (
     Said,
     Tell,
 )
-from elasticd.messages import Abort, Fenced, Hello, Prepared, Recorded, Up, WorkerLost
+from elasticd.machines.worker import switch as sw
 from elasticd.records import Fence, PlanRecord
+from elasticd.wire.messages import Abort, Fenced, Hello, Prepared, Recorded, Up, WorkerLost
 from tests.machines.agent_scene import JOB, aborted, hello, plan, proposal, run, sent
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elasticd.coordinator.writer import stored
-from elasticd.machines.agent_state import CheckpointsRead, LinkDown, LinkUp, Note, ProposalRead
-from elasticd.machines.job.checkpoints import MOST_PUBLISHED, MOST_WAITING
-from elasticd.machines.job.effects import Received
-from elasticd.machines.job.state import Phase
-from elasticd.machines.texts import MOST_CHECKPOINTS
-from elasticd.messages import Hello, Published, Saved
+from elasticd.coordinator.store_writer import stored
+from elasticd.machines.agent.state import CheckpointsRead, LinkDown, LinkUp, Note, ProposalRead
+from elasticd.machines.job.copies.checkpoints import MOST_PUBLISHED, MOST_WAITING
+from elasticd.machines.job.state.events import Received
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.text_limits import MOST_CHECKPOINTS
 from elasticd.records import CheckpointsRecord, PublishedCheckpoint, decode
+from elasticd.wire.messages import Hello, Published, Saved
 from tests.machines.agent_scene import JOB as AGENTS_JOB
 from tests.machines.agent_scene import down, hello, proposal, run, said, sent, told
 from tests.machines.cast import JOB, FakeWorker

@@ -7,9 +7,9 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from elasticd.machines.job.effects import AgentUp, Received
-from elasticd.machines.job.state import Phase, Settings, fresh
-from elasticd.messages import Closed, Join, Rejected, Report, Up
+from elasticd.machines.job.state.events import AgentUp, Received
+from elasticd.machines.job.state.job_state import Phase, Settings, fresh
+from elasticd.wire.messages import Closed, Join, Rejected, Report, Up
 from tests.machines.asked import refused
 from tests.machines.cast import FakeWorker
 from tests.machines.test_coordinator_lives import fitted, slowed, started

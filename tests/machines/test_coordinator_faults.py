@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from elasticd_planner.problem import Problem
 
-from elasticd.machines.job.effects import AgentDown, Planned
-from elasticd.machines.job.state import Phase
+from elasticd.machines.job.state.events import AgentDown, Planned
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
-from elasticd.machines.job.turn import Turn
-from elasticd.messages import Bereft, Copy, Doubt, Finished, Joined, Standing
 from elasticd.records import Fence, HistoryRecord, Vote, decode
+from elasticd.wire.messages import Bereft, Copy, Doubt, Finished, Joined, Standing
 from tests.machines.cast import JOB, answer_to
 from tests.machines.checked import KEYS
 from tests.machines.world import World

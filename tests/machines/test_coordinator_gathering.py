@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from elasticd_planner.measurement import Measurement
+from elasticd_planner.spec.measurement import Measurement
 
-from elasticd.machines.job.effects import Received
-from elasticd.machines.job.state import Joiner, Phase, Settings, Worker, fresh
-from elasticd.messages import Hello, Joined, Leave, Report, Unread, Up
+from elasticd.machines.job.state.events import Received
+from elasticd.machines.job.state.job_state import Joiner, Phase, Settings, Worker, fresh
+from elasticd.wire.messages import Hello, Joined, Leave, Report, Unread, Up
 from tests.machines.asked import refused
 from tests.machines.cast import JOB, spec
 from tests.machines.test_coordinator_faults import ROOM

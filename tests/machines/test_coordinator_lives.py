@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from elasticd_planner.policy import Moved, PolicySettings
-from elasticd_planner.stability import FREE
+from elasticd_planner.policy.policy import Moved, PolicySettings
+from elasticd_planner.policy.stability import FREE
 
-from elasticd.machines.job.effects import AgentUp, Paced, Planned, Received
-from elasticd.machines.job.state import TRANSITIONS, Phase, Settings
-from elasticd.messages import Closed, Doubt, Kept, Pace, Rejected, Up
+from elasticd.machines.job.state.events import AgentUp, Paced, Planned, Received
+from elasticd.machines.job.state.job_state import TRANSITIONS, Phase, Settings
+from elasticd.wire.messages import Closed, Doubt, Kept, Pace, Rejected, Up
 from tests.machines.asked import refused
 from tests.machines.cast import JOB, answer_to
 from tests.machines.world import World

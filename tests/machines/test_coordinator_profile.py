@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from elasticd_planner.profiles import ModelProfile, derive
+from elasticd_planner.cost.model_profile import ModelProfile, derive
 
 from elasticd.records import JobSpec, decode, encode
 from tests.machines import cast, world

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from elasticd_planner.plan import Strategy
+from elasticd_planner.spec.plan import Strategy
 
-from elasticd.machines.job.effects import Received
-from elasticd.machines.job.state import Phase
-from elasticd.messages import Kept, Swapped
+from elasticd.machines.job.state.events import Received
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.wire.messages import Kept, Swapped
 from tests import sizes
 from tests.machines.world import World
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from elasticd_planner.cluster import Link
-from elasticd_planner.detect import DetectSettings
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.spec.cluster import Link
 
-from elasticd.machines import coordinator, crossing
-from elasticd.machines.crossing import GATHER_SECONDS, Links, crossed, judge, moved
-from elasticd.machines.job.effects import Note, Received, Tick
-from elasticd.messages import Swapped, Up
-from elasticd.pulses import Crossed
+from elasticd.machines.coordinator import machine, node_links
+from elasticd.machines.coordinator.node_links import GATHER_SECONDS, Links, crossed, judge, moved
+from elasticd.machines.job.state.events import Note, Received, Tick
+from elasticd.wire.messages import Swapped, Up
+from elasticd.wire.probes import Crossed
 from tests.machines.test_coordinator_faults import running
 from tests.machines.world import World
 
@@ -84,9 +84,9 @@ def test_a_defect_in_judging_links_costs_what_was_gathered_alone(monkeypatch: py
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("by a node")
 
-    monkeypatch.setattr(crossing, "judge", broken)
+    monkeypatch.setattr(node_links, "judge", broken)
     world = running()
-    state, effects = coordinator.step(world.state, Tick(), world.now + 1)
+    state, effects = machine.step(world.state, Tick(), world.now + 1)
     (note,) = [effect for effect in effects if isinstance(effect, Note)]
     assert (note.kind, "ZeroDivisionError: by a node" in note.text) == ("defect", True)
     assert state.links.gathered == ()

@@ -7,25 +7,28 @@ from typing import Any
 
 import msgspec
 import pytest
-from elasticd_planner.cluster import Device
-from elasticd_planner.measurement import Measurement
+from elasticd_planner.spec.cluster import Device
+from elasticd_planner.spec.measurement import Measurement
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.coordinator.writer import stored
-from elasticd.health import Health
-from elasticd.machines import agent_admission, agent_state, coordinator, doors
-from elasticd.machines.agent_state import Opened
-from elasticd.machines.coordinator import State
+from elasticd.coordinator.store_writer import stored
+from elasticd.machines.agent import client_admission
+from elasticd.machines.agent import state as agent_state
+from elasticd.machines.agent.state import Opened
+from elasticd.machines.coordinator import machine as coordinator
+from elasticd.machines.coordinator import message_checks
+from elasticd.machines.coordinator.machine import State
 from elasticd.machines.job import machine
-from elasticd.machines.job.effects import Event, Note, Received, Tick, Write
-from elasticd.machines.job.state import Phase, Settings, fresh
-from elasticd.messages import AgentHello, Finished, Join, Report, StoreCall, ToLeader, Up, WorkerLost
+from elasticd.machines.job.state.events import Event, Note, Received, Tick, Write
+from elasticd.machines.job.state.job_state import Phase, Settings, fresh
 from elasticd.names import LONGEST, device_of, harmless, name_refusal
-from elasticd.pulses import Crossed, Frozen
 from elasticd.records import DoneRecord, NodeRecord, PlanRecord
-from elasticd.rounds import Lap, Lapped, Watching
-from elasticd.snapshots import Held, Keeps
+from elasticd.wire.messages import AgentHello, Finished, Join, Report, StoreCall, ToLeader, Up, WorkerLost
+from elasticd.wire.node_health import Health
+from elasticd.wire.probes import Crossed, Frozen
+from elasticd.wire.rendezvous import Lap, Lapped, Watching
+from elasticd.wire.snapshots import Held, Keeps
 from tests.cli.test_status import PLAN
 from tests.machines.cast import node_record
 from tests.machines.checked import KEYS
@@ -50,9 +53,9 @@ def test_what_release_0_1_took_is_known_where_a_job_runs_under_it(name: str, can
     assert harmless(name) == can_be
     join = Opened(client="t", pid=1, incarnation="i", body=Join(job=name, min_nodes=1, max_nodes=1, pid=1))
     agent = agent_state.State(record=node_record("alpha"))
-    assert agent_admission.refusal(agent, join)
+    assert client_admission.refusal(agent, join)
     plan = PlanRecord(plan=PLAN, epoch=1, step=0)
-    assert agent_admission.refusal(replace(agent, plans={name: plan}), join) == ""
+    assert client_admission.refusal(replace(agent, plans={name: plan}), join) == ""
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -117,26 +120,26 @@ OF_ALPHA: list[ToLeader] = [
 
 @pytest.mark.parametrize("message", OF_BETA, ids=lambda message: type(message).__name__)
 def test_a_node_has_no_say_about_anothers_device(message: ToLeader) -> None:
-    assert "beta/0" in doors.refusal(ALPHA, message, ())
+    assert "beta/0" in message_checks.refusal(ALPHA, message, ())
 
 
 @pytest.mark.parametrize("message", OF_ALPHA, ids=lambda message: type(message).__name__)
 def test_a_node_says_what_is_its_own(message: ToLeader) -> None:
-    assert doors.refusal(ALPHA, message, ()) == ""
+    assert message_checks.refusal(ALPHA, message, ()) == ""
 
 
 def test_a_name_outside_the_grammar_is_heard_of_a_job_that_there_is() -> None:
     """A release before this one may have let it in."""
     said = up("alpha/0", Finished(step=9), job="my job")
-    assert "my job" in doors.refusal(ALPHA, said, ())
-    assert doors.refusal(ALPHA, said, ("my job",)) == ""
+    assert "my job" in message_checks.refusal(ALPHA, said, ())
+    assert message_checks.refusal(ALPHA, said, ("my job",)) == ""
 
 
 @pytest.mark.parametrize("device", ["alpha/2", "alpha/999999999"])
 def test_a_node_has_no_say_about_a_device_that_its_record_lacks(device: str) -> None:
-    assert device in doors.refusal(ALPHA, up(device, Finished(step=9)), ())
+    assert device in message_checks.refusal(ALPHA, up(device, Finished(step=9)), ())
     lost = WorkerLost(job="demo", device=device, incarnation="i", clean=False, how="killed")
-    assert device in doors.refusal(ALPHA, lost, ())
+    assert device in message_checks.refusal(ALPHA, lost, ())
 
 
 CALL = StoreCall(id=1, op="delete", key="plan/1/x")
@@ -150,20 +153,22 @@ def test_the_keys_of_a_job_are_heard_of_from_nodes_that_take_part_alone() -> Non
     beta, gamma = world.records["beta"], world.records["gamma"]
 
     def refusal(record: NodeRecord, device: str = "") -> str:
-        return doors.call_refusal(record, up(device, CALL), world.state.jobs)
+        return message_checks.call_refusal(record, up(device, CALL), world.state.jobs)
 
     assert refusal(beta) == ""
     assert "gamma takes no part in job demo" in refusal(gamma)
     assert "gamma takes no part in job demo" in refusal(gamma, "gamma/0")
-    assert "there is no job 'other'" in doors.call_refusal(beta, up("", CALL, job="other"), world.state.jobs)
+    assert "there is no job 'other'" in message_checks.call_refusal(
+        beta, up("", CALL, job="other"), world.state.jobs
+    )
 
 
 def test_a_new_leader_hears_the_calls_of_members_that_it_has_not_met_yet() -> None:
     world = running()
     world.state = coordinator.takeover(9, stored(KEYS, world.store.snapshot(KEYS.jobs).items), Settings(), 0.0)
     for node in ("alpha", "beta"):
-        assert doors.call_refusal(world.records[node], up(f"{node}/0", CALL), world.state.jobs) == ""
-    assert doors.call_refusal(node_record("gamma"), up("gamma/0", CALL), world.state.jobs)
+        assert message_checks.call_refusal(world.records[node], up(f"{node}/0", CALL), world.state.jobs) == ""
+    assert message_checks.call_refusal(node_record("gamma"), up("gamma/0", CALL), world.state.jobs)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +182,7 @@ def test_a_new_leader_hears_the_calls_of_members_that_it_has_not_met_yet() -> No
     ids=["slash", "empty", "too many", "number"],
 )
 def test_a_record_that_is_none_is_refused(record: Any) -> None:
-    assert doors.record_refusal(record)
+    assert message_checks.record_refusal(record)
 
 
 @pytest.mark.parametrize("device", ["alpha/0", "gamma/0", ""])
@@ -189,7 +194,7 @@ def test_only_a_member_of_the_plan_ends_the_job(device: str) -> None:
 
 
 def test_a_process_without_a_device_says_what_a_torchrun_says() -> None:
-    assert "has no say of 'finished'" in doors.refusal(ALPHA, up("", Finished(step=9)), ())
+    assert "has no say of 'finished'" in message_checks.refusal(ALPHA, up("", Finished(step=9)), ())
 
 
 @dataclass

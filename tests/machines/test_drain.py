@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from elasticd.machines.job.effects import AgentUp, Drained, Send
-from elasticd.machines.job.state import Phase
-from elasticd.orders import Drain
+from elasticd.machines.job.state.events import AgentUp, Drained, Send
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.wire.agent_orders import Drain
 from tests.machines.test_coordinator_faults import ROOM
 from tests.machines.world import World
 

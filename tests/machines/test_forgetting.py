@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from elasticd.machines import coordinator, forgetting
-from elasticd.machines.job.effects import AgentDown, AgentUp, ForgetAsked, Received, Stored, Tick, Write
-from elasticd.machines.job.state import LIVE, OVER, JobState, Phase, Settings, fresh
-from elasticd.messages import Join, Rejected, Up, WorkerLost
+from elasticd.machines.coordinator import finished_jobs, machine
+from elasticd.machines.job.state.events import AgentDown, AgentUp, ForgetAsked, Received, Stored, Tick, Write
+from elasticd.machines.job.state.job_state import LIVE, OVER, JobState, Phase, Settings, fresh
 from elasticd.records import DoneRecord
+from elasticd.wire.messages import Join, Rejected, Up, WorkerLost
 from tests.machines.cast import JOB, node_record
 from tests.machines.checked import KEYS
 from tests.machines.test_coordinator_faults import running
@@ -60,10 +60,10 @@ def test_job_is_forgotten_in_time_and_its_name_is_free_then() -> None:
 
 def test_a_later_leader_counts_from_the_end() -> None:
     done = Stored(job=JOB, done=DoneRecord(step=5, epoch=1, at=1.0), over_seconds=WEEK - 10)
-    state = coordinator.takeover(7, [done], Settings(), 1000.0)
-    state, effects = coordinator.step(state, Tick(), 1005.0)
+    state = machine.takeover(7, [done], Settings(), 1000.0)
+    state, effects = machine.step(state, Tick(), 1005.0)
     assert effects == ()
-    state, effects = coordinator.step(state, Tick(), 1011.0)
+    state, effects = machine.step(state, Tick(), 1011.0)
     assert [effect.forget for effect in effects if isinstance(effect, Write)] == [True]
     assert state.jobs == {}
 
@@ -71,19 +71,19 @@ def test_a_later_leader_counts_from_the_end() -> None:
 def test_a_tick_looks_at_no_job_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are kept for a week, two thousand of them if need be, and there are ten ticks a second."""
     over = [Stored(job=f"j{n:04}", done=DoneRecord(step=n, epoch=1)) for n in range(2000)]
-    state = coordinator.takeover(7, over, Settings(keep_jobs=2000), 1000.0)
+    state = machine.takeover(7, over, Settings(keep_jobs=2000), 1000.0)
     live = {name: fresh(name, Phase.GATHERING, 1000.0) for name in ("one", "two")}
     state = msgspec.structs.replace(state, jobs={**state.jobs, **live})
     stepped: list[str] = []
-    step = coordinator.machine.step
+    step = machine.machine.step
 
     def counted(job: JobState, *given: Any) -> Any:
         stepped.append(job.job)
         return step(job, *given)
 
-    monkeypatch.setattr(coordinator.machine, "step", counted)
+    monkeypatch.setattr(machine.machine, "step", counted)
     for at in range(10):
-        state, _ = coordinator.step(state, Tick(), 1000.0 + at / 10)
+        state, _ = machine.step(state, Tick(), 1000.0 + at / 10)
     assert stepped == ["one", "two"] * 10
     assert len(state.jobs) == 2002
 
@@ -91,13 +91,13 @@ def test_a_tick_looks_at_no_job_that_is_over(monkeypatch: pytest.MonkeyPatch) ->
 def test_of_more_than_may_be_kept_the_oldest_go_a_few_at_a_time() -> None:
     settings = Settings(keep_jobs=3)
     over = [Stored(job=f"j{n:02}", done=DoneRecord(step=n, epoch=1), over_seconds=n) for n in range(20)]
-    state = coordinator.takeover(7, over, settings, 1000.0)
+    state = machine.takeover(7, over, settings, 1000.0)
     live = fresh("old", Phase.ASSEMBLING, 0.0)
     state = msgspec.structs.replace(state, jobs={**state.jobs, "old": live})
-    state, effects = coordinator.step(state, Tick(), 1001.0)
-    assert len([effect for effect in effects if isinstance(effect, Write)]) == forgetting.AT_ONCE
+    state, effects = machine.step(state, Tick(), 1001.0)
+    assert len([effect for effect in effects if isinstance(effect, Write)]) == finished_jobs.AT_ONCE
     for _ in range(5):
-        state, effects = coordinator.step(state, Tick(), 1001.0)
+        state, effects = machine.step(state, Tick(), 1001.0)
     assert sorted(state.jobs) == ["j00", "j01", "j02", "old"]
     assert effects == ()
 
@@ -105,9 +105,9 @@ def test_of_more_than_may_be_kept_the_oldest_go_a_few_at_a_time() -> None:
 @pytest.mark.parametrize("phase", sorted(LIVE | {Phase.GATHERING}, key=lambda phase: phase.value))
 def test_job_that_lives_is_not_forgotten(phase: Phase) -> None:
     job = fresh(JOB, phase, 0.0)
-    assert f"end it first, with 'elasticd stop {JOB}'" in forgetting.refusal(job, {})
-    assert forgetting.asked({JOB: job}, {}, ForgetAsked(job=JOB, by="alice")) is None
-    assert forgetting.due({JOB: job}, {}, Settings(keep_jobs=0, keep_seconds=0), 500.0) is None
+    assert f"end it first, with 'elasticd stop {JOB}'" in finished_jobs.refusal(job, {})
+    assert finished_jobs.asked({JOB: job}, {}, ForgetAsked(job=JOB, by="alice")) is None
+    assert finished_jobs.due({JOB: job}, {}, Settings(keep_jobs=0, keep_seconds=0), 500.0) is None
 
 
 def test_user_has_it_forgotten_once_its_workers_have_ended() -> None:
@@ -118,7 +118,7 @@ def test_user_has_it_forgotten_once_its_workers_have_ended() -> None:
     ask(world)
     assert world.phase is Phase.DONE
     assert kept(world) == before
-    assert "has not ended yet" in forgetting.refusal(world.job, world.state.nodes)
+    assert "has not ended yet" in finished_jobs.refusal(world.job, world.state.nodes)
     world.tick(10 * WEEK)
     assert JOB in world.state.jobs, "nor does time forget it then"
     ended(world)
@@ -134,9 +134,9 @@ def test_worker_that_outlives_a_leader_is_waited_for() -> None:
     world.new_leader()
     world.settle()
     assert world.phase is Phase.DONE
-    assert forgetting.living(world.job, world.state.nodes) == sorted(world.workers)
+    assert finished_jobs.living(world.job, world.state.nodes) == sorted(world.workers)
     ended(world)
-    assert forgetting.refusal(world.job, world.state.nodes) == ""
+    assert finished_jobs.refusal(world.job, world.state.nodes) == ""
 
 
 def test_node_that_is_gone_or_came_back_without_its_worker_holds_nothing_up() -> None:
@@ -149,7 +149,7 @@ def test_node_that_is_gone_or_came_back_without_its_worker_holds_nothing_up() ->
         world.say(AgentDown(node="beta"))
         world.say(event)
         world.settle()
-        assert forgetting.refusal(world.job, world.state.nodes) == ""
+        assert finished_jobs.refusal(world.job, world.state.nodes) == ""
 
 
 def test_record_of_a_node_that_changes_leaves_its_workers_known() -> None:
@@ -159,7 +159,7 @@ def test_record_of_a_node_that_changes_leaves_its_workers_known() -> None:
     record = msgspec.structs.replace(world.records["beta"], draining=True)
     world.say(AgentUp(record=record))
     world.settle()
-    assert forgetting.living(world.job, world.state.nodes) == sorted(world.workers)
+    assert finished_jobs.living(world.job, world.state.nodes) == sorted(world.workers)
 
 
 def test_stopped_job_is_forgotten_too_and_words_about_it_change_nothing() -> None:
@@ -198,7 +198,7 @@ def test_job_that_nobody_waits_for_any_more_before_it_began_is_forgotten() -> No
 
 
 def test_torchruns_of_one_node_leave_room_for_the_jobs_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "MOST_JOBS", 40)
+    monkeypatch.setattr(machine, "MOST_JOBS", 40)
     world = World()
 
     def joins(node: str, job: str) -> bool:
@@ -209,13 +209,13 @@ def test_torchruns_of_one_node_leave_room_for_the_jobs_of_others(monkeypatch: py
         return job in world.state.jobs
 
     mine = [joins("alpha", f"a{number}") for number in range(60)]
-    assert sum(mine) == len(world.records["alpha"].devices) + coordinator.MOST_BEGUN
+    assert sum(mine) == len(world.records["alpha"].devices) + machine.MOST_BEGUN
     (refused,) = world.told["talphaa59"]
     assert isinstance(refused, Rejected)
     assert "node alpha has torchruns in 18 jobs that have not begun" in refused.reason
     others = [joins("beta", f"b{number}") for number in range(60)]
     assert 0 < sum(others) < len(others), "what was left to it, and not all of that"
-    assert len(world.state.jobs) < coordinator.MOST_JOBS
+    assert len(world.state.jobs) < machine.MOST_JOBS
     world.tick()
     assert joins("alpha", "a0"), "of a job that there is nothing is refused"
 
@@ -223,7 +223,7 @@ def test_torchruns_of_one_node_leave_room_for_the_jobs_of_others(monkeypatch: py
 def test_jobs_of_one_node_that_are_over_leave_room_for_the_jobs_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(coordinator, "MOST_JOBS", 40)
+    monkeypatch.setattr(machine, "MOST_JOBS", 40)
     world = World()
     for number in range(60):
         job = f"a{number}"
@@ -233,14 +233,14 @@ def test_jobs_of_one_node_that_are_over_leave_room_for_the_jobs_of_others(
         world.settle()
         over = {n: msgspec.structs.replace(each, phase=Phase.STOPPED) for n, each in world.state.jobs.items()}
         world.state = msgspec.structs.replace(world.state, jobs=over)
-    assert len(world.state.jobs) == coordinator.MOST_JOBS / 2
+    assert len(world.state.jobs) == machine.MOST_JOBS / 2
     world.join("beta")
     world.settle()
     assert JOB in world.state.jobs
 
 
 def test_jobs_that_a_leader_knows_are_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "MOST_JOBS", 1)
+    monkeypatch.setattr(machine, "MOST_JOBS", 1)
     world = running()
     body = Join(job="another", min_nodes=1, max_nodes=1, pid=3)
     world.say(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elasticd.machines.job.effects import Received
-from elasticd.machines.job.state import Phase, Settings
-from elasticd.pulses import Frozen
+from elasticd.machines.job.state.events import Received
+from elasticd.machines.job.state.job_state import Phase, Settings
+from elasticd.wire.probes import Frozen
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from elasticd.machines.job.effects import Received
-from elasticd.machines.job.halted import MOST_STACK, awaited
-from elasticd.machines.job.state import Phase, Settings
-from elasticd.whereabouts import Halted
+from elasticd.machines.job.faults.hangs import MOST_STACK, awaited
+from elasticd.machines.job.state.events import Received
+from elasticd.machines.job.state.job_state import Phase, Settings
+from elasticd.wire.main_thread import Halted
 from tests.machines.cast import JOB, node_record
 from tests.machines.test_coordinator_faults import ROOM, recovered, running
 from tests.machines.test_leaving import members

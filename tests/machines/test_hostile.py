@@ -7,12 +7,12 @@ from collections import Counter
 import msgspec
 import pytest
 
-from elasticd.machines import coordinator, doors, restarts
-from elasticd.machines.job.effects import Note, Received, Send, Tick, Write
-from elasticd.machines.job.state import Phase
-from elasticd.messages import AgentHello, encode
+from elasticd.machines.coordinator import machine, message_checks, restart_jobs
+from elasticd.machines.job.state.events import Note, Received, Send, Tick, Write
+from elasticd.machines.job.state.job_state import Phase
 from elasticd.records import encode as record
-from elasticd.rounds import Lapped
+from elasticd.wire.messages import AgentHello, encode
+from elasticd.wire.rendezvous import Lapped
 from tests import sizes
 from tests.machines.hostile import Hostile
 from tests.machines.test_coordinator_faults import running
@@ -29,24 +29,24 @@ def test_whatever_a_node_says_is_heard_or_skipped(round_: int, seed: int) -> Non
         worker.incarnation for worker in world.workers.values() if worker.device.startswith("alpha")
     ]
     hostile = Hostile(seed * 100 + round_, ("alpha/0", "alpha/1"), ("demo",), incarnations)
-    restarting = restarts.RestartJob(job="demo")
+    restarting = restart_jobs.RestartJob(job="demo")
     heard = Counter[str]()
     for number, message in enumerate(hostile.messages(MESSAGES)):
-        if doors.refusal(world.records["alpha"], message, state.jobs):
+        if message_checks.refusal(world.records["alpha"], message, state.jobs):
             heard["refused"] += 1
             continue
         if isinstance(message, AgentHello):
             continue  # a connection's first word
         if isinstance(message, Lapped):  # of a job in restart mode, which another machine leads
-            restarting, effects = restarts.lap(
+            restarting, effects = restart_jobs.lap(
                 restarting, message, state.settings.detect, state.settings.policy, 1, now
             )
         else:
-            state, effects = coordinator.step(state, Received(node="alpha", message=message), now)
+            state, effects = machine.step(state, Received(node="alpha", message=message), now)
         heard["heard"] += 1
         if number % 20 == 0:
             now += 0.5
-            state, more = coordinator.step(state, Tick(), now)
+            state, more = machine.step(state, Tick(), now)
             effects = (*effects, *more)
         for effect in effects:
             if isinstance(effect, Write):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.machines.job.state import Phase
-from elasticd.messages import Leaving
+from elasticd.machines.job.state.job_state import Phase
 from elasticd.records import DoneRecord, Proposal
+from elasticd.wire.messages import Leaving
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.test_drain import drain, train_until
 from tests.machines.world import World

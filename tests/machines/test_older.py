@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elasticd.machines.job.effects import AgentDown
-from elasticd.machines.job.state import Phase
-from elasticd.messages import Hello, Saved
+from elasticd.machines.job.state.events import AgentDown
+from elasticd.machines.job.state.job_state import Phase
 from elasticd.records import HistoryRecord, PublishedCheckpoint, decode
+from elasticd.wire.messages import Hello, Saved
 from tests.machines.cast import JOB, FakeWorker
 from tests.machines.checked import KEYS
 from tests.machines.test_snapshots import come_again, recovered, wait

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from elasticd.machines.job.effects import AgentUp, Effect, Received, Send
-from elasticd.machines.job.parted import HEALING_SECONDS, MOST_REGROUPS
-from elasticd.machines.job.state import Phase
-from elasticd.machines.reach import Pair, pair
-from elasticd.messages import Bereft, Refused, Standing
-from elasticd.orders import TryReach
-from elasticd.pulses import Unreached
+from elasticd.machines.job.faults.network_partition import HEALING_SECONDS, MOST_REGROUPS
+from elasticd.machines.job.state.events import AgentUp, Effect, Received, Send
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.reachable_nodes import Pair, pair
 from elasticd.records import Fence, Proposal, decode
+from elasticd.wire.agent_orders import TryReach
+from elasticd.wire.messages import Bereft, Refused, Standing
+from elasticd.wire.probes import Unreached
 from tests import sizes
 from tests.machines.test_checkpoints import save
 from tests.machines.test_coordinator_faults import ROOM, recovered

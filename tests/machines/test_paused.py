@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from elasticd.machines.job.effects import Configured
-from elasticd.machines.job.state import Phase
+from elasticd.machines.job.state.events import Configured
+from elasticd.machines.job.state.job_state import Phase
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
 

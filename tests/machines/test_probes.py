@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from elasticd.health import DeviceHealth, Health
-from elasticd.machines.job.effects import AgentUp, Received
-from elasticd.machines.job.state import Phase
-from elasticd.messages import Hello
-from elasticd.pulses import Probed
+from elasticd.machines.job.state.events import AgentUp, Received
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.wire.messages import Hello
+from elasticd.wire.node_health import DeviceHealth, Health
+from elasticd.wire.probes import Probed
 from tests.machines.cast import FakeWorker
 from tests.machines.world import World
 

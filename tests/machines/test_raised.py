@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from elasticd.machines.job.raised import MOST_TRACEBACK, alike
-from elasticd.machines.job.state import Phase
-from elasticd.messages import Leaving, Raised
+from elasticd.machines.job.faults.user_exceptions import MOST_TRACEBACK, alike
+from elasticd.machines.job.state.job_state import Phase
 from elasticd.records import DoneRecord, Thrown
+from elasticd.wire.messages import Leaving, Raised
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.test_leaving import members
 from tests.machines.world import World

@@ -8,7 +8,7 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.machines.reach import MOST_EXACT, pair, together, words
+from elasticd.machines.job.state.reachable_nodes import MOST_EXACT, pair, together, words
 
 NAMES = tuple("abcdefgh")
 

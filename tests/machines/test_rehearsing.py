@@ -6,9 +6,9 @@ import math
 
 import msgspec
 
-from elasticd.machines.job.state import Phase
-from elasticd.messages import Hello
-from elasticd.pulses import Rehearse, Rehearsed
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.wire.messages import Hello
+from elasticd.wire.probes import Rehearse, Rehearsed
 from tests.machines.cast import FakeWorker
 from tests.machines.world import World
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import msgspec
-from elasticd_planner.measurement import Measurement
-from elasticd_planner.steps import Step, row_of
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.step_measurements import Step, row_of
 
-from elasticd.machines.job.state import NOTHING, Reported
+from elasticd.machines.job.state.job_state import NOTHING, Reported
 
 
 def measured(device: str, seconds: float = 1.0) -> Measurement:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from elasticd.machines.job.effects import Reread
-from elasticd.machines.job.state import Phase
+from elasticd.machines.job.state.events import Reread
+from elasticd.machines.job.state.job_state import Phase
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import running
 from tests.machines.world import World

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from elasticd_planner.policy import PolicySettings
-from elasticd_planner.rates import DetectSettings
+from elasticd_planner.detection.stragglers import DetectSettings
+from elasticd_planner.policy.policy import PolicySettings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.machines.job.effects import Note, Write
-from elasticd.machines.restarts import RestartJob, lap, verdict
+from elasticd.machines.coordinator.restart_jobs import RestartJob, lap, verdict
+from elasticd.machines.job.state.events import Note, Write
 from elasticd.records import OutRecord
-from elasticd.rounds import Lap, Lapped, Watching
+from elasticd.wire.rendezvous import Lap, Lapped, Watching
 from tests.sizes import examples
 
 DETECT, POLICY = DetectSettings(), PolicySettings()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
-from elasticd_planner.profiles import derive
-from elasticd_planner.sharding import with_carriers
+from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.layout.optimizer_sharding import with_carriers
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
 
-from elasticd.machines.job.room import Room, room
-from elasticd.machines.job.state import NodeState, Phase
-from elasticd.messages import Bereft, Standing
+from elasticd.machines.job.copies.memory import Room, room
+from elasticd.machines.job.state.job_state import NodeState, Phase
+from elasticd.wire.messages import Bereft, Standing
 from tests.machines.cast import model, node_record
 from tests.machines.vaulted import Vaulted
 

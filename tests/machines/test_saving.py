@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from elasticd.machines import saving
-from elasticd.machines.saving import Begin, Close, GiveUp, Skip, State, Status
+from elasticd.machines.worker import checkpointing
+from elasticd.machines.worker.checkpointing import Begin, Close, GiveUp, Skip, State, Status
 from tests.sizes import examples
 
 
@@ -20,7 +20,7 @@ class Rank:
     thread: tuple[str, int] | None = None
     done: list[str] = field(default_factory=list)
 
-    def take(self, effects: tuple[saving.Effect, ...]) -> None:
+    def take(self, effects: tuple[checkpointing.Effect, ...]) -> None:
         for effect in effects:
             match effect:
                 case Begin(step=step):
@@ -42,9 +42,9 @@ class Rank:
         what, step = self.thread
         self.thread = None
         if what == "write":
-            self.state = saving.wrote(self.state, step, ok=ok)
+            self.state = checkpointing.wrote(self.state, step, ok=ok)
         else:
-            self.state = saving.done(self.state, step)
+            self.state = checkpointing.done(self.state, step)
             self.done.append(f"{what} {step}" + ("" if ok else " failed"))
 
 
@@ -52,8 +52,8 @@ def vote(ranks: list[Rank], step: int, words: list[int] | None = None, *, last: 
     words = [rank.state.word for rank in ranks] if words is None else words
     decided = set()
     for index, rank in enumerate(ranks):
-        due = saving.due(rank.state, step) or (last and not any(words))
-        rank.state, effects = saving.voted(rank.state, step, words, index, now_due=due)
+        due = checkpointing.due(rank.state, step) or (last and not any(words))
+        rank.state, effects = checkpointing.voted(rank.state, step, words, index, now_due=due)
         decided.add(tuple(effect for effect in effects if isinstance(effect, Begin | Skip)))
         rank.take(effects)
     assert len(decided) == 1, "some begin and others do not"
@@ -139,7 +139,7 @@ def test_all_decide_alike_whatever_the_threads_and_the_plans_do(data: st.DataObj
             gang = data.draw(st.permutations(everybody))[: data.draw(st.integers(1, 4))]
             for rank in everybody:
                 if rank not in gang:
-                    rank.state, effects = saving.left(rank.state)
+                    rank.state, effects = checkpointing.left(rank.state)
                     rank.take(effects)
     for rank in everybody:
         rank.work(True)

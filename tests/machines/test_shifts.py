@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from elasticd_planner.lengths import attention_rise
+from elasticd_planner.detection.lengths import attention_rise
 
-from elasticd.machines.job.state import Phase
+from elasticd.machines.job.state.job_state import Phase
 from tests.machines.test_coordinator_faults import running
 from tests.machines.world import World
 

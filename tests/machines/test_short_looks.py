@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 
 from elasticd.machines.job import machine
-from elasticd.machines.job.state import Phase
-from elasticd.machines.job.turn import Turn
-from elasticd.messages import Prepared, Report, Standing, Swapped, Up, WorkerLost
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.transaction import Turn
+from elasticd.wire.messages import Prepared, Report, Standing, Swapped, Up, WorkerLost
 from tests.machines.test_coordinator_faults import recovered
 from tests.machines.world import World
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.machines.job.state import Phase
-from elasticd.messages import Bereft
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.wire.messages import Bereft
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
 

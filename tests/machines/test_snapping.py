@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.machines import snapping as sn
+from elasticd.machines.worker import snapshotting as sn
 from tests.sizes import examples
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.machines.job.effects import AgentUp
-from elasticd.machines.job.state import Phase
-from elasticd.machines.job.vaults import Moment
+from elasticd.machines.job.state.events import AgentUp
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.snapshot_sets import Moment
 from tests import sizes
 from tests.machines.cast import node_record
 from tests.machines.vaulted import TIGHT, Vaulted

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elasticd.machines.job.effects import StopAsked
-from elasticd.machines.job.state import Phase
-from elasticd.machines.job.stopping import unheard
-from elasticd.messages import Rejected
-from elasticd.orders import End
+from elasticd.machines.job.lifecycle.stop_request import unheard
+from elasticd.machines.job.state.events import StopAsked
+from elasticd.machines.job.state.job_state import Phase
 from elasticd.records import DoneRecord
+from elasticd.wire.agent_orders import End
+from elasticd.wire.messages import Rejected
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import running
 from tests.machines.test_leaving import tell

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.machines import switch as sw
-from elasticd.machines.switch import Phase, State
+from elasticd.machines.worker import switch as sw
+from elasticd.machines.worker.switch import Phase, State
 from tests.sizes import examples
 
 OLD, NEW = ("a", "b", "c"), ("b", "c", "d")  # a leaves, d joins

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.machines import switch as sw
-from elasticd.machines.switch import Phase, State
+from elasticd.machines.worker import switch as sw
+from elasticd.machines.worker.switch import Phase, State
 from tests.sizes import examples
 
 NAMES = ("a", "b", "c", "d", "e")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.machines import switch as sw
-from elasticd.machines.switch import Phase, State
+from elasticd.machines.worker import switch as sw
+from elasticd.machines.worker.switch import Phase, State
 from tests.machines.test_switch import NEW, OLD, World, propose
 from tests.machines.test_switch_faults import Rank
 from tests.machines.test_switch_faults import World as Faults

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from elasticd.machines.job.effects import Received
-from elasticd.machines.job.ending import MOST_REASON
-from elasticd.machines.job.state import Phase
-from elasticd.machines.texts import MARK, MOST_TEXT, bounded, shortened
-from elasticd.messages import (
+from elasticd.machines.job.lifecycle.job_end import MOST_REASON
+from elasticd.machines.job.state.events import Received
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.text_limits import MARK, MOST_TEXT, bounded, shortened
+from elasticd.records import DoneRecord, Fence, decode, encode
+from elasticd.wire.messages import (
     Bereft,
     Doubt,
     Goodbye,
@@ -22,8 +23,7 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.pulses import Frozen, Unreached
-from elasticd.records import DoneRecord, Fence, decode, encode
+from elasticd.wire.probes import Frozen, Unreached
 from tests.machines.test_coordinator_faults import running
 from tests.machines.test_coordinator_lives import slowed
 from tests.machines.world import KEYS, World

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.machines.job.effects import AgentDown
-from elasticd.machines.job.state import Phase
-from elasticd.messages import Bereft, Standing
+from elasticd.machines.job.state.events import AgentDown
+from elasticd.machines.job.state.job_state import Phase
 from elasticd.records import Fence, decode
+from elasticd.wire.messages import Bereft, Standing
 from tests.machines.test_coordinator_faults import recovered, running
 from tests.machines.world import World
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elasticd.machines.job.effects import Received
-from elasticd.machines.job.state import Phase
-from elasticd.messages import Down, FromWorker, Hello, Rejected, Unread
+from elasticd.machines.job.state.events import Received
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.wire.messages import Down, FromWorker, Hello, Rejected, Unread
 from tests.machines.cast import JOB
 from tests.machines.test_coordinator_faults import ROOM, recovered
 from tests.machines.world import World

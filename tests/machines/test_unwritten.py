@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.coordinator.ledger import Ledger
-from elasticd.machines.job.effects import Unwritten
-from elasticd.machines.job.ending import MOST_REASON
-from elasticd.machines.job.state import Phase
-from elasticd.machines.texts import MARK
-from elasticd.messages import Rejected
+from elasticd.coordinator.store_transactions import Ledger
+from elasticd.machines.job.lifecycle.job_end import MOST_REASON
+from elasticd.machines.job.state.events import Unwritten
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.text_limits import MARK
 from elasticd.records import DoneRecord, decode
+from elasticd.wire.messages import Rejected
 from tests.machines.asked import refused
 from tests.machines.cast import JOB
 from tests.machines.checked import KEYS

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd.machines.job.vaults import Moment, Snapshots, stand_ins
-from elasticd.snapshots import Held
+from elasticd.machines.job.state.snapshot_sets import Moment, Snapshots, stand_ins
+from elasticd.wire.snapshots import Held
 
 NODES = ("alpha", "beta", "gamma")
 NOW = Moment(3, 20)

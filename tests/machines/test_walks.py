@@ -11,13 +11,13 @@ import random
 from collections import deque
 
 import pytest
-from elasticd_planner.plan import Plan
+from elasticd_planner.spec.plan import Plan
 
-from elasticd.machines.job.effects import AgentUp, Event, Received, Tick
-from elasticd.machines.job.holdings import lost_boxes
-from elasticd.machines.job.state import OVER
-from elasticd.messages import Bereft, Joined
+from elasticd.machines.job.copies.holdings import lost_boxes
+from elasticd.machines.job.state.events import AgentUp, Event, Received, Tick
+from elasticd.machines.job.state.job_state import OVER
 from elasticd.records import Fence, HistoryRecord, Proposal, decode
+from elasticd.wire.messages import Bereft, Joined
 from tests import sizes
 from tests.machines.cast import JOB
 from tests.machines.checked import KEYS

@@ -3,12 +3,12 @@ whole."""
 
 from __future__ import annotations
 
-from elasticd_planner.plan import Plan
+from elasticd_planner.spec.plan import Plan
 
-from elasticd.machines.job.effects import AgentUp, Effect, Received, Send
-from elasticd.machines.job.state import Settings
+from elasticd.machines.job.state.events import AgentUp, Effect, Received, Send
+from elasticd.machines.job.state.job_state import Settings
 from elasticd.records import Proposal
-from elasticd.snapshots import Held, Keeps, Whole
+from elasticd.wire.snapshots import Held, Keeps, Whole
 from tests.machines.cast import JOB, FakeWorker, node_record
 from tests.machines.world import World
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from elasticd_planner.plan import Plan
+from elasticd_planner.spec.plan import Plan
 
-from elasticd.coordinator.ledger import Ledger, Sweep
-from elasticd.coordinator.writer import stored
-from elasticd.machines import coordinator
-from elasticd.machines.coordinator import State
-from elasticd.machines.job.effects import (
+from elasticd.coordinator.store_transactions import Ledger, Sweep
+from elasticd.coordinator.store_writer import stored
+from elasticd.machines.coordinator import machine
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
     CancelPlan,
@@ -28,8 +28,11 @@ from elasticd.machines.job.effects import (
     Tick,
     Write,
 )
-from elasticd.machines.job.state import ASKING, JobState, Phase, Settings
-from elasticd.messages import (
+from elasticd.machines.job.state.job_state import ASKING, JobState, Phase, Settings
+from elasticd.records import Fence, Proposal, decode
+from elasticd.store.memory import MemoryStore
+from elasticd.store.protocol import Put
+from elasticd.wire.messages import (
     Closed,
     Copy,
     Down,
@@ -52,9 +55,6 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.records import Fence, Proposal, decode
-from elasticd.store.memory import MemoryStore
-from elasticd.store.protocol import Put
 from tests.machines.cast import JOB, MEMORY, FakeWorker, Outcome, answer_to, measurement, node_record, spec
 from tests.machines.checked import KEYS, Checked
 
@@ -145,7 +145,7 @@ class World(Checked):
     def _event(self, event: Event) -> None:
         self.events += 1
         crash = self.events == self.crash_at
-        self.state, effects = coordinator.step(self.state, event, self.now)
+        self.state, effects = machine.step(self.state, event, self.now)
         for job in self.state.jobs.values():
             assert job.asked is None or job.phase in ASKING
         if crash and self.crash_how == "before":
@@ -163,7 +163,7 @@ class World(Checked):
         snapshot = self.store.snapshot(KEYS.jobs)
         found = stored(KEYS, snapshot.items)
         self.ledger = Ledger(KEYS, self.store.limits, snapshot.items)
-        self.state = coordinator.takeover(self.state.epoch + 1, found, self.settings, self.now)
+        self.state = machine.takeover(self.state.epoch + 1, found, self.settings, self.now)
         self.now += 0.1
         for name in self.records:
             self.reconnect(name)

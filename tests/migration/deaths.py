@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from elasticd_migration.execute import Moved, migrate
-from elasticd_migration.state import LocalState
+from elasticd_migration.local_state import LocalState
+from elasticd_migration.migrate import Moved, migrate
 from elasticd_migration.transport import Handle, ProcessGroupTransport
-from elasticd_planner.layouts import Layouts
+from elasticd_planner.layout.layouts import Layouts
 
-from elasticd.machines import switch as sw
-from elasticd.runtime.groups import TERMS, Fabric, Group
+from elasticd.machines.worker import switch as sw
+from elasticd.runtime.comm.groups import TERMS, Fabric, Group
 from tests.migration.files import Files
 from tests.migration.plans import SPEC, plan
 from tests.migration.ranks import assert_same_bits, local, members, trained

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import networkx as nx
-from elasticd_migration.sources import Want
+from elasticd_migration.source_choice import Want
 
 
 def node(device: str) -> str:

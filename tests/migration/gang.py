@@ -14,10 +14,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from elasticd_migration.execute import migrate
+from elasticd_migration.migrate import migrate
 from elasticd_migration.reshard import bytes_lacking
 from elasticd_migration.transport import ProcessGroupTransport
-from elasticd_planner.layouts import Layouts
+from elasticd_planner.layout.layouts import Layouts
 from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from tests.migration.contract import CHECKS

@@ -7,9 +7,9 @@ import os
 import sys
 
 import torch
-from elasticd_migration.execute import migrate
+from elasticd_migration.migrate import migrate
 from elasticd_migration.transport import ProcessGroupTransport
-from elasticd_planner.layouts import Layouts
+from elasticd_planner.layout.layouts import Layouts
 
 from tests.migration.gang import polled, raw_group
 from tests.migration.plans import SPEC, random_plan

@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from elasticd_migration.execute import Moved, migrate
-from elasticd_migration.state import LocalState, LocalTensor, Shard
+from elasticd_migration.local_state import LocalState, LocalTensor, Shard
+from elasticd_migration.migrate import Moved, migrate
 from elasticd_migration.transport import MemoryTransport
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import Plan
 
-from elasticd.simulator.models import Shapes, model_spec
+from elasticd.simulator.scenarios.model_shapes import Shapes, model_spec
 from tests.migration.plans import plan
 from tests.migration.ranks import together
 

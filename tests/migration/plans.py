@@ -4,8 +4,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
-from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units
+from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
 from hypothesis import strategies as st
 
 DEVICES = tuple(f"n{node}/{local}" for node in range(3) for local in range(3))

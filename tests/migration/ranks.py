@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from elasticd_migration.execute import Corrupt, Incomplete
-from elasticd_migration.state import LocalState, LocalTensor, Owned, Shard, collect, own
+from elasticd_migration.local_state import LocalState, LocalTensor, Owned, Shard, collect, own
+from elasticd_migration.migrate import Corrupt, Incomplete
 from elasticd_migration.transport import MemoryTransport
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Item, Layouts
-from elasticd_planner.plan import Plan
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Plan
 
 from tests.migration.plans import SPEC, alone
 

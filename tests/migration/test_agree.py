@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from elasticd_migration.execute import agree
+from elasticd_migration.local_state import LocalState, LocalTensor, Shard
+from elasticd_migration.migrate import agree
 from elasticd_migration.schema import Disagreement, Schema, merge
-from elasticd_migration.state import LocalState, LocalTensor, Shard
 from elasticd_migration.transport import MemoryTransport
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Item, Layouts
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.box import Box
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

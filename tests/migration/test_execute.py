@@ -6,15 +6,15 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 import torch
-from elasticd_migration.execute import Corrupt, Incomplete, Moved, agree, checksum, execute, migrate
+from elasticd_migration.local_state import LocalState, install, own, restore_optimizer
+from elasticd_migration.migrate import Corrupt, Incomplete, Moved, agree, checksum, execute, migrate
 from elasticd_migration.reshard import Lost, bytes_lacking, reshard
 from elasticd_migration.rounds import Message, Round, schedule
 from elasticd_migration.schema import Disagreement, Schema
-from elasticd_migration.settings import from_text
-from elasticd_migration.state import LocalState, install, own, restore_optimizer
+from elasticd_migration.text_codec import from_text
 from elasticd_migration.transport import MemoryTransport
-from elasticd_planner.layouts import Item, Layouts
-from elasticd_planner.plan import Plan
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

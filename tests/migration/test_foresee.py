@@ -5,13 +5,13 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import torch
-from elasticd_migration import execute
-from elasticd_migration.execute import Foreseen, Moved, foresee, migrate
+from elasticd_migration import migrate as execute
+from elasticd_migration.local_state import LocalState
+from elasticd_migration.migrate import Foreseen, Moved, foresee, migrate
 from elasticd_migration.schema import Schema
-from elasticd_migration.state import LocalState
 from elasticd_migration.transport import MemoryTransport
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 
 from tests.migration.plans import SPEC, plan, plans

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_migration.execute import Corrupt, Moved, migrate
+from elasticd_migration.migrate import Corrupt, Moved, migrate
 from elasticd_migration.transport import MemoryTransport
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from elasticd_migration.execute import Moved, migrate
+from elasticd_migration.migrate import Moved, migrate
 from elasticd_migration.reshard import Lost, bytes_lacking, reshard
 from elasticd_migration.transport import MemoryTransport
-from elasticd_planner.layouts import Item, Layouts
-from elasticd_planner.plan import Plan
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.plan import Plan
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 

@@ -9,9 +9,9 @@ import pytest
 from elasticd_migration.reshard import Transfer, reshard
 from elasticd_migration.rounds import PACK_BELOW, Message, Piece, run, schedule
 from elasticd_migration.schema import Plane
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Item, Layouts
-from elasticd_planner.plan import Plan
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st

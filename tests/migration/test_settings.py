@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_migration.settings import NotPlain, from_text, to_text
+from elasticd_migration.text_codec import NotPlain, from_text, to_text
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from elasticd_migration.sources import WHOLE_BELOW, Share, Want, choose, loads, node_of
+from elasticd_migration.source_choice import WHOLE_BELOW, Share, Want, choose, loads, node_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

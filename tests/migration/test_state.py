@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_migration.schema import Disagreement, Schema, check_covers, merge
-from elasticd_migration.state import (
+from elasticd_migration.local_state import (
     LocalState,
     LocalTensor,
     NotElementWise,
@@ -19,9 +18,10 @@ from elasticd_migration.state import (
     restore,
     restore_optimizer,
 )
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Item, Layouts
-from elasticd_planner.plan import StatePolicy
+from elasticd_migration.schema import Disagreement, Schema, check_covers, merge
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import StatePolicy
 
 from tests.migration.plans import LAYERS, SPEC, plan
 

@@ -22,7 +22,7 @@ from torch import nn
 
 import elasticd
 from elasticd.models import next_token_loss
-from elasticd.models.huggingface import refuse_at_sight, shrunken, their_name
+from elasticd.models.huggingface import refuse_at_sight, their_name, tiny_config
 from elasticd.models.huggingface.anatomy import arguments, logits_of, text_of
 from elasticd.models.huggingface.proof import (
     MOST,
@@ -32,8 +32,8 @@ from elasticd.models.huggingface.proof import (
     fill,
     refuse_other_tokens,
 )
-from elasticd.runtime.accepted import ModelError
-from elasticd.runtime.rules import Column
+from elasticd.runtime.model.tp_rules import Column
+from elasticd.runtime.model.validation import ModelError
 from tests.models.layouts import Training, alone, furthest, plan_of, stage, under
 from tests.models.texts import Text
 
@@ -108,14 +108,14 @@ def found(name: str) -> Any:
 def small_config(kind: Any) -> Any:
     """Its default configuration made small; as a decoder, where it is an encoder and can be one."""
     config = _small_default(kind)
-    return shrunken.remade(config, {"is_decoder": True}) if is_encoder(kind) else config
+    return tiny_config.remade(config, {"is_decoder": True}) if is_encoder(kind) else config
 
 
 @functools.cache
 def is_encoder(kind: Any) -> bool:
     """Whether a model of the default configuration attends to later tokens, and may be made a decoder."""
     config = _small_default(kind)
-    if shrunken.values_of(config).get("is_decoder") is not False:
+    if tiny_config.values_of(config).get("is_decoder") is not False:
         return False
     try:
         refuse_other_tokens(copy_of(kind, config))
@@ -125,10 +125,10 @@ def is_encoder(kind: Any) -> bool:
 
 
 def _small_default(kind: Any) -> Any:
-    config = shrunken.small(kind.config_class())
-    values = shrunken.values_of(config)
+    config = tiny_config.small(kind.config_class())
+    values = tiny_config.values_of(config)
     lacking = {name: size for name, size in LACKING.items() if values.get(name, size) is None}
-    return shrunken.remade(config, lacking)
+    return tiny_config.remade(config, lacking)
 
 
 def made(kind: Any, config: Any) -> Any:
@@ -188,11 +188,11 @@ def every_number(kind: Any) -> None:
     """Changes each number of the configuration by itself: the sections follow, and caps and scales act."""
     base = small_config(kind)
     first = copy_of(kind, base)
-    for name, value in shrunken.numbers(base).items():
+    for name, value in tiny_config.numbers(base).items():
         exact = changed_alone(kind, base, name, value)
         if exact is None:
             continue
-        changed = copy_of(kind, shrunken.with_numbers(base, {name: value}))
+        changed = copy_of(kind, tiny_config.with_numbers(base, {name: value}))
         acts = not torch.equal(changed.logits, first.logits)
         assert acts or not ACT.fullmatch(name), f"{name} of {kind.__name__} does not act on the small copy"
 

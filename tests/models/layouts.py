@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from elasticd_planner.batch import Sampler
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from torch import Tensor, nn
 
-from elasticd.runtime.data import pad
-from elasticd.runtime.engine import first_state, make_engine
-from elasticd.runtime.groups import Fabric
-from elasticd.runtime.in_memory import MemoryFabric, MemoryWorld, run_threads, unpaced
-from elasticd.runtime.model import Model
-from elasticd.runtime.randomness import Drawing, Dropout
-from elasticd.runtime.recipe import Recipe
+from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.in_memory import MemoryFabric, MemoryWorld, run_threads, unpaced
+from elasticd.runtime.data.loader import pad
+from elasticd.runtime.engine.engine import first_state, make_engine
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.rng import Drawing, Dropout
 
 BATCH, SEED = 8, 3
 

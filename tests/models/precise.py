@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from elasticd_migration.state import MASTER, VALUE, LocalState
-from elasticd_planner.batch import Sampler
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan
+from elasticd_migration.local_state import MASTER, VALUE, LocalState
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Plan
 from torch import Tensor, nn
 
-from elasticd.runtime.engine import Engine, first_state, make_engine
-from elasticd.runtime.groups import Fabric
-from elasticd.runtime.in_memory import MemoryFabric, run_threads, unpaced
-from elasticd.runtime.precision import Precision, lowered
-from elasticd.runtime.randomness import Drawing, Dropout
-from elasticd.runtime.recipe import Recipe
+from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads, unpaced
+from elasticd.runtime.engine.engine import Engine, first_state, make_engine
+from elasticd.runtime.engine.mixed_precision import Precision, lowered
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.rng import Drawing, Dropout
 from tests.models.layouts import BATCH, SEED, Training
 
 Optimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]

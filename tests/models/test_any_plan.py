@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from elasticd_planner.plan import Plan, Stage, StatePolicy
+from elasticd_planner.spec.plan import Plan, Stage, StatePolicy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.models import next_token_loss
-from elasticd.runtime.accepted import replace_dropouts
+from elasticd.runtime.model.validation import replace_dropouts
 from examples.train_gpt2 import GPT, describe
 from tests import sizes
 from tests.models import precise, test_matrix

@@ -18,9 +18,9 @@ from elasticd.models import next_token_loss
 from elasticd.runtime.checking.__main__ import compared
 from elasticd.runtime.checking.script import CannotCheck, subject_of
 from elasticd.runtime.checking.trial import Subject
-from elasticd.runtime.data import pad
-from elasticd.runtime.precision import LossScale, Precision, lowered
-from elasticd.runtime.recipe import MakeOptimizer
+from elasticd.runtime.data.loader import pad
+from elasticd.runtime.engine.mixed_precision import LossScale, Precision, lowered
+from elasticd.runtime.engine.recipe import MakeOptimizer
 from examples.train_gpt2 import Embed, Head
 from tests import forkserver
 from tests.models.texts import Text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from elasticd_planner.boxes import Box
+from elasticd_planner.spec.box import Box
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from tests.models.layouts import SEED, Training, alone, furthest, layouts_of, under

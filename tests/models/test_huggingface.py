@@ -8,20 +8,20 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from elasticd_planner.boxes import Box
+from elasticd_planner.spec.box import Box
 from torch import Tensor
 
 import elasticd
 from elasticd.models import next_token_loss
-from elasticd.models.huggingface import shrunken, their_name
+from elasticd.models.huggingface import their_name, tiny_config
 from elasticd.models.huggingface.proof import fill, prove
 from elasticd.models.huggingface.sections import sections_of
 from elasticd.runtime.checking.__main__ import compared
 from elasticd.runtime.checking.trial import Subject
-from elasticd.runtime.data import pad
-from elasticd.runtime.model import ModelError
-from elasticd.runtime.randomness import Dropout
-from elasticd.runtime.rules import Add, Column, Row
+from elasticd.runtime.data.loader import pad
+from elasticd.runtime.model.model import ModelError
+from elasticd.runtime.model.rng import Dropout
+from elasticd.runtime.model.tp_rules import Add, Column, Row
 from tests.models.families import Whole
 from tests.models.layouts import Training, alone, furthest, layouts_of, under
 from tests.models.texts import Text
@@ -228,9 +228,9 @@ def test_what_no_stage_can_do_alike_is_refused_by_name(model: Any, said: str) ->
 
 def test_numbers_and_dropouts_of_a_nested_configuration_are_found_and_changed() -> None:
     config = transformers.MptConfig(attn_config={"attn_pdrop": 1, "clip_qkv": 8.0})
-    assert shrunken.dropouts(config) == {"attn_config/attn_pdrop": 1}
-    assert shrunken.numbers(config)["attn_config/clip_qkv"] == 1.0
-    changed = shrunken.with_numbers(config, {"attn_config/clip_qkv": 1.0, "d_model": 64})
+    assert tiny_config.dropouts(config) == {"attn_config/attn_pdrop": 1}
+    assert tiny_config.numbers(config)["attn_config/clip_qkv"] == 1.0
+    changed = tiny_config.with_numbers(config, {"attn_config/clip_qkv": 1.0, "d_model": 64})
     assert (changed.attn_config.clip_qkv, changed.attn_config.attn_pdrop, changed.d_model) == (1.0, 1, 64)
 
 

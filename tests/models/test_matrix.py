@@ -14,13 +14,13 @@ from itertools import product
 
 import pytest
 import torch
-from elasticd_planner.boxes import Box
-from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Plan, StatePolicy
 from torch import nn
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
-from elasticd.runtime.accepted import replace_dropouts
-from elasticd.runtime.precision import LossScale, Precision
+from elasticd.runtime.engine.mixed_precision import LossScale, Precision
+from elasticd.runtime.model.validation import replace_dropouts
 from examples import train_gpt2, train_vit
 from tests import sizes
 from tests.models.layouts import SEED, Training, layouts_of

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_planner.spec.plan import Plan, StatePolicy
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import elasticd
 from elasticd.models import next_token_loss
-from elasticd.runtime.accepted import ModelError
-from elasticd.runtime.constants import Constants
+from elasticd.runtime.model.buffer_check import Constants
+from elasticd.runtime.model.validation import ModelError
 from tests.models import layouts
 from tests.models.layouts import Training, alone, furthest, plan_of, stage, under
 from tests.models.texts import Text

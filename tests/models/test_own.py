@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elasticd.models import next_token_loss
-from elasticd.runtime.accepted import replace_dropouts
+from elasticd.runtime.model.validation import replace_dropouts
 from examples import train_gpt2, train_vit
 from tests.models.layouts import Training, alone, furthest, layouts_of, under
 from tests.models.texts import Text

@@ -12,19 +12,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from elasticd_migration.execute import Moved, migrate
-from elasticd_migration.state import MASTER, VALUE, LocalState
+from elasticd_migration.local_state import MASTER, VALUE, LocalState
+from elasticd_migration.migrate import Moved, migrate
 from elasticd_migration.transport import MemoryTransport
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import Plan, StatePolicy
 
 from elasticd.checkpoints.disk import LocalDisk
 from elasticd.checkpoints.folder import look
 from elasticd.checkpoints.manifest import Manifest, differences
 from elasticd.records import JobSpec
-from elasticd.runtime.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.loading import Types, load
-from elasticd.runtime.precision import LossScale, LossScaler, Precision, lowered, precision_of
+from elasticd.runtime.checkpoint.loader import Types, load
+from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.engine.mixed_precision import LossScale, LossScaler, Precision, lowered, precision_of
 from tests import sizes
 from tests.checkpoints.support import task_of, write
 from tests.migration.ranks import copy_of

@@ -13,19 +13,19 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan, Strategy
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import Plan, Strategy
 from msgspec import structs
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import elasticd
 from elasticd.models import next_token_loss
-from elasticd.runtime.accepted import replace_dropouts
-from elasticd.runtime.engine import Engine, build, connect, first_state
-from elasticd.runtime.groups import Fabric
-from elasticd.runtime.in_memory import MemoryFabric, MemoryWorld, unpaced
-from elasticd.runtime.recompute import asked
+from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.in_memory import MemoryFabric, MemoryWorld, unpaced
+from elasticd.runtime.engine.activation_checkpoint import asked
+from elasticd.runtime.engine.engine import Engine, build, connect, first_state
+from elasticd.runtime.model.validation import replace_dropouts
 from examples import train_gpt2
 from tests.models.layouts import SEED, Training, alone, furthest, layouts_of, plan_of, stage, under
 from tests.models.texts import Text
@@ -130,7 +130,7 @@ def drawing(kind: type[Drawing]) -> Training:
 def test_draws_without_a_key_are_the_same_again(kind: type[Drawing], monkeypatch: pytest.MonkeyPatch) -> None:
     """On one thread: torch's generator is one for a process."""
     both = [torch.default_generator, Beside.generator]
-    monkeypatch.setattr("elasticd.runtime.randomness.generators", lambda: both)
+    monkeypatch.setattr("elasticd.runtime.model.rng.generators", lambda: both)
     plan = plan_of((8, [stage(0, 3, ("a/0", 1))]))
     training = drawing(kind)
     before = [generator.get_state() for generator in both]

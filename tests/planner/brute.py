@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterator
 from itertools import combinations
 
-from elasticd_planner.cluster import Device
-from elasticd_planner.cost import memory_by_device, step_seconds
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.cost.model import memory_by_device, step_seconds
+from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.rules import apportion
+from elasticd_planner.spec.cluster import Device
+from elasticd_planner.spec.model import apportion
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 Groups = tuple[tuple[Device, ...], ...]
 

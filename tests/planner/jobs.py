@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 
-from elasticd_planner.cluster import Cluster, Device, Link, Node
+from elasticd_planner.cost.model_profile import SectionProfile
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiles import SectionProfile
+from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 
 from tests.planner.models import profile, replica_bytes
 

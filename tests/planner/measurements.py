@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import msgspec
-from elasticd_planner.rules import ModelSpec
-from elasticd_planner.samples import Collective, Samples, Timing, Update, Whole
+from elasticd_planner.profiling.samples import Collective, Samples, Timing, Update, Whole
+from elasticd_planner.spec.model import ModelSpec
 
 from tests.planner.models import SPEC
 

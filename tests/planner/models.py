@@ -2,13 +2,13 @@
 
 import math
 
-from elasticd_planner.cluster import Cluster, Device, Link, Node, rate_of
-from elasticd_planner.cost import memory_by_device, step_seconds
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Prediction, Stage, Strategy
+from elasticd_planner.cost.model import memory_by_device, step_seconds
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.profiles import ModelProfile, SectionProfile
-from elasticd_planner.rules import Cut, ModelSpec, Parameter, Units
+from elasticd_planner.spec.cluster import Cluster, Device, Link, Node, rate_of
+from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Prediction, Stage, Strategy
 from hypothesis import strategies as st
 
 LAYERS = 3

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Literal
 
 import msgspec
-from elasticd_planner.formats import Objective, TableProblem
+from elasticd_planner.problem_files.file_format import Objective, TableProblem
 
 from tests.planner.tables import golden, large
 

@@ -14,9 +14,9 @@ from functools import cache
 from itertools import product
 
 import numpy as np
+from elasticd_planner.cost.pipeline_time import Times
+from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.timing import Times
 
 from tests.planner.brute import compositions
 

@@ -9,11 +9,11 @@ from itertools import product
 
 import msgspec
 import numpy as np
-from elasticd_planner.cluster import Link
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
+from elasticd_planner.cost.model_profile import SectionProfile
+from elasticd_planner.cost.schedule_timeline import one_f_one_b_seconds
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiles import SectionProfile
-from elasticd_planner.timeline import one_f_one_b_seconds
+from elasticd_planner.spec.cluster import Link
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
 
 from tests.planner import brute
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import combinations, permutations, product
 
-from elasticd_planner.formats import TableProblem
+from elasticd_planner.problem_files.file_format import TableProblem
 
 from tests.planner.brute import compositions
 

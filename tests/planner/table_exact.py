@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from elasticd_planner.formats import Objective, TableProblem
+from elasticd_planner.problem_files.file_format import Objective, TableProblem
 
 Ints = npt.NDArray[np.int64]
 

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from elasticd_planner.formats import TableProblem, load
+from elasticd_planner.problem_files.file_format import TableProblem, load
 
 REFERENCE = json.loads(
     (Path(__file__).parents[2] / "benchmarks" / "golden" / "malleus_reference.json").read_text()

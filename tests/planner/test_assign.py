@@ -4,8 +4,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from elasticd_planner.assign import Terms, curve, split_layers
-from elasticd_planner.deal import capacity, split_micro_batches
+from elasticd_planner.search.balance.layer_split import Terms, curve, split_layers
+from elasticd_planner.search.balance.micro_batch_split import capacity, split_micro_batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,8 +1,8 @@
 """Samples of a step: without replacement, a function of seed and step, each in one micro-batch."""
 
 import pytest
-from elasticd_planner.batch import Sampler, batch_plan
-from elasticd_planner.plan import Plan
+from elasticd_planner.spec.batch import Sampler, batch_plan
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -5,8 +5,8 @@ from itertools import combinations, permutations
 
 import numpy as np
 import pytest
-from elasticd_planner.bound import Paces, by_slowest, by_speed, hull, least, worth
-from elasticd_planner.timing import Schedule, Times
+from elasticd_planner.cost.group_bound import Paces, by_slowest, by_speed, hull, least, worth
+from elasticd_planner.cost.pipeline_time import Schedule, Times
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

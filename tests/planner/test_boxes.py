@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 import pytest
-from elasticd_planner.boxes import Box, Holding, TensorLayout, cut, lacking, subtract
+from elasticd_planner.spec.box import Box, Holding, TensorLayout, cut, lacking, subtract
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st

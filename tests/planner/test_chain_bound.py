@@ -7,12 +7,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from elasticd_planner.chain_bound import Budget
-from elasticd_planner.chains import LAST, Cases, Cheapest, Limits, Pieces
-from elasticd_planner.formats import Objective, TableProblem
-from elasticd_planner.prices import centre
-from elasticd_planner.solve import task_of
-from elasticd_planner.wide import Wide
+from elasticd_planner.problem_files.file_format import Objective, TableProblem
+from elasticd_planner.problem_files.solve import task_of
+from elasticd_planner.search.bounds.analytic_centre import centre
+from elasticd_planner.search.bounds.chain_bound import Budget
+from elasticd_planner.search.bounds.cheapest_chain import LAST, Cases, Cheapest, Limits, Pieces
+from elasticd_planner.search.large import Wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

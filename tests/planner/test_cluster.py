@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from elasticd_planner.cluster import Cluster, Device, Link, Node, check_rates
+from elasticd_planner.spec.cluster import Cluster, Device, Link, Node, check_rates
 from elasticd_planner.value import Invalid
 
 from tests.planner.models import cluster

@@ -1,18 +1,18 @@
 """Step time and memory of plans, worked out by hand."""
 
 import pytest
-from elasticd_planner.cluster import Link
-from elasticd_planner.cost import (
+from elasticd_planner.cost.model import (
     after_seconds,
     memory_by_device,
     pipeline_seconds,
     stage_seconds,
     step_seconds,
 )
-from elasticd_planner.plan import Plan
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.profiles import ModelProfile, SectionProfile
+from elasticd_planner.spec.cluster import Link
+from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
-from elasticd_planner.boxes import Box, TensorLayout
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan
-from elasticd_planner.reduction import Delivery, buffers_away, gradients_away, leading, values_back
+from elasticd_planner.layout.gradient_reduction import (
+    Delivery,
+    buffers_away,
+    gradients_away,
+    leading,
+    values_back,
+)
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.box import Box, TensorLayout
+from elasticd_planner.spec.plan import Plan
 from hypothesis import assume, given, settings
 
 from tests.migration.plans import SPEC, plans

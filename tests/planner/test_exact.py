@@ -5,12 +5,12 @@ import random
 
 import msgspec
 import pytest
-from elasticd_planner.cluster import Cluster, Device, Link, Node
-from elasticd_planner.cost import step_seconds
+from elasticd_planner.cost.model import step_seconds
+from elasticd_planner.cost.model_profile import SectionProfile
+from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.profiles import SectionProfile
-from elasticd_planner.search import plan
+from elasticd_planner.search.planner import plan
+from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

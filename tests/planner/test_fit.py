@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-from elasticd_planner import fit as fitting
-from elasticd_planner.cost import after_seconds
-from elasticd_planner.fit import STEPS, fit, remeasured
-from elasticd_planner.measurement import Measurement
-from elasticd_planner.plan import ModulePlan, Plan, Stage, Strategy
+from elasticd_planner.cost.model import after_seconds
+from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.profiles import ModelProfile
-from elasticd_planner.recompute import flagged
-from elasticd_planner.steps import Step
+from elasticd_planner.profiling import fit as fitting
+from elasticd_planner.profiling.fit import STEPS, fit, remeasured
+from elasticd_planner.search.recompute import flagged
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.plan import ModulePlan, Plan, Stage, Strategy
+from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -5,9 +5,9 @@ import math
 from typing import Any
 
 import pytest
-from elasticd_planner.formats import answer, load
-from elasticd_planner.seconds import rates_of
-from elasticd_planner.solve import cost_of, solve
+from elasticd_planner.problem_files.convert import rates_of
+from elasticd_planner.problem_files.file_format import answer, load
+from elasticd_planner.problem_files.solve import cost_of, solve
 from elasticd_planner.value import Invalid
 
 from tests.planner.tables import REFERENCE, golden
@@ -71,7 +71,7 @@ def test_a_dead_device_is_null_and_a_fast_node_divides_its_rates() -> None:
 
 def test_the_cost_is_that_of_the_format() -> None:
     cost = cost_of(golden("70b", uneven=True))
-    from elasticd_planner.cluster import Link
+    from elasticd_planner.spec.cluster import Link
 
     assert cost.group([1.0, 1.0], (1, 1), Link()).block == 3.66
     assert cost.group([1.0, 5.42], (54, 10), Link()).block == pytest.approx(3.66 * 2 * 54.2 / 64)

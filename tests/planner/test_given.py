@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from elasticd_planner.given import given_profile
-from elasticd_planner.measured import measured_profile
-from elasticd_planner.profiles import derive
-from elasticd_planner.timed import entry_of
+from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.problem_files.profile_file import given_profile
+from elasticd_planner.problem_files.times import entry_of
+from elasticd_planner.profiling.sample_profile import measured_profile
 from elasticd_planner.value import Invalid
 
 from tests.planner.measurements import TRUTH, samples

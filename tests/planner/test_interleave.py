@@ -9,9 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from elasticd_planner import formats, seconds, staying
-from elasticd_planner.cluster import Cluster, Device, Link, Node
-from elasticd_planner.cost import (
+from elasticd_planner.cost.model import (
     after_seconds,
     memory_by_device,
     pipeline_seconds,
@@ -20,16 +18,18 @@ from elasticd_planner.cost import (
     steady_seconds,
     step_seconds,
 )
-from elasticd_planner.interleave import Interleaving, chunked, flattened, plain
-from elasticd_planner.passes import passes
-from elasticd_planner.placement import bytes_to_move, strategy
-from elasticd_planner.plan import Pipeline, Plan, Stage
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.cost.schedule import passes
+from elasticd_planner.cost.schedule_timeline import simulate
+from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.problem import Answer, Freedom, Problem
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.profiles import ModelProfile, SectionProfile
-from elasticd_planner.search import plan
-from elasticd_planner.settings import task_of
-from elasticd_planner.timeline import simulate
+from elasticd_planner.problem_files import convert, file_format, solve_from_current
+from elasticd_planner.search.interleave import Interleaving, chunked, flattened, plain
+from elasticd_planner.search.options import task_of
+from elasticd_planner.search.planner import plan
+from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -352,9 +352,9 @@ FILE: dict[str, Any] = {
 
 
 def test_a_problem_in_a_file_asks_for_them() -> None:
-    given_ = formats.load(msgspec.json.encode(FILE))
-    planned = seconds.solve_timed(given_, "step")
-    answered = formats.answer(planned, 0.0)
+    given_ = file_format.load(msgspec.json.encode(FILE))
+    planned = convert.solve_timed(given_, "step")
+    answered = file_format.answer(planned, 0.0)
     first = answered["plan"]["modules"][0]["pipelines"][0]["stages"][0]
     assert (first["layers"], first["later"]) == ([0, 1], [[4, 5]])
     assert planned.figures is not None
@@ -362,7 +362,7 @@ def test_a_problem_in_a_file_asks_for_them() -> None:
     assert planned.figures.step == pytest.approx((8 + 3 / 2) * 0.02, rel=0.02)
     assert planned.figures.gap == pytest.approx(planned.figures.step / planned.figures.bound - 1)
     assert planned.plan is not None
-    near = staying.solve_near(given_, "step", planned.plan)
+    near = solve_from_current.solve_near(given_, "step", planned.plan)
     assert near.planned.plan is not None
     assert near.planned.plan.strategies == planned.plan.strategies
     assert near.current == pytest.approx(planned.figures.step)
@@ -373,7 +373,7 @@ def test_a_problem_in_units_refuses_them_by_name() -> None:
     units = {"name": "m", "layers": 8, "tp_full": 1, "tp_slowdown": {"1": 1.0}}
     file = {**FILE, "model": units, "batch": {"global_batch": 8, "micro_batch": 1}}
     with pytest.raises(Invalid, match=r"pins\.interleave goes with model\.times"):
-        formats.load(msgspec.json.encode(file))
-    given_ = formats.load(msgspec.json.encode({**file, "pins": {}}))
+        file_format.load(msgspec.json.encode(file))
+    given_ = file_format.load(msgspec.json.encode({**file, "pins": {}}))
     with pytest.raises(Invalid, match="of which units know no time"):
-        staying.solve_near(given_, "step", made(TWO))
+        solve_from_current.solve_near(given_, "step", made(TWO))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import networkx as nx
 import numpy as np
 import pytest
-from elasticd_planner.arrays import Floats
-from elasticd_planner.passes import passes
-from elasticd_planner.timeline import interleaved_seconds, one_f_one_b_seconds, simulate
+from elasticd_planner.cost.schedule import passes
+from elasticd_planner.cost.schedule_timeline import interleaved_seconds, one_f_one_b_seconds, simulate
+from elasticd_planner.numeric import Floats
 from elasticd_planner.value import Invalid
 
 

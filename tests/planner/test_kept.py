@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from elasticd_planner import search
-from elasticd_planner.kept import shared_again
-from elasticd_planner.placement import bytes_to_move
-from elasticd_planner.plan import Plan, Stage
+from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.placement.share_rebalance import shared_again
+from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiles import derive
+from elasticd_planner.search import planner
+from elasticd_planner.spec.plan import Plan, Stage
 
-from elasticd.simulator.models import PRESETS, model_spec
+from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
 from tests.planner.models import cluster, plan, profile
 
 MODEL = derive(model_spec("llama-70b", PRESETS["llama-70b"]), sample_tokens=4096, micro_batch=1)
@@ -27,17 +27,17 @@ def test_a_straggler_gives_away_no_more_than_its_pipelines_micro_batches_ask(
 ) -> None:
     nodes = cluster(*[8] * 8, memory=80 * 10**9)
     job = Problem(cluster=nodes, profile=MODEL, global_batch=64, micro_batch=1)
-    healthy = search.plan(job).plan
+    healthy = planner.plan(job).plan
     assert healthy is not None
     slowed = msgspec.structs.replace(job, rates={SLOW: 2.57}, current=healthy)
-    made = search.plan(slowed).plan
-    monkeypatch.setattr(search, "BETWEEN", ())
-    other = search.plan(slowed).plan
+    made = planner.plan(slowed).plan
+    monkeypatch.setattr(planner, "BETWEEN", ())
+    other = planner.plan(slowed).plan
     assert made is not None
     assert other is not None
     assert made.prediction is not None
     assert other.prediction is not None
-    assert made.prediction.step_seconds <= other.prediction.step_seconds * (1 + search.TOLERANCE)
+    assert made.prediction.step_seconds <= other.prediction.step_seconds * (1 + planner.TOLERANCE)
     moved = [bytes_to_move(MODEL, healthy, each) for each in (made, other)]
     assert moved[0] < 0.8 * moved[1]
     shares = [dict(zip(s.devices, s.shares, strict=True))[SLOW] for s in map(slow_stage, (made, other))]

@@ -1,10 +1,10 @@
 """Layouts of random plans: every element held, every member's boxes, gradients as terms of a sum."""
 
 import numpy as np
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan
-from elasticd_planner.rules import member_box
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.model import member_box
+from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 
 from tests.planner.models import LAYERS, SPEC, plan, plans

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 
 import pytest
-from elasticd_planner.leading import Leading, possible, tractable
+from elasticd_planner.grouping.best_partitions import Leading, possible, tractable
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -2,12 +2,12 @@
 
 import msgspec
 import pytest
-from elasticd_planner.fleet import Curve
-from elasticd_planner.lengths import attention_rise, evaluated
-from elasticd_planner.measurement import Measurement
-from elasticd_planner.profiles import derive
-from elasticd_planner.sequences import Lengths, bucket, even, histogram
-from elasticd_planner.steps import Step
+from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.detection.fleet_baseline import Curve
+from elasticd_planner.detection.lengths import attention_rise, evaluated
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.sequence_lengths import Lengths, bucket, even, histogram
+from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Invalid
 from hypothesis import given
 from hypothesis import strategies as st

@@ -8,11 +8,11 @@ from itertools import permutations
 
 import msgspec
 import pytest
-from elasticd_planner.cost import memory_by_device, step_seconds
-from elasticd_planner.lineup import lined_up, loosened
-from elasticd_planner.placement import bytes_by_member, bytes_to_move, holders
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
-from elasticd_planner.profiled import ProfileCost
+from elasticd_planner.cost.model import memory_by_device, step_seconds
+from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.placement.state_movement import bytes_by_member, bytes_to_move, holders
+from elasticd_planner.placement.tp_rank_order import lined_up, loosened
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

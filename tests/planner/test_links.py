@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from elasticd_planner.cluster import Link
-from elasticd_planner.detect import DetectSettings
-from elasticd_planner.links import LinkState, Transfer, observe_links
-from elasticd_planner.rates import Change
+from elasticd_planner.detection.links import LinkState, Transfer, observe_links
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.detection.stragglers import Change
+from elasticd_planner.spec.cluster import Link
 from elasticd_planner.value import Invalid
 
 LINK = Link(bandwidth=1e9, latency=1e-4)

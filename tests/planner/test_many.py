@@ -10,13 +10,13 @@ from unittest import mock
 import msgspec
 import numpy as np
 import pytest
-from elasticd_planner import rates
-from elasticd_planner.detect import DetectSettings
-from elasticd_planner.measurement import Measurement
-from elasticd_planner.rated import DeviceRate, Devices, as_mapping
-from elasticd_planner.rates import Change, RateState, believed, forget, judged, observe
-from elasticd_planner.slowness import Episode
-from elasticd_planner.steps import Step
+from elasticd_planner.detection import stragglers
+from elasticd_planner.detection.device_rates import DeviceRate, Devices, as_mapping
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.detection.slowness_history import Episode
+from elasticd_planner.detection.stragglers import Change, RateState, believed, forget, judged, observe
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.step_measurements import Step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +69,7 @@ def played(script: list[tuple[str, object, frozenset[str]]], seed: int, many: in
         elif what == "settings":
             slow = 1.1 if how % 2 else 3.0  # type: ignore[operator]
             detect = DetectSettings(slow=slow, settle=how, window=min(5, how))  # type: ignore[arg-type, type-var]
-        with mock.patch.object(rates, "MANY", many):
+        with mock.patch.object(stragglers, "MANY", many):
             if what == "forget":
                 for name in sorted(which):
                     state = forget(state, name)
@@ -169,7 +169,7 @@ def test_the_step_at_which_a_fleet_becomes_many_changes_nothing() -> None:
     same(RateState(**{**parts(state), "devices": Devices.of(state.devices)}), state)
     rng = np.random.default_rng(3)
     steps = [measured(rng, 1, step, {"n0/1": 2.0} if step >= 9 else {}, {}) for step in range(18)]
-    with mock.patch.object(rates, "MANY", MANY):
+    with mock.patch.object(stragglers, "MANY", MANY):
         for step in steps[5:]:
             state, _ = observe(state, step, DetectSettings())
     same(state, few[17].state)
@@ -184,7 +184,7 @@ def test_links_are_judged_alike() -> None:
     states = []
     for many in (FEW, MANY):
         state = RateState()
-        with mock.patch.object(rates, "MANY", many):
+        with mock.patch.object(stragglers, "MANY", many):
             for each in residuals:
                 state, changes = judged(state, each, DetectSettings())
                 assert changes == ()
@@ -196,7 +196,7 @@ def test_what_makes_no_sense_is_left_out() -> None:
     """Costs that overflow or vanish; the last report of a step must not fail for them."""
     for many in (FEW, MANY):
         state = RateState()
-        with mock.patch.object(rates, "MANY", many):
+        with mock.patch.object(stragglers, "MANY", many):
             for step in range(3):
                 made = [
                     Measurement(device=name, plan=1, step=step, tokens=1, block_seconds=1.0, block_work=work)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from elasticd_planner.measured import measured_profile
-from elasticd_planner.profiles import derive
+from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.profiling.sample_profile import measured_profile
 from elasticd_planner.value import Invalid
 
 from tests.planner.measurements import CUT, SLOWDOWN, TRUTH, WHOLE, samples

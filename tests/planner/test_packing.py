@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 
 import pytest
-from elasticd_planner.batch import Lengths, batch_plan
-from elasticd_planner.packing import cost, dealt, linear_of, runs
-from elasticd_planner.rules import ModelSpec, Parameter
+from elasticd_planner.spec.batch import Lengths, batch_plan
+from elasticd_planner.spec.model import ModelSpec, Parameter
+from elasticd_planner.spec.sample_packing import cost, dealt, linear_of, runs
 from elasticd_planner.value import Invalid
 from hypothesis import given
 from hypothesis import strategies as st

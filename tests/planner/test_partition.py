@@ -5,12 +5,12 @@ import math
 
 import numpy as np
 import pytest
-from elasticd_planner.columns import NEVER, Column, Rules
-from elasticd_planner.deal import Line, deal, pareto
-from elasticd_planner.partition import Partition
-from elasticd_planner.placement import assign
-from elasticd_planner.shapes import Shapes
-from elasticd_planner.table import balanced
+from elasticd_planner.cost.table_cost import balanced
+from elasticd_planner.grouping.group_types import NEVER, Column, Rules
+from elasticd_planner.placement.state_movement import assign
+from elasticd_planner.search.balance.micro_batch_split import Line, deal, pareto
+from elasticd_planner.search.pools.pipeline_candidates import Shapes
+from elasticd_planner.search.pools.pipeline_partition import Partition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from elasticd_planner.passes import Pass, most_alive, passes
-from elasticd_planner.timeline import interleaved_seconds
+from elasticd_planner.cost.schedule import Pass, most_alive, passes
+from elasticd_planner.cost.schedule_timeline import interleaved_seconds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

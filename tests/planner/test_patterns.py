@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from elasticd_planner.formats import Planned
-from elasticd_planner.solve import solve
+from elasticd_planner.problem_files.file_format import Planned
+from elasticd_planner.problem_files.solve import solve
 
 from tests import sizes
 from tests.planner.patterns import PATTERNS, Drawn, drawn, with_shares

@@ -2,15 +2,7 @@
 
 import msgspec
 import pytest
-from elasticd_planner.plan import (
-    ModulePlan,
-    Pipeline,
-    Place,
-    Plan,
-    Prediction,
-    Stage,
-    StatePolicy,
-)
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Place, Plan, Prediction, Stage, StatePolicy
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 

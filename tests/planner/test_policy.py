@@ -1,8 +1,8 @@
 """Replan only when the saving over the horizon outweighs the price of moving."""
 
 import pytest
-from elasticd_planner.policy import Moved, PolicySettings, Price, decide, measured_price
-from elasticd_planner.stability import Outlook
+from elasticd_planner.policy.policy import Moved, PolicySettings, Price, decide, measured_price
+from elasticd_planner.policy.stability import Outlook
 from elasticd_planner.value import Invalid
 
 SETTINGS = PolicySettings(horizon_steps=100, minimum_saving=0.05, bandwidth=1e6, pause_seconds=1.0)

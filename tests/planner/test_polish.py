@@ -7,8 +7,8 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from elasticd_planner.polish import Board, Placed, improved
-from elasticd_planner.timing import Schedule
+from elasticd_planner.cost.pipeline_time import Schedule
+from elasticd_planner.search.balance.stage_swaps import Board, Placed, improved
 
 from tests.planner.brute import compositions
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from elasticd_planner.cluster import Link
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.precision import Numbers, suited
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.profiles import derive
-from elasticd_planner.rules import ModelSpec, Parameter
+from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.cost.training_precision import Numbers, suited
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.cluster import Link
+from elasticd_planner.spec.model import ModelSpec, Parameter
 from elasticd_planner.value import Invalid
 
 from tests.planner.models import LAYERS, SPEC, plan

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elasticd_planner.detect import DetectSettings
-from elasticd_planner.probes import ProbeState, judged
-from elasticd_planner.rates import Change, RateState, believed
+from elasticd_planner.detection.idle_probes import ProbeState, judged
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.detection.stragglers import Change, RateState, believed
 
 SETTINGS = DetectSettings()
 

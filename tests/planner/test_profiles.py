@@ -2,9 +2,9 @@
 
 import msgspec
 import pytest
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.profiles import ModelProfile, SectionProfile, derive, item_size
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive, item_size
+from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.value import Invalid
 
 from tests.planner.models import LAYERS, SPEC, plan, profile, replica_bytes

@@ -2,7 +2,7 @@
 
 import elasticd_planner
 import pytest
-from elasticd_planner.layouts import Layouts
+from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.problem import Problem
 
 

@@ -2,20 +2,13 @@
 
 import msgspec
 import pytest
-from elasticd_planner.expected import expectation
-from elasticd_planner.fleet import fleet_cost
-from elasticd_planner.measurement import Measurement
-from elasticd_planner.plan import Plan
-from elasticd_planner.profiles import ModelProfile, SectionProfile
-from elasticd_planner.rated import as_mapping
-from elasticd_planner.rates import (
-    Change,
-    DetectSettings,
-    RateState,
-    forget,
-    observe,
-    rounded,
-)
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.detection.device_rates import as_mapping
+from elasticd_planner.detection.expected_work import expectation
+from elasticd_planner.detection.fleet_baseline import fleet_cost
+from elasticd_planner.detection.stragglers import Change, DetectSettings, RateState, forget, observe, rounded
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st

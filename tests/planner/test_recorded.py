@@ -10,9 +10,9 @@ cores while they waited.
 from pathlib import Path
 
 import pytest
-from elasticd_planner.detect import DetectSettings
-from elasticd_planner.measurement import Measurement
-from elasticd_planner.rates import Change, RateState, observe
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.detection.stragglers import Change, RateState, observe
+from elasticd_planner.spec.measurement import Measurement
 
 RECORDED = Path(__file__).parent / "recorded" / "busy_machine.csv"
 DEVICES = ("n0/0", "n0/1", "n1/0", "n1/1")

@@ -3,10 +3,10 @@
 from collections import defaultdict
 
 import numpy as np
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan
-from elasticd_planner.reduction import Reduction, reductions
+from elasticd_planner.layout.gradient_reduction import Reduction, reductions
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 
 from tests.planner.models import LAYERS, SPEC, plan, plans

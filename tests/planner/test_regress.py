@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from elasticd_planner.regress import Coefficients, least_squares, line, regress, solve
-from elasticd_planner.samples import Timing
+from elasticd_planner.profiling.regression import Coefficients, least_squares, line, regress, solve
+from elasticd_planner.profiling.samples import Timing
 from elasticd_planner.value import Invalid
 from hypothesis import given
 from hypothesis import strategies as st

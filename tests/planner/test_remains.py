@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elasticd_planner.boxes import Box, subtract
-from elasticd_planner.layouts import Item, Layouts
-from elasticd_planner.remains import Remains
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.spec.box import Box, subtract
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from elasticd_planner.rules import Cut, ModelSpec, Units, apportion, member_box, unit_range
+from elasticd_planner.spec.model import Cut, ModelSpec, Units, apportion, member_box, unit_range
 from elasticd_planner.value import Invalid
 from hypothesis import given
 from hypothesis import strategies as st

@@ -5,11 +5,11 @@ import sys
 
 import msgspec
 import pytest
-from elasticd_planner.placement import bytes_to_move
-from elasticd_planner.plan import Plan
+from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.problem import Answer, Problem, ideal_ratio, without
-from elasticd_planner.profiles import ModelProfile
-from elasticd_planner.search import plan
+from elasticd_planner.search.planner import plan
+from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid
 
 from tests import sizes

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from elasticd_planner.arrays import middle
-from elasticd_planner.sequential import NONE, Detector, Evidence, spread_of, trimmed
+from elasticd_planner.detection.cusum import NONE, Detector, Evidence, spread_of, trimmed
+from elasticd_planner.numeric import middle
 from hypothesis import given
 from hypothesis import strategies as st
 

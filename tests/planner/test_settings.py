@@ -8,18 +8,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from elasticd_planner import search
-from elasticd_planner.cluster import Cluster, Device, Link, Node
-from elasticd_planner.cost import memory_by_device, step_seconds
-from elasticd_planner.formats import load
-from elasticd_planner.placement import bytes_to_move
-from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_planner.cost.model import memory_by_device, step_seconds
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.problem import Answer, Freedom, Problem
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.profiles import ModelProfile, SectionProfile
-from elasticd_planner.search import plan
-from elasticd_planner.settings import Settings, listed
-from elasticd_planner.solve import solve
+from elasticd_planner.problem_files.file_format import load
+from elasticd_planner.problem_files.solve import solve
+from elasticd_planner.search import planner
+from elasticd_planner.search.options import Settings, listed
+from elasticd_planner.search.planner import plan
+from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
+from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,7 +124,7 @@ def test_settings_that_are_too_many_to_enumerate_are_searched(
 ) -> None:
     problem = small(random.Random(seed))
     least = setting_brute.best(problem)
-    monkeypatch.setattr(search, "ENUMERATED_SETTINGS", 1)
+    monkeypatch.setattr(planner, "ENUMERATED_SETTINGS", 1)
     answer = plan(problem)
     if answer.plan is None:
         assert math.isinf(least)

@@ -7,15 +7,15 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from elasticd_planner.boxes import Box, TensorLayout
-from elasticd_planner.layouts import Item, Layouts
-from elasticd_planner.plan import Plan, StatePolicy
-from elasticd_planner.sharding import divided, joined, with_carriers
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.layout.optimizer_sharding import divided, joined, with_carriers
+from elasticd_planner.spec.box import Box, TensorLayout
+from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.simulator.models import PRESETS, model_spec
+from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
 from tests.migration.plans import LAYERS, SPEC, plans
 from tests.planner.models import plan
 from tests.sizes import beside, examples

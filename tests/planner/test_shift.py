@@ -5,9 +5,9 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from elasticd_planner.detect import DetectSettings
-from elasticd_planner.sequences import Lengths
-from elasticd_planner.shift import Shift, ShiftState, watch
+from elasticd_planner.detection.data_shift import Shift, ShiftState, watch
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.spec.sequence_lengths import Lengths
 
 SETTINGS = DetectSettings()
 

@@ -1,7 +1,7 @@
 """Chronic, periodic and one-off slowness, told apart by when a device was slow."""
 
 import pytest
-from elasticd_planner.slowness import Episode, classify, rhythm
+from elasticd_planner.detection.slowness_history import Episode, classify, rhythm
 from hypothesis import given
 from hypothesis import strategies as st
 

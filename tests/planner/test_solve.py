@@ -10,11 +10,11 @@ from itertools import product
 import elasticd_planner
 import msgspec
 import pytest
-from elasticd_planner.formats import Objective, Planned, TableProblem, load
-from elasticd_planner.seconds import rates_of
-from elasticd_planner.solve import figures, solve, task_of
+from elasticd_planner.problem_files.convert import rates_of
+from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem, load
+from elasticd_planner.problem_files.solve import figures, solve, task_of
+from elasticd_planner.search.large import Wide
 from elasticd_planner.value import Invalid
-from elasticd_planner.wide import Wide
 
 from tests import sizes
 from tests.planner import table_brute

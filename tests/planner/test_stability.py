@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from elasticd_planner.policy import Decision, PolicySettings, decide
-from elasticd_planner.stability import (
+from elasticd_planner.policy.policy import Decision, PolicySettings, decide
+from elasticd_planner.policy.stability import (
     FREE,
     Stability,
     changed,

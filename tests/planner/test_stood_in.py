@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from elasticd_migration.checkpoint_writers import writers
 from elasticd_migration.reshard import bytes_lacking, reshard
-from elasticd_migration.writers import writers
-from elasticd_planner.boxes import Box, subtract
-from elasticd_planner.layouts import Item, Layouts
-from elasticd_planner.stood_in import StoodIn
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.layout.snapshot_layouts import StoodIn
+from elasticd_planner.spec.box import Box, subtract
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -4,10 +4,10 @@ import math
 import random
 
 import pytest
-from elasticd_planner import table_bound
-from elasticd_planner.formats import Objective
-from elasticd_planner.solve import task_of
-from elasticd_planner.wide import Wide
+from elasticd_planner.problem_files.file_format import Objective
+from elasticd_planner.problem_files.solve import task_of
+from elasticd_planner.search.bounds import table_bound
+from elasticd_planner.search.large import Wide
 
 from tests import sizes
 from tests.planner import table_brute

@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from elasticd_planner.cluster import Link
-from elasticd_planner.cost import memory_by_device
-from elasticd_planner.formats import answer, load
-from elasticd_planner.plan import StatePolicy
-from elasticd_planner.profiles import ModelProfile, derive
-from elasticd_planner.seconds import problem_of
-from elasticd_planner.solve import figures, solve, task_of
-from elasticd_planner.timed import RecomputeEntry, StateEntry, TimesEntry, entry_of, profile_of
+from elasticd_planner.cost.model import memory_by_device
+from elasticd_planner.cost.model_profile import ModelProfile, derive
+from elasticd_planner.problem_files.convert import problem_of
+from elasticd_planner.problem_files.file_format import answer, load
+from elasticd_planner.problem_files.solve import figures, solve, task_of
+from elasticd_planner.problem_files.times import RecomputeEntry, StateEntry, TimesEntry, entry_of, profile_of
+from elasticd_planner.spec.cluster import Link
+from elasticd_planner.spec.plan import StatePolicy
 from elasticd_planner.value import Invalid
 
 from tests import sizes

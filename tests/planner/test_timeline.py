@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from elasticd_planner.arrays import Floats
-from elasticd_planner.passes import most_alive
-from elasticd_planner.timeline import Timeline, one_f_one_b_curve, one_f_one_b_seconds, simulate
+from elasticd_planner.cost.schedule import most_alive
+from elasticd_planner.cost.schedule_timeline import Timeline, one_f_one_b_curve, one_f_one_b_seconds, simulate
+from elasticd_planner.numeric import Floats
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st

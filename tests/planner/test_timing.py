@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from elasticd_planner.timeline import simulate
-from elasticd_planner.timing import Formula, Schedule, Times, at_least, closed
+from elasticd_planner.cost.pipeline_time import Formula, Schedule, Times, at_least, closed
+from elasticd_planner.cost.schedule_timeline import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from elasticd_planner.placement import bytes_by_member, bytes_to_move
-from elasticd_planner.plan import Plan, StatePolicy
-from elasticd_planner.profiles import derive
-from elasticd_planner.weights import StateBytes, weights_of
+from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.placement.state_bytes import StateBytes, weights_of
+from elasticd_planner.placement.state_movement import bytes_by_member, bytes_to_move
+from elasticd_planner.spec.plan import Plan, StatePolicy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,8 +1,8 @@
 """Synthetic workers: what a plan's members would measure at given rates, from a table of their own."""
 
 import numpy as np
-from elasticd_planner.measurement import Measurement
-from elasticd_planner.plan import Plan
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.plan import Plan
 
 BLOCK, EMBED, HEAD, COLLECTIVE = 3e-4, 2e-5, 1e-4, 0.004
 TOKENS = 256

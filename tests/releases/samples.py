@@ -14,12 +14,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from elasticd_agent import streams
-from elasticd_planner import formats
-from elasticd_planner.boxes import Box
-from elasticd_planner.cluster import Cluster, Device, Link, Node
-from elasticd_planner.detect import DetectSettings
-from elasticd_planner.formats import (
+from elasticd_agent.snapshots import transfer
+from elasticd_planner.cost.model_profile import ModelProfile, derive
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.policy.policy import PolicySettings
+from elasticd_planner.problem import Freedom, Problem
+from elasticd_planner.problem_files import file_format
+from elasticd_planner.problem_files.file_format import (
     BatchEntry,
     ClusterEntry,
     Figures,
@@ -32,14 +33,9 @@ from elasticd_planner.formats import (
     Planned,
     TableProblem,
 )
-from elasticd_planner.formats import answer as planning_answer
-from elasticd_planner.given import _File
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Prediction, Stage, StatePolicy, Strategy
-from elasticd_planner.policy import PolicySettings
-from elasticd_planner.problem import Freedom, Problem
-from elasticd_planner.profiles import ModelProfile, derive
-from elasticd_planner.rules import ModelSpec
-from elasticd_planner.timed import (
+from elasticd_planner.problem_files.file_format import answer as planning_answer
+from elasticd_planner.problem_files.profile_file import _File
+from elasticd_planner.problem_files.times import (
     CollectiveTimes,
     RecomputeEntry,
     SectionState,
@@ -48,29 +44,35 @@ from elasticd_planner.timed import (
     TimesEntry,
     entry_of,
 )
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Prediction, Stage, StatePolicy, Strategy
 from elasticd_planner.value import FILE_VERSION, StoredValue
 from msgspec import inspect
 
-from elasticd import messages, recording
+from elasticd import recording
 from elasticd.checkpoints import manifest
 from elasticd.cli.moves import answered
-from elasticd.coordinator import pages, writer
-from elasticd.decoding import decode_stored
+from elasticd.codec.decoding import decode_stored
+from elasticd.codec.message import Message
+from elasticd.coordinator import store_writer
+from elasticd.coordinator.events import event_pages
 from elasticd.demo import record, report
 from elasticd.demo.scenario import Scenario
-from elasticd.machines.coordinator import takeover
-from elasticd.machines.job.effects import Note
-from elasticd.machines.job.state import Settings
-from elasticd.remembered import Remembered
-from elasticd.runtime import memory_file
-from elasticd.simulator.record import Outcome
+from elasticd.machines.coordinator.machine import takeover
+from elasticd.machines.job.state.events import Note
+from elasticd.machines.job.state.job_state import Settings
+from elasticd.runtime.snapshot import memory_file
+from elasticd.simulator.results.result import Outcome
 from elasticd.store.leader import LeaderRecord
-from elasticd.wire import Message
+from elasticd.store.state_file import Remembered
+from elasticd.wire import messages
 from tests.machines.cast import model
 
 #: Whose classes are read by other releases; each module is imported, so that all subclasses are known.
 MODULES = (
-    *(messages, streams, manifest, writer, pages, record, report, memory_file),
+    *(messages, transfer, manifest, store_writer, event_pages, record, report, memory_file),
     *(Remembered, Outcome, LeaderRecord),
 )
 
@@ -543,8 +545,8 @@ def decoded(golden: Golden) -> Any:
         return msgspec.json.decode(golden.text, type=kind)
     if kind is Plan:
         return Plan.from_json(golden.text)
-    if kind is formats.TableProblem:
-        return formats.load(golden.text)
+    if kind is file_format.TableProblem:
+        return file_format.load(golden.text)
     return decode_stored(golden.text, kind)
 
 

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 from elasticd_planner.value import StoredValue, explicit_tag
 
-from elasticd import messages, recording
-from elasticd.wire import WIRE_VERSION, Message
+from elasticd import recording
+from elasticd.codec.message import WIRE_VERSION, Message
+from elasticd.wire import messages
 from tests.releases import kept, write
 from tests.releases.samples import (
     BODIES,

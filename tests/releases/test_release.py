@@ -14,16 +14,16 @@ from elasticd_agent.command import command
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import elasticd
-from elasticd import messages, packets
 from elasticd.cli.app import elasticd as cli
-from elasticd.machines import agent as machine
-from elasticd.machines.agent_state import LinkUp, State, Tell
-from elasticd.messages import AgentHello, Closed, Join
-from elasticd.rendezvous.asking import Asking
-from elasticd.rendezvous.live import Handler, JobOver
-from elasticd.rounds import Attend, Attending
-from elasticd.runtime import options, watching
+from elasticd.machines.agent import machine
+from elasticd.machines.agent.state import LinkUp, State, Tell
+from elasticd.rendezvous.agent_requests import Asking
+from elasticd.rendezvous.live_mode import Handler, JobOver
+from elasticd.runtime.api import options, watch
 from elasticd.version import __version__
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.messages import AgentHello, Closed, Join
+from elasticd.wire.rendezvous import Attend, Attending
 from tests.agent.support import spec
 from tests.machines.cast import node_record
 from tests.releases import kept
@@ -50,10 +50,10 @@ def test_both_programs_print_their_name_and_release() -> None:
 def test_every_hello_says_the_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("TORCHELASTIC_RUN_ID", "j")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(packets.TORCHRUN_VARIABLE, "t")
-    monkeypatch.setenv(packets.ROUND_VARIABLE, "0,1,1")
+    monkeypatch.setenv(unix_socket.TORCHRUN_VARIABLE, "t")
+    monkeypatch.setenv(unix_socket.ROUND_VARIABLE, "0,1,1")
     assert options.hello(spec("j"), None).release == __version__
-    place = watching._place()
+    place = watch._place()
     assert place is not None
     assert place.release == __version__
     _, effects = machine.step(State(record=node_record("n0")), LinkUp(), 0.0)
@@ -63,18 +63,20 @@ def test_every_hello_says_the_release(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_every_torchrun_says_the_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "s")
-    monkeypatch.setitem(os.environ, packets.SOCKET_VARIABLE, path)  # the handler sets it: put back afterwards
-    listener = packets.listen(path)
+    monkeypatch.setitem(
+        os.environ, unix_socket.SOCKET_VARIABLE, path
+    )  # the handler sets it: put back afterwards
+    listener = unix_socket.listen(path)
     listener.setblocking(True)
     heard: list[object] = []
 
     def play() -> None:
         for answer in (Closed(reason="over"), Attending(address="a")):
             client: socket.socket = listener.accept()[0]
-            data = packets.receive(client)
+            data = unix_socket.receive(client)
             assert data is not None
             heard.append(messages.from_worker(data))
-            packets.send(client, messages.encode(answer))
+            unix_socket.send(client, messages.encode(answer))
 
     playing = threading.Thread(target=play)
     playing.start()

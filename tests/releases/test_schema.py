@@ -11,15 +11,16 @@ from unittest.mock import patch
 import pytest
 from elasticd_agent.daemon import AgentError
 
-from elasticd import decoding, records
+from elasticd import records
+from elasticd.codec import decoding
 from elasticd.coordinator import election
 from elasticd.coordinator.daemon import run
 from elasticd.coordinator.election import CannotLead
-from elasticd.messages import Closed, Shutdown
 from elasticd.records import SCHEMA_VERSION, Keys, SchemaRecord, decode, encode
 from elasticd.store.leader import RECORD_VERSION, LeaderRecord, campaign, read_leader
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.version import __version__
+from elasticd.wire.messages import Closed, Shutdown
 from tests.agent.support import CLUSTER, Node, closing_all, until
 from tests.coordinator.agents import config, coordinating
 

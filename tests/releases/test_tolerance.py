@@ -15,18 +15,27 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
-from elasticd_agent import link, streams
-from elasticd_agent.link import Link
-from elasticd_agent.rounds import _Job
-from elasticd_planner.measurement import Measurement
+from elasticd_agent import coordinator_link
+from elasticd_agent.coordinator_link import Link
+from elasticd_agent.restart_rendezvous import _Job
+from elasticd_agent.snapshots import transfer
+from elasticd_planner.spec.measurement import Measurement
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd import decoding, messages, packets, records
-from elasticd.decoding import decode_stored
-from elasticd.gathered import all_to_leader
-from elasticd.machines.agent_state import Event, Heard, LinkUp
-from elasticd.messages import (
+from elasticd import records
+from elasticd.codec import decoding
+from elasticd.codec.decoding import decode_stored
+from elasticd.machines.agent.state import Event, Heard, LinkUp
+from elasticd.records import Keys
+from elasticd.rendezvous.agent_requests import Asking
+from elasticd.rendezvous.live_mode import AgentCalls, Refusal
+from elasticd.runtime.control.agent_client import Control, RejectedByAgent
+from elasticd.store.protocol import KeyValue
+from elasticd.version import __version__
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.batching import all_to_leader
+from elasticd.wire.messages import (
     AgentRejected,
     Goodbye,
     Hello,
@@ -40,13 +49,7 @@ from elasticd.messages import (
     StoreAnswer,
     Welcome,
 )
-from elasticd.records import Keys
-from elasticd.rendezvous.asking import Asking
-from elasticd.rendezvous.live import AgentCalls, Refusal
-from elasticd.rounds import Attend, Attending, RoundAnswer, Torchrun, Watching
-from elasticd.runtime.control import Control, RejectedByAgent
-from elasticd.store.protocol import KeyValue
-from elasticd.version import __version__
+from elasticd.wire.rendezvous import Attend, Attending, RoundAnswer, Torchrun, Watching
 from tests.agent.support import CLUSTER, Node, closing_all, spec, until
 from tests.coordinator.agents import coordinating
 from tests.coordinator.agents import until as eventually
@@ -73,7 +76,7 @@ class Peer:
     """Plays an agent: accepts one client and sends what it is given, whatever the client says."""
 
     def __init__(self, path: str, *sent: bytes) -> None:
-        self._listener = packets.listen(path)
+        self._listener = unix_socket.listen(path)
         self._listener.setblocking(True)
         self._sent = sent
         self._thread = threading.Thread(target=self._accept, daemon=True)
@@ -82,7 +85,7 @@ class Peer:
     def _accept(self) -> None:
         self.socket, _ = self._listener.accept()
         for data in self._sent:
-            packets.send(self.socket, data)
+            unix_socket.send(self.socket, data)
 
     def ready(self) -> socket.socket:
         self._thread.join(60)
@@ -135,7 +138,7 @@ def test_a_worker_whose_agent_answers_with_what_is_no_message_is_told_the_remedy
 def test_the_first_message_of_a_connection_is_refused_where_its_content_cannot_be_decoded(node: Node) -> None:
     node.agent()
     stranger = node.trainer()
-    packets.send(stranger.sock, b'{"type": "hello", "job": "j"}')
+    unix_socket.send(stranger.sock, b'{"type": "hello", "job": "j"}')
     refusal = stranger.hear()
     assert isinstance(refusal, Rejected)
     assert "does not understand this message" in refusal.reason
@@ -163,9 +166,9 @@ def test_a_torchrun_in_live_mode_skips_what_it_does_not_know(tmp_path: Path) -> 
     assert calls.join(Join(job="j", min_nodes=1, max_nodes=2, pid=1)) == joined
     assert calls.call("get", "k").value == b"v"
     for data in (MALFORMED, messages.encode(StoreAnswer(id=2, value=b"w"))):
-        packets.send(peer.ready(), data)
+        unix_socket.send(peer.ready(), data)
     assert calls.call("get", "k").value == b"w"
-    packets.send(peer.ready(), NOISE)
+    unix_socket.send(peer.ready(), NOISE)
     with pytest.raises(Refusal, match="install the same release"):
         calls.call("get", "k")
     peer.close()
@@ -181,9 +184,9 @@ def test_a_torchrun_in_restart_mode_skips_what_it_does_not_know(tmp_path: Path) 
     assert asking.read() == answer
     later = msgspec.structs.replace(answer, id=2, token=5)
     for data in (MALFORMED, messages.encode(later)):
-        packets.send(peer.ready(), data)
+        unix_socket.send(peer.ready(), data)
     assert asking.read() == later
-    packets.send(peer.ready(), NOISE)
+    unix_socket.send(peer.ready(), NOISE)
     with pytest.raises(Refusal, match="install the same release"):
         asking.read()
     asking.close()
@@ -201,18 +204,18 @@ def test_an_agent_skips_what_an_admitted_client_says_and_refuses_strangers_and_n
     worker = node.trainer()
     worker.welcomed(0)
     for _ in range(3):
-        packets.send(worker.sock, NEWER)
-        packets.send(worker.sock, b'{"type": "refused"}')
+        unix_socket.send(worker.sock, NEWER)
+        unix_socket.send(worker.sock, b'{"type": "refused"}')
     worker.say(Kept(number=1, step=2))
     until(lambda: leader.bodies(Kept))
     assert said(caplog, "'quota-report', which elasticd") == 1
     assert said(caplog, "'refused' whose content elasticd") == 1
     stranger = node.trainer()
-    packets.send(stranger.sock, NEWER)
+    unix_socket.send(stranger.sock, NEWER)
     refusal = stranger.hear()
     assert isinstance(refusal, Rejected)
     assert "does not know its first message" in refusal.reason
-    packets.send(worker.sock, b'{"kind": "refused"}')
+    unix_socket.send(worker.sock, b'{"kind": "refused"}')
     noise = worker.hear()
     assert isinstance(noise, Rejected)
     assert "does not understand this message" in noise.reason
@@ -222,10 +225,10 @@ def test_an_agent_skips_what_its_leader_says(caplog: pytest.LogCaptureFixture) -
     async def body() -> None:
         async with coordinating() as coordinator:
             events: list[Event] = []
-            link = Link(events.append, lambda _: None, lambda _: None)
-            link.follow(coordinator.url)
+            coordinator_link = Link(events.append, lambda _: None, lambda _: None)
+            coordinator_link.follow(coordinator.url)
             await eventually(lambda: LinkUp() in events)
-            link.send(messages.AgentHello(record=node_record()))
+            coordinator_link.send(messages.AgentHello(record=node_record()))
             await eventually(lambda: "n0" in coordinator.leading.state.nodes)
             connection = coordinator.leading.connections._live["n0"]
             inside = b'{"type": "to-client", "client": "c", "body": ' + NEWER + b"}"
@@ -234,7 +237,7 @@ def test_an_agent_skips_what_its_leader_says(caplog: pytest.LogCaptureFixture) -
             connection.send(AgentRejected(reason="r"))
             await eventually(lambda: Heard(message=AgentRejected(reason="r")) in events)
             assert [event for event in events if isinstance(event, Heard)] == [events[-1]]
-            await link.close()
+            await coordinator_link.close()
 
     asyncio.run(body())
     assert said(caplog, "'quota-report', which elasticd") == 1
@@ -246,12 +249,12 @@ def test_whose_opening_the_leader_cannot_decode_is_told_so_through_an_agent_that
     kind: type[messages.Message], node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The agent is of the worker's release, the leader is not."""
-    newer, together = f'"type":"{decoding.tag_of(kind)}"'.encode(), link.together
+    newer, together = f'"type":"{decoding.tag_of(kind)}"'.encode(), coordinator_link.together
 
     def changed(text: bytes) -> bytes:
         return text.replace(b'"pid":', b'"pid":"of a container",  "p":') if newer in text else text
 
-    monkeypatch.setattr(link, "together", lambda texts: together([changed(text) for text in texts]))
+    monkeypatch.setattr(coordinator_link, "together", lambda texts: together([changed(text) for text in texts]))
 
     def said_to(client: Any) -> str:
         client.say(JOIN if kind is Join else HELLO)
@@ -289,33 +292,33 @@ def test_an_agent_answers_a_request_of_another_agent_that_it_does_not_know() -> 
             return found
 
         def sendall(self, data: bytes) -> None:
-            frames.append(msgspec.json.decode(data[4:], type=streams.Answer))
+            frames.append(msgspec.json.decode(data[4:], type=transfer.Answer))
 
     stream: Any = Stream()
     stream.data = len(NEWER).to_bytes(4, "big") + NEWER
-    server: Any = object.__new__(streams.Server)
+    server: Any = object.__new__(transfer.Server)
     server._take(stream, "n0")
-    assert frames == [streams.Answer(error=f"elasticd {__version__} does not know this request")]
-    with pytest.raises(streams.StreamFailed, match="does not know its answer"):
-        streams._check(NEWER)
+    assert frames == [transfer.Answer(error=f"elasticd {__version__} does not know this request")]
+    with pytest.raises(transfer.StreamFailed, match="does not know its answer"):
+        transfer._check(NEWER)
 
 
 def test_agents_two_versions_apart_keep_nothing_for_each_other() -> None:
     frames: list[messages.Message] = []
-    far = streams.Request(echoes=1, bytes=1, version=3)
+    far = transfer.Request(echoes=1, bytes=1, version=3)
     with patch.multiple(
-        streams,
+        transfer,
         _read_frame=lambda stream: messages.encode(far),
         _send_frame=lambda stream, body: frames.append(body),
     ):
-        server: Any = object.__new__(streams.Server)
+        server: Any = object.__new__(transfer.Server)
         server._take(None, "n0")
     (answer,) = frames
-    assert isinstance(answer, streams.Answer)
+    assert isinstance(answer, transfer.Answer)
     assert "request has version 3, and elasticd" in answer.error
-    with pytest.raises(streams.StreamFailed, match="answer has version 3, and elasticd"):
-        streams._check(messages.encode(streams.Answer(version=3)))
-    streams._check(messages.encode(streams.Answer(version=2)))
+    with pytest.raises(transfer.StreamFailed, match="answer has version 3, and elasticd"):
+        transfer._check(messages.encode(transfer.Answer(version=3)))
+    transfer._check(messages.encode(transfer.Answer(version=2)))
 
 
 def test_a_hello_of_another_release_is_logged_in_each_mode(
@@ -424,7 +427,7 @@ def test_names_that_somebody_invents_without_end_are_not_logged_without_end(
 ) -> None:
     for number in range(1000):
         assert messages.to_worker(b'{"type": "%d%s"}' % (number, b"x" * 500)) is None
-    found = [record.getMessage() for record in caplog.records if record.name == "elasticd.decoding"]
+    found = [record.getMessage() for record in caplog.records if record.name == "elasticd.codec.decoding"]
     assert 0 < len(found) <= 256
     assert max(map(len, found)) < 400
     assert "logs no further ones" in found[-1]

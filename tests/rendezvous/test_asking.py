@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from elasticd.rendezvous.asking import Asking
+from elasticd.rendezvous.agent_requests import Asking
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import StoreRefused
 from tests.agent.support import Node, closing_all

@@ -17,8 +17,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from elasticd.rendezvous.backend import Backend
-from elasticd.rendezvous.roster import Roster
-from elasticd.rounds import RoundAnswer, Torchrun
+from elasticd.rendezvous.torch_state import Roster
+from elasticd.wire.rendezvous import RoundAnswer, Torchrun
 
 A, B, C = (_NodeDesc(f"host-{name}", 7, 0) for name in "abc")
 

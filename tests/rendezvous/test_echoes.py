@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elasticd.rendezvous import echoes
+from elasticd.rendezvous import sigterm_echo
 
 
 @pytest.fixture
@@ -20,28 +20,28 @@ def heard() -> Iterator[list[int]]:
 
 
 def test_an_echo_is_not_heard(heard: list[int]) -> None:
-    echoes.ignore_echoes()
+    sigterm_echo.ignore_echoes()
     for _ in range(3):
         signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM]
 
 
 def test_one_that_comes_later_is_heard(heard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(echoes, "ECHO_SECONDS", 0.0)
-    echoes.ignore_echoes()
+    monkeypatch.setattr(sigterm_echo, "ECHO_SECONDS", 0.0)
+    sigterm_echo.ignore_echoes()
     for _ in range(2):
         signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM] * 2
 
 
 def test_a_handler_is_wrapped_once_and_a_new_one_again(heard: list[int]) -> None:
-    echoes.ignore_echoes()
+    sigterm_echo.ignore_echoes()
     wrapped = signal.getsignal(signal.SIGTERM)
-    echoes.ignore_echoes()
+    sigterm_echo.ignore_echoes()
     assert signal.getsignal(signal.SIGTERM) is wrapped
     signal.raise_signal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(-number))  # torchrun starts workers again
-    echoes.ignore_echoes()
+    sigterm_echo.ignore_echoes()
     signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM, -signal.SIGTERM]
 
@@ -49,5 +49,5 @@ def test_a_handler_is_wrapped_once_and_a_new_one_again(heard: list[int]) -> None
 @pytest.mark.parametrize("how", [signal.SIG_IGN, signal.SIG_DFL])
 def test_where_torchrun_handles_nothing_nothing_changes(how: signal.Handlers, heard: list[int]) -> None:
     signal.signal(signal.SIGTERM, how)
-    echoes.ignore_echoes()
+    sigterm_echo.ignore_echoes()
     assert signal.getsignal(signal.SIGTERM) == how

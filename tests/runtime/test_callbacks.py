@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from elasticd.runtime.callbacks import Metrics
-from elasticd.runtime.evaluation import Evaluation
-from elasticd.runtime.job import Callback, Callbacks
-from elasticd.runtime.step import Step
+from elasticd.runtime.api.evaluation import Evaluation
+from elasticd.runtime.api.job import Callback, Callbacks
+from elasticd.runtime.api.metrics import Metrics
+from elasticd.runtime.api.step import Step
 from tests.runtime.test_engine import TWO_STAGES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

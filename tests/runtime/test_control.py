@@ -10,10 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elasticd_planner.measurement import Measurement
+from elasticd_planner.spec.measurement import Measurement
 
-from elasticd import messages, packets, starter
-from elasticd.messages import (
+from elasticd.records import JobSpec
+from elasticd.runtime.control.agent_client import AgentKeyValue, Control, RejectedByAgent
+from elasticd.system import process_mark
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.main_thread import Whereabouts
+from elasticd.wire.messages import (
     Bereft,
     Goodbye,
     Hello,
@@ -25,9 +29,6 @@ from elasticd.messages import (
     StoreAnswer,
     Welcome,
 )
-from elasticd.records import JobSpec
-from elasticd.runtime.control import AgentKeyValue, Control, RejectedByAgent
-from elasticd.whereabouts import Whereabouts
 from tests.runtime.test_model import decoder
 
 
@@ -44,7 +45,7 @@ class Agent:
     def __init__(self, path: str, answer: messages.ToWorker | None, *, hold: bool = False) -> None:
         """Without an `answer` it hangs up, or `hold`s the connection."""
         self.came, self._hold = threading.Event(), hold
-        self._listener = packets.listen(path)
+        self._listener = unix_socket.listen(path)
         self._listener.setblocking(True)
         self._answer = answer
         self._thread = threading.Thread(target=self._accept, daemon=True)
@@ -63,7 +64,7 @@ class Agent:
     def receive(self) -> messages.FromWorker | None:
         """The next message for a leader; None at the end."""
         while True:
-            data, fd = packets.accept(self.socket)
+            data, fd = unix_socket.accept(self.socket)
             if fd is not None:
                 os.close(fd)
             if data is None:
@@ -73,7 +74,7 @@ class Agent:
                 return message
 
     def send(self, message: messages.Message) -> None:
-        packets.send(self.socket, messages.encode(message))
+        unix_socket.send(self.socket, messages.encode(message))
 
     def again(self, answer: messages.ToWorker) -> None:
         """Accepts one more connection."""
@@ -236,19 +237,19 @@ def test_a_worker_of_a_torchrun_waits_as_long_as_for_one_that_returns(
 
     def connect(path: str, seconds: float) -> socket.socket:
         waited.append(seconds)
-        raise packets.NoAgent("no agent listens")
+        raise unix_socket.NoAgent("no agent listens")
 
-    monkeypatch.setattr(packets, "connect", connect)
-    monkeypatch.delenv(starter.VARIABLE, raising=False)
+    monkeypatch.setattr(unix_socket, "connect", connect)
+    monkeypatch.delenv(process_mark.VARIABLE, raising=False)
     if torchruns:
-        monkeypatch.setenv(starter.VARIABLE, "1:2")
-    with pytest.raises(packets.NoAgent):
+        monkeypatch.setenv(process_mark.VARIABLE, "1:2")
+    with pytest.raises(unix_socket.NoAgent):
         Control(str(tmp_path / "s"), hello())
     assert waited == [pytest.approx(120.0 if torchruns else 10.0, abs=1.0)]
 
 
 def test_no_agent_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(packets.NoAgent, match="start one with elasticd-agent"):
+    with pytest.raises(unix_socket.NoAgent, match="start one with elasticd-agent"):
         Control(str(tmp_path / "none"), hello(), connect_seconds=0.0)
 
 
@@ -342,7 +343,7 @@ def test_a_renewal_that_comes_while_the_agent_is_away_is_a_renewal(tmp_path: Pat
         assert isinstance(second.hello, Hello)
         assert second.hello.incarnation == "", "it asks for a new one"
         assert control.welcome.incarnation == "2e"
-        assert packets.receive(old) is None, "nothing was said on the other"
+        assert unix_socket.receive(old) is None, "nothing was said on the other"
         control.close(Goodbye())
         assert second.receive() == Goodbye()
     finally:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from elasticd.messages import Copy
-from elasticd.runtime.copies import Copies, Kept
+from elasticd.runtime.switch.copies import Copies, Kept
+from elasticd.wire.messages import Copy
 
 
 def test_what_is_held_is_told_also_while_copies_go() -> None:

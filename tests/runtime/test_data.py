@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from elasticd.runtime.data import Loader, Unlike, length_of, pad, sample_tokens
-from elasticd.runtime.headers import empty_header, pack_header, unpack_header
-from elasticd.runtime.ledger import expected_hash, hash_samples
-from elasticd.runtime.reader import Reader, SampleError
+from elasticd.runtime.data.loader import Loader, Unlike, length_of, pad, sample_tokens
+from elasticd.runtime.data.prefetch import Reader, SampleError
+from elasticd.runtime.data.sample_ledger import expected_hash, hash_samples
+from elasticd.runtime.engine.activation_header import empty_header, pack_header, unpack_header
 
 
 class Numbers:

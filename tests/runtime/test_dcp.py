@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from elasticd_planner.layouts import Item
+from elasticd_planner.layout.layouts import Item
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from elasticd.checkpoints.sums import SummedStream
-from elasticd.runtime.dcp import FormatChanged, _data, data_file, write_tensor
+from elasticd.checkpoints.checksums import SummedStream
+from elasticd.runtime.checkpoint.dcp_format import FormatChanged, _data, data_file, write_tensor
 from tests.checkpoints.support import SPEC_OF_JOB, THREE, WHOLE, save, whole_values
 from tests.migration.ranks import same_bits
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_migration.state import NotElementWise
+from elasticd_migration.local_state import NotElementWise
 from torch import nn
 
 import elasticd
-from elasticd.runtime.elementwise import refuse_others
+from elasticd.runtime.model.optimizer_check import refuse_others
 
 NAMES = [
     ("embed.tokens.weight", 2),

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from elasticd.messages import Pace
-from elasticd.runtime import emulation
-from elasticd.runtime.emulation import Pacer
+from elasticd.runtime.telemetry import emulation
+from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.wire.messages import Pace
 
 
 class Clock:

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_migration.state import LocalState
-from elasticd_planner.batch import BatchPlan
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan
+from elasticd_migration.local_state import LocalState
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.spec.plan import Plan
 
-from elasticd.runtime.engine import Engine, first_state, make_engine
-from elasticd.runtime.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.reader import SampleError
-from elasticd.runtime.recipe import Recipe
-from elasticd.runtime.schedule import all_forward_all_backward
+from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.engine.engine import Engine, first_state, make_engine
+from elasticd.runtime.engine.pipeline_schedule import all_forward_all_backward
+from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.test_parity import SEED, Text, make_recipe, plan_of, stage, unpaced
 
 TWO_STAGES = plan_of((8, [stage(0, 3, ("a/0", 1)), stage(3, 6, ("a/1", 1))]))

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_planner.boxes import Box
-from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Plan, StatePolicy
 from torch import Tensor
 
 import elasticd
 from elasticd.models import Decoder, next_token_loss
-from elasticd.runtime.data import pad
-from elasticd.runtime.evaluation import Evaluation, HeldOut, evaluate, rounds
-from elasticd.runtime.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.precision import Precision, lowered
-from elasticd.runtime.reader import SampleError
-from elasticd.runtime.recipe import Recipe
+from elasticd.runtime.api.evaluation import Evaluation, HeldOut, evaluate, rounds
+from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.engine.mixed_precision import Precision, lowered
+from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, Torn, engine_on
 from tests.runtime.test_interleaved import PLANS as INTERLEAVED

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import cast
 
-from elasticd.runtime.fabrics import Fabrics
-from elasticd.runtime.groups import Fabric
+from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.plan_groups import Fabrics
 
 
 class Parked:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_planner.batch import Sampler
+from elasticd_planner.spec.batch import Sampler
 
-from elasticd.runtime.feed import BatchesDiffer, Mapped
-from elasticd.runtime.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.reader import Reader, SampleError
+from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.data.prefetch import Reader, SampleError
+from elasticd.runtime.data.step_samples import BatchesDiffer, Mapped
 from tests.runtime.test_engine import UNEQUAL, engine_on
 from tests.runtime.test_parity import BATCH, Text, make_recipe
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.runtime.groups import AT_ONCE, Cancelled, Fabric
+from elasticd.runtime.comm.groups import AT_ONCE, Cancelled, Fabric
 from tests.runtime import gang
 
 

@@ -7,7 +7,7 @@ import mmap
 import pytest
 import torch
 
-from elasticd.runtime.host_copies import HostMemory
+from elasticd.runtime.snapshot.pinned_copy import HostMemory
 
 SIZE = 1 << 20
 

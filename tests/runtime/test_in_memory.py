@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elasticd.runtime.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
 
 BOTH = ("a/0", "b/0")
 

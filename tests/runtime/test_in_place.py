@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from elasticd_migration.schema import Disagreement
-from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_planner.spec.plan import Plan, StatePolicy
 
 from elasticd.records import Proposal
-from elasticd.runtime.copies import Copies
-from elasticd.runtime.groups import Fabric
-from elasticd.runtime.move import move, prepare
+from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.switch.copies import Copies
+from elasticd.runtime.switch.move import move, prepare
 from tests.runtime import gang
 from tests.runtime.test_parity import SEED, unpaced
 from tests.runtime.test_snapshots import NEW, OLD, first, held_by

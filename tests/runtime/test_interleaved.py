@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_migration.execute import migrate
-from elasticd_migration.state import LocalState
+from elasticd_migration.local_state import LocalState
+from elasticd_migration.migrate import migrate
 from elasticd_migration.transport import MemoryTransport
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.passes import most_alive
-from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_planner.cost.schedule import most_alive
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Plan, StatePolicy
 
-from elasticd.runtime.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.schedule import all_forward_all_backward
+from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.engine.pipeline_schedule import all_forward_all_backward
 from tests.migration.ranks import together
 from tests.runtime.test_engine import engine_on, most_kept
 from tests.runtime.test_parity import CLIP, make_recipe, plan_of, reference, stage

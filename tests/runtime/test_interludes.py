@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elasticd.runtime.endings import JobOver
-from elasticd.runtime.groups import PeerLost
-from elasticd.runtime.in_memory import MemoryFabric, MemoryGroup, run_threads
-from elasticd.runtime.interludes import Interludes
-from elasticd.runtime.switching import Switcher
+from elasticd.runtime.api.between_steps import Interludes
+from elasticd.runtime.comm.groups import PeerLost
+from elasticd.runtime.comm.in_memory import MemoryFabric, MemoryGroup, run_threads
+from elasticd.runtime.exits import JobOver
+from elasticd.runtime.switch.switcher import Switcher
 
 MEMBERS = ("a/0", "a/1", "a/2")
 EVALUATE, GATHER = 0, 1

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from elasticd_planner.measured import measured_profile
-from elasticd_planner.timed import entry_of
+from elasticd_planner.problem_files.times import entry_of
+from elasticd_planner.profiling.sample_profile import measured_profile
 
 import elasticd
 from elasticd.models import Decoder, DecoderConfig, next_token_loss

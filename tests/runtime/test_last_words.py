@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticd import messages
-from elasticd.messages import (
+from elasticd.runtime.control.outbox import LASTING, LastWords
+from elasticd.wire import messages
+from elasticd.wire.messages import (
     Bereft,
     Doubt,
     Finished,
@@ -19,7 +20,6 @@ from elasticd.messages import (
     Standing,
     Swapped,
 )
-from elasticd.runtime.last_words import LASTING, LastWords
 
 
 def swapped(number: int) -> Swapped:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Layouts
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.box import Box
 from torch import Tensor
 
 from elasticd.models import Decoder, next_token_loss
-from elasticd.runtime.data import pad
-from elasticd.runtime.engine import first_state, make_engine
-from elasticd.runtime.in_memory import MemoryFabric, run_threads, unpaced
-from elasticd.runtime.recipe import Recipe
+from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads, unpaced
+from elasticd.runtime.data.loader import pad
+from elasticd.runtime.engine.engine import first_state, make_engine
+from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.test_engine import TWO_STAGES
 from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
 

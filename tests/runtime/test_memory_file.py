@@ -6,15 +6,15 @@ import os
 
 import pytest
 import torch
+from elasticd_migration.local_state import LocalState, LocalTensor, Shard
 from elasticd_migration.schema import Group
-from elasticd_migration.state import LocalState, LocalTensor, Shard
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Item, Layouts
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.box import Box
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.runtime.memory_file import BadSnapshot, MemoryFile, joined, read, size_of
-from elasticd.runtime.staging import Piece, pieces, share, shares, without_planes
+from elasticd.runtime.checkpoint.staging import Piece, pieces, share, shares, without_planes
+from elasticd.runtime.snapshot.memory_file import BadSnapshot, MemoryFile, joined, read, size_of
 from tests.migration.plans import SPEC, plans
 from tests.migration.ranks import assert_same_bits, local, same_bits, trained
 from tests.sizes import examples

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from elasticd_planner.boxes import Box
-from elasticd_planner.plan import Stage
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Stage
 from torch import nn
 
 from elasticd.models import Decoder, DecoderConfig
-from elasticd.runtime.local import local_model
-from elasticd.runtime.model import Model, ModelError
-from elasticd.runtime.rules import Column, UnitsOf
+from elasticd.runtime.model.local_model import local_model
+from elasticd.runtime.model.model import Model, ModelError
+from elasticd.runtime.model.tp_rules import Column, UnitsOf
 
 CONFIG = DecoderConfig(vocabulary=16, width=16, layers=3, heads=4, kv_heads=2, hidden=12)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from elasticd_planner.boxes import Box
-from elasticd_planner.plan import Stage
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Stage
 from torch import nn
 
 import elasticd
 from elasticd import Column, Row, Slice, UnitsOf
-from elasticd.runtime.local import local_model
-from elasticd.runtime.model import ModelError
-from elasticd.runtime.randomness import Dropout
+from elasticd.runtime.model.local_model import local_model
+from elasticd.runtime.model.model import ModelError
+from elasticd.runtime.model.rng import Dropout
 
 RULES = {
     "blocks.*.0.*": Column("columns"),

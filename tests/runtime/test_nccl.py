@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.runtime.groups import Cancelled, PeerLost
-from elasticd.runtime.nccl import NcclFabric
+from elasticd.runtime.comm.groups import Cancelled, PeerLost
+from elasticd.runtime.comm.nccl import NcclFabric
 from tests.runtime import gang
 from tests.runtime.test_groups import Silent
 

@@ -14,7 +14,7 @@ import pytest
 #: Each runs in a process of its own, says what happened on stdout, and is told to go by us.
 HEAD = """
 import os, signal, sys, threading, time
-from elasticd.runtime.notice import Notice
+from elasticd.runtime.control.sigterm import Notice
 def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 notice = Notice(float(sys.argv[1]), lambda: say("told"))
 """
@@ -154,7 +154,7 @@ def test_other_signals_go_to_a_loop_that_came_later_and_sigterm_to_us(start) -> 
 def test_nothing_is_installed_from_another_thread() -> None:
     import threading
 
-    from elasticd.runtime.notice import Notice
+    from elasticd.runtime.control.sigterm import Notice
 
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=Notice(1.0, lambda: None).install)

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_migration.execute import migrate
-from elasticd_migration.state import LocalState
+from elasticd_migration.local_state import LocalState
+from elasticd_migration.migrate import migrate
 from elasticd_migration.transport import MemoryTransport
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Plan, StatePolicy
 
 import elasticd
 from elasticd.models import Decoder, next_token_loss
-from elasticd.runtime.averages import AVERAGE
-from elasticd.runtime.data import pad
-from elasticd.runtime.engine import Engine
-from elasticd.runtime.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.recipe import Recipe
+from elasticd.runtime.api.ema import AVERAGE
+from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.data.loader import pad
+from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, engine_on
 from tests.runtime.test_parity import CONFIG, SEED, Text, make_recipe
 

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 
-from elasticd.packets import SLOT_VARIABLE
-from elasticd.runtime import parent
+from elasticd.runtime.control import parent_death
+from elasticd.wire.unix_socket import SLOT_VARIABLE
 
 CHILD = """
 import os, time
@@ -48,10 +48,10 @@ def alive(pid: int) -> bool:
 
 def test_a_torchrun_without_restarts_is_named_once_with_what_to_do() -> None:
     off = {"TORCHELASTIC_MAX_RESTARTS": "0", "LOCAL_RANK": "0"}
-    said = parent.without_restarts(off)
+    said = parent_death.without_restarts(off)
     assert "'elasticd run'" in said
     assert "--max-restarts=N" in said
-    assert not parent.without_restarts({**off, "LOCAL_RANK": "1"}), "once for each torchrun"
-    assert not parent.without_restarts({**off, "TORCHELASTIC_MAX_RESTARTS": "3"})
-    assert not parent.without_restarts({"LOCAL_RANK": "0"}), "without torchrun"
-    assert not parent.without_restarts({**off, SLOT_VARIABLE: "1"}), "elasticd run was told how often"
+    assert not parent_death.without_restarts({**off, "LOCAL_RANK": "1"}), "once for each torchrun"
+    assert not parent_death.without_restarts({**off, "TORCHELASTIC_MAX_RESTARTS": "3"})
+    assert not parent_death.without_restarts({"LOCAL_RANK": "0"}), "without torchrun"
+    assert not parent_death.without_restarts({**off, SLOT_VARIABLE: "1"}), "elasticd run was told how often"

@@ -8,19 +8,19 @@ from typing import Any, cast
 
 import pytest
 import torch
-from elasticd_planner.batch import Sampler
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.passes import most_alive
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.cost.schedule import most_alive
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
-from elasticd.runtime.data import pad
-from elasticd.runtime.engine import first_state, make_engine
-from elasticd.runtime.groups import Fabric
-from elasticd.runtime.in_memory import run_threads
-from elasticd.runtime.in_memory import unpaced as unpaced
-from elasticd.runtime.recipe import Recipe
+from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.in_memory import run_threads
+from elasticd.runtime.comm.in_memory import unpaced as unpaced
+from elasticd.runtime.data.loader import pad
+from elasticd.runtime.engine.engine import first_state, make_engine
+from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
 from tests.runtime import gang
 

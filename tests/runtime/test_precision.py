@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_migration.state import LocalState
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import StatePolicy
+from elasticd_migration.local_state import LocalState
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import StatePolicy
 
-from elasticd.runtime.groups import Fabric
+from elasticd.runtime.comm.groups import Fabric
 from tests import sizes
 from tests.models.layouts import plan_of, stage
 from tests.models.precise import alone, apart, engine_of, together

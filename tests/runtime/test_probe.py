@@ -7,17 +7,17 @@ import threading
 
 import pytest
 
-from elasticd.messages import Pace
-from elasticd.pulses import Probed
-from elasticd.runtime import probe
-from elasticd.runtime.emulation import PRODUCT_SECONDS, Pacer
-from elasticd.runtime.probe import REPEATS, Prober, product
+from elasticd.runtime.telemetry import device_probe
+from elasticd.runtime.telemetry.device_probe import REPEATS, Prober, product
+from elasticd.runtime.telemetry.emulation import PRODUCT_SECONDS, Pacer
+from elasticd.wire.messages import Pace
+from elasticd.wire.probes import Probed
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer products are measured where the machine is busy: not here."""
-    monkeypatch.setattr(probe, "MOST_SECONDS", 120.0)
+    monkeypatch.setattr(device_probe, "MOST_SECONDS", 120.0)
 
 
 def joined() -> None:

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from elasticd_planner.measured import measured_profile
-from elasticd_planner.profiles import derive
+from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.profiling.sample_profile import measured_profile
 from elasticd_planner.value import Invalid
 from torch import Tensor, nn
 
-from elasticd.measuring import Request
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
-from elasticd.runtime.model import Model
+from elasticd.runtime.model.model import Model
 from elasticd.runtime.profiling.clocks import NoDevice, WallClock, clock_of
 from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_of
 from elasticd.runtime.profiling.measure import measure
 from elasticd.runtime.profiling.parts import Part, Values, part_of, whole_model
+from elasticd.wire.profiler import Request
 
 CONFIG = DecoderConfig(vocabulary=32, width=32, layers=3, heads=4, kv_heads=2, hidden=48)
 CPU = torch.device("cpu")

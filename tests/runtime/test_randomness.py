@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elasticd.runtime.randomness import Drawing, Dropout, kept
+from elasticd.runtime.model.rng import Drawing, Dropout, kept
 
 
 @given(

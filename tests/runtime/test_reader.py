@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from elasticd.runtime.reader import Reader, SampleError
+from elasticd.runtime.data.prefetch import Reader, SampleError
 
 #: Seconds that a thread may take on a busy machine.
 PATIENCE = 60

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from elasticd_planner.boxes import Box
-from elasticd_planner.reduction import Piece, Reduction
+from elasticd_planner.layout.gradient_reduction import Piece, Reduction
+from elasticd_planner.spec.box import Box
 from torch import nn
 
-from elasticd.runtime import buckets
-from elasticd.runtime.buckets import Parameters
-from elasticd.runtime.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.reduce import GradientReducer, sum_of_squares
+from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.parallel import gradient_buckets
+from elasticd.runtime.parallel.gradient_buckets import Parameters
+from elasticd.runtime.parallel.gradient_reduction import GradientReducer, sum_of_squares
 
 BOTH = ("a/0", "b/0")
 SECTIONS = ("embed", "blocks.0", "head")
@@ -67,7 +67,7 @@ def train(fabric: MemoryFabric, *, tied: bool = False, counting: tuple[str, ...]
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "BUCKET", 1)
+    monkeypatch.setattr(gradient_buckets, "BUCKET", 1)
 
 
 def test_each_bucket_is_sent_as_soon_as_its_section_is_done() -> None:
@@ -96,8 +96,8 @@ def test_buckets_are_bounded_of_one_type_and_the_same_on_all_devices(monkeypatch
     parameters, _ = made()
     head = parameters["head.weight"][1]
     head.data = head.data.double()
-    monkeypatch.setattr(buckets, "BUCKET", 1000)
-    found = buckets.buckets(reduction(parameters), parameters)
+    monkeypatch.setattr(gradient_buckets, "BUCKET", 1000)
+    found = gradient_buckets.buckets(reduction(parameters), parameters)
     assert [[piece.name for piece in bucket.pieces] for bucket in found] == [
         ["head.weight"],
         ["blocks.0.weight", "embed.weight"],

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch
 
-from elasticd.runtime.fabrics import Fabrics
-from elasticd.runtime.groups import Cancelled, Fabric, Group, PeerLost
+from elasticd.runtime.comm.groups import Cancelled, Fabric, Group, PeerLost
+from elasticd.runtime.comm.plan_groups import Fabrics
 from tests import sizes
 from tests.runtime import gang
 

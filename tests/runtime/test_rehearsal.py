@@ -10,11 +10,11 @@ from collections.abc import Callable
 import pytest
 from torch import distributed
 
-from elasticd.pulses import Rehearse, Rehearsed
-from elasticd.runtime import rehearsal
-from elasticd.runtime.groups import Fabric
-from elasticd.runtime.rehearsal import REPEATS, WARM, Rehearser
-from elasticd.runtime.torch_store import TorchStore
+from elasticd.runtime.comm import all_reduce_probe
+from elasticd.runtime.comm.all_reduce_probe import REPEATS, WARM, Rehearser
+from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.torch_store import TorchStore
+from elasticd.wire.probes import Rehearse, Rehearsed
 
 MEMBERS = ("n0/0", "n0/1")
 ORDER = Rehearse(members=MEMBERS, widths=(2,), size=1 << 16)
@@ -27,11 +27,13 @@ def joined() -> None:
 
 
 def fabrics(device: str, store: TorchStore) -> Callable[[str], Fabric]:
-    return lambda name: Fabric(name, device, "127.0.0.1", store, seconds=rehearsal.PATIENCE, patience=60.0)
+    return lambda name: Fabric(
+        name, device, "127.0.0.1", store, seconds=all_reduce_probe.PATIENCE, patience=60.0
+    )
 
 
 def test_the_first_member_answers_with_the_seconds_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "PATIENCE", 60.0)
+    monkeypatch.setattr(all_reduce_probe, "PATIENCE", 60.0)
     store, said = TorchStore(distributed.HashStore()), queue.Queue[tuple[str, Rehearsed]]()  # type: ignore[attr-defined]
     paced: dict[str, int] = dict.fromkeys(MEMBERS, 0)
 
@@ -58,7 +60,7 @@ def test_the_first_member_answers_with_the_seconds_of_the_group(monkeypatch: pyt
 
 
 def test_a_member_that_does_not_come_is_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rehearsal, "PATIENCE", 0.2)
+    monkeypatch.setattr(all_reduce_probe, "PATIENCE", 0.2)
     store, said = TorchStore(distributed.HashStore()), list[Rehearsed]()  # type: ignore[attr-defined]
     alone = Rehearser(MEMBERS[0], fabrics(MEMBERS[0], store), lambda: True, lambda start: None, said.append)
     alone.ask(ORDER)

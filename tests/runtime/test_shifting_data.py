@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from elasticd.runtime.data import at_length
+from elasticd.runtime.data.loader import at_length
 from examples.train_lm import StandardLibrary
 
 

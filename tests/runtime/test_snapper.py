@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from elasticd_migration.state import LocalState, NotElementWise
+from elasticd_migration.local_state import LocalState, NotElementWise
 
-from elasticd.messages import Message, Welcome
-from elasticd.runtime.memory_file import read
-from elasticd.runtime.snapper import Snapper
-from elasticd.runtime.staging import share
-from elasticd.snapshots import Held, Snapped
+from elasticd.runtime.checkpoint.staging import share
+from elasticd.runtime.snapshot.memory_file import read
+from elasticd.runtime.snapshot.snapshotter import Snapper
+from elasticd.wire.messages import Message, Welcome
+from elasticd.wire.snapshots import Held, Snapped
 from tests.checkpoints.support import THREE
 from tests.migration.ranks import assert_same_bits, copy_of, local, trained
 

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elasticd_migration.state import LocalState
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_migration.local_state import LocalState
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import Plan, StatePolicy
 
-from elasticd.messages import Message, Welcome
 from elasticd.records import Proposal, Recovery
-from elasticd.runtime.engine import Engine, StepDone, first_state, make_engine
-from elasticd.runtime.groups import Fabric
-from elasticd.runtime.memory_file import BadSnapshot, read
-from elasticd.runtime.move import move, prepare
-from elasticd.runtime.snapper import Snapper
-from elasticd.runtime.standing_in import Snapshots
-from elasticd.snapshots import Held, Snapped
+from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.engine.engine import Engine, StepDone, first_state, make_engine
+from elasticd.runtime.snapshot.memory_file import BadSnapshot, read
+from elasticd.runtime.snapshot.restore import Snapshots
+from elasticd.runtime.snapshot.snapshotter import Snapper
+from elasticd.runtime.switch.move import move, prepare
+from elasticd.wire.messages import Message, Welcome
+from elasticd.wire.snapshots import Held, Snapped
 from tests import sizes
 from tests.runtime import gang
 from tests.runtime.test_parity import SEED, plan_of, stage, unpaced

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elasticd.runtime.spans import Spans, spans_of
-from elasticd.runtime.stopwatch import Stopwatch
-from elasticd.runtime.telemetry import Telemetry
+from elasticd.runtime.telemetry.comm_timer import Stopwatch
+from elasticd.runtime.telemetry.cuda_timer import Spans, spans_of
+from elasticd.runtime.telemetry.step_times import Telemetry
 
 
 class Device:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import elasticd
-from elasticd.messages import Lap
-from elasticd.runtime.watching import Watch
+from elasticd.runtime.api.watch import Watch
+from elasticd.wire.messages import Lap
 
 
 class Plain(torch.optim.SGD):

@@ -9,18 +9,18 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 import torch
-from elasticd_migration.execute import migrate
-from elasticd_migration.state import LocalState
+from elasticd_migration.local_state import LocalState
+from elasticd_migration.migrate import migrate
 from elasticd_migration.transport import MemoryTransport
-from elasticd_planner.batch import Sampler
-from elasticd_planner.layouts import Layouts
-from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.plan import Plan, StatePolicy
 
-from elasticd.runtime.engine import DATA, Engine
-from elasticd.runtime.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.reader import SampleError
-from elasticd.runtime.recipe import Recipe
-from elasticd.runtime.stream import Stream, Streamed, _Handed, _packed, _unpacked, first_samples
+from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.stream import Stream, Streamed, _Handed, _packed, _unpacked, first_samples
+from elasticd.runtime.engine.engine import DATA, Engine
+from elasticd.runtime.engine.recipe import Recipe
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, engine_on
 from tests.runtime.test_parity import BATCH, SEED, Text, make_recipe
 

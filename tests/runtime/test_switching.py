@@ -15,13 +15,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from elasticd_planner.batch import Sampler
-from elasticd_planner.plan import Plan
+from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.plan import Plan
 
 import elasticd
-from elasticd import messages
 from elasticd.checkpoints.folder import scan
-from elasticd.messages import (
+from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.records import Proposal, Recovery
+from elasticd.runtime.api.job import Step
+from elasticd.runtime.comm.groups import PeerLost
+from elasticd.runtime.control import user_exceptions
+from elasticd.runtime.telemetry.main_thread import Nowhere, shared
+from elasticd.wire import messages
+from elasticd.wire.main_thread import WORDS, read
+from elasticd.wire.messages import (
     Bereft,
     Closed,
     Fenced,
@@ -37,13 +44,6 @@ from elasticd.messages import (
     Standing,
     Swapped,
 )
-from elasticd.models import Decoder, DecoderConfig, next_token_loss
-from elasticd.records import Proposal, Recovery
-from elasticd.runtime import thrown
-from elasticd.runtime.groups import PeerLost
-from elasticd.runtime.job import Step
-from elasticd.runtime.where import Nowhere, shared
-from elasticd.whereabouts import WORDS, read
 from tests.integration.test_switches import plan_of, stage
 from tests.runtime.test_control import WELCOME, Agent
 
@@ -122,7 +122,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name, value in {"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("ELASTICD_SOCKET", str(tmp_path / "s"))
-    monkeypatch.setattr("elasticd.runtime.parent.end_with", lambda parent: None)
+    monkeypatch.setattr("elasticd.runtime.control.parent_death.end_with", lambda parent: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -144,7 +144,7 @@ def job(**changes: Any) -> elasticd.Job:
 
 def fails(what: str, monkeypatch: pytest.MonkeyPatch, times: int = 1) -> None:
     """The others are lost in this call of the engine, the first `times` that it is made."""
-    from elasticd.runtime.engine import Engine
+    from elasticd.runtime.engine.engine import Engine
 
     method, left = getattr(Engine, what), [times]
 
@@ -325,9 +325,9 @@ def test_the_thread_that_prepares_a_plan_does_not_say_where_the_main_thread_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for other ranks, too, on groups that are the main thread's only later."""
-    from elasticd.runtime import switching
+    from elasticd.runtime.switch import switcher
 
-    told, prepare = list[object](), switching.prepare
+    told, prepare = list[object](), switcher.prepare
 
     def preparing(*given: Any) -> Any:
         prepared = prepare(*given)
@@ -335,7 +335,7 @@ def test_the_thread_that_prepares_a_plan_does_not_say_where_the_main_thread_is(
         told.extend(fabric.stopwatch.where for fabric in (prepared.transition, prepared.engine.fabric))
         return prepared
 
-    monkeypatch.setattr(switching, "prepare", preparing)
+    monkeypatch.setattr(switcher, "prepare", preparing)
     agent = Played(str(tmp_path / "s"), leader)
     trained = job()
     agent.start(Propose(proposal=first()))
@@ -384,7 +384,7 @@ def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """exits: it takes longer from the loop's body to the script's end than a leave is put off."""
-    monkeypatch.setattr(thrown, "_ON_ITS_WAY", 0.2)
+    monkeypatch.setattr(user_exceptions, "_ON_ITS_WAY", 0.2)
 
     class Told(elasticd.Callback):
         def on_step(self, job: Any, step: Any) -> None:

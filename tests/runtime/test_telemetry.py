@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from elasticd.runtime.data import pad
-from elasticd.runtime.stopwatch import Stopwatch
-from elasticd.runtime.telemetry import Telemetry, resident
+from elasticd.runtime.data.loader import pad
+from elasticd.runtime.telemetry.comm_timer import Stopwatch
+from elasticd.runtime.telemetry.step_times import Telemetry, resident
 
 
 def spend(seconds: float) -> None:

@@ -10,10 +10,18 @@ from types import TracebackType
 
 import pytest
 
-from elasticd.messages import encode
-from elasticd.runtime import thrown
-from elasticd.runtime.groups import PeerLost
-from elasticd.runtime.thrown import MOST_TEXT, MOST_TRACEBACK, Farewell, Uncaught, kind_of, lost_within, raised
+from elasticd.runtime.comm.groups import PeerLost
+from elasticd.runtime.control import user_exceptions
+from elasticd.runtime.control.user_exceptions import (
+    MOST_TEXT,
+    MOST_TRACEBACK,
+    Farewell,
+    Uncaught,
+    kind_of,
+    lost_within,
+    raised,
+)
+from elasticd.wire.messages import encode
 
 
 class Odd(Exception):
@@ -156,7 +164,7 @@ def by_the_end_of_the_loop(said: threading.Event, farewell: Farewell) -> None:
 def test_an_exception_that_is_on_its_way_is_waited_for_however_long_that_takes(
     leaves: Callable[[threading.Event, Farewell], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thrown, "_ON_ITS_WAY", MOMENT)
+    monkeypatch.setattr(user_exceptions, "_ON_ITS_WAY", MOMENT)
     said = threading.Event()
     farewell = Farewell(said.set)
     with pytest.raises(ValueError, match="bad sample"):
@@ -168,7 +176,7 @@ def test_an_exception_that_the_interpreter_shows_is_waited_for_however_long_that
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It sets `last_value`, and then calls the hook, which may be anybody's and send mail."""
-    monkeypatch.setattr(thrown, "_ON_ITS_WAY", MOMENT)
+    monkeypatch.setattr(user_exceptions, "_ON_ITS_WAY", MOMENT)
     monkeypatch.setattr(sys, "last_value", KeyError("before"), raising=False)
     said = threading.Event()
     farewell = Farewell(said.set)
@@ -184,7 +192,7 @@ def test_an_exception_that_the_interpreter_shows_is_waited_for_however_long_that
 def test_a_break_in_an_except_around_the_loop_and_a_wish_to_end_are_leaves(
     error: BaseException | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thrown, "_ON_ITS_WAY", MOMENT)
+    monkeypatch.setattr(user_exceptions, "_ON_ITS_WAY", MOMENT)
     said = threading.Event()
     with contextlib.suppress(SystemExit, KeyboardInterrupt):
         try:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.records import Vote
-from elasticd.runtime.groups import Group
-from elasticd.runtime.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.ledger import LedgerError, hash_samples
-from elasticd.runtime.vote import Booth, Record, fold
+from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.data.sample_ledger import LedgerError, hash_samples
+from elasticd.runtime.engine.vote import Booth, Record, fold
 
 
 def record(**changes: object) -> Record:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elasticd.runtime import warming
-from elasticd.runtime.model import Model
+from elasticd.runtime.engine import warmup
+from elasticd.runtime.model.model import Model
 from elasticd.runtime.profiling.parts import whole_of
 
 WIDTH = 8
@@ -60,7 +60,7 @@ def test_one_block_is_passed_there_and_back_and_nothing_stays() -> None:
     passed = Passed()
     model = model_of(lambda: Block(passed))
     before, state = values(model), torch.random.get_rng_state()
-    warming.warm(model)
+    warmup.warm(model)
     assert passed == ["forward", "backward"]
     assert torch.equal(torch.random.get_rng_state(), state)
     after = values(model)
@@ -69,7 +69,7 @@ def test_one_block_is_passed_there_and_back_and_nothing_stays() -> None:
 
 def test_a_block_that_fails_is_left_cold_and_a_large_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = Passed()
-    warming.warm(model_of(lambda: Block(passed, fails="wants sequences of 65")))
-    monkeypatch.setattr(warming, "MOST_BYTES", 4 * WIDTH)
-    warming.warm(model_of(lambda: Block(passed)))
+    warmup.warm(model_of(lambda: Block(passed, fails="wants sequences of 65")))
+    monkeypatch.setattr(warmup, "MOST_BYTES", 4 * WIDTH)
+    warmup.warm(model_of(lambda: Block(passed)))
     assert not passed

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from elasticd_migration.state import LocalState, LocalTensor, Shard
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Item
+from elasticd_migration.local_state import LocalState, LocalTensor, Shard
+from elasticd_planner.layout.layouts import Item
+from elasticd_planner.spec.box import Box
 
-from elasticd.runtime.whole import alone, as_modules, named
+from elasticd.runtime.api.full_state_dict import alone, as_modules, named
 from examples.train_gpt2 import GPT, describe
 from tests.runtime.test_evaluation import PLANS
 from tests.runtime.test_parity import CONFIG

@@ -9,17 +9,17 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Item, Layouts
-from elasticd_planner.plan import Plan, StatePolicy
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Plan, StatePolicy
 from torch import nn
 
 from elasticd.models import Decoder, next_token_loss
-from elasticd.runtime.data import pad
-from elasticd.runtime.engine import first_state, make_engine
-from elasticd.runtime.groups import Fabric
-from elasticd.runtime.in_memory import run_threads
-from elasticd.runtime.recipe import Recipe
+from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.in_memory import run_threads
+from elasticd.runtime.data.loader import pad
+from elasticd.runtime.engine.engine import first_state, make_engine
+from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
 from tests.runtime import gang
 from tests.runtime.test_parity import (

@@ -7,8 +7,8 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from elasticd.simulator.record import Outcome, Totals
-from elasticd.simulator.scenario import Scenario, parse
+from elasticd.simulator.results.result import Outcome, Totals
+from elasticd.simulator.scenarios.scenario import Scenario, parse
 from tests.simulation.scenes import SLOW, SMALL
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem
-from elasticd_planner.profiled import ProfileCost
-from elasticd_planner.search import plan as search
+from elasticd_planner.search.planner import plan as search
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
-from elasticd.simulator.bound import Bounds
+from elasticd.simulator.devices.device_model import Truth
+from elasticd.simulator.results.throughput_bound import Bounds
 from elasticd.simulator.run import simulate
-from elasticd.simulator.scenario import Scenario, load, parse
-from elasticd.simulator.truth import Truth
+from elasticd.simulator.scenarios.scenario import Scenario, load, parse
 from tests import sizes
 from tests.simulation.checks import total
 from tests.simulation.scenes import SMALL

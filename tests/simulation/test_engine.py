@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from elasticd.simulator.cluster.leader import Known
 from elasticd.simulator.engine import FAULT, LATE, Engine
-from elasticd.simulator.leader import Known
 from elasticd.store.memory import MemoryServer, MemoryStore
 
 

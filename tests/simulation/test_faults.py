@@ -12,11 +12,11 @@ import pytest
 from elasticd_planner.problem import Answer, Problem
 
 from elasticd.chaos.fault import Fault
-from elasticd.machines.job.state import Settings
+from elasticd.machines.job.state.job_state import Settings
 from elasticd.simulator.planning import Planner
-from elasticd.simulator.record import Happening, Outcome
+from elasticd.simulator.results.result import Happening, Outcome
 from elasticd.simulator.run import Simulation, simulate
-from elasticd.simulator.scenario import Scenario, Times, parse
+from elasticd.simulator.scenarios.scenario import Scenario, Times, parse
 from tests import sizes
 from tests.simulation.checks import check_history, kinds, mean, total
 from tests.simulation.scenes import SMALL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elasticd.chaos.fault import Fault
-from elasticd.simulator.record import Outcome
+from elasticd.simulator.results.result import Outcome
 from elasticd.simulator.run import simulate
 from tests import sizes
 from tests.simulation.checks import check_history, kinds, total

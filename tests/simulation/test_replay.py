@@ -11,23 +11,23 @@ import httpx2
 import msgspec
 import pytest
 from click.testing import CliRunner
-from elasticd_planner.measurement import Measurement
-from elasticd_planner.rated import DeviceRate, Devices
-from elasticd_planner.rates import RateState
-from elasticd_planner.steps import Step
+from elasticd_planner.detection.device_rates import DeviceRate, Devices
+from elasticd_planner.detection.stragglers import RateState
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.step_measurements import Step
 
 from elasticd import recording
 from elasticd.cli.app import elasticd
-from elasticd.credentials import Credentials
-from elasticd.machines.coordinator import State
-from elasticd.machines.job.effects import AgentUp, Event
-from elasticd.machines.job.state import NOTHING, Phase, fresh
+from elasticd.config.credentials import Credentials
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.job.state.events import AgentUp, Event
+from elasticd.machines.job.state.job_state import NOTHING, Phase, fresh
 from elasticd.recording import Line, RecordingError
-from elasticd.simulator.leader import Leader
+from elasticd.simulator.cluster.leader import Leader
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.replay import Replayed, replay
 from elasticd.simulator.run import Simulation
-from elasticd.simulator.scenario import Times, parse
+from elasticd.simulator.scenarios.scenario import Times, parse
 from tests.coordinator.agents import coordinating, until
 from tests.machines.cast import node_record
 
@@ -123,12 +123,12 @@ def test_a_recording_may_begin_while_the_job_runs(run: list[bytes]) -> None:
 
 
 def _state_at(lines: list[Line], index: int) -> tuple[recording.State, float]:
-    from elasticd.machines import coordinator
+    from elasticd.machines.coordinator import machine
 
     state = lines[0].state()
     for line in lines[1:index]:
         if line.what == "heard":
-            state, _ = coordinator.step(state, line.event(), line.at)
+            state, _ = machine.step(state, line.event(), line.at)
     return state, lines[index].at
 
 
@@ -168,17 +168,17 @@ def test_a_coordinator_is_recorded_from_any_moment_and_the_recording_ends_with_i
     async def body() -> list[bytes]:
         lines: list[bytes] = []
         async with httpx2.AsyncClient(trust_env=False, timeout=60, verify=Credentials().verifying()) as client:
-            async with coordinating() as coordinator:
-                coordinator.leading.apply(AgentUp(record=node_record("alpha")))
+            async with coordinating() as machine:
+                machine.leading.apply(AgentUp(record=node_record("alpha")))
 
                 async def record() -> None:
-                    async with client.stream("GET", coordinator.url + "/v1/record") as answer:
+                    async with client.stream("GET", machine.url + "/v1/record") as answer:
                         async for line in answer.aiter_lines():
                             lines.append(line.encode())
 
                 recorder = asyncio.create_task(record())
                 await until(lambda: len(lines) == 1)
-                coordinator.leading.apply(AgentUp(record=node_record("beta")))
+                machine.leading.apply(AgentUp(record=node_record("beta")))
                 await until(lambda: len(lines) >= 3)
             await asyncio.wait_for(recorder, 60)
         return lines

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from elasticd_planner.policy import PolicySettings
-from elasticd_planner.stability import FREE, first_wait
+from elasticd_planner.policy.policy import PolicySettings
+from elasticd_planner.policy.stability import FREE, first_wait
 
 from elasticd.chaos.fault import Fault
-from elasticd.simulator.record import Outcome
+from elasticd.simulator.results.result import Outcome
 from elasticd.simulator.run import simulate
-from elasticd.simulator.scenario import parse
+from elasticd.simulator.scenarios.scenario import parse
 from tests.simulation.checks import check_history, kinds, mean, scenario, total
 from tests.simulation.scenes import SLOW, SMALL
 

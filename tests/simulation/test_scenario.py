@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from elasticd.chaos.fault import Fault
-from elasticd.simulator.faults import DAY, RandomFaults, draw
-from elasticd.simulator.models import PRESETS, model_spec
-from elasticd.simulator.scenario import ScenarioError, load, parse
+from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
+from elasticd.simulator.scenarios.random_faults import DAY, RandomFaults, draw
+from elasticd.simulator.scenarios.scenario import ScenarioError, load, parse
 from tests.simulation.scenes import SLOW, SMALL
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "examples" / "scenarios").glob("*.toml"))

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from elasticd_planner.cluster import Link
-from elasticd_planner.detect import DetectSettings
-from elasticd_planner.links import LinkState, observe_links
-from elasticd_planner.measurement import Measurement
-from elasticd_planner.rates import Change, RateState, observe
-from elasticd_planner.shift import Shift, ShiftState, watch
-from elasticd_planner.steps import Step
+from elasticd_planner.detection.data_shift import Shift, ShiftState, watch
+from elasticd_planner.detection.links import LinkState, observe_links
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.detection.stragglers import Change, RateState, observe
+from elasticd_planner.spec.cluster import Link
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Invalid
 
-from elasticd.simulator.traces import Data, Grid, Rough, SlowLink, Trace, Trouble
+from tests.simulation.generated_traces import Data, Grid, Rough, SlowLink, Trace, Trouble
 
 SETTINGS = DetectSettings()
 FIXTURE = Path(__file__).parent / "traces" / "eight_devices.jsonl"

@@ -10,7 +10,7 @@ import time
 import grpc
 import pytest
 
-from elasticd import decoding
+from elasticd.codec import decoding
 from elasticd.store import session as sessions
 from elasticd.store.etcd import EtcdStore
 from elasticd.store.protocol import (

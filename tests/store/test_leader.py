@@ -12,7 +12,6 @@ import pytest
 from elasticd.clock import VirtualClock
 from elasticd.coordinator import election
 from elasticd.records import Keys
-from elasticd.store.keeper import LeaseKeeper
 from elasticd.store.leader import (
     AlreadyLed,
     Leader,
@@ -21,6 +20,7 @@ from elasticd.store.leader import (
     campaign,
     read_leader,
 )
+from elasticd.store.lease import LeaseKeeper
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Compare, LeaseLost, Put, StoreReplaced
 

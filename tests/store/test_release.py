@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from elasticd.store import release
+from elasticd.store import etcd_release
 from elasticd.store.protocol import StoreUnavailable
 from tests.etcds import SharedEtcd
 
@@ -40,7 +40,7 @@ def test_a_real_etcd_says_its_release(shared_etcd: SharedEtcd) -> None:
     ],
 )
 def test_releases_with_known_bugs_are_named_with_what_to_run(number: str, said: str) -> None:
-    found = release.objection(number)
+    found = etcd_release.objection(number)
     assert said in found
     assert found.startswith(f"etcd {number}: ")
     assert found.endswith("Run 3.5.6 or newer")
@@ -48,11 +48,11 @@ def test_releases_with_known_bugs_are_named_with_what_to_run(number: str, said: 
 
 @pytest.mark.parametrize("number", ["3.4.23", "3.5.6", "3.5.17", "3.6.0", "", "unknown", "9" * 5000 + ".0.0"])
 def test_nothing_is_said_of_others(number: str) -> None:
-    assert release.objection(number) == ""
+    assert etcd_release.objection(number) == ""
 
 
 def test_a_daemon_logs_it_once_and_goes_on_without_an_answer(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for said in ("3.5.1", "3.5.6", ""):
-            release.warn(Etcd(said))
+            etcd_release.warn(Etcd(said))
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["etcd 3.5.1"]

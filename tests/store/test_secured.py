@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from elasticd.config import Config, ConfigError, parse
+from elasticd.config.tree import Config, ConfigError, parse
 from elasticd.coordinator import election
 from elasticd.coordinator.election import CannotLead
 from elasticd.store.configured import etcd_options

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elasticd_planner.rates import forget
+from elasticd_planner.detection.stragglers import forget
 
-from elasticd.machines.job.ending import stop
-from elasticd.machines.job.fence import FALLIBLE, fault
-from elasticd.machines.job.older import waits
+from elasticd.machines.job.copies.rollback import waits
+from elasticd.machines.job.lifecycle.fence import FALLIBLE, fault
+from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.recovery import lost_without
-from elasticd.machines.job.state import LIVE, Phase, Worker
-from elasticd.machines.job.turn import Turn
-from elasticd.messages import WorkerLost
+from elasticd.machines.job.state.job_state import LIVE, Phase, Worker
+from elasticd.machines.job.state.transaction import Turn
+from elasticd.wire.messages import WorkerLost
 
 
 def lost(turn: Turn, gone: WorkerLost) -> None:

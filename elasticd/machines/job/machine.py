@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from elasticd.health import OfNode
-from elasticd.machines.job import (
-    checkpoints,
-    ending,
-    gather,
-    halted,
-    leaving,
-    losses,
-    parted,
-    probing,
-    raised,
-    recovery,
-    rehearsing,
-    replan,
-    reread,
-    snapshots,
-    stopping,
-    switch,
-)
-from elasticd.machines.job.effects import (
+from elasticd.machines.job import assembly, chaos, losses, recovery, replan, switch
+from elasticd.machines.job.copies import checkpoints, snapshots
+from elasticd.machines.job.faults import hangs, network_partition, user_exceptions
+from elasticd.machines.job.lifecycle import drain, job_end, stop_request
+from elasticd.machines.job.measurements import all_reduce_probes, idle_probes
+from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
     Effect,
@@ -34,10 +20,11 @@ from elasticd.machines.job.effects import (
     StopAsked,
     Unwritten,
 )
-from elasticd.machines.job.part import joins
-from elasticd.machines.job.state import LIVE, OVER, JobState, NodeState, Phase, Settings, Worker
-from elasticd.machines.job.turn import Turn
-from elasticd.messages import (
+from elasticd.machines.job.state.job_state import LIVE, OVER, JobState, NodeState, Phase, Settings, Worker
+from elasticd.machines.job.state.participants import joins
+from elasticd.machines.job.state.transaction import Turn
+from elasticd.wire.main_thread import Halted
+from elasticd.wire.messages import (
     Bereft,
     Doubt,
     Finished,
@@ -57,9 +44,9 @@ from elasticd.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.pulses import Frozen, Probed, Rehearsed, Unreached
-from elasticd.snapshots import Keeps
-from elasticd.whereabouts import Halted
+from elasticd.wire.node_health import OfNode
+from elasticd.wire.probes import Frozen, Probed, Rehearsed, Unreached
+from elasticd.wire.snapshots import Keeps
 
 #: Workers of a job above which what follows from a message waits for the next tick, a tenth of a second away.
 MANY = 64
@@ -88,16 +75,16 @@ def step(
     elif isinstance(event, Planned):
         replan.answered(turn, event)
     elif isinstance(event, Unwritten):
-        ending.unwritten(turn, event)
+        job_end.unwritten(turn, event)
     elif isinstance(event, Reread):
-        reread.ordered(turn, event)
+        chaos.ordered(turn, event)
     elif isinstance(event, StopAsked):
-        stopping.asked(turn, event)
+        stop_request.asked(turn, event)
     elif isinstance(event, AgentDown):
-        gather.forget(turn, event.node)
+        assembly.forget(turn, event.node)
         return turn.job, tuple(turn.effects)
     elif isinstance(event, AgentUp):
-        stopping.remind(turn, event.record.node)
+        stop_request.remind(turn, event.record.node)
         if event.anew:
             turn.set(snapshots=turn.job.snapshots.forgotten(event.record.node))
             losses.orphaned(turn, event.record.node)
@@ -126,7 +113,7 @@ def failed(
         turn.effects.append(turn.told("defect", text, node=event.node, traceback=trace))
     elif job.phase not in OVER:
         turn.effects.append(turn.told("defect", f"elasticd failed on the job ({what})", traceback=trace))
-        ending.stop(turn, f"elasticd failed on the job ({what}); please report it with the leader's log")
+        job_end.stop(turn, f"elasticd failed on the job ({what}); please report it with the leader's log")
     return turn.job, tuple(turn.effects)
 
 
@@ -152,7 +139,7 @@ def turned_away(
     turn = Turn(job, nodes, epoch, settings, now)
     said = event.message
     if job.phase is Phase.ASSEMBLING and isinstance(said, Up) and joins(job, event.node, said.device):
-        ending.stop(turn, why)
+        job_end.stop(turn, why)
     return turn.job, tuple(turn.effects)
 
 
@@ -184,22 +171,22 @@ def _message(
         recovery.froze(turn, message)
         return
     if isinstance(message, Unreached):
-        parted.heard(turn, node, message)
+        network_partition.heard(turn, node, message)
         return
     if isinstance(message, Halted):
-        halted.stood(turn, message)
+        hangs.stood(turn, message)
         return
     if isinstance(message, Unread):
-        gather.unread(turn, node, message)
+        assembly.unread(turn, node, message)
         return
     body = message.body
     if isinstance(body, Join):
-        gather.join(turn, node, message, body)
+        assembly.join(turn, node, message, body)
     elif isinstance(body, Leave):
-        gather.leave(turn, node, message)
+        assembly.leave(turn, node, message)
     elif isinstance(body, Hello):
-        gather.hello(turn, node, message, body)
-        stopping.remind(turn, node)
+        assembly.hello(turn, node, message, body)
+        stop_request.remind(turn, node)
     else:
         _report(turn, message)
 
@@ -238,37 +225,37 @@ def _report(turn: Turn, up: Up) -> None:
         checkpoints.saved(turn, body)
     elif isinstance(body, Finished):
         if losses.bound(turn, up.device, up.incarnation):
-            ending.finished(turn, body)
+            job_end.finished(turn, body)
     elif isinstance(body, Raised):
-        raised.raised(turn, worker, body)
+        user_exceptions.raised(turn, worker, body)
     elif isinstance(body, Leaving):
-        leaving.told(turn, worker, body)
+        drain.told(turn, worker, body)
     elif isinstance(body, Probed):
-        probing.probed(turn, worker, body)
+        idle_probes.probed(turn, worker, body)
     elif isinstance(body, Rehearsed):
-        rehearsing.rehearsed(turn, worker, body)
+        all_reduce_probes.rehearsed(turn, worker, body)
     # A Goodbye needs no answer: its WorkerLost follows and says that it was clean.
 
 
 def _due(turn: Turn) -> None:
     """What the state and the time ask for, whatever the event was; each looks at its own phase."""
-    gather.complete(turn)
-    gather.assemble(turn)
+    assembly.complete(turn)
+    assembly.assemble(turn)
     _settle(turn)
-    gather.answer_late(turn)
+    assembly.answer_late(turn)
     losses.deserted(turn)
     losses.absent(turn)
     losses.stranded(turn)
-    leaving.all_told(turn)
-    stopping.due(turn)
-    raised.judge(turn)
+    drain.all_told(turn)
+    stop_request.due(turn)
+    user_exceptions.judge(turn)
     recovery.suspect(turn)
-    parted.due(turn)
+    network_partition.due(turn)
     switch.overdue(turn)
     switch.unrecovered(turn)
     switch.abort(turn)
     switch.all_kept(turn)
-    reread.due(turn)
+    chaos.due(turn)
     checkpoints.due(turn)
     if not turn.job.stopping and not turn.job.failing:
         replan.request(turn)

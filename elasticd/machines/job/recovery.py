@@ -15,19 +15,19 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from elasticd.machines.job import replan
-from elasticd.machines.job.ending import stop
-from elasticd.machines.job.fence import FALLIBLE, fault
-from elasticd.machines.job.halted import busy, culprits, described, note, tell
-from elasticd.machines.job.holdings import lost_boxes
-from elasticd.machines.job.older import Wait, older, older_state, waits
-from elasticd.machines.job.parted import divided, regroup
-from elasticd.machines.job.source import Source
-from elasticd.machines.job.state import Phase, Worker
+from elasticd.machines.job.copies.holdings import lost_boxes
+from elasticd.machines.job.copies.rollback import Wait, older, older_state, waits
+from elasticd.machines.job.faults.hangs import busy, culprits, described, note, tell
+from elasticd.machines.job.faults.network_partition import divided, regroup
+from elasticd.machines.job.lifecycle.fence import FALLIBLE, fault
+from elasticd.machines.job.lifecycle.job_end import stop
+from elasticd.machines.job.state.job_state import Phase, Worker
+from elasticd.machines.job.state.recovery_source import Source
+from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
-from elasticd.machines.job.turn import Turn
-from elasticd.messages import Bereft, Copy, Standing
-from elasticd.pulses import Frozen
 from elasticd.records import Recovery, Vote
+from elasticd.wire.messages import Bereft, Copy, Standing
+from elasticd.wire.probes import Frozen
 
 #: Of members that are waited for though they stand still.
 _NOBODY_ELSE = "they are waited for, as nobody else holds"

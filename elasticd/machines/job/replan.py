@@ -6,27 +6,28 @@ import math
 from collections import Counter
 
 import msgspec
-from elasticd_planner.cluster import Cluster, Device, Node
-from elasticd_planner.expected import expectation
-from elasticd_planner.fit import fit
-from elasticd_planner.placement import bytes_to_move
-from elasticd_planner.plan import Plan
-from elasticd_planner.policy import Decision, decide, measured_price
-from elasticd_planner.precision import suited
+from elasticd_planner.cost.model_profile import ModelProfile, derive
+from elasticd_planner.cost.training_precision import suited
+from elasticd_planner.detection.expected_work import expectation
+from elasticd_planner.detection.stragglers import observe
+from elasticd_planner.placement.state_movement import bytes_to_move
+from elasticd_planner.policy.policy import Decision, decide, measured_price
+from elasticd_planner.policy.stability import outlook, settled
 from elasticd_planner.problem import Freedom, Problem
-from elasticd_planner.profiles import ModelProfile, derive
-from elasticd_planner.rates import observe
-from elasticd_planner.stability import outlook, settled
-from elasticd_planner.steps import Step
+from elasticd_planner.profiling.fit import fit
+from elasticd_planner.spec.cluster import Cluster, Device, Node
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Invalid
 
-from elasticd.machines.job import lengths, probing, raised, rehearsing
-from elasticd.machines.job.effects import CancelPlan, Planned, RequestPlan
-from elasticd.machines.job.ending import stop
-from elasticd.machines.job.leaving import to_leave, words
-from elasticd.machines.job.older import waits
-from elasticd.machines.job.parted import stepped, unplanned, usable
-from elasticd.machines.job.state import (
+from elasticd.machines.job.copies.rollback import waits
+from elasticd.machines.job.faults import user_exceptions
+from elasticd.machines.job.faults.network_partition import stepped, unplanned, usable
+from elasticd.machines.job.lifecycle.drain import to_leave, words
+from elasticd.machines.job.lifecycle.job_end import stop
+from elasticd.machines.job.measurements import all_reduce_probes, data_lengths, idle_probes
+from elasticd.machines.job.state.events import CancelPlan, Planned, RequestPlan
+from elasticd.machines.job.state.job_state import (
     ASKING,
     NOTHING,
     Asked,
@@ -37,10 +38,10 @@ from elasticd.machines.job.state import (
     Progress,
     Remedy,
 )
+from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
-from elasticd.machines.job.turn import Turn
-from elasticd.messages import Report
 from elasticd.records import JobSpec
+from elasticd.wire.messages import Report
 
 #: What is left after a step of the weight that the slowest one before it has.
 FADING = 0.9
@@ -99,8 +100,8 @@ def _observe(turn: Turn, plan: Plan, step: Step) -> None:
     rates, changes = observe(turn.job.rates, step, turn.settings.detect, work)
     last = tuple(known for known in turn.job.last_steps if known.plan == plan.number)
     turn.set(rates=rates, last_steps=(*last, step)[-MOST_RECENT:])
-    lengths.measured(turn, step)
-    probing.told(turn, changes)
+    data_lengths.measured(turn, step)
+    idle_probes.told(turn, changes)
     profile = turn.job.profile
     if profile is None or turn.job.taught_by == plan.number or not _teaches(turn, plan, profile):
         return
@@ -157,11 +158,13 @@ def request(turn: Turn) -> None:
     if job.spec is None or not all_there(turn):
         return
     if job.phase is Phase.PLANNING:
-        if probing.awaited(turn):
+        if idle_probes.awaited(turn):
             return
-        if job.profile is None and rehearsing.awaited(turn, first_profile(job.spec, turn.settings.flops)):
+        if job.profile is None and all_reduce_probes.awaited(
+            turn, first_profile(job.spec, turn.settings.flops)
+        ):
             return
-    probing.judge(turn)
+    idle_probes.judge(turn)
     try:
         _request(turn)
     except Invalid as error:
@@ -172,7 +175,7 @@ def _request(turn: Turn) -> None:
     job = turn.job
     assert job.spec is not None
     if job.profile is None:
-        rehearsing.learn(turn, first_profile(job.spec, turn.settings.flops))
+        all_reduce_probes.learn(turn, first_profile(job.spec, turn.settings.flops))
     profile = turn.job.profile
     assert profile is not None
     stays = job.plan is not None and (not profile.fitted or turn.settings.policy.paused)
@@ -255,7 +258,7 @@ def answered(turn: Turn, event: Planned) -> None:
     if answer is None or answer.plan is None:
         why = event.error if answer is None else answer.refusal
         if job.phase is Phase.RECOVERING:
-            if not unplanned(turn, why) and not raised.unplanned(turn, why):
+            if not unplanned(turn, why) and not user_exceptions.unplanned(turn, why):
                 waits(turn, why)
         elif job.plan is None:
             stop(turn, f"there is no plan for this job: {why}{_remedy(job.spec, why)}")
@@ -346,7 +349,7 @@ def _devices(turn: Turn) -> tuple[Device, ...]:
     nodes = usable(turn, {name: counts[name] for name, node in known.items() if not node.record.draining})
     found = [device for node in sorted(nodes) for device in turn.nodes[node].record.devices]
     if turn.job.phase is Phase.RUNNING:  # elsewhere speed matters more than how fast a newcomer is
-        there -= probing.awaited(turn)
+        there -= idle_probes.awaited(turn)
     return tuple(device for device in found if device.name in there)
 
 

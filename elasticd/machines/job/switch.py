@@ -5,26 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
-from elasticd_planner.plan import Plan
-from elasticd_planner.policy import Moved
+from elasticd_planner.layout.optimizer_sharding import with_carriers
+from elasticd_planner.policy.policy import Moved
+from elasticd_planner.policy.stability import switched as answered_by
 from elasticd_planner.problem import Problem
-from elasticd_planner.sharding import with_carriers
-from elasticd_planner.stability import switched as answered_by
+from elasticd_planner.spec.plan import Plan
 
-from elasticd.machines.job import checkpoints, raised
-from elasticd.machines.job.checkpoints import NotShared, offered
-from elasticd.machines.job.effects import CancelPlan
-from elasticd.machines.job.ending import aborted, stop
-from elasticd.machines.job.fence import FALLIBLE, fault, resolved
-from elasticd.machines.job.fitting import fit
-from elasticd.machines.job.leaving import hurried
-from elasticd.machines.job.older import waits
-from elasticd.machines.job.parted import regroup
-from elasticd.machines.job.source import Source, called
-from elasticd.machines.job.state import Phase, Progress, Setback, Worker
-from elasticd.machines.job.turn import Turn
-from elasticd.messages import Doubt, Kept, Prepared, Refused, Swapped
+from elasticd.machines.job.copies import checkpoints
+from elasticd.machines.job.copies.checkpoints import NotShared, offered
+from elasticd.machines.job.copies.memory_fit import fit
+from elasticd.machines.job.copies.rollback import waits
+from elasticd.machines.job.faults import user_exceptions
+from elasticd.machines.job.faults.network_partition import regroup
+from elasticd.machines.job.lifecycle.drain import hurried
+from elasticd.machines.job.lifecycle.fence import FALLIBLE, fault, resolved
+from elasticd.machines.job.lifecycle.job_end import aborted, stop
+from elasticd.machines.job.state.events import CancelPlan
+from elasticd.machines.job.state.job_state import Phase, Progress, Setback, Worker
+from elasticd.machines.job.state.recovery_source import Source, called
+from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import HistoryRecord, PlanRecord, Proposal
+from elasticd.wire.messages import Doubt, Kept, Prepared, Refused, Swapped
 
 #: Seconds from a switch that was given up to the next, where a worker waits for it to leave.
 AGAIN_SECONDS = 1.0
@@ -88,7 +89,7 @@ def _does_not_fit(turn: Turn, wrong: str) -> None:
     job = turn.job
     if job.phase is Phase.RECOVERING:
         turn.set(remedy=None)  # another is made once more devices are there
-        if not raised.unplanned(turn, wrong):
+        if not user_exceptions.unplanned(turn, wrong):
             waits(turn, wrong)
     elif job.plan is None:
         stop(turn, f"the plan does not fit: {wrong}")

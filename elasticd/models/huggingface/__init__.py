@@ -15,12 +15,12 @@ from typing import Any
 from torch import Tensor
 
 from elasticd.models.huggingface.anatomy import REMEDY, text_of
-from elasticd.models.huggingface.plans import cuts_of
+from elasticd.models.huggingface.init_weights import on_meta, own_init, with_buffers
 from elasticd.models.huggingface.proof import prove
 from elasticd.models.huggingface.sections import sections_of
-from elasticd.models.huggingface.values import on_meta, own_init, with_buffers
-from elasticd.runtime.accepted import ModelError
-from elasticd.runtime.model import Init, Model
+from elasticd.models.huggingface.tp_plans import cuts_of
+from elasticd.runtime.model.model import Init, Model
+from elasticd.runtime.model.validation import ModelError
 
 __all__ = ["from_hf", "refuse_at_sight", "their_name"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elasticd.runtime.accepted import ModelError
+from elasticd.runtime.model.validation import ModelError
 
 #: What a refusal ends with.
 REMEDY = "describe it with elasticd.Model(embed=..., blocks=..., head=...)"

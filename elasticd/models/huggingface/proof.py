@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elasticd.models.huggingface import shrunken
+from elasticd.models.huggingface import tiny_config
 from elasticd.models.huggingface.anatomy import (
     REMEDY,
     Anatomy,
@@ -32,7 +32,7 @@ from elasticd.models.huggingface.anatomy import (
     watch,
 )
 from elasticd.models.huggingface.sections import Sections, sections_of
-from elasticd.runtime.accepted import ModelError, replace_dropouts
+from elasticd.runtime.model.validation import ModelError, replace_dropouts
 
 #: Of the micro-batch that is tried.
 SAMPLES, TOKENS = 2, 7
@@ -97,7 +97,7 @@ def prove(model: Any) -> Proof:
         first = compared(copy)
         exact, numbers = _with_changed_numbers(kind, copy.model.config)
         numbers = [name for name in numbers if acts(copy, name)]
-        _refuse_draws(kind, copy.model.config, shrunken.dropouts(config))
+        _refuse_draws(kind, copy.model.config, tiny_config.dropouts(config))
     return Proof(
         model=kind.__name__, anatomy=first.anatomy, exact=first.exact and exact, numbers=tuple(numbers)
     )
@@ -105,12 +105,12 @@ def prove(model: Any) -> Proof:
 
 def _with_changed_numbers(kind: Any, base: Any) -> tuple[bool, list[str]]:
     """All numbers changed at once; one by one where such a model cannot be made or is not its sections."""
-    changed = shrunken.numbers(base)
+    changed = tiny_config.numbers(base)
     if not changed:
         return True, []
     lost: ModelError | None = None
     try:
-        return compared(copy_of(kind, shrunken.with_numbers(base, changed))).exact, list(changed)
+        return compared(copy_of(kind, tiny_config.with_numbers(base, changed))).exact, list(changed)
     except Exception as error:
         lost = error if isinstance(error, ModelError) else None
     alone = {name: changed_alone(kind, base, name, value) for name, value in changed.items()}
@@ -123,7 +123,7 @@ def changed_alone(kind: Any, base: Any, name: str, value: Any) -> bool | None:
     """Whether a model with this one number changed is equal to the bit; None: there is no such model. Raises
     ModelError where it is not its sections."""
     try:
-        copy = copy_of(kind, shrunken.with_numbers(base, {name: value}))
+        copy = copy_of(kind, tiny_config.with_numbers(base, {name: value}))
     except Exception:
         return None
     try:
@@ -138,7 +138,9 @@ def acts(copy: Copy, name: str) -> bool:
     """Whether the copy's logits are others with this number of its configuration changed."""
     config = copy.model.config
     try:
-        other = copy_of(type(copy.model), shrunken.with_numbers(config, {name: shrunken.numbers(config)[name]}))
+        other = copy_of(
+            type(copy.model), tiny_config.with_numbers(config, {name: tiny_config.numbers(config)[name]})
+        )
     except Exception:  # it cannot be changed alone
         return True
     return not torch.equal(other.logits, copy.logits)
@@ -281,7 +283,7 @@ def _refuse_draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> None:
 
 def _draws(kind: Any, base: Any, dropouts: Mapping[str, float]) -> bool:
     """Whether the sections draw random numbers once every nn.Dropout is a keyed one."""
-    copy = copy_of(kind, shrunken.with_numbers(base, dropouts))
+    copy = copy_of(kind, tiny_config.with_numbers(base, dropouts))
     for layer in copy.model.modules():  # layers that are dropped whole are not called
         layer.training = False
     anatomy = watch(copy.model, copy.ids).anatomy
@@ -300,11 +302,11 @@ def _small(model: Any) -> Copy:
     """A small copy that has layers of every kind that the model has, and the same modules around them."""
     kind, wanted = type(model), _kinds(model)
     try:
-        base = shrunken.small(model.config)
+        base = tiny_config.small(model.config)
         with torch.device("meta"):
             blank = kind(base)
             if wanted - _kinds(blank):
-                base = shrunken.small(model.config, shrunken.MOST_LAYERS)
+                base = tiny_config.small(model.config, tiny_config.MOST_LAYERS)
                 blank = kind(base)
         if why := _another_model(model, blank):
             raise ModelError(f"a small copy of {kind.__name__} {why}, and cannot be compared: {REMEDY}")

@@ -35,7 +35,7 @@ from elasticd.models.huggingface.anatomy import (
     parts,
     text_of,
 )
-from elasticd.runtime.accepted import ModelError
+from elasticd.runtime.model.validation import ModelError
 
 #: Where nn.Module keeps its hooks.
 _HOOKS = (

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import torch
 
-from elasticd.runtime.accepted import ModelError
 from elasticd.runtime.checking import layouts
 from elasticd.runtime.checking.layouts import Variation
 from elasticd.runtime.checking.script import CannotCheck, subject_of
 from elasticd.runtime.checking.trial import Subject, Trial, tried
 from elasticd.runtime.checking.verdict import findings
+from elasticd.runtime.model.validation import ModelError
 
 #: Samples of the step: of two replicas the second has two micro-batches.
 _SAMPLES = 3

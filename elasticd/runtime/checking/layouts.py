@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elasticd_planner.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
-from elasticd_planner.rules import ModelSpec
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, StatePolicy, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

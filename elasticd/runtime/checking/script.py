@@ -11,11 +11,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from elasticd.runtime import job as jobs
-from elasticd.runtime.accepted import ModelError
+from elasticd.runtime.api import job as jobs
+from elasticd.runtime.api.options import Options
 from elasticd.runtime.checking.trial import Subject
-from elasticd.runtime.options import Options
-from elasticd.runtime.stream import Stream, first_samples
+from elasticd.runtime.data.stream import Stream, first_samples
+from elasticd.runtime.model.validation import ModelError
 
 #: Of a stream, what is tried.
 _SAMPLES = 8

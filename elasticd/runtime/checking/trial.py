@@ -8,21 +8,21 @@ from itertools import chain
 from typing import Any, cast
 
 import torch
-from elasticd_planner.batch import Sampler
-from elasticd_planner.boxes import Box
-from elasticd_planner.layouts import Layouts
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
 from elasticd.runtime.checking.layouts import Variation
-from elasticd.runtime.data import Collate, Dataset
-from elasticd.runtime.engine import Engine, first_state, make_engine
-from elasticd.runtime.groups import Fabric, PeerLost
-from elasticd.runtime.in_memory import MemoryFabric, run_threads, unpaced
-from elasticd.runtime.model import Model
-from elasticd.runtime.precision import Precision
-from elasticd.runtime.recipe import MakeOptimizer, Recipe
-from elasticd.runtime.stage import Loss
-from elasticd.runtime.torch_store import TorchStore
+from elasticd.runtime.comm.groups import Fabric, PeerLost
+from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads, unpaced
+from elasticd.runtime.comm.torch_store import TorchStore
+from elasticd.runtime.data.loader import Collate, Dataset
+from elasticd.runtime.engine.engine import Engine, first_state, make_engine
+from elasticd.runtime.engine.mixed_precision import Precision
+from elasticd.runtime.engine.pipeline_stage import Loss
+from elasticd.runtime.engine.recipe import MakeOptimizer, Recipe
+from elasticd.runtime.model.model import Model
 
 
 def _plain(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

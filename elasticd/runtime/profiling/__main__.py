@@ -12,14 +12,14 @@ import msgspec
 import torch
 from elasticd_planner.value import Invalid
 
-from elasticd.decoding import decoder_of
-from elasticd.measuring import Done, Failed, Progress, Request
-from elasticd.runtime.model import ModelError
+from elasticd.codec.decoding import decoder_of
+from elasticd.runtime.model.model import ModelError
 from elasticd.runtime.profiling import collectives
 from elasticd.runtime.profiling.clocks import NoDevice, clock_of
 from elasticd.runtime.profiling.loading import CannotLoad, batch_of, load, loss_of, told
 from elasticd.runtime.profiling.measure import measure
-from elasticd.runtime.profiling.orphans import end_at_eof
+from elasticd.runtime.profiling.parent_pipe import end_at_eof
+from elasticd.wire.profiler import Done, Failed, Progress, Request
 
 
 def run(request: Request, answer: BinaryIO) -> Done | Failed:

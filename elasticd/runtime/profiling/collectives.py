@@ -17,16 +17,16 @@ from statistics import median
 
 import msgspec
 import torch
-from elasticd_planner.samples import Collective
+from elasticd_planner.profiling.samples import Collective
 from elasticd_planner.value import Value
 from torch import distributed
 
-from elasticd.decoding import decoder_of
-from elasticd.measuring import Request
-from elasticd.runtime.groups import Fabric
-from elasticd.runtime.model import Model
-from elasticd.runtime.profiling.orphans import end_at_eof
-from elasticd.runtime.torch_store import TorchStore
+from elasticd.codec.decoding import decoder_of
+from elasticd.runtime.comm.groups import Fabric
+from elasticd.runtime.comm.torch_store import TorchStore
+from elasticd.runtime.model.model import Model
+from elasticd.runtime.profiling.parent_pipe import end_at_eof
+from elasticd.wire.profiler import Request
 
 #: Seconds that the processes of one width may take in all.
 PATIENCE = 300.0

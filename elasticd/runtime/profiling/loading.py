@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from elasticd.runtime.data import Batch
-from elasticd.runtime.model import Model, ModelError
-from elasticd.runtime.stage import Loss
+from elasticd.runtime.data.loader import Batch
+from elasticd.runtime.engine.pipeline_stage import Loss
+from elasticd.runtime.model.model import Model, ModelError
 
 #: (samples, tokens of each) to a batch, as the model's embed takes it.
 MakeBatch = Callable[[int, int], Batch]

@@ -13,18 +13,18 @@ from statistics import median
 from typing import Any
 
 import torch
-from elasticd_planner.profiles import derive
-from elasticd_planner.rules import apportion
-from elasticd_planner.samples import Collective, Samples, Timing, Update, Whole, kind_name
+from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.profiling.samples import Collective, Samples, Timing, Update, Whole, kind_name
+from elasticd_planner.spec.model import apportion
 from elasticd_planner.value import refuse
 from torch import Tensor
 
-from elasticd.measuring import Request
-from elasticd.runtime.model import Model
+from elasticd.runtime.engine.pipeline_stage import Loss
+from elasticd.runtime.model.model import Model
 from elasticd.runtime.profiling.clocks import Clock
 from elasticd.runtime.profiling.loading import MakeBatch
 from elasticd.runtime.profiling.parts import Part, Passes, Values, WholeModel, part_of, whole_model
-from elasticd.runtime.stage import Loss
+from elasticd.wire.profiler import Request
 
 #: Rounds before those that count: allocations, autotuning, first gradients, optimizer state.
 WARM_UP = 2

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from elasticd_planner.boxes import Box
-from elasticd_planner.plan import Stage
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Stage
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from elasticd.runtime import regions
-from elasticd.runtime.groups import Group
-from elasticd.runtime.local import LocalModel, local_model
-from elasticd.runtime.model import Model
+from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.engine.pipeline_stage import Loss
+from elasticd.runtime.model.local_model import LocalModel, local_model
+from elasticd.runtime.model.model import Model
+from elasticd.runtime.parallel import tp_hooks
 from elasticd.runtime.profiling.clocks import Clock
-from elasticd.runtime.stage import Loss
 
 
 class Alone:
@@ -189,7 +189,7 @@ def part_of(
     values.fill(local, {section: module})
     if len(shares) > 1:
         # The hooks that a job's engine makes, around nobody.
-        regions.attach(model, section, module, shares, cast(Group, Alone(len(shares))))
+        tp_hooks.attach(model, section, module, shares, cast(Group, Alone(len(shares))))
     return Part(label=label, width=len(shares), share=shares[0] / sum(shares), module=module, loss=loss)
 
 

@@ -1,0 +1,1 @@
+"""Hang detection: heartbeats of the workers' processes, and where their main threads stand still."""

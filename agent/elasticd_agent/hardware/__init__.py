@@ -1,0 +1,1 @@
+"""The node's devices, and the sensors of its machine and accelerators."""

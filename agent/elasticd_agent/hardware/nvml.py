@@ -1,0 +1,186 @@
+"""NVIDIA's devices by NVML, as far as driver and device offer it; `pynvml` is handed in, so that tests can.
+
+Whatever a device or its driver does not support is left out, one thing at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, TypeVar
+
+from elasticd.wire.node_health import DeviceHealth
+
+T = TypeVar("T")
+
+#: XIDs that are remembered of a device.
+_MOST_XIDS = 8
+
+_log = logging.getLogger(__name__)
+
+#: Why clocks are held down, by what NVML calls it; idling and settings of the user's own are no trouble.
+REASONS = {
+    "SwPowerCap": "power limit",
+    "HwSlowdown": "hardware",
+    "HwThermalSlowdown": "heat (hardware)",
+    "SwThermalSlowdown": "heat",
+    "HwPowerBrakeSlowdown": "power brake",
+    "SyncBoost": "another device of its sync group",
+}
+
+
+class Nvml:
+    """NVML while it is open. `names` are those of the devices, in NVML's order, of which the first count."""
+
+    def __init__(self, pynvml: ModuleType | Any, names: Sequence[str]) -> None:
+        """Raises `pynvml.NVMLError` where there is no driver."""
+        self._nvml = pynvml
+        pynvml.nvmlInit()
+        found = min(len(names), pynvml.nvmlDeviceGetCount())
+        self._handles = {names[i]: pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(found)}
+        self._xids: dict[str, tuple[int, ...]] = {}
+        self._events = self._ask(self._subscribed)
+
+    def close(self) -> None:
+        if self._events is not None:
+            self._ask(lambda: self._nvml.nvmlEventSetFree(self._events))
+        self._ask(self._nvml.nvmlShutdown)
+
+    def read(self) -> tuple[DeviceHealth, ...]:
+        """All devices now. It takes milliseconds for each, and does not wait for what they compute."""
+        self._hear()
+        return tuple(self._device(name, handle) for name, handle in self._handles.items())
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """The answer, None where device or driver has none."""
+        try:
+            return question()
+        except (self._nvml.NVMLError, AttributeError):
+            return None
+
+    def _device(self, name: str, handle: Any) -> DeviceHealth:
+        nvml, ask = self._nvml, self._ask
+        power, limit = (
+            ask(lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
+            ask(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3),
+        )
+        rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
+        links = self._fields(handle, "DATA_TX", "DATA_RX", prefix="NVML_FI_DEV_NVLINK_THROUGHPUT_")
+        errors = self._fields(
+            handle, "CRC_FLIT", "REPLAY", "RECOVERY", prefix="NVML_FI_DEV_NVLINK_", suffix="_ERROR_COUNT_TOTAL"
+        )
+        return DeviceHealth(
+            name=name,
+            utilisation=ask(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100),
+            memory_used=ask(lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).used)),
+            clock=ask(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6),
+            most_clock=ask(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM) * 1e6),
+            throttled=self._throttled(handle),
+            temperature=ask(lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
+            power=power,
+            power_limit=limit,
+            corrected=self._ecc(handle, "CORRECTED"),
+            uncorrected=self._ecc(handle, "UNCORRECTED"),
+            remapped=(int(rows[0]), int(rows[1])) if rows is not None else None,
+            remapping=_remapping(rows) if rows is not None else "",
+            pcie=self._pcie(handle),
+            pcie_replays=ask(lambda: int(nvml.nvmlDeviceGetPcieReplayCounter(handle))),
+            # Those of NVLink count KiB.
+            nvlink=(links[0] << 10, links[1] << 10) if links is not None else None,
+            nvlink_errors=sum(errors) if errors is not None else None,
+            xids=self._xids.get(name, ()),
+        )
+
+    def _throttled(self, handle: Any) -> tuple[str, ...]:
+        nvml = self._nvml
+        mask = self._ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
+        if mask is None:  # drivers before 535
+            mask = self._ask(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))
+        bits = {name: getattr(nvml, f"nvmlClocksThrottleReason{name}", 0) for name in REASONS}
+        return tuple(REASONS[name] for name, bit in bits.items() if (mask or 0) & bit)
+
+    def _ecc(self, handle: Any, kind: str) -> int | None:
+        nvml = self._nvml
+        return self._ask(
+            lambda: int(
+                nvml.nvmlDeviceGetTotalEccErrors(
+                    handle, getattr(nvml, f"NVML_MEMORY_ERROR_TYPE_{kind}"), nvml.NVML_VOLATILE_ECC
+                )
+            )
+        )
+
+    def _pcie(self, handle: Any) -> tuple[int, int] | None:
+        nvml = self._nvml
+
+        def both() -> tuple[int, int]:
+            sent = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES)
+            received = nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
+            return int(sent) << 10, int(received) << 10  # KiB a second
+
+        return self._ask(both)
+
+    def _fields(self, handle: Any, *names: str, prefix: str, suffix: str = "") -> list[int] | None:
+        """Of all links together; None where one of them is not offered."""
+        nvml = self._nvml
+        everywhere = 0xFFFFFFFF
+
+        def read() -> list[int] | None:
+            fields = [getattr(nvml, prefix + name + suffix) for name in names]
+            scoped = [(field, everywhere) for field in fields] if "THROUGHPUT" in prefix else fields
+            values = nvml.nvmlDeviceGetFieldValues(handle, scoped)
+            if any(value.nvmlReturn != nvml.NVML_SUCCESS for value in values):
+                return None
+            return [int(value.value.ullVal) for value in values]
+
+        return self._ask(read)
+
+    def _subscribed(self) -> Any:
+        """To the driver's reports of critical errors."""
+        nvml = self._nvml
+        events = nvml.nvmlEventSetCreate()
+        for handle in self._handles.values():
+            with suppress(nvml.NVMLError):
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+        return events
+
+    def _hear(self) -> None:
+        """Takes in what was reported since, without waiting."""
+        while self._events is not None:
+            try:
+                event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
+            except self._nvml.NVMLError:  # nothing more, or not supported
+                return
+            name = next((n for n, h in self._handles.items() if _same(h, event.device)), None)
+            if name is not None:
+                _log.warning("the driver reports XID %d of %s", event.eventData, name)
+                self._xids[name] = (*self._xids.get(name, ()), int(event.eventData))[-_MOST_XIDS:]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two handles, which are pointers, are of one device."""
+    try:
+        return ctypes.cast(one, ctypes.c_void_p).value == ctypes.cast(other, ctypes.c_void_p).value
+    except (ctypes.ArgumentError, TypeError):
+        return one is other
+
+
+def _remapping(rows: Sequence[int]) -> str:
+    """In words, from (corrected, uncorrected, pending, failed)."""
+    if rows[3]:
+        return "one could not be remapped, replace the device"
+    return "one is to be remapped, reset the device" if rows[2] else ""
+
+
+def opened(names: Sequence[str]) -> Nvml | None:
+    """NVML, None without a driver or its Python package."""
+    try:
+        import pynvml
+    except (ImportError, OSError):
+        return None
+    try:
+        return Nvml(pynvml, names)
+    except pynvml.NVMLError:
+        return None

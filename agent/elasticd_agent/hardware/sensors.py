@@ -1,0 +1,76 @@
+"""This machine beside its work, by psutil and the kernel's own counts, and its accelerators."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from elasticd.wire.node_health import DeviceHealth, Health
+
+#: Where Linux tells how long work waited ("pressure stall information").
+PRESSURE = Path("/proc/pressure")
+
+
+class Sensors:
+    """Read one after the other: rates are those since the reading before. `devices` reads the accelerators."""
+
+    def __init__(
+        self, devices: Callable[[], tuple[DeviceHealth, ...]] = tuple, pressure: Path = PRESSURE
+    ) -> None:
+        self._devices, self._pressure = devices, pressure
+        self._before: tuple[float, tuple[int, int] | None, tuple[int, int] | None] | None = None
+        psutil.cpu_times_percent(interval=None)  # the next one is since this
+
+    def read(self) -> Health:
+        """Now. Whatever this system does not tell is left out."""
+        now, disk, network = time.monotonic(), _disk(), _network()
+        before, self._before = self._before, (now, disk, network)
+        seconds = now - before[0] if before is not None else 0.0
+        steal = getattr(psutil.cpu_times_percent(interval=None), "steal", None)
+        return Health(
+            stolen=steal / 100 if steal is not None else None,
+            pressure=_pressures(self._pressure),
+            memory_available=int(psutil.virtual_memory().available),
+            disk=_rates(before[1], disk, seconds) if before is not None else None,
+            network=_rates(before[2], network, seconds) if before is not None else None,
+            devices=self._devices(),
+        )
+
+
+def _rates(
+    before: tuple[int, int] | None, now: tuple[int, int] | None, seconds: float
+) -> tuple[float, float] | None:
+    if before is None or now is None or seconds <= 0:
+        return None
+    return max(0, now[0] - before[0]) / seconds, max(0, now[1] - before[1]) / seconds
+
+
+def _disk() -> tuple[int, int] | None:
+    """Bytes read and written so far."""
+    with suppress(OSError, RuntimeError, NotImplementedError):
+        counters = psutil.disk_io_counters()
+        return (counters.read_bytes, counters.write_bytes) if counters is not None else None
+    return None
+
+
+def _network() -> tuple[int, int] | None:
+    """Bytes received and sent so far, over all interfaces."""
+    with suppress(OSError, RuntimeError, NotImplementedError):
+        counters = psutil.net_io_counters()
+        return (counters.bytes_recv, counters.bytes_sent) if counters is not None else None
+    return None
+
+
+def _pressures(folder: Path) -> dict[str, float]:
+    """Part of the last ten seconds in which some work waited, by what for."""
+    found = {}
+    for what in ("cpu", "memory", "io"):
+        with suppress(OSError, ValueError, StopIteration):
+            line = next(line for line in (folder / what).read_text().splitlines() if line.startswith("some "))
+            fields = dict(part.split("=") for part in line.split()[1:])
+            found[what] = float(fields["avg10"]) / 100
+    return found

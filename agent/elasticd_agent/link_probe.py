@@ -1,0 +1,82 @@
+"""The link to another node, probed now and again while neither this node nor that one has work.
+
+Each idle node probes the next idle one in a ring, so that n nodes make n probes in a round, whatever n is. A
+probe goes the way that snapshots go, over TLS: it finds links that are slower than a processor encrypts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from elasticd.machines.agent.state import State
+from elasticd.records import NodeRecord
+from elasticd.wire.probes import Crossed
+from elasticd_agent.snapshots.port import StreamFailed
+
+#: Bytes of a probe.
+SIZE = 4 << 20
+
+_log = logging.getLogger(__name__)
+
+
+class Sends(Protocol):
+    """What a link is probed by."""
+
+    def cross(self, address: str, certificate: str, size: int) -> tuple[float, float]: ...
+
+
+class Crossings:
+    """On one event loop. Every `seconds` (0: never) a probe to one of `ring`, told by `tell`; `state` is what
+    the agent knows."""
+
+    def __init__(
+        self,
+        seconds: float,
+        sender: Sends,
+        ring: Callable[[], Sequence[NodeRecord]],
+        state: Callable[[], State],
+        tell: Callable[[Crossed], None],
+    ) -> None:
+        self._seconds, self._sender, self._ring = seconds, sender, ring
+        self._state, self._tell = state, tell
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while self._seconds:
+            await asyncio.sleep(self._seconds)
+            await self.probe()
+
+    async def probe(self) -> None:
+        """One probe, where there is anybody to probe to."""
+        target = next_idle(self._state(), self._ring())
+        if target is None:
+            return
+        try:
+            seconds, latency = await asyncio.to_thread(
+                self._sender.cross, target.snapshots, target.certificate, SIZE
+            )
+        except (StreamFailed, msgspec.MsgspecError) as error:
+            _log.debug("the link to node %s was not probed: %s", target.node, error)
+            return
+        if next_idle(self._state(), [target]) is not None:  # else it shared the link with work
+            self._tell(Crossed(target=target.node, size=SIZE, seconds=seconds, latency=latency))
+
+
+def next_idle(state: State, ring: Sequence[NodeRecord]) -> NodeRecord | None:
+    """The first of the ring that has no work, if this node has none either."""
+    busy = _busy(state)
+    if state.record.node in busy:
+        return None
+    return next((record for record in ring if record.node not in busy), None)
+
+
+def _busy(state: State) -> set[str]:
+    """The nodes that a plan uses, in force or open."""
+    plans = [record.plan for job, record in state.plans.items() if job not in state.done]
+    plans += [p.plan for job, p in state.proposals.items() if p.status == "open" and job not in state.done]
+    return {device.rpartition("/")[0] for plan in plans for device in plan.members}

@@ -1,0 +1,277 @@
+"""Keeps this agent's keys in the store: its node and its workers, all under one lease.
+
+What ought to be there is set from the event loop; a thread brings the store to it, over outages and after a
+lost lease, since the store's calls block. The node's key is also the proof that no other agent serves it.
+
+A key that the store refuses, for its size or for want of a permission, is named in the log and tried again,
+ever more seldom: etcd's limits and roles may be changed. No other key waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from elasticd.backoff import Backoff, jittered
+from elasticd.codec.decoding import shown
+from elasticd.records import Keys, MemberRecord, NodeRecord, decode, encode
+from elasticd.store.lease import LeaseKeeper
+from elasticd.store.protocol import (
+    Compare,
+    KeyValue,
+    LeaseLost,
+    OutcomeUnknown,
+    Put,
+    Store,
+    StoreError,
+    StoreRefused,
+    StoreReplaced,
+    StoreTooLarge,
+)
+from elasticd_agent.internal_errors import outlived
+
+#: Seconds between attempts to write the keys, and those that the store refuses: doubled from the first to the
+#: second.
+_RETRY = (0.25, 2.0)
+_RETRY_REFUSED = (1.0, 30.0)
+_POLL_SECONDS = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+class NodeTaken(Exception):
+    """Another living agent has this node's name; the message says what to do."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Refused:
+    """A key that the store does not take, or does not delete (`value` None), and when that is tried again."""
+
+    value: bytes | None = None
+    why: str = ""
+    again: float = 0.0
+    pause: Backoff = field(default_factory=lambda: Backoff(*_RETRY_REFUSED))
+
+
+class Registrar:
+    """`claim` the node's key, then `start`; `failed(reason)` comes from the thread if it is lost for good."""
+
+    def __init__(
+        self, store: Store, keys: Keys, record: NodeRecord, ttl: int, failed: Callable[[str], None]
+    ) -> None:
+        self._store, self._keys, self._record, self._ttl = store, keys, record, ttl
+        self._failed = failed
+        self._node_key = keys.node(record.node)
+        self._lock = threading.Lock()
+        self._wanted: dict[str, bytes] = {}
+        #: What the store has of us, by key; None while that is in doubt.
+        self._written: dict[str, bytes | None] = {}
+        self._refused: dict[str, _Refused] = {}
+        self._told: dict[str, Callable[[str], None]] = {}
+        self._keeper: LeaseKeeper | None = None
+        self._lease = 0
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="registrar", daemon=True)
+
+    def claim(self) -> None:
+        """Take the node's key. A dead agent's is waited for until its lease has run out.
+
+        Raises NodeTaken, and StoreError when the store is not there.
+        """
+        deadline = time.monotonic() + self._ttl + 1.0
+        lease = None
+        while lease is None:
+            lease = self._claimed(self._store.grant(self._ttl), deadline)
+            if lease is None and self._stop.wait(jittered(_POLL_SECONDS)):
+                return
+        self._lease = lease
+        self._keeper = LeaseKeeper(self._store, lease, self._ttl, lambda _: self._wake.set()).start()
+
+    def _claimed(self, lease: int, deadline: float) -> int | None:
+        """The lease once it has the node's key; None where the store is so slow that it ran out before, or
+        where this is given up. Raises as `claim`."""
+        try:
+            while not self._take(lease):
+                holder = self._store.get(self._node_key)
+                if holder is not None and time.monotonic() >= deadline:
+                    self._store.revoke(lease)
+                    raise NodeTaken(self._taken_by(holder))
+                if self._stop.wait(jittered(_POLL_SECONDS)):
+                    self._store.revoke(lease)
+                    return None
+                self._store.keep_alive(lease)
+        except LeaseLost as error:
+            _log.warning("the store is too slow to keep the key of node %s: %s", self._record.node, error)
+            return None
+        return lease
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def set_node(self, record: NodeRecord) -> None:
+        """The node's key says this from now on."""
+        with self._lock:
+            self._record = record
+            self._wanted[self._node_key] = encode(record)
+        self._wake.set()
+
+    def set_member(self, job: str, record: MemberRecord) -> None:
+        with self._lock:
+            self._wanted[self._keys.member(job, record.device)] = encode(record)
+        self._wake.set()
+
+    def clear_member(self, job: str, device: str) -> None:
+        with self._lock:
+            self._wanted.pop(self._keys.member(job, device), None)
+        self._wake.set()
+
+    def hold(self, key: str, value: bytes, told: Callable[[str], None]) -> None:
+        """Keep this key as long as this agent lives. `told` is called once, from the thread: with an empty
+        string when the key is there, or with why the store refuses it, which is tried again."""
+        with self._lock:
+            self._wanted[key] = value
+            self._told[key] = told
+        self._wake.set()
+
+    def release(self, key: str) -> None:
+        with self._lock:
+            self._wanted.pop(key, None)
+            self._told.pop(key, None)
+        self._wake.set()
+
+    def give_up(self) -> None:
+        """Let a `claim` that waits return; nothing is claimed then."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """End the thread and give the lease back, and with it all keys. Blocks as the store does."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._keeper is not None:
+            self._keeper.stop(revoke=True)
+
+    def _take(self, lease: int) -> bool:
+        put = Put(self._node_key, encode(self._record), lease)
+        try:
+            if self._store.transact((Compare.absent(self._node_key),), (put,)).succeeded:
+                return True
+        except OutcomeUnknown:
+            # The lease is ours alone, so the key tells.
+            pass
+        found = self._store.get(self._node_key)
+        return found is not None and found.lease == lease
+
+    def _taken_by(self, holder: KeyValue) -> str:
+        try:
+            other = decode(holder.value, NodeRecord)
+            who = f"agent {other.agent} at {other.address}"
+        except ValueError:
+            who = "another agent"
+        return (
+            f"node {self._record.node!r} is served by {who}, which is alive: stop that one, "
+            "or give this agent a name of its own with --node"
+        )
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._wake.wait(self._until_refused())
+            self._wake.clear()
+            pause = Backoff(*_RETRY)
+            while not self._stop.is_set() and not self._settle():
+                self._stop.wait(pause.next())
+
+    def _until_refused(self) -> float | None:
+        """Seconds until a key that was refused is tried again; None where there is none."""
+        again = min((refused.again for refused in self._refused.values()), default=None)
+        return None if again is None else max(0.0, again - time.monotonic())
+
+    def _settle(self) -> bool:
+        """Bring the store to what is wanted; False when that must be tried again."""
+        try:
+            if self._keeper is not None and self._keeper.lost:
+                self._reclaim()
+            with self._lock:
+                wanted = dict(self._wanted)
+            for key in [*((self._written.keys() | self._refused.keys()) - wanted.keys()), *wanted]:
+                self._bring(key, wanted.get(key))
+            self._tell()
+        except NodeTaken as taken:
+            self._failed(str(taken))
+            self._stop.set()
+        except LeaseLost:
+            if self._keeper is not None:
+                self._keeper.refresh()
+            return False
+        except StoreError as error:
+            _log.debug("the store did not take this node's keys, trying again: %s", error)
+            return False
+        except Exception as error:  # this thread lasts as long as the agent
+            outlived("this node's keys", error)
+            return False
+        return True
+
+    def _is_there(self, key: str, value: bytes | None) -> bool:
+        """Whether the store has this value of a key (None: nothing of it), as far as we know."""
+        return key not in self._written if value is None else self._written.get(key) == value
+
+    def _bring(self, key: str, value: bytes | None) -> None:
+        """Write one key, or delete it (None). Raises StoreError, but not for a refusal of this key."""
+        refused = self._refused.get(key)
+        if self._is_there(key, value):
+            self._refused.pop(key, None)
+            return
+        if refused is not None and refused.value == value and time.monotonic() < refused.again:
+            return
+        before = dict(self._written)
+        self._written[key] = None  # until there is an answer
+        try:
+            if value is None:
+                self._store.delete(key)
+            else:
+                self._store.put(key, value, self._lease)
+        except StoreReplaced:
+            raise  # it refuses all that is ours, as the lease's keeper says
+        except (StoreRefused, StoreTooLarge, ValueError, TypeError) as error:  # the last two: it is no key
+            self._written = before
+            self._refuse(key, value, error)
+            return
+        self._written[key] = value
+        if value is None:
+            del self._written[key]
+        if self._refused.pop(key, None) is not None:
+            _log.info("the store takes the key %s now", shown(key))
+
+    def _refuse(self, key: str, value: bytes | None, error: Exception) -> None:
+        """Said once, until the store takes the key."""
+        if key not in self._refused:
+            what = "deleted" if value is None else "written"
+            _log.error("the key %s is not %s: %s; that is tried again", shown(key), what, error)
+        refused = self._refused.setdefault(key, _Refused())
+        refused.value, refused.why = value, f"the key {shown(key)}: {error}"
+        refused.again = time.monotonic() + refused.pause.next()
+
+    def _tell(self) -> None:
+        calls = []
+        with self._lock:
+            for key in list(self._told):
+                value, refused = self._wanted[key], self._refused.get(key)
+                if self._is_there(key, value):
+                    calls.append((self._told.pop(key), ""))
+                elif refused is not None and refused.value == value:
+                    calls.append((self._told.pop(key), refused.why))
+        for told, why in calls:
+            told(why)
+
+    def _reclaim(self) -> None:
+        """The lease ran out (this process was frozen, or cut off while etcd ran on): begin anew."""
+        _log.warning("the lease of node %s was lost: taking a new one", self._record.node)
+        if self._keeper is not None:
+            self._keeper.stop()
+        self._written.clear()
+        self.claim()

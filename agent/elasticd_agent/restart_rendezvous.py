@@ -1,0 +1,363 @@
+"""The rounds of jobs in restart mode: what torch's rendezvous keeps in etcd, for the torchruns of this node.
+
+A torchrun needs no client of etcd: it asks here. The state of a job's rendezvous is torch's own, opaque bytes
+under one key, changed by comparison with its last revision alone. Beside it each torchrun has a key under this
+agent's lease, so that the others know within a moment when one has died, and by the lease when a node has.
+Reads are answered from a watch; they cost the store nothing, however many ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from elasticd.codec.decoding import log_once, shown, skip
+from elasticd.names import harmless, name_refusal
+from elasticd.records import Keys, NodeRecord, OutRecord, decode
+from elasticd.store.confirm import settle
+from elasticd.store.protocol import Compare, KeyValue, Put, Store, StoreError, Watch, WatchEvent, WatchItem
+from elasticd.store.write_allowance import Allowance
+from elasticd.wire.messages import Message, ToLeader, ToWorker, protocol_refusal
+from elasticd.wire.rendezvous import (
+    Attend,
+    Attending,
+    Lap,
+    Lapped,
+    Present,
+    ReadRound,
+    RoundAnswer,
+    Torchrun,
+    Watching,
+    WriteRound,
+)
+from elasticd_agent import orphans
+from elasticd_agent.registration import Registrar
+
+#: Seconds for which the key of a torchrun that has ended says so; afterwards it is not there at all.
+ENDED_SECONDS = 30.0
+#: Seconds that a torchrun has to come again after it hung up, as long as its process lives.
+RETURN_SECONDS = 5.0
+#: Characters of what a torchrun says of itself.
+MOST_PRESENT = 1024
+#: Bytes that the torchruns of this node may have written to etcd: at once, and a second. A rendezvous of 1,000
+#: nodes takes 150 KB every 5 s.
+WRITTEN_AT_ONCE, WRITTEN_A_SECOND = 64 << 20, 64 << 10
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class _Client:
+    """One torchrun's connection; `present` is what it last said of itself."""
+
+    job: str
+    pid: int
+    present: Present | None = None
+    watching: Watching | None = None
+
+
+@dataclass(kw_only=True)
+class _Job:
+    """What the store holds of one job's rounds, by the watch."""
+
+    prefix: str
+    items: dict[str, KeyValue] = field(default_factory=dict)
+    watch: Watch | None = None
+    ready: asyncio.Task[None] | None = None
+
+    @property
+    def state(self) -> KeyValue | None:
+        return self.items.get(self.prefix + "state")
+
+    def take(self, item: KeyValue) -> None:
+        """Newer than what is known, or nothing: our own writes are known before the watch reports them."""
+        known = self.items.get(item.key)
+        if known is None or known.mod_revision < item.mod_revision:
+            self.items[item.key] = item
+
+    def torchruns(self) -> dict[str, Torchrun]:
+        """All torchruns by name. One whose record this release cannot decode counts as one that is here."""
+        found, out = {}, {}
+        for key, item in self.items.items():
+            kind, _, name = key.removeprefix(self.prefix).partition("/")
+            if kind == "torchruns":
+                found[name] = _record(item, Torchrun) or Torchrun(node="", store="")
+            elif kind == "out":
+                record = _record(item, OutRecord)
+                out[name] = record.reason if record is not None else "its record says so"
+        for name in out.keys() & found.keys():
+            if found[name].status == "here":
+                found[name] = msgspec.structs.replace(found[name], status="out", reason=out[name])
+        return found
+
+
+class Rounds:
+    """`take` hears the socket first, on the running loop; `send` and `dismiss` answer. `live` tells whether a
+    job of this name runs in the other mode."""
+
+    def __init__(
+        self,
+        store: Store,
+        keys: Keys,
+        registrar: Registrar,
+        record: NodeRecord,
+        *,
+        live: Callable[[str], bool],
+        tell: Callable[[ToLeader], None],
+        send: Callable[[str, ToWorker], None],
+        dismiss: Callable[[str, str], None],
+    ) -> None:
+        self._store, self._keys, self._registrar = store, keys, registrar
+        self._node, self._address = record.node, record.address
+        self._live, self._tell, self._send, self._dismiss = live, tell, send, dismiss
+        self._loop = asyncio.get_running_loop()
+        self._clients: dict[str, _Client] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._allowance = Allowance(WRITTEN_AT_ONCE, WRITTEN_A_SECOND)
+
+    def take(self, client: str, pid: int, body: Message | None) -> bool:
+        """A message of a client, or None at its end; whether it was for us."""
+        known = self._clients.get(client)
+        if body is None:
+            if known is not None:
+                self._ended(client, known)
+            return known is not None
+        if isinstance(body, Attend | Watching) and known is None:
+            self._opened(client, pid, body)
+        elif known is None:
+            return False
+        elif isinstance(body, Present):
+            self._appear(client, known, body)
+        elif isinstance(body, ReadRound):
+            self._run(self._read(client, known.job, body))
+        elif isinstance(body, Lap) and known.watching is not None:
+            # A hint to the leader: where there is none, nothing is lost but the lap.
+            device = f"{self._node}/{known.watching.local_rank}"
+            self._tell(Lapped(device=device, by=known.watching, lap=body))
+        elif isinstance(body, WriteRound):
+            self._run(self._write(client, known.job, body))
+        return True
+
+    def _opened(self, client: str, pid: int, body: Attend | Watching) -> None:
+        if reason := self._refusal(body, pid):
+            self._dismiss(client, reason)
+            return
+        watching = body if isinstance(body, Watching) else None
+        self._clients[client] = _Client(job=body.job, pid=pid, watching=watching)
+        if watching is None:
+            self._send(client, Attending(address=self._address))
+
+    def _ended(self, client: str, known: _Client) -> None:
+        del self._clients[client]
+        self._let_go(known.job)
+        if known.present is not None:
+            self._run(self._bury(known.job, known.pid, known.present))
+
+    def _let_go(self, name: str) -> None:
+        """Once nobody on this node asks for a job, it is not watched any more: names are never used up."""
+        job = self._jobs.get(name)
+        if job is None or any(known.job == name for known in self._clients.values()):
+            return
+        if job.ready is not None and not job.ready.done():
+            job.ready.add_done_callback(lambda _: self._let_go(name))
+            return
+        del self._jobs[name]
+        if job.watch is not None:
+            job.watch.cancel()
+
+    async def _bury(self, job: str, pid: int, present: Present) -> None:
+        """A torchrun hung up: one that lives may only be coming anew."""
+        deadline = self._loop.time() + RETURN_SECONDS
+        while not present.left and not orphans.has_ended(pid) and self._loop.time() < deadline:
+            await asyncio.sleep(0.05)
+            if self._is_here(job, present.name):
+                return
+        record = Torchrun(node=self._node, store="", status="left" if present.left else "died")
+        self._registrar.hold(self._key(job, present.name), msgspec.json.encode(record), _nothing)
+        if orphans.has_ended(pid):
+            ended = await asyncio.to_thread(orphans.end, present.name)
+            if ended:
+                _log.warning(
+                    "torchrun %s of job %s is gone: its workers %s are ended", present.name, job, ended
+                )
+        await asyncio.sleep(ENDED_SECONDS)
+        if not self._is_here(job, present.name):
+            self._registrar.release(self._key(job, present.name))
+
+    def _is_here(self, job: str, name: str) -> bool:
+        return any(
+            known.job == job and known.present is not None and known.present.name == name
+            for known in self._clients.values()
+        )
+
+    def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        for job in self._jobs.values():
+            if job.watch is not None:
+                job.watch.cancel()
+
+    def _refusal(self, body: Attend | Watching, pid: int) -> str:
+        if apart := protocol_refusal("this process's hello to its agent", body):
+            return apart
+        if body.pid != pid:
+            return (
+                f"process {pid} says that it is {body.pid}: agent and torchrun must share one PID namespace "
+                "(with containers, run the agent in the same one or share the host's)"
+            )
+        if why := name_refusal("the job's name (--rdzv-id)", body.job):
+            if not harmless(body.job):
+                return why
+            log_once(("job", body.job), f"{why}; a later release refuses it")
+        if self._live(body.job):
+            return (
+                f"job {body.job!r} runs in live mode: leave --rdzv-conf mode=restart out, or choose another "
+                "--rdzv-id"
+            )
+        return ""
+
+    def _appear(self, client: str, known: _Client, body: Present) -> None:
+        if known.present is not None and known.present.name != body.name:
+            self._dismiss(
+                client, f"a torchrun has one name, {shown(known.present.name)}: not another one later"
+            )
+            return
+        if "/" in body.name or len(body.name) + len(body.store) > MOST_PRESENT:
+            self._dismiss(
+                client, f"a torchrun's name and address have {MOST_PRESENT} characters at most, and no '/'"
+            )
+            return
+        if not self._may_write(client, body.id, len(body.name) + len(body.store)):
+            return
+        known.present = body
+        status: Literal["left", "here"] = "left" if body.left else "here"
+        record = Torchrun(node=self._node, store=body.store, status=status)
+
+        def answer(why: str) -> None:
+            if why:
+                self._send(client, RoundAnswer(id=body.id, done=False, error=why))
+            else:
+                self._run(self._read(client, known.job, ReadRound(id=body.id)))
+
+        def told(why: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it this agent
+                self._loop.call_soon_threadsafe(answer, why)
+
+        self._registrar.hold(self._key(known.job, body.name), msgspec.json.encode(record), told)
+
+    async def _read(self, client: str, name: str, body: ReadRound) -> None:
+        try:
+            job = await self._job(name)
+        except StoreError as error:
+            self._send(client, RoundAnswer(id=body.id, done=False, error=str(error)))
+            return
+        self._answer(client, job, body.id, done=True)
+        self._let_go(name)
+
+    def _may_write(self, client: str, question: int, size: int) -> bool:
+        """If not, the client is told so, and asks again."""
+        if self._allowance.take(size, self._loop.time()):
+            return True
+        error = f"the torchruns of node {self._node} write more than {WRITTEN_A_SECOND} bytes a second"
+        self._send(client, RoundAnswer(id=question, done=False, error=error))
+        return False
+
+    async def _write(self, client: str, name: str, body: WriteRound) -> None:
+        if not self._may_write(client, body.id, len(body.value)):
+            return
+        try:
+            job = await self._job(name)
+            key = job.prefix + "state"
+            item, done = await asyncio.to_thread(self._swap, key, body)
+        except StoreError as error:
+            self._send(client, RoundAnswer(id=body.id, done=False, error=str(error)))
+            return
+        if item is not None:
+            job.take(item)
+        self._answer(client, job, body.id, done=done)
+        self._let_go(name)
+
+    def _swap(self, key: str, body: WriteRound) -> tuple[KeyValue | None, bool]:
+        """Compare and set, and what the store holds then. A state names its writer: none writes another's."""
+        compare = Compare.modified(key, body.token)
+        result = settle(self._store, (compare,), (Put(key, body.value),), patience=5.0)
+        found = self._store.get(key)
+        return found, result.succeeded and found is not None and found.value == body.value
+
+    def _answer(self, client: str, job: _Job, number: int, *, done: bool) -> None:
+        state = job.state
+        answer = RoundAnswer(
+            id=number,
+            value=state.value if state is not None else b"",
+            token=state.mod_revision if state is not None else 0,
+            done=done,
+            torchruns=job.torchruns(),
+        )
+        self._send(client, answer)
+
+    async def _job(self, name: str) -> _Job:
+        """The job's rounds, watched from the first question on. Raises StoreError."""
+        job = self._jobs.setdefault(name, _Job(prefix=self._keys.rendezvous(name)))
+        if job.ready is None:
+            job.ready = asyncio.create_task(self._begin(job))
+        try:
+            await asyncio.shield(job.ready)
+        except StoreError:
+            job.ready = None  # the next question tries again
+            raise
+        return job
+
+    async def _begin(self, job: _Job) -> None:
+        snapshot = await asyncio.to_thread(self._store.snapshot, job.prefix)
+        for item in snapshot.items:
+            job.take(item)
+
+        def sink(item: WatchItem) -> None:
+            self._loop.call_soon_threadsafe(_heard, job, item)
+
+        job.watch = self._store.watch(job.prefix, snapshot.revision + 1, sink)
+
+    def _key(self, job: str, torchrun: str) -> str:
+        return f"{self._keys.rendezvous(job)}torchruns/{torchrun}"
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a torchrun's question was not answered", exc_info=error)
+
+
+def _record(item: KeyValue, kind: type[R]) -> R | None:
+    """The record at a key; None, with one log line for the key, where this release cannot decode it."""
+    try:
+        return decode(item.value, kind)
+    except msgspec.DecodeError as error:
+        text = f"the record {shown(item.key)!r} in the store cannot be read: {shown(str(error))}"
+        skip("record", ("record", item.key), text)
+        return None
+
+
+def _heard(job: _Job, item: WatchItem) -> None:
+    if not isinstance(item, WatchEvent):
+        job.items = {found.key: found for found in item.snapshot.items}
+    elif item.kind == "put":
+        job.take(item.item)
+    elif (known := job.items.get(item.key)) is not None and known.mod_revision < item.mod_revision:
+        del job.items[item.key]
+
+
+def _nothing(why: str) -> None:
+    """Nobody waits for the last word on a torchrun that has ended."""

@@ -1,0 +1,291 @@
+"""Keeps snapshots for the agent: takes them from its workers, sends a copy to another node, tells the leader.
+
+    worker -> `Snapped`  the vault has it. A thread sends it to the next node of the job's plan that takes it,
+                         in a ring; where none does, this is tried again for as long as the vault has it.
+    agent  -> a stream   another node's arrived.
+    `Keeps` -> leader    all that is held of a job, after every change (a few at once) and on every new link.
+    leader -> `Whole`    all of a set are kept: older ones go.
+    `Freed` -> worker    the vault let go of one of its own: it may write to that memory again.
+    worker -> `Fetch`    is answered with the memory file.
+
+Invariant: the memory of a snapshot that the vault holds, or that a thread reads, is not written to, but by the
+job's end. A worker writes to it again only after `Freed`; one whose connection broke, or that took another
+incarnation, gives up the files that it had handed over, and what they hold stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import psutil
+
+from elasticd.backoff import Backoff
+from elasticd.config.tree import AgentSection
+from elasticd.machines.agent.state import DoneRead, Event, LinkUp, PlanRead, State, Tick
+from elasticd.records import NodeRecord
+from elasticd.wire.messages import ToWorker
+from elasticd.wire.snapshots import Fetch, Fetched, Freed, Held, Keeps, OfSnapshots, Snapped, Whole
+from elasticd_agent.snapshots.peers import Peers
+from elasticd_agent.snapshots.port import StreamFailed, yielding
+from elasticd_agent.snapshots.store import Snapshot, Vault
+from elasticd_agent.snapshots.tls import Identity
+from elasticd_agent.snapshots.transfer import Sender, Server
+
+#: Seconds for which changes are gathered before the leader is told.
+_TELL_SECONDS = 0.05
+#: Seconds between attempts to send what no other agent took: doubled from the first to the second.
+_RETRY = (0.5, 5.0)
+#: Snapshots that are sent at once.
+_SENDERS = 4
+
+_log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """On one event loop, but for the threads that send and receive. `state` gives what the agent knows, `send`
+    sends a client a message and a descriptor, which it closes; `tell` tells the leader, if there is a link."""
+
+    def __init__(
+        self,
+        section: AgentSection,
+        agent: str,
+        *,
+        state: Callable[[], State],
+        send: Callable[[str, ToWorker, int | None], None],
+        tell: Callable[[Keeps], None],
+    ) -> None:
+        self._node = section.node
+        self._state, self._send, self._tell = state, send, tell
+        self._loop = asyncio.get_running_loop()
+        self._vault = Vault(section.node, _limit(section))
+        self._peers = Peers(section.node)
+        self._identity = Identity.make(agent)
+        self._server = Server(
+            section.listens, self._identity, self._vault, self._peers.certificates, self._arrived
+        )
+        self._sender = Sender(self._identity)
+        self._pool = ThreadPoolExecutor(_SENDERS, "snapshots", initializer=yielding)
+        self._changed: set[str] = set()
+        self._telling: asyncio.TimerHandle | None = None
+        self._pause, self._again = Backoff(*_RETRY), 0.0
+        self._trouble = ""
+        self.address = f"{section.listens}:{self._server.port}"
+        self.certificate = self._identity.certificate
+
+    def ring(self) -> list[NodeRecord]:
+        """The other nodes that take snapshots, from the one behind this on."""
+        return self._peers.ring(None)
+
+    @property
+    def sender(self) -> Sender:
+        return self._sender
+
+    def close(self) -> None:
+        """Breaks off what is under way, and lets go of everything. Not on the loop: it waits for threads."""
+        self._server.close()
+        self._sender.close()
+        self._pool.shutdown()
+        for job in self._vault.jobs():
+            _close(self._vault.forget(job))
+
+    # -- what happens -----------------------------------------------------------------------------------------
+
+    def observe(self, event: Event) -> None:
+        """An event that the agent's machine has taken in, before its effects."""
+        if isinstance(event, Tick):
+            self._release(self._vault.expire(time.monotonic(), self._drives))
+            if time.monotonic() >= self._again:
+                self._send_all()
+        elif isinstance(event, LinkUp):
+            self._mark(self._vault.jobs())
+        elif isinstance(event, PlanRead):
+            self._send_all()
+        elif isinstance(event, DoneRead) and (event.record is None or not event.record.reason):
+            # It finished; or it stopped, and now it is forgotten.
+            self._release(self._vault.forget(event.job))
+
+    def read(self, node: str, record: NodeRecord | None) -> None:
+        """The store has this record of a node now; None when it is gone."""
+        agent = self._peers.read(node, record)
+        if agent:
+            self._vault.lost([agent])
+        self._again = 0.0
+        self._pause.reset()
+        self._send_all()
+
+    def whole(self, whole: Whole) -> None:
+        """The leader says so."""
+        self._release(self._vault.whole(whole.job, (whole.plan, whole.step)))
+
+    def hear(self, client: str, body: OfSnapshots, fd: int | None) -> None:
+        """A client's word, with the descriptor that came with it, which is the keeper's from now on."""
+        if isinstance(body, Snapped):
+            self._snapped(client, body, fd)
+            return
+        if fd is not None:
+            os.close(fd)
+        self._fetch(client, body)
+
+    # -- workers ----------------------------------------------------------------------------------------------
+
+    def _snapped(self, name: str, body: Snapped, fd: int | None) -> None:
+        held, state = body.held, self._state()
+        client = state.clients.get(name)
+        why = ""
+        if client is None or (client.device, client.incarnation) != (held.device, held.incarnation):
+            why = "it is another worker's"
+        elif (client.job, self._node) != (held.job, held.node):
+            why = f"it says that it is of job {held.job} on node {held.node}"
+        elif fd is None or os.fstat(fd).st_size < held.size:
+            why = "its memory file is missing or too short"
+        elif (done := state.done.get(held.job)) is not None and not done.reason:
+            why = "the job has finished"
+        if why or fd is None:
+            _log.warning("a snapshot of %s at step %d is not kept: %s", held.device, held.step, why)
+            if fd is not None:
+                os.close(fd)
+            self._send(name, Freed(plan=held.plan, step=held.step), None)
+            return
+        self._release(self._vault.put(Snapshot(held=held, fd=fd, plan=body.plan)))
+        self._mark([held.job])
+        self._copy(held)
+
+    def _fetch(self, name: str, body: Fetch) -> None:
+        held = body.held
+        client = self._state().clients.get(name)
+        found = None
+        if client is not None and client.job == held.job:
+            found = self._vault.find(held)
+        if found is None:
+            what = f"{held.device} at step {held.step} of plan {held.plan}"
+            error = f"no snapshot of {what} is kept on node {self._node}"
+            self._send(name, Fetched(held=held, error=error), None)
+        else:
+            self._send(name, Fetched(held=found.held), found.fd)
+
+    # -- the copy on another node -----------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        for held in self._vault.unsent():
+            self._copy(held)
+
+    def _copy(self, held: Held) -> None:
+        record = self._state().plans.get(held.job)
+        nodes = None if record is None else {device.rpartition("/")[0] for device in record.plan.members}
+        ring = self._peers.ring(nodes)
+        revoked = self._vault.lend(held)
+        if revoked is None:
+            return
+        if ring:
+            self._submit(lambda: self._carry(held, revoked, ring))
+        else:
+            self._release(self._vault.settle(held, revoked, "", 0.0))
+
+    def _carry(self, held: Held, revoked: threading.Event, ring: list[NodeRecord]) -> None:
+        """In a thread: to the first of the ring that takes it."""
+        started, peer, trouble = time.monotonic(), "", ""
+        snapshot = self._vault.find(held)
+        if snapshot is None:
+            return
+        try:
+            for record in ring:
+                try:
+                    self._sender.send(snapshot, revoked, record.snapshots, record.certificate)
+                except StreamFailed as error:
+                    trouble = trouble or f"node {record.node}: {error}"
+                    if revoked.is_set():
+                        break
+                else:
+                    peer = record.agent
+                    break
+        except Exception as error:
+            _log.exception("sending a snapshot failed")
+            trouble = str(error)
+        finally:
+            os.close(snapshot.fd)
+        took = time.monotonic() - started
+        with suppress(RuntimeError):  # the loop has ended, and with it the vault
+            self._loop.call_soon_threadsafe(self._carried, held, revoked, peer, took, trouble)
+
+    def _carried(self, held: Held, revoked: threading.Event, peer: str, took: float, trouble: str) -> None:
+        if peer and not self._peers.there(peer):
+            peer, trouble = "", "its agent ended"
+        if peer:
+            self._trouble = ""
+            self._pause.reset()
+        elif not revoked.is_set():
+            self._again = time.monotonic() + self._pause.next()
+            if trouble != self._trouble:
+                _log.warning("no other node keeps the snapshots of this one, trying again: %s", trouble)
+            self._trouble = trouble
+        self._release(self._vault.settle(held, revoked, peer, took))
+        if peer:
+            self._send_all()  # what waited for this one
+
+    def _arrived(self, held: Held, gone: list[Snapshot]) -> None:
+        """In a stream's thread: another node's snapshot is kept here now."""
+
+        def take() -> None:
+            self._release(gone)
+            self._mark([held.job])
+
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(take)
+
+    # -- parts ------------------------------------------------------------------------------------------------
+
+    def _drives(self, device: str) -> bool:
+        return self._state().worker_of(device) is not None
+
+    def _release(self, gone: list[Snapshot]) -> None:
+        """The vault let go of these: their workers hear of it, if they live."""
+        for snapshot in gone:
+            held = snapshot.held
+            worker = self._state().worker_of(held.device) if self._vault.mine(held) else None
+            if worker is not None and worker.job == held.job:
+                self._send(worker.id, Freed(plan=held.plan, step=held.step), None)
+        self._gone(gone)
+
+    def _gone(self, gone: list[Snapshot]) -> None:
+        if not gone:
+            return
+        self._mark({snapshot.held.job for snapshot in gone})
+        self._submit(lambda: _close(gone))
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        """Does it in a thread; at once where the agent ends, and its threads have ended."""
+        try:
+            self._pool.submit(work)
+        except RuntimeError:
+            work()
+
+    def _mark(self, jobs: Iterable[str]) -> None:
+        """The leader is to hear of these jobs' snapshots, soon."""
+        self._changed.update(jobs)
+        if self._changed and self._telling is None:
+            self._telling = self._loop.call_later(_TELL_SECONDS, self._tell_changed)
+
+    def _tell_changed(self) -> None:
+        self._telling = None
+        jobs, self._changed = self._changed, set()
+        for job in sorted(jobs):
+            self._tell(Keeps(job=job, snapshots=self._vault.held(job), plans=self._vault.plans(job)))
+
+
+def _close(snapshots: Iterable[Snapshot]) -> None:
+    for snapshot in snapshots:
+        os.close(snapshot.fd)
+
+
+def _limit(section: AgentSection) -> int:
+    """Bytes that other nodes' snapshots may use."""
+    if section.snapshot_mib is not None:
+        return section.snapshot_mib << 20
+    return int(psutil.virtual_memory().total) // 4

@@ -1,0 +1,385 @@
+"""The agent's end of the unix socket: who connected, what they say, when their processes end.
+
+A client is a worker (its first message is `Hello`) or a torchrun (`Join`). The kernel tells whose process is
+at the other end, and a pidfd when that process ends: a death is seen at once and cannot be mistaken for
+another process with the same number. What happens is emitted, on one event loop, as the machine's events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from elasticd.machines.agent.state import Ended, Event, Opened, Said
+from elasticd.system.logs import Seldom
+from elasticd.version import __version__
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.main_thread import Whereabouts
+from elasticd.wire.messages import FromWorker, Hello, Join, Message, OfRounds, Rejected, ToAgentAlone, ToWorker
+from elasticd.wire.probes import Pong
+from elasticd.wire.snapshots import Fetch, OfSnapshots, Snapped
+from elasticd_agent.internal_errors import outlived
+from elasticd_agent.worker_admission import Admission, peer_pidfd
+
+#: Seconds that a process has to end after it closed its connection, before it counts as gone without.
+_LINGER_SECONDS = 2.0
+#: Messages that may wait for a client that does not read; one that is further behind is cut off.
+_MOST_WAITING = 1024
+#: Clients at once: workers, torchruns, and those of them that have just ended.
+_MOST_CLIENTS = 1024
+#: Seconds until the next try where this process has no descriptor left for a client.
+_PAUSE_SECONDS = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ears:
+    """Who hears what of the clients, on the running loop.
+
+    events: what the agent's machine is to know. snapshots: a worker's word of them, with the client's name and
+    the descriptor that came with it. pongs: the name of a worker that answered a `Ping`. rounds: of each client
+    (its name and process) a message, or None at its end; what it takes the machine does not hear. whereabouts:
+    the memory of a worker, by its client's name, that says where it is.
+    """
+
+    events: Callable[[Event], None]
+    snapshots: Callable[[str, OfSnapshots, int | None], None]
+    pongs: Callable[[str], None]
+    rounds: Callable[[str, int, Message | None], bool]
+    whereabouts: Callable[[str, Whereabouts, int | None], None]
+
+
+class Workers:
+    """Serves the socket at `path`, from `start` on."""
+
+    _ears: Ears
+
+    def __init__(self, path: str, node: str, group: str | None = None) -> None:
+        self._admission = Admission(group)
+        #: Connections of strangers that were refused.
+        self.refused = 0
+        self._path = path
+        self._node = node
+        self._loop = asyncio.get_running_loop()
+        self._connections: dict[str, _Connection] = {}
+        self._listener = unix_socket.listen(path, self._admission.group)
+        self._full, self._strange = Seldom(_log), Seldom(_log)
+        self._resting: asyncio.TimerHandle | None = None
+
+    def start(self, ears: Ears) -> None:
+        """Let in who connects; whoever came earlier has waited in the kernel's queue."""
+        self._ears = ears
+        self._loop.add_reader(self._listener, self._accept)
+
+    def send(self, client: str, body: ToWorker, fd: int | None = None) -> None:
+        """To a client, with a descriptor, which is closed here; what is for one that is gone is dropped."""
+        if connection := self._connections.get(client):
+            connection.send(messages.encode(body), fd)
+        else:
+            _close(fd)
+
+    def dismiss(self, client: str, reason: str) -> None:
+        """Say no, and let go once that is said."""
+        if connection := self._connections.get(client):
+            connection.send(messages.encode(Rejected(reason=reason)))
+            connection.finish()
+
+    def workers(self) -> dict[str, int]:
+        """Of the workers that are connected, by name, the process ids."""
+        return {name: c.worker for name, c in self._connections.items() if c.worker is not None}
+
+    def pidfd(self, client: str) -> int | None:
+        """A copy, the caller's to close, of the descriptor of a client's process; None where that has ended."""
+        connection = self._connections.get(client)
+        return connection.pidfd() if connection is not None else None
+
+    def terminate(self, client: str) -> None:
+        """Sends SIGTERM to a client's process, if it runs."""
+        pidfd = self.pidfd(client)
+        if pidfd is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            os.close(pidfd)
+
+    def close(self) -> None:
+        """Stop serving and remove the socket file, if it still is ours. The processes are left alone."""
+        self._loop.remove_reader(self._listener)
+        if self._resting is not None:
+            self._resting.cancel()
+        self._listener.close()
+        unix_socket.remove(self._path)
+        for connection in list(self._connections.values()):
+            connection.close()
+        self._connections.clear()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._rest(error)
+                return
+            sock.setblocking(False)
+            if refusal := self._turn_away(sock):
+                self._strange.warn(refusal)
+                continue
+            pid, _, _ = unix_socket.peer(sock)
+            name = f"{self._node}:{pid}:{secrets.token_hex(4)}"
+            try:
+                pidfd = peer_pidfd(sock)
+            except OSError as error:
+                sock.close()
+                self._rest(error)
+                return
+            connection = _Connection(name, pid, pidfd, sock, self._loop, self._ears, self._forget)
+            self._connections[name] = connection
+
+    def _rest(self, error: OSError) -> None:
+        """This process has no descriptor left: a connection that waits would wake this loop without end."""
+        self._full.warn(f"the socket {self._path} took no connection, and goes on: {error}")
+        self._loop.remove_reader(self._listener)
+        self._resting = self._loop.call_later(
+            _PAUSE_SECONDS, self._loop.add_reader, self._listener, self._accept
+        )
+
+    def _turn_away(self, sock: socket.socket) -> str:
+        """Why, and it is told so; nothing for one that may stay."""
+        refusal = self._admission.refusal(sock)
+        if not refusal and len(self._connections) >= _MOST_CLIENTS:
+            refusal = f"this agent has {_MOST_CLIENTS} clients already: a process opens connections without end"
+        if refusal:
+            self.refused += 1
+            with suppress(OSError):
+                unix_socket.send(sock, messages.encode(Rejected(reason=refusal)))
+            sock.close()
+        return refusal
+
+    def _forget(self, name: str) -> None:
+        self._connections.pop(name, None)
+
+
+class _Connection:
+    """One client: its socket, and the pidfd of its process."""
+
+    def __init__(
+        self,
+        name: str,
+        pid: int,
+        pidfd: int | None,
+        sock: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        ears: Ears,
+        forget: Callable[[str], None],
+    ) -> None:
+        self._name, self._pid, self._sock = name, pid, sock
+        self._loop, self._ears, self._forget = loop, ears, forget
+        self._opening: Message | None = None
+        self._waiting: deque[tuple[bytes, int | None]] = deque()
+        self._finishing = False
+        self._open = True
+        self._linger: asyncio.TimerHandle | None = None
+        self._pidfd = pidfd
+        self._loop.add_reader(sock, self._readable)
+        if self._pidfd is not None:
+            self._loop.add_reader(self._pidfd, self._exited)
+
+    def send(self, data: bytes, fd: int | None = None) -> None:
+        if not self._open:
+            _close(fd)
+            return
+        if len(self._waiting) >= _MOST_WAITING:
+            _log.warning("%s does not read its messages: its connection is closed", self._name)
+            _close(fd)
+            self._end_of_stream()
+            return
+        self._waiting.append((data, fd))
+        if len(self._waiting) == 1:
+            self._flush()
+
+    def finish(self) -> None:
+        """Close once everything is sent."""
+        self._finishing = True
+        if not self._waiting:
+            self.close()
+
+    @property
+    def worker(self) -> int | None:
+        """The process id of a worker that can be spoken to."""
+        return self._pid if self._open and isinstance(self._opening, Hello) else None
+
+    def pidfd(self) -> int | None:
+        return os.dup(self._pidfd) if self._pidfd is not None else None
+
+    def close(self) -> None:
+        self._close_socket()
+        if self._linger is not None:
+            self._linger.cancel()
+        if self._pidfd is not None:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+        self._forget(self._name)
+
+    def _flush(self) -> None:
+        try:
+            while self._waiting:
+                unix_socket.send(self._sock, *self._waiting[0])
+                _close(self._waiting.popleft()[1])
+        except BlockingIOError:
+            self._loop.add_writer(self._sock, self._flush)
+            return
+        except OSError:
+            # It is gone or going; its end is seen when we read.
+            self._drop_waiting()
+        self._loop.remove_writer(self._sock)
+        if self._finishing:
+            self.close()
+
+    def _readable(self) -> None:
+        """One message for each wakeup, so that one client's flood does not keep the others waiting."""
+        try:
+            data, fd = unix_socket.accept(self._sock)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._refuse(str(error))
+            return
+        if data is None:
+            self._end_of_stream()
+            return
+        try:
+            body = messages.from_worker(data, first=self._opening is None)
+        except msgspec.MsgspecError as error:
+            _close(fd)
+            self._refuse(f"the agent does not understand this message ({error}): use one release everywhere")
+            return
+        if body is None:
+            _close(fd)
+            if self._opening is None:
+                self._refuse("the agent does not know its first message: use one release everywhere")
+            return
+        try:
+            self._hear(body, fd)
+        except Exception as error:
+            what = f"{type(body).__name__} of a client"
+            why = outlived(what, error)
+            if self._opening is None or isinstance(body, Hello | Join):  # it waits for an answer
+                self._refuse(f"elasticd failed on {what} ({why}): please report it with the agent's log")
+
+    def _hear(self, body: FromWorker | ToAgentAlone, fd: int | None) -> None:
+        """One message, with the descriptor that came with it."""
+        if isinstance(body, Snapped | Fetch) and self._opening is not None:
+            self._ears.snapshots(self._name, body, fd)
+            return
+        if isinstance(body, Whereabouts) and isinstance(self._opening, Hello):
+            self._ears.whereabouts(self._name, body, fd)
+            return
+        _close(fd)
+        if isinstance(body, Snapped | Fetch | Whereabouts):
+            self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
+        elif isinstance(body, Pong):
+            self._ears.pongs(self._name)
+        elif self._ears.rounds(self._name, self._pid, body):
+            if self._opening is None:
+                self._opening = body
+                self._note_release(body)
+        elif isinstance(body, OfRounds):
+            self._refuse(f"this agent takes no {type(body).__name__}")
+        elif self._opening is not None:
+            self._ears.events(Said(client=self._name, body=body))
+        elif isinstance(body, Hello | Join):
+            self._opening = body
+            self._note_release(body)
+            incarnation = secrets.token_hex(4)
+            self._ears.events(Opened(client=self._name, body=body, pid=self._pid, incarnation=incarnation))
+        else:
+            self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
+
+    def _note_release(self, hello: object) -> None:
+        release = getattr(hello, "release", __version__)
+        if release != __version__:
+            text = "%s is of elasticd %s, this agent of %s"
+            _log.info(text, self._name, release or "an unknown release", __version__)
+
+    def _refuse(self, reason: str) -> None:
+        _log.warning("%s is cut off: %s", self._name, reason)
+        self.send(messages.encode(Rejected(reason=reason)))
+        self._end_of_stream()
+
+    def _end_of_stream(self) -> None:
+        """The connection is over. A worker lives on as long as its process does, or a little while."""
+        self._close_socket()
+        if not isinstance(self._opening, Hello) or self._pidfd is None:
+            self._gone("it closed its connection")
+        elif self._linger is None:
+            self._linger = self._loop.call_later(
+                _LINGER_SECONDS, self._gone, "it closed its connection to the agent, but its process runs on"
+            )
+
+    def _exited(self) -> None:
+        if self._open:
+            self._drain()
+        self._gone("its process ended")
+
+    def _drain(self) -> None:
+        """Hear what it said before it ended: a goodbye, most of all."""
+        while self._open and self._linger is None:
+            before = self._sock.fileno()
+            if not _has_data(self._sock):
+                return
+            self._readable()
+            if self._sock.fileno() != before:
+                return
+
+    def _gone(self, how: str) -> None:
+        self.close()
+        try:
+            of_rounds = self._ears.rounds(self._name, self._pid, None)
+        except Exception as error:
+            outlived("the end of a client", error)
+            of_rounds = False
+        if not of_rounds and self._opening is not None:
+            self._ears.events(Ended(client=self._name, how=how))
+
+    def _close_socket(self) -> None:
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
+            self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
+        for _, fd in self._waiting:
+            _close(fd)
+        self._waiting.clear()
+
+
+def _has_data(sock: socket.socket) -> bool:
+    for _ in range(2):
+        try:
+            sock.recv(1, socket.MSG_PEEK)
+        except ConnectionResetError:
+            continue  # it ended with messages of ours unread: its own are still there
+        except OSError:
+            return False
+        return True
+    return False
+
+
+def _close(fd: int | None) -> None:
+    if fd is not None:
+        os.close(fd)

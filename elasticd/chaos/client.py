@@ -1,0 +1,102 @@
+"""`elasticd chaos` for programs: harm a running cluster through its coordinator.
+
+with chaos("cluster.toml") as cluster:
+    cluster.slow("alpha/1", 2.5)
+    cluster.kill("beta/0")
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from elasticd_planner.value import refuse
+
+from elasticd.client import Api, reach
+
+
+class Chaos:
+    """Each verb returns when the leader has ordered it; the agent carries it out at once. All raise
+    `CannotReach` where the configuration does not allow chaos, or the place is not there."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    def slow(self, device: str, factor: float) -> None:
+        """It takes `factor` times as long for the same work. Raises `Invalid` for one below 1."""
+        slowdown(factor)
+        self._api.chaos("slow", _device(device), factor)
+
+    def recover(self, device: str) -> None:
+        """It runs at its normal speed again."""
+        self._api.chaos("recover", _device(device))
+
+    def kill(self, device: str) -> None:
+        """Its worker's process gets SIGKILL."""
+        self._api.chaos("kill", _device(device))
+
+    def freeze(self, device: str) -> None:
+        """Its worker's process gets SIGSTOP."""
+        self._api.chaos("freeze", _device(device))
+
+    def thaw(self, device: str) -> None:
+        """Its worker's process, and whoever was frozen on it before, gets SIGCONT."""
+        self._api.chaos("thaw", _device(device))
+
+    def cut(self, node: str, seconds: float = 0.0) -> None:
+        """Its agent loses leader and store, for `seconds` or (0) until it is healed."""
+        self._api.chaos("cut", _node(node), seconds=seconds)
+
+    def heal(self, node: str) -> None:
+        """Its agent finds them again."""
+        self._api.chaos("heal", _node(node))
+
+    def cut_data(self, node: str, other: str, seconds: float = 0.0, *, one_way: bool = False) -> None:
+        """What both send to each other's data address is lost (one_way: what `node` sends), for `seconds` or
+        (0) until it is healed. An agent that may not set routes shuts its workers' connections once."""
+        self._api.cut_data("cut", (_node(node), _node(other)), seconds=seconds, one_way=one_way)
+
+    def heal_data(self, node: str, other: str) -> None:
+        """They reach each other's data addresses again."""
+        self._api.cut_data("heal", (_node(node), _node(other)))
+
+    def shift(self, job: str, tokens: int) -> None:
+        """The job reads its data in sequences of `tokens` tokens, or (0) as they are; its dataset must offer
+        `at_length(tokens)`. Raises `Invalid` for less than none."""
+        self._api.shift(job, sequence(tokens))
+
+
+@contextmanager
+def chaos(config: str | None = None, coordinator: str | None = None) -> Iterator[Chaos]:
+    """Chaos at the coordinator of this URL, else at the one that leads by the configuration (a file, default
+    `$ELASTICD_CONFIG`). Raises `CannotReach`."""
+    with reach(config, coordinator) as api:
+        yield Chaos(api)
+
+
+def slowdown(factor: float) -> float:
+    """`factor`. Raises `Invalid` where nothing could be as much slower."""
+    if not math.isfinite(factor) or factor < 1:
+        refuse(f"factor {factor:g} must be a number of at least 1 (1 is normal speed), as 3")
+    return factor
+
+
+def sequence(tokens: int) -> int:
+    """`tokens`. Raises `Invalid` where no sequence could have so many."""
+    if tokens < 0:
+        refuse(f"tokens {tokens} must be the length of a sequence, as 2048, or 0 for the data as it is")
+    return tokens
+
+
+def _device(name: str) -> str:
+    node, slash, index = name.rpartition("/")
+    if not (node and slash and index):
+        refuse(f"{name!r} must be a device: its node, a slash and its index there, as alpha/1")
+    return name
+
+
+def _node(name: str) -> str:
+    if not name or "/" in name:
+        refuse(f"{name!r} must be a node, as alpha")
+    return name

@@ -1,0 +1,240 @@
+"""How commands reach the leading coordinator: find its URL, ask it, and say plainly what is missing."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
+from urllib.parse import quote, urlsplit
+
+import httpx2
+import msgspec
+
+from elasticd.codec.decoding import decoded_as
+from elasticd.codec.safe_text import for_terminal, json_for_terminal
+from elasticd.config.credentials import Credentials, credentials
+from elasticd.config.security import SecuritySection
+from elasticd.config.tree import Config, load
+from elasticd.coordinator.api_types import ClusterStatus as ClusterStatus
+from elasticd.coordinator.api_types import DeviceStatus as DeviceStatus
+from elasticd.coordinator.api_types import Events, History, Stopping
+from elasticd.coordinator.api_types import ExceptionStatus as ExceptionStatus
+from elasticd.coordinator.api_types import JobStatus as JobStatus
+from elasticd.coordinator.api_types import LeaderStatus as LeaderStatus
+from elasticd.coordinator.api_types import LinkStatus as LinkStatus
+from elasticd.coordinator.api_types import MemberStatus as MemberStatus
+from elasticd.coordinator.api_types import NodeStatus as NodeStatus
+from elasticd.coordinator.api_types import Pace as Pace
+from elasticd.coordinator.api_types import RestartStatus as RestartStatus
+from elasticd.coordinator.api_types import Settings as Settings
+from elasticd.coordinator.api_types import Steps as Steps
+from elasticd.coordinator.events.event_log import EventRecord
+from elasticd.local_cluster import settings as settings_of
+from elasticd.records import HistoryRecord, Keys
+from elasticd.store.configured import etcd_options
+from elasticd.store.etcd import EtcdStore
+from elasticd.store.leader import read_leader
+from elasticd.store.protocol import StoreError, StoreRefused
+
+#: Seconds that one request may take.
+PATIENCE = 10.0
+T = TypeVar("T")
+
+
+class CannotReach(Exception):
+    """There is no coordinator to ask, or it says no; the message says why and what to do."""
+
+
+class Api:
+    """The coordinator's REST as typed calls. All raise `CannotReach`. `known` is what we show it: by default
+    `$ELASTICD_TOKEN`, where that is set."""
+
+    def __init__(self, url: str, known: Credentials | None = None, *, patience: float = PATIENCE) -> None:
+        self.url = url
+        known = known if known is not None else credentials(SecuritySection())
+        if objection := known.objection(url):
+            raise CannotReach(objection)
+        # Loopback and cluster addresses: an HTTP proxy of the environment has no part in this.
+        self._client = httpx2.Client(
+            base_url=url,
+            timeout=patience,
+            trust_env=False,
+            headers=known.headers(),
+            verify=known.verifying(),
+        )
+
+    def __enter__(self) -> Api:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def status(self) -> ClusterStatus:
+        return self._read("/v1/status", ClusterStatus)
+
+    def status_json(self) -> bytes:
+        """The status as the coordinator gives it."""
+        return self._ask("GET", "/v1/status")
+
+    def events(self, after: int = 0) -> tuple[EventRecord, ...]:
+        """Events with an id above `after`, oldest first."""
+        return self._read(f"/v1/events?after={after}", Events).events
+
+    def steps(self, job: str, after: int = -1) -> Steps:
+        """Steps above `after`, oldest first."""
+        return self._read(f"/v1/jobs/{_quoted(job)}/steps?after={after}", Steps)
+
+    def history(self, job: str) -> tuple[HistoryRecord, ...]:
+        """Every plan of the job with the problem it answers, oldest first."""
+        return self._read(f"/v1/jobs/{_quoted(job)}/history", History).history
+
+    def recording(self) -> Iterator[bytes]:
+        """Lines of a recording, an empty one now and then, until the leader ends."""
+        try:
+            with self._client.stream("GET", "/v1/record") as answer:
+                if not answer.is_success:
+                    answer.read()
+                    raise CannotReach(_said(answer))
+                for line in answer.iter_lines():
+                    yield line.encode()
+        except httpx2.HTTPError as error:
+            raise CannotReach(
+                f"the coordinator at {self.url} is gone: {error or type(error).__name__}"
+            ) from error
+
+    def settings(self) -> Settings:
+        return self._read("/v1/config", Settings)
+
+    def change(self, values: Mapping[str, bool | int | float | str | None], by: str) -> None:
+        """Changes the configuration while running; None for the file's own value."""
+        self._ask("POST", "/v1/config", msgspec.json.encode({"values": values, "by": by}))
+
+    def drain(self, node: str, *, on: bool) -> None:
+        """Lets a node's devices be left, or used again."""
+        self._ask("POST", f"/v1/nodes/{_quoted(node)}/drain", msgspec.json.encode({"on": on}))
+
+    def stop(self, job: str, seconds: float, by: str) -> dict[str, str]:
+        """Ends a job, whose workers have so many seconds for a last checkpoint. Returns the nodes whose workers
+        will not hear of it, with the release of each one's agent."""
+        body = msgspec.json.encode({"seconds": seconds, "by": by})
+        return self._read(f"/v1/jobs/{_quoted(job)}/stop", Stopping, "POST", body).unheard
+
+    def forget(self, job: str, by: str) -> None:
+        """Deletes all that is kept of a job that is over."""
+        self._ask("POST", f"/v1/jobs/{_quoted(job)}/forget", msgspec.json.encode({"by": by}))
+
+    def chaos(self, action: str, place: str, factor: float = 1.0, seconds: float = 0.0) -> None:
+        """Does what `elasticd chaos` does, by its verbs; `place` is a device, or a node's name."""
+        where = "device" if "/" in place else "node"
+        body = {"action": action, where: place, "factor": factor, "seconds": seconds}
+        self._ask("POST", "/v1/chaos", msgspec.json.encode(body))
+
+    def cut_data(
+        self, action: str, nodes: tuple[str, str], *, seconds: float = 0.0, one_way: bool = False
+    ) -> None:
+        """Cuts the data network between two nodes, or heals it: action "cut" or "heal"."""
+        body = {"action": action, "node": nodes[0], "other": nodes[1], "seconds": seconds, "one_way": one_way}
+        self._ask("POST", "/v1/chaos", msgspec.json.encode(body))
+
+    def shift(self, job: str, tokens: int) -> None:
+        """Has a job read its data in sequences of so many tokens; 0: as they are."""
+        self._ask("POST", "/v1/chaos", msgspec.json.encode({"action": "shift", "job": job, "tokens": tokens}))
+
+    def _read(self, path: str, kind: type[T], method: str = "GET", body: bytes | None = None) -> T:
+        try:
+            return decoded_as(kind, json_for_terminal(self._ask(method, path, body)))
+        except msgspec.DecodeError as error:
+            raise CannotReach(
+                f"the answer of {self.url} is not that of a coordinator of this release ({error}): "
+                "run the same release everywhere"
+            ) from error
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        try:
+            answer = self._client.request(method, path, content=body)
+        except httpx2.HTTPError as error:
+            if isinstance(error.__context__, ssl.SSLError) or "SSL" in str(error):
+                raise CannotReach(
+                    f"the coordinator at {self.url} and we do not trust each other ({error}): check ca in "
+                    "section [security], and that the coordinator's certificate is for this name"
+                ) from error
+            raise CannotReach(
+                f"no coordinator answers at {self.url} ({error or type(error).__name__}): start one with "
+                "'elasticd coordinator', or name a living one with --coordinator"
+            ) from error
+        if answer.is_success:
+            return answer.content
+        raise CannotReach(_said(answer))
+
+
+def _quoted(name: str) -> str:
+    """A user's word as one part of a path, whatever is in it."""
+    return quote(name, safe="")
+
+
+def _said(answer: httpx2.Response) -> str:
+    """Why the coordinator said no, in its own words."""
+    try:
+        said = answer.json()
+    except ValueError:
+        said = None
+    if isinstance(said, dict) and isinstance(said.get("error"), str):
+        return for_terminal(str(said["error"]))
+    return f"{answer.url} answered {answer.status_code}: is that an elasticd coordinator?"
+
+
+@contextmanager
+def reach(config: str | None, coordinator: str | None) -> Iterator[Api]:
+    """The coordinator at this URL, else the one that leads by the configured etcd, else that of the one
+    `elasticd up` on this machine. Raises `CannotReach` and ConfigError."""
+    settings = settings_of(config) if coordinator is None else load(config)
+    known = credentials(settings.security)  # what is wrong with them is said before anybody is asked
+    url = leader_url(settings) if coordinator is None else checked_url(coordinator)
+    with Api(url, known) as api:
+        yield api
+
+
+def checked_url(url: str) -> str:
+    """`url` without a path's end. Raises `CannotReach` where it cannot be one of a coordinator."""
+    try:
+        parts: Any = urlsplit(url)
+        complete = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        complete = complete and parts.username is None
+    except ValueError:
+        complete = False
+    if not complete:
+        raise CannotReach(f"--coordinator {url!r} is no URL: write it as http://127.0.0.1:7471")
+    return url.rstrip("/")
+
+
+def leader_url(config: Config) -> str:
+    """Where the leader is reached, by the key that it keeps in etcd. Raises `CannotReach`."""
+    endpoints = ", ".join(config.etcd.endpoints)
+    store = EtcdStore(etcd_options(config))
+    try:
+        leader = read_leader(store, Keys(cluster=config.cluster.name).leader)
+    except StoreRefused as error:
+        raise CannotReach(f"the etcd at {endpoints} refuses us: {error}") from error
+    except StoreError as error:
+        raise CannotReach(
+            f"no etcd answers at {endpoints} ({error}): start one there (on one machine: elasticd up), set "
+            "endpoints in section [etcd] of the configuration (--config), or name the coordinator with "
+            "--coordinator"
+        ) from error
+    except ValueError as error:
+        raise CannotReach(f"{error}: another program's key? choose another [cluster] name") from error
+    finally:
+        store.close()
+    if leader is None:
+        raise CannotReach(
+            f"nobody leads the cluster {config.cluster.name!r} in the etcd at {endpoints}: start a "
+            "coordinator with 'elasticd coordinator', or set the right name in section [cluster]"
+        )
+    return checked_url(leader.value)

@@ -1,0 +1,30 @@
+"""What all wire messages are: JSON by msgspec with a tag and a version.
+
+A tag names its message for ever and on every wire; the class behind it may be renamed. Fields are only ever
+added, with defaults: a release skips the fields and the messages that it does not know
+(`elasticd.codec.decoding`). Requests of users are no messages: they are HTTP, and their version is in the path
+(/v1/).
+
+An agent decodes what passes through it and encodes it again, and so drops the fields that it does not know. A
+field of `Proposal`, `Plan`, `JobSpec`, `Up.body` or `Down.body` that changes what ranks or leaders do therefore
+takes effect only when every agent of the job has said a version that knows it; until then the leader leaves its
+default. `NodeState.release` and `NodeState.version` are what each agent's hello said.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from elasticd_planner.value import explicit_tag
+
+#: Version of all messages; a peer one older or one newer is accepted, others are refused at hello.
+WIRE_VERSION = 1
+#: Version of what the ranks of a job exchange with each other (votes, sections of a migration, their headers),
+#: which all of them share, since these bytes carry no version.
+PEERS_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=explicit_tag):
+    """The base of every wire message: "type" is its tag, "version" its sender's `WIRE_VERSION`. A message
+    without `tag="..."` is refused when its class is made."""
+
+    version: int = WIRE_VERSION

@@ -1,0 +1,375 @@
+"""The configuration: one TOML file, read once into frozen values, refused with a message that helps.
+
+Every daemon and command reads the same file (`--config`, else `$ELASTICD_CONFIG`; without either the defaults
+hold) and uses its own sections. Command-line options go through `with_overrides`, so that they meet the
+same checks. `[emulate]` is for agents and workers alone: no section of the planner's knows of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import os
+import platform
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from elasticd_planner.cost.model_profile import GUESSED_FLOPS
+from elasticd_planner.detection.stragglers import DetectSettings
+from elasticd_planner.policy.policy import PolicySettings
+from elasticd_planner.spec.cluster import Link
+from elasticd_planner.value import Value, refuse
+
+from elasticd.config.security import SecuritySection
+from elasticd.names import name_refusal
+from elasticd.system.logs import LogSection
+from elasticd.system.network_addresses import LOOPBACK
+
+#: Names the file where `--config` does not.
+CONFIG_VARIABLE = "ELASTICD_CONFIG"
+DEFAULT_PORT = 7471
+
+_UNITS: dict[str, int] = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+S = TypeVar("S", bound=msgspec.Struct)
+_log = logging.getLogger(__name__)
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong: the message names source, key and value, and what would be right."""
+
+
+def _host_name() -> str:
+    return platform.node().split(".")[0] or "localhost"
+
+
+class ClusterSection(Value, frozen=True, kw_only=True):
+    """Which cluster: all that it writes to etcd lies under `/elasticd/{name}/`."""
+
+    name: str = "default"
+
+    def __post_init__(self) -> None:
+        _check_name("name", self.name)
+
+
+class EtcdSection(Value, frozen=True, kw_only=True):
+    """Where etcd answers, each as host:port. For TLS the file `ca` that signed its certificate, and `cert` and
+    `key` (PEM) where it asks for ours; a `user`, whose password is in `password_file` or
+    `$ELASTICD_ETCD_PASSWORD`."""
+
+    endpoints: tuple[str, ...] = ("127.0.0.1:2379",)
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    user: str | None = None
+    password_file: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.endpoints:
+            refuse("endpoints must name at least one etcd, for example 127.0.0.1:2379")
+        for endpoint in self.endpoints:
+            host, _, port = endpoint.rpartition("://")[2].rstrip("/").rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+                refuse(f"endpoints: {endpoint!r} is not host:port, as in 127.0.0.1:2379")
+            if self.ca is None and endpoint.startswith("https:"):
+                refuse(f"endpoints: {endpoint!r} speaks TLS: give ca, the file that signed its certificate")
+            if self.ca is not None and endpoint.startswith("http:"):
+                refuse(f"endpoints: {endpoint!r} speaks no TLS, but ca is given: write https://, or drop ca")
+        if (self.cert is None) != (self.key is None):
+            refuse("cert and key go together: give both, as PEM files, or neither")
+        if self.cert is not None and self.ca is None:
+            refuse("cert needs ca, the file that signed etcd's own certificate")
+        if self.password_file is not None and self.user is None:
+            refuse("password_file needs user, the name that etcd knows")
+
+
+class CoordinatorSection(Value, frozen=True, kw_only=True):
+    """The coordinator's name among those that stand by, and where it serves; port 0 takes a free one. `state`
+    is the folder in which it remembers its etcd (default: elasticd in `$XDG_STATE_HOME` or ~/.local/state).
+    A job that is over is forgotten after `keep_days`, and before that where more than `keep_jobs` are over.
+    """
+
+    name: str = msgspec.field(default_factory=_host_name)
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    state: str | None = None
+    keep_days: float = 7.0
+    keep_jobs: int = 1000
+
+    def __post_init__(self) -> None:
+        _check_name("name", self.name)
+        if not 0 <= self.keep_days < math.inf:
+            refuse(f"keep_days = {self.keep_days} must be days, as 7, or a part of one, as 0.5")
+        if not 0 <= self.keep_jobs <= 10_000:
+            refuse(f"keep_jobs = {self.keep_jobs} must be a number of jobs up to 10000, as 1000")
+        if not self.host:
+            refuse("host must be an address that the agents can reach, for example 127.0.0.1")
+        if not 0 <= self.port < 65536:
+            refuse(f"port = {self.port} must be between 0 and 65535")
+
+
+class AgentSection(Value, frozen=True, kw_only=True):
+    """One node: its name, its socket for the workers, the address at which they listen for each other (default:
+    that of this machine on the route to the leader).
+
+    Without `devices` and `memory` (bytes of each device) the machine is asked; without `socket`
+    it is `$ELASTICD_SOCKET`, else a path of the user's own. `state` is as for the coordinator. The snapshots
+    that other nodes' agents send here may use `snapshot_mib` MiB of memory (default: a quarter of the node's).
+    The socket is for the agent's own user, and for the members of `group` where one is named. A device that
+    stands by is probed every `probe_seconds` (0: only when its worker comes).
+    """
+
+    node: str = msgspec.field(default_factory=_host_name)
+    socket: str | None = None
+    address: str | None = None
+    devices: int | None = None
+    memory: int | None = None
+    state: str | None = None
+    snapshot_mib: int | None = None
+    group: str | None = None
+    probe_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        _check_name("node", self.node)
+        if self.address is not None and not self.address:
+            refuse("address must be one of this machine's, as 10.0.0.7, or be left out")
+        if self.devices is not None and self.devices < 1:
+            refuse(f"devices = {self.devices} must be at least 1")
+        if self.memory is not None and self.memory < 1:
+            refuse(f"memory = {self.memory} must be a positive number of bytes, as 8 GiB")
+        if self.snapshot_mib is not None and self.snapshot_mib < 0:
+            refuse(f"snapshot_mib = {self.snapshot_mib} must be MiB, as 4096, or 0 to keep none for others")
+        if not 0 <= self.probe_seconds < math.inf:
+            refuse(f"probe_seconds = {self.probe_seconds} must be seconds, as 30, or 0 for one probe alone")
+
+    @property
+    def listens(self) -> str:
+        """The address, once a daemon has chosen one where the file does not; else for this machine alone."""
+        return self.address if self.address is not None else LOOPBACK
+
+
+class LinkSection(Value, frozen=True, kw_only=True):
+    """A link between two devices: bytes a second (a number, or as "25 GB/s") and seconds until the first."""
+
+    bandwidth: float = Link().bandwidth
+    latency: float = Link().latency
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bandwidth < math.inf:
+            refuse(f"bandwidth = {self.bandwidth} must be bytes a second, as 25e9 or '25 GB/s'")
+        if not 0 <= self.latency < 60:
+            refuse(f"latency = {self.latency} must be the seconds of one hop, as 2e-5")
+
+    @property
+    def link(self) -> Link:
+        return Link(bandwidth=self.bandwidth, latency=self.latency)
+
+
+class PlannerSection(Value, frozen=True, kw_only=True):
+    """What plans are made from until something was measured: `flops` that a normal device reaches a second on
+    a job's model, the links `inside` a node and `between` nodes (those between two devices each)."""
+
+    flops: float = GUESSED_FLOPS
+    inside: LinkSection = LinkSection()
+    between: LinkSection = LinkSection()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.flops < math.inf:
+            refuse(
+                f"flops = {self.flops} must be the operations a second that a normal device reaches, as 1.5e14"
+            )
+
+
+class EmulateSection(Value, frozen=True, kw_only=True):
+    """Emulated devices: seconds a token takes in one whole block on a normal device, forward and backward,
+    and the bytes of memory that each device claims to have."""
+
+    enabled: bool = False
+    forward: float | None = None
+    backward: float | None = None
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.forward is None) != (self.backward is None):
+            refuse("forward and backward go together: give both, in seconds per token, or neither")
+        for name, seconds in (("forward", self.forward), ("backward", self.backward)):
+            if seconds is not None and not 0 < seconds < 3600:
+                refuse(f"{name} = {seconds} must be the seconds that one token takes, as 0.0002")
+        if self.memory is not None and self.memory < 1:
+            refuse(f"memory = {self.memory} must be a positive number of bytes, as 3 MiB")
+        if self.enabled and self.forward is None:
+            refuse("enabled = true needs forward and backward, in seconds per token of one block")
+
+
+class ChaosSection(Value, frozen=True, kw_only=True):
+    """Whether `elasticd chaos` may harm the cluster on purpose."""
+
+    enabled: bool = False
+
+
+class Config(Value, frozen=True, kw_only=True):
+    """The whole configuration."""
+
+    cluster: ClusterSection = msgspec.field(default_factory=ClusterSection)
+    etcd: EtcdSection = msgspec.field(default_factory=EtcdSection)
+    coordinator: CoordinatorSection = msgspec.field(default_factory=CoordinatorSection)
+    agent: AgentSection = msgspec.field(default_factory=AgentSection)
+    detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
+    policy: PolicySettings = msgspec.field(default_factory=PolicySettings)
+    planner: PlannerSection = msgspec.field(default_factory=PlannerSection)
+    emulate: EmulateSection = msgspec.field(default_factory=EmulateSection)
+    chaos: ChaosSection = msgspec.field(default_factory=ChaosSection)
+    security: SecuritySection = msgspec.field(default_factory=SecuritySection)
+    log: LogSection = LogSection()
+
+
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    field.name: field.type for field in msgspec.structs.fields(Config)
+}
+
+
+def load(path: str | Path | None = None) -> Config:
+    """The configuration of the file at `path`, else of `$ELASTICD_CONFIG`, else the defaults.
+
+    Raises ConfigError.
+    """
+    named_by = "--config" if path is not None else CONFIG_VARIABLE
+    chosen = path if path is not None else os.environ.get(CONFIG_VARIABLE) or None
+    if chosen is None:
+        return Config()
+    try:
+        text = Path(chosen).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise ConfigError(
+            f"cannot read the configuration {chosen} (named by {named_by}): {said}; name a readable TOML file"
+        ) from error
+    return parse(text, str(chosen))
+
+
+def parse(text: str, source: str) -> Config:
+    """The configuration in TOML `text`; `source` names it in messages. Raises ConfigError."""
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError
+        raise ConfigError(f"{source} is not TOML: {error}") from error
+    sections: dict[str, Any] = {}
+    for name, body in table.items():
+        if name not in _SECTIONS:
+            raise ConfigError(f"{source}: there is no section [{name}]{_suggest(name, _SECTIONS)}")
+        if not isinstance(body, dict):
+            raise ConfigError(
+                f"{source}: {name} = {body!r} must be a section: write [{name}] and keys below it"
+            )
+        sections[name] = section(name, _SECTIONS[name](), body, source)
+    return Config(**sections)
+
+
+def with_overrides(config: Config, options: Mapping[str, Any]) -> Config:
+    """`config` with values from the command line, by dotted key: {"agent.node": "alpha"}; None leaves a key.
+
+    Raises ConfigError, and KeyError for a key that no section has (an error of the program).
+    """
+    changed: dict[str, dict[str, Any]] = {}
+    for key, value in options.items():
+        name, _, field = key.partition(".")
+        if field not in {known.name for known in msgspec.structs.fields(_SECTIONS[name])}:
+            raise KeyError(key)
+        if value is not None:
+            changed.setdefault(name, {})[field] = value
+    sections = {
+        name: section(name, getattr(config, name), body, "the command line", strict=False)
+        for name, body in changed.items()
+    }
+    return msgspec.structs.replace(config, **sections)
+
+
+def reloaded(config: Config, reread: Callable[[], Config] | None, sections: Iterable[str]) -> Config:
+    """`config` with these sections as they are in the file now. What else has changed there needs a restart,
+    and a file that is wrong changes nothing: the log says so."""
+    if reread is None:
+        return config
+    try:
+        found = reread()
+    except ConfigError as error:
+        _log.error("the configuration stays as it is: %s", error)
+        return config
+    changed = [name for name in _SECTIONS if getattr(found, name) != getattr(config, name)]
+    here = {name: getattr(found, name) for name in sections}
+    later = [f"[{name}]" for name in changed if name not in here]
+    _log.info("read anew: %s", ", ".join(f"[{name}]" for name in changed if name in here) or "nothing new")
+    if later:
+        _log.warning("%s has changed too, and holds from the next start on", ", ".join(later))
+    return msgspec.structs.replace(config, **here)
+
+
+def section(name: str, base: S, body: Mapping[str, Any], source: str, *, strict: bool = True) -> S:
+    """`base` with the keys of `body`, each checked. Not strict, text is read as a number where one is due."""
+    fields = {field.name: field for field in msgspec.structs.fields(base)}
+    values: dict[str, Any] = {}
+    for key, value in body.items():
+        if key not in fields:
+            # What somebody took for the place of a token or a password is not said aloud.
+            given = "" if name in ("security", "etcd") else f" (= {value!r})"
+            raise ConfigError(f"{source}: [{name}] has no key {key!r}{given}{_suggest(key, fields)}")
+        where = f"{source}: [{name}] {key} = {value!r}"
+        if fields[key].type is LinkSection:
+            values[key] = _link(value, getattr(base, key), f"{name}.{key}", source, where)
+        else:
+            values[key] = _convert(value, fields[key].type, where, key, strict)
+    try:
+        return msgspec.structs.replace(base, **values)
+    except ValueError as error:
+        raise ConfigError(f"{source}: [{name}]: {error}") from error
+
+
+def _link(value: Any, base: LinkSection, name: str, source: str, where: str) -> LinkSection:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{where}: write a table, as {{ bandwidth = '25 GB/s', latency = 2e-5 }}")
+    return section(name, base, value, source)
+
+
+def size(text: str) -> int:
+    """Bytes of "3 MiB", "512MB" or "1024". Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
+    if match is None or match[2].lower() not in units:
+        raise ValueError(f"{text!r} is not a size: write bytes, or a number and KiB, MiB, GiB, as '3 MiB'")
+    return round(float(match[1]) * units[match[2].lower()])
+
+
+def _convert(value: Any, kind: Any, where: str, key: str, strict: bool) -> Any:
+    try:
+        if key == "memory" and isinstance(value, str):
+            return size(value)
+        if key == "bandwidth" and isinstance(value, str) and value.strip().endswith("/s"):
+            return float(size(value.strip().removesuffix("/s")))
+        if not strict and isinstance(value, str) and kind == tuple[str, ...]:
+            return tuple(part.strip() for part in value.split(",") if part.strip())
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        # msgspec says: Expected `int | null`, got `str`. TOML has no null.
+        said = str(error).replace(" | null", "").replace("`", "")
+        raise ConfigError(f"{where}: {said[0].lower()}{said[1:]}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f": did you mean {near[0]!r}?" if near else f"; it may be one of {', '.join(sorted(names))}"
+
+
+def _check_name(key: str, value: str) -> None:
+    """A name becomes a part of keys in etcd and of device names."""
+    if why := name_refusal(key, value):
+        refuse(why)

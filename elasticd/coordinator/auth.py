@@ -1,0 +1,120 @@
+"""Who asks, and whether he may: tokens and certificates against roles. No IO after `read`.
+
+A file of tokens has one a line, with a name before it or without: `alice 5c1f...`. In the file of agents a name
+is a node's, and its token speaks for that node alone. A certificate says both itself: its organizational unit
+(OU) is the role, its common name (CN) the name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from elasticd.config.credentials import check_token, private_text
+from elasticd.config.security import Role, SecuritySection
+from elasticd.config.tree import ConfigError
+
+#: Paths that everybody may ask for: they say that a coordinator is there, and no more.
+OPEN = ("/livez", "/readyz")
+#: What only operators may read: it costs the leader time and memory as long as it lasts.
+COSTLY = ("/v1/record",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """Who asks. An empty name: the token has none."""
+
+    role: Role
+    name: str = ""
+
+
+#: Who asks where nobody is asked who he is.
+ANYBODY = Caller(role=Role.OPERATOR)
+
+
+def needed(kind: str, method: str, path: str) -> tuple[Role, ...]:
+    """The roles of which one is needed for an ASGI scope of this type, none where everybody may."""
+    if kind == "websocket":
+        return (Role.AGENT, Role.OPERATOR)
+    if method in ("GET", "HEAD") and path not in COSTLY:
+        return () if path in OPEN else (Role.VIEWER, Role.OPERATOR)
+    return (Role.OPERATOR,)
+
+
+class Access:
+    """The tokens of each role, as digests."""
+
+    def __init__(self, tokens: Mapping[bytes, Caller], *, asks: bool) -> None:
+        self._tokens = dict(tokens)
+        #: False: everybody may everything, as it is without a section [security].
+        self.asks = asks
+
+    @classmethod
+    def read(cls, section: SecuritySection) -> Access:
+        """From the files as they are now. Raises ConfigError."""
+        found: dict[bytes, Caller] = {}
+        for role in Role:
+            path = section.tokens(role)
+            if path is None:
+                continue
+            for token, caller in _entries(path, role):
+                if found.setdefault(_digest(token), caller) != caller:
+                    raise ConfigError(
+                        f"[security] {role}s {path} has a token that is listed elsewhere too, for another role "
+                        "or name: give each its own"
+                    )
+        return cls(found, asks=section.asks)
+
+    def caller(self, authorization: bytes, certificate: Mapping[str, Any] | None) -> Caller | None:
+        """Who shows this header (empty: none) and this certificate (as `ssl` gives it); None: a stranger.
+        A token that is wrong is not made good by a certificate."""
+        if not self.asks:
+            return ANYBODY
+        if authorization:
+            scheme, _, token = authorization.partition(b" ")
+            return self._holder(token.strip()) if scheme.lower() == b"bearer" else None
+        return _named(certificate) if certificate else None
+
+    def _holder(self, token: bytes) -> Caller | None:
+        """Compares with every token, each in constant time: how long it takes tells nothing."""
+        digest = _digest(token)
+        found: Caller | None = None
+        for known, caller in self._tokens.items():
+            if hmac.compare_digest(known, digest):
+                found = caller
+        return found
+
+
+def _entries(path: str, role: Role) -> list[tuple[bytes, Caller]]:
+    key = f"[security] {role}s"
+    entries = []
+    for number, line in enumerate(private_text(path, key).splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) > 2:
+            raise ConfigError(f"{key} {path}:{number}: write a token, or a name and a token, in each line")
+        check_token(words[-1], f"{key} {path}:{number}")
+        name = words[0] if len(words) == 2 else ""
+        entries.append((words[-1].encode(), Caller(role=role, name=name)))
+    if not entries:
+        raise ConfigError(f"{key} {path} holds no token: write one with: openssl rand -hex 32 > {path}")
+    return entries
+
+
+def _named(certificate: Mapping[str, Any]) -> Caller | None:
+    """Of a certificate that the handshake has verified. None where it names no role, or two."""
+    subject = [pair for part in certificate.get("subject", ()) for pair in part]
+    units = {value for key, value in subject if key == "organizationalUnitName"}
+    names = [value for key, value in subject if key == "commonName"]
+    if len(units) != 1 or len(names) != 1:
+        return None
+    (unit,) = units
+    return Caller(role=Role(unit), name=names[0]) if unit in tuple(Role) else None
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()

@@ -1,0 +1,182 @@
+"""What people may look back at: events and steps, bounded. They are stored by
+`elasticd.coordinator.events.event_pages`.
+
+The id of an event grows by one, and from leader to leader: a later leader goes on above all that one before it
+told, also above what that one had no time to write. So who reads events from an id on misses none that is kept
+when the leader changes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import Any
+
+import msgspec
+from elasticd_planner.value import StoredValue, Value
+
+from elasticd.coordinator.events.switch_gain import AFTER, BEFORE, Gain, StepRecord, gain_of
+from elasticd.machines.job.state.events import Note
+from elasticd.wire.messages import Report
+
+EVENTS = 10_000
+STEPS = 20_000
+#: Events of one leader before its ids reach those of the next one, which go on above them then.
+EVENTS_OF_A_TERM = 1 << 20
+
+
+class EventRecord(Value, frozen=True, kw_only=True):
+    """Something that happened; `id` grows with each, `time` is in unix seconds."""
+
+    id: int
+    time: float
+    kind: str
+    job: str
+    text: str
+    data: dict[str, Any]
+
+
+class Pacing(Value, frozen=True, kw_only=True):
+    """What all ranks of a job reported of emulated devices: sections paced, and those that took too long."""
+
+    paced: int = 0
+    overruns: int = 0
+
+
+class Lines(StoredValue, frozen=True, kw_only=True, tag="journal-lines"):
+    """Some of the journal: events in order, and of each job steps in the order in which they were reported."""
+
+    events: tuple[EventRecord, ...] = ()
+    steps: dict[str, tuple[StepRecord, ...]] = msgspec.field(default_factory=dict)
+
+
+class Journal:
+    """The events of all jobs and the steps of each; the oldest go when there are too many."""
+
+    def __init__(self, events: int = EVENTS, steps: int = STEPS, *, term: int = 0) -> None:
+        """term: the leader's, which is larger than those before it."""
+        self._events: deque[EventRecord] = deque(maxlen=events)
+        self._steps: dict[str, deque[StepRecord]] = {}
+        self._pacing: dict[str, Pacing] = {}
+        self._most_steps = steps
+        self._next = max(1, term * EVENTS_OF_A_TERM)
+        self._gained: set[tuple[str, int]] = set()
+        self._new_events: deque[EventRecord] = deque(maxlen=events)
+        self._new_steps: dict[str, deque[StepRecord]] = {}
+
+    def restore(self, lines: Lines) -> None:
+        """Takes up what an earlier leader kept; the oldest lines first."""
+        for event in lines.events:
+            self._events.append(event)
+            self._next = max(self._next, event.id + 1)
+            if event.kind == "gained" and isinstance(number := event.data.get("number"), int):
+                self._gained.add((event.job, number))
+        for job, steps in lines.steps.items():
+            for step in steps:
+                self._append(job, step)
+
+    def tell(self, note: Note, time: float) -> EventRecord:
+        record = EventRecord(
+            id=self._next, time=time, kind=note.kind, job=note.job, text=note.text, data=note.data
+        )
+        self._next += 1
+        self._events.append(record)
+        self._new_events.append(record)
+        if note.kind == "gained":
+            self._gained.add((note.job, note.data["number"]))
+        return record
+
+    def report(self, job: str, report: Report, time: float) -> Gain | None:
+        """Keeps rank 0's reports, the only ones with a loss or tokens. A step is done once; a later report of
+        it, after a step was repeated, takes the place of the earlier. Of all ranks the pacing is summed.
+
+        Returns what the switch to the running plan gained, once so many steps were made under it as tell it.
+        """
+        before = self.pacing(job)
+        self._pacing[job] = Pacing(
+            paced=before.paced + report.paced, overruns=before.overruns + report.overruns
+        )
+        if report.loss is None and report.tokens is None:
+            return None
+        measured = report.measurement
+        step = StepRecord(
+            step=measured.step,
+            plan=measured.plan,
+            loss=report.loss,
+            tokens=report.tokens,
+            seconds=measured.step_seconds,
+            time=time,
+        )
+        self._append(job, step)
+        self._new_steps.setdefault(job, deque(maxlen=self._most_steps)).append(step)
+        return self._gain(job, step.plan)
+
+    def _append(self, job: str, step: StepRecord) -> None:
+        steps = self._steps.setdefault(job, deque(maxlen=self._most_steps))
+        while steps and steps[-1].step >= step.step:
+            steps.pop()
+        steps.append(step)
+
+    def _gain(self, job: str, plan: int) -> Gain | None:
+        if (job, plan) in self._gained:
+            return None
+        last = [*islice(reversed(self._steps[job]), BEFORE + AFTER + 1)][::-1]
+        if len(last) <= BEFORE + AFTER or any(step.plan != plan for step in last[BEFORE:]):
+            return None
+        return gain_of(plan, last) if last[BEFORE - 1].plan != plan else None
+
+    def new(self, most_events: int, most_steps: int) -> Lines | None:
+        """At most so many events, and steps of all jobs, that no call before returned; None where there are
+        none."""
+        events = _taken(self._new_events, most_events)
+        steps: dict[str, tuple[StepRecord, ...]] = {}
+        for job, told in self._new_steps.items():
+            if most_steps <= 0:
+                break
+            steps[job] = _taken(told, most_steps)
+            most_steps -= len(steps[job])
+        self._new_steps = {job: told for job, told in self._new_steps.items() if told}
+        if not events and not steps:
+            return None
+        return Lines(events=events, steps=steps)
+
+    @property
+    def new_events(self) -> int:
+        """How many events `new` has to return."""
+        return len(self._new_events)
+
+    def forget(self, *jobs: str) -> None:
+        """Drops the steps of jobs that nobody asks for any more; what was told of them stays."""
+        for job in jobs:
+            for kept in (self._steps, self._pacing, self._new_steps):
+                kept.pop(job, None)
+        self._gained = {(job, number) for job, number in self._gained if job not in jobs}
+
+    @property
+    def jobs(self) -> set[str]:
+        """Those that steps are kept of."""
+        return set(self._steps)
+
+    def events(self, after: int = 0) -> list[EventRecord]:
+        return _tail(self._events, lambda record: record.id > after)
+
+    def pacing(self, job: str) -> Pacing:
+        return self._pacing.get(job, Pacing())
+
+    def steps(self, job: str, after: int = -1) -> list[StepRecord]:
+        return _tail(self._steps.get(job, deque()), lambda record: record.step > after)
+
+
+def _taken(records: deque[Any], most: int) -> tuple[Any, ...]:
+    return tuple(records.popleft() for _ in range(min(most, len(records))))
+
+
+def _tail(records: deque[Any], wanted: Any) -> list[Any]:
+    """The newest records that are wanted, oldest first: they lie at the end, so the rest is not looked at."""
+    found: list[Any] = []
+    for record in reversed(records):
+        if not wanted(record):
+            break
+        found.append(record)
+    found.reverse()
+    return found

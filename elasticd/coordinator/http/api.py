@@ -1,0 +1,175 @@
+"""The coordinator's REST: what people and programs ask, and what they may change; chaos has its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Protocol
+
+import msgspec
+
+from elasticd.coordinator.api_types import (
+    ClusterStatus,
+    Events,
+    History,
+    Live,
+    Ready,
+    Settings,
+    Steps,
+    Stopping,
+)
+from elasticd.coordinator.auth import Access, Caller
+from elasticd.coordinator.http.response_encoder import Viewers
+from elasticd.coordinator.http.routing import get, post
+from elasticd.coordinator.leader import Leading, Refused
+from elasticd.coordinator.live_config import Scalar
+from elasticd.coordinator.metrics import CONTENT_TYPE
+from elasticd.records import HistoryRecord
+
+#: The longest that a user may have a job's end wait for.
+MOST_STOP_SECONDS = 86_400.0
+
+
+class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether a node's devices are to be left."""
+
+    on: bool
+
+
+class StopRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds that the workers have for a last checkpoint (0: none), and who asks for it."""
+
+    by: str
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_STOP_SECONDS)] = 600.0
+
+
+class ForgetRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who asks for it."""
+
+    by: str
+
+
+class ConfigRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Values by dotted key, null for the file's own, and who asks for it."""
+
+    values: dict[str, Scalar | None]
+    by: str
+
+
+class Served(Protocol):
+    """What the server shows: the leader, its status, and the history that only the store has. `viewers` make
+    and encode what is large beside the loop."""
+
+    leading: Leading
+    access: Access
+    viewers: Viewers
+
+    async def status(self) -> ClusterStatus: ...
+
+    async def history(self, job: str) -> list[HistoryRecord]: ...
+
+    def ready(self) -> str:
+        """Why it is not ready, or nothing."""
+        ...
+
+
+class Rest:
+    """What is asked of one coordinator. `document` is the OpenAPI document that this is part of, once drawn."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self.document: dict[str, Any] = {}
+
+    @get("/v1/openapi.json")
+    async def openapi(self) -> dict[str, Any]:
+        """This document."""
+        return self.document
+
+    @get("/v1/status", large=True)
+    async def status(self) -> ClusterStatus:
+        """The leader, the nodes with their devices and rates, and the jobs with their plans."""
+        return await self._served.status()
+
+    @get("/v1/events", large=True)
+    async def events(self, after: int = 0) -> Events:
+        """What happened of late: events with an id above `after`, oldest first."""
+        return Events(events=tuple(self._served.leading.journal.events(after)))
+
+    @get("/v1/jobs/{job}/steps", large=True)
+    async def steps(self, job: str, after: int = -1) -> Steps:
+        """Steps of a job above `after`, oldest first."""
+        self._know(job)
+        journal = self._served.leading.journal
+        return Steps(steps=tuple(journal.steps(job, after)), pacing=journal.pacing(job))
+
+    @get("/v1/jobs/{job}/history", large=True)
+    async def history(self, job: str) -> History:
+        """Every plan of a job with the problem that it answers, oldest first."""
+        self._know(job)
+        return History(history=tuple(await self._served.history(job)))
+
+    @post("/v1/nodes/{node}/drain", refuses=(409,), example=DrainRequest(on=True))
+    async def drain(self, node: str, body: DrainRequest) -> DrainRequest:
+        """Lets the devices of a node be left by all plans, or be used again."""
+        self._served.leading.drain(node, body.on)
+        return body
+
+    @post("/v1/jobs/{job}/stop", refuses=(409,), example=StopRequest(by="alice"))
+    async def stop(self, job: str, body: StopRequest, caller: Caller | None) -> Stopping:
+        """Ends a job: its workers make a last checkpoint, where they have a folder for it, and leave. Says
+        which nodes' workers will not hear of it, and train on until the time is up."""
+        unheard = self._served.leading.stop(job, body.seconds, _by(body.by, caller))
+        return Stopping(by=body.by, seconds=body.seconds, unheard=unheard)
+
+    @post("/v1/jobs/{job}/forget", refuses=(409,), example=ForgetRequest(by="alice"))
+    async def forget(self, job: str, body: ForgetRequest, caller: Caller | None) -> ForgetRequest:
+        """Deletes all that is kept of a job that is over; its name can be used again."""
+        self._served.leading.forget(job, _by(body.by, caller))
+        return body
+
+    @get("/v1/config")
+    async def settings(self) -> Settings:
+        """Detection and policy as they are in force, what was changed of them while running, and when."""
+        return self._served.leading.changes.shown()
+
+    @post(
+        "/v1/config",
+        refuses=(503,),
+        example=ConfigRequest(values={"policy.paused": True}, by="alice"),
+    )
+    async def change(self, body: ConfigRequest, caller: Caller | None) -> Settings:
+        """Changes detection and policy while running; the values are checked, kept, and followed at once."""
+        await self._served.leading.change(body.values, _by(body.by, caller))
+        return self._served.leading.changes.shown()
+
+    @get("/v1/record", media="application/jsonl")
+    async def record(self) -> AsyncIterator[bytes]:
+        """All that the leader hears and decides from now on, until it ends or the caller goes: the lines that
+        `elasticd record` keeps. Empty lines only say that nothing happened."""
+        return self._served.leading.recording()
+
+    @get("/metrics", media=CONTENT_TYPE)
+    async def metrics(self) -> bytes:
+        """Counters and the present state, for Prometheus."""
+        return await self._served.viewers.beside(self._served.leading.exposition)
+
+    @get("/livez")
+    async def live(self) -> Live:
+        """Whether it runs."""
+        return Live()
+
+    @get("/readyz", refuses=(503,))
+    async def ready(self) -> Ready:
+        """Whether it leads and serves."""
+        if why := self._served.ready():
+            raise Refused(503, why)
+        return Ready()
+
+    def _know(self, job: str) -> None:
+        jobs = self._served.leading.state.jobs
+        if job not in jobs:
+            raise Refused(404, f"there is no job {job!r}; there are: {', '.join(sorted(jobs)) or 'none'}")
+
+
+def _by(said: str, caller: Caller | None) -> str:
+    """Who asks, in their own words, and by the name of their token."""
+    return f"{said} ({caller.name})" if caller is not None and caller.name else said

@@ -1,0 +1,93 @@
+"""The coordinator's one port: the agents' WebSocket, and REST for people and programs."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import WebSocketRoute
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from elasticd.coordinator.api_types import Refusal
+from elasticd.coordinator.http.agent_socket import serve_agent
+from elasticd.coordinator.http.api import Rest, Served
+from elasticd.coordinator.http.chaos import Chaos
+from elasticd.coordinator.http.middleware import Gate
+from elasticd.coordinator.http.openapi import document
+from elasticd.coordinator.http.routing import JSON, endpoints, routes
+from elasticd.coordinator.leader import Refused
+
+
+def application(served: Served, requests_per_second: float) -> Starlette:
+    """The ASGI application, which lets one address ask so often."""
+    rest, chaos = Rest(served), Chaos(served)
+    declared = (*endpoints(rest), *endpoints(chaos))
+    rest.document = document(declared, asks=served.access.asks)
+
+    async def agent(socket: WebSocket) -> None:
+        await serve_agent(served.leading, socket)
+
+    handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+        Refused: _refused,
+        HTTPException: _http_error,
+        Exception: _broken,
+    }
+    gate = Middleware(
+        Gate,
+        access=lambda: served.access,
+        refused=lambda word: served.leading.metrics.refused(word),
+        rate=requests_per_second,
+    )
+    return Starlette(
+        routes=[
+            *routes(declared, served.viewers),
+            WebSocketRoute("/v1/agent", agent),
+            WebSocketRoute("/v1/chaos/cut/{node}", chaos.stay_cut),
+        ],
+        exception_handlers=handlers,
+        middleware=[Middleware(_Counted, served=served), gate],
+    )
+
+
+class _Counted:
+    """Counts the answers to REST requests, by status."""
+
+    def __init__(self, app: ASGIApp, served: Served) -> None:
+        self._app, self._served = app, served
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._served.leading.metrics.request(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting)
+
+
+def _refusal(text: str, status: int) -> Response:
+    return Response(msgspec.json.encode(Refusal(error=text)), status, media_type=JSON)
+
+
+async def _refused(request: Request, error: Refused) -> Response:
+    answer = _refusal(str(error), error.status)
+    if error.status in (408, 413):
+        answer.headers["connection"] = "close"  # the rest of the body is not waited for
+    return answer
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    text = f"there is no {request.url.path}" if error.status_code == 404 else error.detail
+    answer = _refusal(text, error.status_code)
+    answer.headers.update(error.headers or {})  # of a method that a path does not have, those that it has
+    return answer
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    return _refusal(f"the coordinator failed on {request.url.path}; its log says why", 500)

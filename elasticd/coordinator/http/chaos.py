@@ -1,0 +1,213 @@
+"""Chaos at the coordinator: which harm is allowed and possible, and how a cut comes to its end.
+
+A cut agent hears no leader, so it cannot be told that it is healed: while it is cut, it keeps a connection of
+its own for that alone, which ends with the cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from typing import Annotated, Literal, Protocol
+
+from elasticd_planner.value import Value
+from msgspec import Meta
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from elasticd.config.security import Role
+from elasticd.coordinator.auth import ANYBODY, Caller
+from elasticd.coordinator.http.middleware import CALLER
+from elasticd.coordinator.http.routing import post
+from elasticd.coordinator.leader import Leading, Refused
+from elasticd.machines.job.state.events import Harmed, Reread
+from elasticd.machines.job.state.job_state import OVER, NodeState
+from elasticd.system.network_addresses import is_loopback
+from elasticd.wire.agent_orders import Harm, is_first
+
+#: What is done to a device; the rest is done to a node.
+TO_DEVICES = ("slow", "recover", "kill", "freeze", "thaw")
+TO_NODES = ("cut", "heal")
+#: And to a job: its data is read in other sequences.
+TO_JOBS = ("shift",)
+
+
+class ChaosRequest(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A device's name for what is done to devices, a job's for a shift, else a node's. factor: of slow, at
+    least 1. seconds: how long a cut lasts, 0 until it is healed. other: a second node; cut and heal are about
+    the data network between the two then, and one_way cuts what `node` sends alone. tokens: the length of the
+    sequences that the job reads from then on, 0 as they are."""
+
+    # Documented as a choice, and refused with words of ours, by `order`.
+    action: Annotated[str, Meta(extra_json_schema={"enum": [*TO_DEVICES, *TO_NODES, *TO_JOBS]})]
+    device: str = ""
+    node: str = ""
+    factor: Annotated[float, Meta(extra_json_schema={"minimum": 1})] = 1.0
+    seconds: Annotated[float, Meta(extra_json_schema={"minimum": 0})] = 0.0
+    other: str = ""
+    one_way: bool = False
+    job: str = ""
+    tokens: Annotated[int, Meta(extra_json_schema={"minimum": 0})] = 0
+
+
+class Served(Protocol):
+    """Who leads now, and the cuts that its server holds."""
+
+    leading: Leading
+
+
+class Cuts:
+    """The nodes that are cut now, by the connections that they keep meanwhile, and those that are to be."""
+
+    def __init__(self) -> None:
+        self._healed: dict[str, asyncio.Event] = {}
+        self._ordered: set[str] = set()
+
+    def __contains__(self, node: str) -> bool:
+        return node in self._healed
+
+    def expect(self, node: str) -> None:
+        """The node was ordered to be cut: its agent may connect, once."""
+        self._ordered.add(node)
+
+    def refusal(self, node: str, caller: Caller) -> str:
+        """Why this caller's connection is none that a cut node keeps, or nothing."""
+        if caller.role is Role.AGENT and caller.name not in ("", node):
+            return f"this token or certificate is for node {caller.name!r}, not for {node!r}"
+        return "" if node in self._ordered else f"this leader did not cut node {node!r} off"
+
+    def heal(self, node: str) -> None:
+        self._healed[node].set()
+
+    async def stay(self, node: str, socket: WebSocket) -> None:
+        """Until the node is healed, or is gone."""
+        self._ordered.discard(node)
+        healed = self._healed[node] = asyncio.Event()
+        await socket.accept()
+        waits = {asyncio.create_task(healed.wait()), asyncio.create_task(_until_gone(socket))}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if self._healed.get(node) is healed:
+                del self._healed[node]
+            for task in waits:
+                task.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            with contextlib.suppress(RuntimeError, WebSocketDisconnect):  # closed by the other side already
+                await socket.close()
+
+
+async def _until_gone(socket: WebSocket) -> None:
+    while (await socket.receive())["type"] != "websocket.disconnect":
+        pass
+
+
+class Chaos:
+    """What is asked of chaos, and the cuts that this server holds."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self._cuts = Cuts()
+
+    @post("/v1/chaos", refuses=(404, 409), example=ChaosRequest(action="slow", device="alpha/1", factor=3.0))
+    async def chaos(self, body: ChaosRequest) -> ChaosRequest:
+        """Harms the cluster on purpose, where the configuration allows it."""
+        order(self._served.leading, self._cuts, body)
+        return body
+
+    async def stay_cut(self, socket: WebSocket) -> None:
+        """The connection that a cut agent keeps. Closed at once, which ends the cut, where there is no cut."""
+        node = str(socket.path_params["node"])
+        caller: Caller = socket.scope.get(CALLER) or ANYBODY
+        if not self._served.leading.chaos or self._cuts.refusal(node, caller):
+            self._served.leading.metrics.refused("impostor")
+            await socket.close(1008)
+            return
+        await self._cuts.stay(node, socket)
+
+
+def order(leading: Leading, cuts: Cuts, body: ChaosRequest) -> None:
+    """Carries a request out. Raises `Refused` with what would be right."""
+    leading.allow_chaos()
+    if body.action in ("slow", "recover"):
+        leading.pace(body.action, body.device, body.factor)
+    elif body.action in TO_DEVICES:
+        leading.know_device(body.device)
+        _harm(leading, body.device.rpartition("/")[0], Harm(how=body.action, device=body.device))  # type: ignore[arg-type]
+    elif body.action in TO_NODES and body.other:
+        _data(leading, body)
+    elif body.action == "cut":
+        if not 0 <= body.seconds < math.inf:
+            raise Refused(400, f"seconds {body.seconds} must be how long the cut lasts, 0 until it is healed")
+        if body.node in cuts:
+            raise Refused(409, f"node {body.node} is cut already: heal it first")
+        _harm(leading, body.node, Harm(how="cut", seconds=body.seconds))
+        cuts.expect(body.node)
+    elif body.action == "heal":
+        if body.node not in cuts:
+            raise Refused(409, f"node {body.node!r} is not cut by this leader, so there is nothing to heal")
+        cuts.heal(body.node)
+    elif body.action == "shift":
+        _shift(leading, body.job, body.tokens)
+    else:
+        known = (*TO_DEVICES, *TO_NODES, *TO_JOBS)
+        raise Refused(400, f"action {body.action!r} must be one of {', '.join(known)}")
+
+
+def _shift(leading: Leading, name: str, tokens: int) -> None:
+    job = leading.state.jobs.get(name)
+    if job is None:
+        names = ", ".join(sorted(leading.state.jobs)) or "none"
+        raise Refused(404, f"there is no job {name!r}; there are: {names}")
+    if tokens < 0:
+        raise Refused(
+            400, f"tokens {tokens} must be the length of a sequence, as 2048, or 0 for the data as it is"
+        )
+    if job.spec is None or job.plan is None or job.phase in OVER:
+        raise Refused(409, f"job {name} is {job.phase.value}: its data can be changed while it trains")
+    if not job.spec.shifts:
+        raise Refused(
+            409,
+            f"the dataset of job {name} has no at_length(tokens), which gives it in sequences of that length",
+        )
+    leading.apply(Reread(job=name, tokens=tokens))
+
+
+def _data(leading: Leading, body: ChaosRequest) -> None:
+    """The data network between two nodes."""
+    if not 0 <= body.seconds < math.inf:
+        raise Refused(400, f"seconds {body.seconds} must be how long the cut lasts, 0 until it is healed")
+    addresses = {}
+    for name in (body.node, body.other):
+        known = _connected(leading, name, body.action)
+        if is_first(known.release):
+            raise Refused(
+                409, f"the agent of node {name} (elasticd {known.release}) cannot cut the data network"
+            )
+        addresses[name] = known.record.address
+    if len({*addresses.values()}) < 2 or any(is_loopback(address) for address in addresses.values()):
+        raise Refused(
+            409,
+            f"nodes {body.node!r} and {body.other!r} have the data addresses {', '.join(addresses.values())}: "
+            "only the network between two machines can be cut",
+        )
+    how: Literal["cut-data", "heal-data"] = "cut-data" if body.action == "cut" else "heal-data"
+    ways = [(body.node, body.other), (body.other, body.node)]
+    for node, other in ways[:1] if body.one_way and body.action == "cut" else ways:
+        leading.apply(Harmed(node=node, harm=Harm(how=how, peer=addresses[other], seconds=body.seconds)))
+
+
+def _harm(leading: Leading, node: str, harm: Harm) -> None:
+    _connected(leading, node, harm.how)
+    leading.apply(Harmed(node=node, harm=harm))
+
+
+def _connected(leading: Leading, node: str, how: str) -> NodeState:
+    """A node whose agent can be told to do something to it."""
+    known = leading.state.nodes.get(node)
+    if known is None:
+        names = ", ".join(sorted(leading.state.nodes)) or "none"
+        raise Refused(404, f"there is no node {node!r}; there are: {names}")
+    if not known.connected:
+        raise Refused(409, f"the agent of node {node} cannot be reached: nobody is there to {how} it")
+    return known

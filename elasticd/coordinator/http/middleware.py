@@ -1,0 +1,186 @@
+"""What stands before every request: who asks, from which page, how much and how often. Refusals are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from elasticd.coordinator.auth import Access, Caller, needed
+from elasticd.coordinator.leader import Refused
+
+#: Bytes of a request's body, and seconds for all of it: ours are a few hundred bytes.
+LARGEST_BODY = 64 * 1024
+BODY_SECONDS = 10.0
+#: Addresses whose requests are counted; those that were silent longest are forgotten.
+_MOST_ADDRESSES = 4096
+#: Under which keys a scope has the certificate of who connected, and who asks.
+PEER, CALLER = "elasticd.peer", "elasticd.caller"
+
+_log = logging.getLogger(__name__)
+
+
+class Bucket:
+    """So many a second, and a burst of twice as many."""
+
+    def __init__(self, rate: float, now: float) -> None:
+        self._rate, self._left, self._at = rate, 2 * rate, now
+
+    def wait(self, now: float) -> float:
+        """Takes one; seconds until it may be, 0 where it may at once. One that must wait is not taken."""
+        self._left = min(2 * self._rate, self._left + (now - self._at) * self._rate)
+        self._at = now
+        if self._left < 1:
+            return (1 - self._left) / self._rate
+        self._left -= 1
+        return 0.0
+
+
+class Gate:
+    """ASGI middleware. `access` gives who is known now; `refused` counts by a word."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        access: Callable[[], Access],
+        refused: Callable[[str], None],
+        rate: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app, self._access, self._refused = app, access, refused
+        self._rate, self._clock = rate, clock
+        self._buckets: dict[str, Bucket] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        try:
+            scope[CALLER] = self._judge(scope)
+        except _Refusal as refusal:
+            self._refused(refusal.word)
+            _log.debug("%s of %s: %s", scope["path"], (scope.get("client") or ("?",))[0], refusal)
+            await _answer(scope, send, refusal)
+            return
+        body = receive if scope["type"] == "websocket" else _limited(receive, self._refused)
+        await self._app(scope, body, send)
+
+    def _judge(self, scope: Scope) -> Caller | None:
+        """Raises `_Refusal`. Order: what costs least is asked first."""
+        wait = self._wait((scope.get("client") or ("",))[0])
+        if wait:
+            raise _Refusal(429, "rate", "too many requests come from this address: ask less often", wait)
+        headers = dict(reversed(scope["headers"]))  # of one that came twice, the first
+        method = scope.get("method", "GET")
+        changing = scope["type"] == "websocket" or method not in ("GET", "HEAD")
+        if changing and _foreign(headers):
+            raise _Refusal(403, "origin", "a page of another site may not ask this: call it from a program")
+        if int_of(headers.get(b"content-length")) > LARGEST_BODY:
+            raise _Refusal(413, "oversized", f"the body must have at most {LARGEST_BODY} bytes")
+        roles = needed(scope["type"], method, scope["path"])
+        if not roles:
+            return None
+        caller = self._access().caller(headers.get(b"authorization", b""), scope.get(PEER))
+        if caller is None:
+            known = b"authorization" in headers or scope.get(PEER)
+            said = (
+                "this token or certificate is not known here" if known else "this coordinator asks for a token"
+            )
+            raise _Refusal(
+                401,
+                "unauthenticated",
+                f"{said}: set $ELASTICD_TOKEN, or [security] token_file, to one of its {_files(roles)}",
+            )
+        if caller.role not in roles:
+            raise _Refusal(
+                403,
+                "forbidden",
+                f"role {caller.role} may not do this: it needs a token of {' or '.join(roles)}",
+            )
+        return caller
+
+    def _wait(self, address: str) -> float:
+        now = self._clock()
+        bucket = self._buckets.pop(address, None) or Bucket(self._rate, now)
+        self._buckets[address] = bucket  # at the end: the first is the one that was silent longest
+        if len(self._buckets) > _MOST_ADDRESSES:
+            del self._buckets[next(iter(self._buckets))]
+        return bucket.wait(now)
+
+
+class _Refusal(Exception):
+    def __init__(self, status: int, word: str, text: str, wait: float = 0.0) -> None:
+        super().__init__(text)
+        self.status, self.word, self.wait = status, word, wait
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        # Closed, so that nobody waits for the rest of a body that is not read.
+        found = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        if self.status == 401:
+            found.append((b"www-authenticate", b"Bearer"))
+        if self.wait:
+            found.append((b"retry-after", b"1"))
+        return found
+
+
+def _limited(receive: Receive, refused: Callable[[str], None]) -> Receive:
+    """`receive`, which ends a body that is too long or too slow by `Refused`."""
+    size, whole, ends = 0, False, time.monotonic() + BODY_SECONDS
+
+    async def limited() -> Message:
+        nonlocal size, whole
+        if whole:
+            return await receive()
+        try:
+            async with asyncio.timeout(ends - time.monotonic()):
+                message = await receive()
+        except TimeoutError:
+            refused("slow")
+            raise Refused(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+        size += len(message.get("body", b""))
+        whole = not message.get("more_body", False)
+        if size > LARGEST_BODY:
+            refused("oversized")
+            raise Refused(413, f"the body must have at most {LARGEST_BODY} bytes")
+        return message
+
+    return limited
+
+
+async def _answer(scope: Scope, send: Send, refusal: _Refusal) -> None:
+    body = msgspec.json.encode({"error": str(refusal)})
+    kind = "http.response"
+    if scope["type"] == "websocket":
+        if "websocket.http.response" not in scope.get("extensions", {}):
+            await send({"type": "websocket.close", "code": 1008, "reason": refusal.word})
+            return
+        kind = "websocket.http.response"
+    await send({"type": f"{kind}.start", "status": refusal.status, "headers": refusal.headers()})
+    await send({"type": f"{kind}.body", "body": body})
+
+
+def _foreign(headers: dict[bytes, bytes]) -> bool:
+    """Whether a browser asks for a page of another site: it would, with all that this machine may."""
+    origin = headers.get(b"origin")
+    if origin is None:
+        return False
+    try:
+        return urlsplit(origin.decode("latin-1")).netloc.encode("latin-1") != headers.get(b"host", b"")
+    except ValueError:
+        return True
+
+
+def int_of(text: bytes | None) -> int:
+    """0 for what is no number: the server's parser has refused it already."""
+    return int(text) if text is not None and text.isdigit() and len(text) < 20 else 0
+
+
+def _files(roles: Any) -> str:
+    return " or ".join(f"{role}s" for role in roles)

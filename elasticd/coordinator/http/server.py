@@ -1,0 +1,223 @@
+"""The port and its server: where it listens, and what uvicorn does not offer: how many connect, how long one
+may be silent, whose certificate it showed.
+
+The one file that knows uvicorn's protocol classes; its test fails where a release changes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.websockets.auto import AutoWebSocketsProtocol
+
+from elasticd.config.security import SecuritySection
+from elasticd.coordinator.election import CannotLead
+from elasticd.coordinator.http.middleware import PEER
+from elasticd.system.network_addresses import is_loopback, outward
+
+_HttpBase: Any = AutoHTTPProtocol
+_WebSocketBase: Any = AutoWebSocketsProtocol
+
+#: Seconds in which whoever connects must have asked for something.
+SILENT_SECONDS = 10.0
+#: Seconds between pings to an agent, and until one that did not answer is away: no packet may say so.
+PING, SILENCE = 0.2, 0.75
+#: Seconds by which the loop may be late and still judge others by the clock.
+LATE = 0.1
+#: Pings a second of all connections together: with more than 200 each is asked less often.
+PINGS_A_SECOND = 1000
+#: Bytes of a request's line and headers.
+_LARGEST_HEAD = 16 * 1024
+#: What is said of a coordinator that others can reach, and that asks nobody who he is.
+OPEN_TO_ALL = "whoever reaches this may look at, drain and change the cluster"
+#: What to do about it.
+CLOSE_IT = (
+    "set viewers, operators and agents in section [security] to files of tokens, or host in [coordinator] to "
+    "127.0.0.1; or, in a network that only the cluster's users reach, insecure = true in [security]"
+)
+
+
+class Server(uvicorn.Server):
+    """Leaves signals to the daemon, which ends the server itself."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has its port, and does not listen yet."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise CannotLead(
+            f"cannot serve at {host}:{port} ({error.strerror or error}): set host and port in section "
+            "[coordinator] of the configuration to an address of this machine that is free"
+        ) from error
+    return listener
+
+
+def exposed(host: str) -> bool:
+    """Whether other machines may reach it."""
+    return not is_loopback(host)
+
+
+def url_of(host: str, port: int, *, secure: bool, stores: Iterable[str] = ()) -> str:
+    """Where others reach us: a host that stands for all addresses is no address to call. In its place stands
+    our address on the route to one of `stores`, since agents have a route from there too. With TLS it is the
+    machine's name, which the certificate is for; the same if all stores are on this machine."""
+    reachable = host
+    if host in ("0.0.0.0", "::"):
+        reachable = (None if secure else outward(stores)) or socket.gethostname()
+    address = f"[{reachable}]:{port}" if ":" in reachable else f"{reachable}:{port}"
+    return f"{'https' if secure else 'http'}://{address}"
+
+
+def configured(
+    application: ASGIApp,
+    section: SecuritySection,
+    context: ssl.SSLContext | None,
+    refused: Callable[[str], None],
+    *,
+    silent_seconds: float = SILENT_SECONDS,
+) -> uvicorn.Config:
+    """The server's configuration, by [security]'s limits; `refused` counts by a word."""
+    http: Any = _http(section.connections, refused, silent_seconds)
+    websocket: Any = _websocket()
+    return uvicorn.Config(
+        application,
+        http=http,
+        ws=websocket,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        proxy_headers=False,  # nobody says for another from where he asks
+        server_header=False,
+        h11_max_incomplete_event_size=_LARGEST_HEAD,
+        ws_max_size=section.message_mib << 20,
+        ws_per_message_deflate=False,  # reports are small and many
+        ws_ping_interval=PING,
+        ws_ping_timeout=SILENCE,
+        timeout_graceful_shutdown=2,
+        ssl_context_factory=(lambda config, default: context) if context is not None else None,
+    )
+
+
+def _http(most: int, refused: Callable[[str], None], silent_seconds: float) -> type[asyncio.Protocol]:
+    class Http(_HttpBase):  # type: ignore[misc]
+        """Limits connections, and drops one that asks for nothing."""
+
+        _silent: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                refused("crowded")
+                transport.abort()
+                return
+            self.app: ASGIApp = self._asked(_with_peer(self.app, transport))
+            self._expect()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._expect_no_more()
+            super().connection_lost(exc)
+
+        def handle_websocket_upgrade(self, *event: Any) -> None:
+            self._expect_no_more()
+            super().handle_websocket_upgrade(*event)
+
+        def on_response_complete(self) -> None:
+            self._expect()
+            super().on_response_complete()
+
+        def _asked(self, app: ASGIApp) -> ASGIApp:
+            async def asked(scope: Scope, receive: Receive, send: Send) -> None:
+                self._expect_no_more()
+                await app(scope, receive, send)
+
+            return asked
+
+        def _expect(self) -> None:
+            self._expect_no_more()
+            self._silent = self.loop.call_later(silent_seconds, self._drop)
+
+        def _expect_no_more(self) -> None:
+            if self._silent is not None:
+                self._silent.cancel()
+                self._silent = None
+
+        def _drop(self) -> None:
+            refused("silent")
+            self.transport.abort()
+
+    return Http
+
+
+def _websocket() -> type[asyncio.Protocol]:
+    class WebSocket(_WebSocketBase):  # type: ignore[misc]
+        """Says whose certificate was shown, asks less often for life where there are many, and holds nobody's
+        silence against it while it is this side that does not listen."""
+
+        _due = _listening = 0.0
+        _paused = False
+
+        @property
+        def read_paused(self) -> bool:
+            """Whether messages of this connection wait, so that nothing more is read of it."""
+            return self._paused
+
+        @read_paused.setter
+        def read_paused(self, paused: bool) -> None:
+            if self._paused and not paused:
+                self._listening = time.monotonic()
+            self._paused = paused
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            self.app: ASGIApp = _with_peer(self.app, transport)
+            super().connection_made(transport)
+
+        def schedule_ping(self) -> None:
+            self.ping_interval = max(PING, len(self.connections) / PINGS_A_SECOND)
+            super().schedule_ping()
+
+        def send_keepalive_ping(self) -> None:
+            super().send_keepalive_ping()
+            self._due = self.loop.time() + SILENCE
+
+        def keepalive_timeout(self) -> None:
+            # The answer may be there: behind messages that are not read yet, or come while this loop was busy.
+            now = self.loop.time()
+            again = SILENCE - (now - self._listening)
+            if self.read_paused or now - self._due > LATE:
+                again = SILENCE
+            if again <= 0:
+                super().keepalive_timeout()
+                return
+            self._due = now + again
+            self.pong_timer = self.loop.call_later(again, self.keepalive_timeout)
+
+    return WebSocket
+
+
+def _with_peer(app: ASGIApp, transport: asyncio.Transport) -> ASGIApp:
+    certificate = transport.get_extra_info("peercert")
+
+    async def known(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[PEER] = certificate
+        await app(scope, receive, send)
+
+    return known

@@ -1,0 +1,598 @@
+"""IO around the coordinator's machine while it leads: events in, effects out, both in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from elasticd.codec.decoding import shown, tag_of
+from elasticd.config.tree import ConfigError
+from elasticd.coordinator.bootstrap_store import KeyValue, Room
+from elasticd.coordinator.connections import Connection, Connections
+from elasticd.coordinator.events.event_log import Journal
+from elasticd.coordinator.events.event_pages import MOST_EVENTS, MOST_STEPS, Paged, Pages
+from elasticd.coordinator.fair_queue import Turns
+from elasticd.coordinator.live_config import Changes, Scalar
+from elasticd.coordinator.metrics import Metrics
+from elasticd.coordinator.planner_process import COMMAND, Planning
+from elasticd.coordinator.recorders import Recorders
+from elasticd.coordinator.store_transactions import Asked, Rank, Rounds, Setting
+from elasticd.coordinator.store_writer import Writer
+from elasticd.machines.coordinator import finished_jobs, machine, message_checks, restart_jobs
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.job.lifecycle import stop_request
+from elasticd.machines.job.state.events import (
+    AgentDown,
+    AgentUp,
+    CancelPlan,
+    Drained,
+    Effect,
+    Event,
+    ForgetAsked,
+    Note,
+    Paced,
+    Received,
+    RequestPlan,
+    Send,
+    StopAsked,
+    Tick,
+    Unwritten,
+    Write,
+)
+from elasticd.machines.job.state.job_state import OVER
+from elasticd.records import DoneRecord, Proposal
+from elasticd.store.write_allowance import Allowance
+from elasticd.wire.main_thread import Halted
+from elasticd.wire.messages import (
+    AgentHello,
+    Down,
+    Hello,
+    Join,
+    Rejected,
+    Report,
+    StoreAnswer,
+    StoreCall,
+    ToLeader,
+    Unread,
+    Up,
+    WorkerLost,
+)
+from elasticd.wire.node_health import OfNode
+from elasticd.wire.probes import Frozen, Unreached
+from elasticd.wire.rendezvous import Lapped
+from elasticd.wire.snapshots import Keeps
+
+#: Seconds between the looks at what has become due.
+TICK = 0.1
+#: For how many times as long as a look took the next one waits at least: with ten thousand devices it takes a
+#: while.
+TICK_SHARE = 10
+#: Seconds between looks at whether the journal has something new; how many looks until steps alone are written.
+PAGE_SECONDS, STEPS_SELDOM = 1.0, 5
+#: Seconds that a user waits for etcd to take what he changed.
+WRITE_SECONDS = 5.0
+#: Bytes of all bootstrap stores together.
+MOST_STORED = 1 << 30
+#: Jobs in restart mode whose laps are judged; beyond them the one that was silent longest is forgotten.
+MOST_RESTARTS = 1000
+#: Jobs in restart mode whose rounds are cleared away once their time is up; seconds between looks at them, and
+#: since the last lap until a user may have one forgotten.
+MOST_ROUNDS = 10_000
+LOOK_SECONDS = 60.0
+LAP_SECONDS = 60.0
+#: Kinds of messages, by node, of which the log tells that they are not heard.
+MOST_TOLD = 256
+#: What the machine hears. A tuple: a union would be made anew for each of thousands of reports a second.
+MACHINES = (Up, Unread, WorkerLost, Frozen, Unreached, Halted, OfNode, Keeps)
+#: Of these a word about a job may lead to something that is written.
+CAUSES = (Up, Unread, WorkerLost, Frozen, Unreached, Halted)
+#: Calls that need no bootstrap store where there is none: nothing is in it.
+EMPTY_WITHOUT = ("check", "delete")
+#: How the keys begin by which torchruns tell each other their ranks (elasticd.rendezvous.live_mode).
+RANKS = "rdzv/"
+#: Bytes of one such value, and of all that the torchruns of a node have written to etcd: at once, and a second.
+LARGEST_RANK, RANKS_AT_ONCE, RANKS_A_SECOND = 16 << 10, 4 << 20, 4 << 10
+#: Bytes that are written to etcd for what a node said, records and events: at once, and a second. A node beyond
+#: that is heard again once this much time has passed. A plan of 8,000 devices takes 0.2 MiB.
+WRITES_AT_ONCE, WRITES_A_SECOND = 32 << 20, 64 << 10
+
+_log = logging.getLogger(__name__)
+
+
+class Refused(Exception):
+    """A request of a user that cannot be done: an HTTP status, and what would be right."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class Leading:
+    """One leader's soft state and its hands. Everything runs on one event loop; nothing here blocks it."""
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        chaos: bool,
+        failed: Callable[[Exception], None],
+        planner: tuple[str, ...] = COMMAND,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.state = state
+        self.journal = Journal(term=state.epoch)
+        self.metrics = Metrics()
+        self.connections = Connections()
+        self.turns = Turns()
+        self.recorders = Recorders()
+        self.planning = Planning(self.apply, command=planner)
+        self.writer: Writer | None = None
+        self._pages: Pages | None = None
+        self.chaos = chaos
+        self._failed = failed
+        self._clock = clock
+        self._room = Room(MOST_STORED)
+        self._stores: dict[str, KeyValue] = {}
+        self._away_since = self._away_seconds = 0.0
+        self.restarts: dict[str, restart_jobs.RestartJob] = {}
+        self._rounds: dict[str, float] = {}  # of jobs in restart mode: since when none of them was heard of
+        self._began, self._look_at = clock(), 0.0
+        self._turned_away: set[tuple[str, str]] = set()
+        self._allowances: dict[str, Allowance] = {}
+        self._causes: dict[str, str] = {}  # by job: the node that said the last word of it
+        self._writes: dict[str, Allowance] = {}  # by node
+        self.changes = Changes(detect=state.settings.detect, policy=state.settings.policy)
+
+    def apply(self, event: Event) -> None:
+        """One step of the machine, and its effects. A message that it fails on is dropped: nothing has changed
+        then. Any other error ends this leader rather than go on with a state that nobody decided."""
+        before, now = self.state, self.now()
+        try:
+            self.state, effects = machine.step(before, event, now)
+        except Exception as error:
+            _log.exception("the machine failed on %r", event)
+            if not isinstance(event, Received):
+                self._failed(error)
+            self.metrics.refused("failed")
+            return
+        try:
+            if self.recorders:
+                self.recorders.heard(event, effects, now, changed=self.state is not before)
+            for effect in effects:
+                self._execute(effect)
+        except Exception as error:
+            _log.exception("what was decided on %r cannot be done", event)
+            self._failed(error)
+
+    def now(self) -> float:
+        """The machine's clock, which stands still while the store is away: what was decided meanwhile is not
+        written, nobody can answer it, and nobody is late."""
+        now = self._clock()
+        if self.writer is not None and self.writer.away:
+            self._away_since = self._away_since or now
+            return self._away_since - self._away_seconds
+        if self._away_since:
+            self._away_seconds += now - self._away_since
+            self._away_since = 0.0
+        return now - self._away_seconds
+
+    async def ticks(self) -> None:
+        self.planning.warm()
+        spent = 0.0
+        while True:
+            await asyncio.sleep(max(TICK, TICK_SHARE * spent))
+            began = time.monotonic()
+            self.apply(Tick())
+            self._clear_rounds()
+            spent = time.monotonic() - began
+
+    def keep(self, pages: Pages) -> None:
+        """The journal goes on from what an earlier leader kept, and is kept in its turn."""
+        for lines in pages.restored():
+            self.journal.restore(lines)
+        self.journal.forget(*self.journal.jobs - self.state.jobs.keys())
+        self._pages = pages
+
+    async def keeping(self) -> None:
+        """Writes down what is new in the journal: events soon, steps alone less often."""
+        rounds = 0
+        while True:
+            await asyncio.sleep(PAGE_SECONDS)
+            rounds += 1
+            if self.journal.new_events or rounds >= STEPS_SELDOM:
+                rounds = 0
+                self.page()
+
+    def page(self) -> None:
+        """What is new in the journal is to be written, a page of it. It waits while something else is written:
+        no decision is to wait for it."""
+        if self._pages is None or self.writer is None or self.writer.busy:
+            return
+        lines = self.journal.new(MOST_EVENTS, MOST_STEPS)
+        if lines is not None:
+            self.writer.put(self._pages.written(lines))
+
+    def _reported(self, up: Up, report: Report) -> None:
+        """Only a worker of the job makes its steps."""
+        job = up.job
+        known = self.state.jobs.get(job)
+        worker = known.workers.get(up.device) if known is not None else None
+        if worker is None or worker.incarnation != up.incarnation:
+            return
+        gain = self.journal.report(job, report, time.time())
+        if gain is not None:
+            number = report.measurement.plan
+            text = f"plan {number} gained: {gain.words}"
+            data = {"number": number, "before": gain.before, "after": gain.after, "pause": gain.pause}
+            self.tell(Note(kind="gained", job=job, text=text, data=data))
+
+    def tell(self, note: Note) -> None:
+        """Into the journal, which is written to etcd, and the log."""
+        self.journal.tell(note, time.time())
+        size = len(note.text) + sum(len(value) for value in note.data.values() if isinstance(value, str))
+        if note.job:
+            self.wrote(note.job, size)
+        elif note.data.get("node") in self.state.nodes:
+            self._allowance(note.data["node"]).spend(size, self._clock())
+        self.metrics.event(note.kind)
+        named = ("node", "plan", "step", "device")
+        about: dict[str, object] = {name: note.data[name] for name in named if name in note.data}
+        if "number" in note.data:  # of a plan
+            about["plan"] = note.data["number"]
+        _log.info(
+            *("%s%s", f"job {note.job}: " if note.job else "", note.text),
+            extra={"kind": note.kind, "job": note.job or None, **about},
+        )
+
+    def _execute(self, effect: Effect) -> None:
+        if isinstance(effect, Note):
+            self.tell(effect)
+        elif isinstance(effect, Send):
+            self.connections.send(effect.node, effect.message)
+        elif isinstance(effect, Write):
+            if self.writer is not None:
+                self.writer.put(_dated(effect))
+            self._drop_keys(effect)
+            if effect.forget:
+                self._forget(effect.job)
+        elif isinstance(effect, RequestPlan):
+            self.planning.request(effect.job, effect.token, effect.problem)
+        elif isinstance(effect, CancelPlan):
+            self.planning.cancel(effect.job)
+
+    def unwritten(self, asked: Asked, error: Exception) -> None:
+        """The store does not take what was to be written: that is the failure of the job whose it was."""
+        _log.error("not written: %s: %s", _named(asked), error)
+        if isinstance(asked, Paged) and self._pages is not None:
+            self._pages.refused()
+        if isinstance(asked, Write):
+            records = tuple(tag_of(record) for record in asked.records)
+            self.apply(Unwritten(job=asked.job, records=records, reason=str(error)))
+
+    def _drop_keys(self, write: Write) -> None:
+        """A new proposal needs the keys of no plan before the running one, a job that is over none."""
+        for record in write.records:
+            if isinstance(record, DoneRecord):
+                self._drop_store(write.job)
+                if self.writer is not None:
+                    self.writer.put(Rank(job=write.job))
+            elif isinstance(record, Proposal) and record.old is not None and write.job in self._stores:
+                self._stores[write.job].drop_before(record.old.number)
+
+    def _drop_store(self, job: str) -> None:
+        if (store := self._stores.pop(job, None)) is not None:
+            store.close()
+
+    def _forget(self, job: str) -> None:
+        """Nothing of it is needed any more."""
+        self._drop_store(job)
+        self._causes.pop(job, None)
+        self.journal.forget(job)
+
+    def remember(self, ranks: Iterable[Rank]) -> None:
+        """What torchruns told the leaders before."""
+        for rank in ranks:
+            self._stores.setdefault(rank.job, KeyValue(self._room)).put(rank.key, rank.value)
+
+    def remember_rounds(self, jobs: Iterable[str]) -> None:
+        """These jobs in restart mode were in the store when this leader took over."""
+        for job in jobs:
+            self._rounds.setdefault(job, self._clock())
+
+    def _clear_stores(self, now: float) -> None:
+        """Drops what torchruns told of jobs that never began. A new leader keeps it until they are back."""
+        if now - self._began < finished_jobs.EMPTY_SECONDS:
+            return
+        for job in self._stores.keys() - self.state.jobs.keys():
+            self._drop_store(job)
+            if self.writer is not None:
+                self.writer.put(Rank(job=job))
+
+    def _clear_rounds(self) -> None:
+        """Drops stores of jobs that never began. Has the rounds deleted of jobs in restart mode whose torchruns
+        are gone, and that were not heard of for as long as a job that is over is kept."""
+        now = self._clock()
+        if now < self._look_at:
+            return
+        self._look_at = now + LOOK_SECONDS
+        self._clear_stores(now)
+        for job, since in list(self._rounds.items()):
+            if now - since >= self.state.settings.keep_seconds:
+                self._rounds[job] = now  # torchruns that are there, and report no laps, may keep it
+                self._forget_rounds(job)
+        known = self.state.jobs.keys() | self.restarts.keys()
+        self._causes = {job: node for job, node in self._causes.items() if job in known}
+        while len(self._rounds) > MOST_ROUNDS:
+            del self._rounds[min(self._rounds, key=self._rounds.__getitem__)]
+
+    def _forget_rounds(self, job: str) -> None:
+        self.restarts.pop(job, None)
+        if self.writer is not None:
+            self.writer.put(Rounds(job=job))
+
+    def wrote(self, job: str, size: int) -> None:
+        """So many bytes went to etcd for a job. They count for the node whose word was the last of it: what
+        follows of a word may be decided a tick later."""
+        if (node := self._causes.get(job)) is not None:
+            self._allowance(node).spend(size, self._clock())
+
+    def _allowance(self, node: str) -> Allowance:
+        return self._writes.setdefault(node, Allowance(WRITES_AT_ONCE, WRITES_A_SECOND))
+
+    def wait(self, node: str) -> float:
+        """Seconds for which a node is not heard, as its words made this leader write too much; mostly 0."""
+        seconds = self._allowance(node).wait(self._clock())
+        if seconds and (node, "") not in self._turned_away and len(self._turned_away) < MOST_TOLD:
+            self._turned_away.add((node, ""))
+            text = "node %s is heard more slowly: what it says has more than %d bytes a second written to etcd"
+            _log.warning(text, node, WRITES_A_SECOND)
+        return seconds
+
+    # -- agents --------------------------------------------------------------------------------------------
+
+    def agent_up(self, hello: AgentHello) -> Connection:
+        connection = self.connections.enter(hello.record)
+        self.apply(_up(hello))
+        return connection
+
+    def agent_down(self, connection: Connection) -> None:
+        if self.connections.leave(connection):
+            self.apply(AgentDown(node=connection.node))
+
+    async def heard(self, connection: Connection, message: ToLeader | Unread) -> None:
+        """One message of an agent; returns when it is dealt with, which may be long for a waiting `get`."""
+        began = time.monotonic()
+        await self._heard(connection, message)
+        said = message.body if isinstance(message, Up) else message
+        if not isinstance(said, StoreCall):  # which waits for others
+            self.metrics.message(tag_of(said), time.monotonic() - began)
+
+    async def _heard(self, connection: Connection, message: ToLeader | Unread) -> None:
+        if why := message_checks.refusal(connection.record, message, self.state.jobs):
+            self._turn_away(connection, message, why)
+            return
+        if isinstance(message, Up) and isinstance(message.body, StoreCall):
+            call = message.body
+            if why := message_checks.call_refusal(connection.record, message, self.state.jobs):
+                self._turn_away(connection, message, why)
+                return
+            answer = await self._answered(connection.node, message.job, call)
+            connection.send(Down(client=message.client, body=answer))
+            return
+        if isinstance(message, Unread):
+            self.metrics.refused("unreadable")
+        if isinstance(message, MACHINES):
+            if isinstance(message, Up) and isinstance(message.body, Report):
+                self._reported(message, message.body)
+            elif isinstance(message, CAUSES) and message.job in self.state.jobs:
+                self._causes[message.job] = connection.node
+            self.apply(Received(node=connection.node, message=message))
+        elif isinstance(message, Lapped):
+            self._lap(connection.node, message)
+        elif isinstance(message, AgentHello):  # its record has changed
+            self.apply(_up(message))
+
+    async def _answered(self, node: str, job: str, call: StoreCall) -> StoreAnswer:
+        """What torchruns tell of their ranks is written, too. What the store would not take is refused: nobody
+        is to go on as if it were there."""
+        over = self.state.jobs[job].phase in OVER
+        values = self._stores.get(job)
+        if values is None:
+            values = KeyValue(None if over else self._room)
+            if call.op not in EMPTY_WITHOUT and not over:  # of a job that is over nothing is begun again
+                self._stores[job] = values
+        if call.op == "set" and call.key.startswith(RANKS) and self.writer is not None and not over:
+            rank = Rank(job=job, key=call.key, value=call.value)
+            why = values.refusal(call, node) or self.writer.refusal(rank) or self._too_much(node, call)
+            if why:
+                return StoreAnswer(id=call.id, error=f"set of {shown(call.key)}: {why}")
+            self.writer.put(rank)
+        return await values.call(call, node)
+
+    def _too_much(self, node: str, call: StoreCall) -> str:
+        """Why a node's torchruns may not have this written to etcd now, or nothing."""
+        size = len(call.key) + len(call.value)
+        if size > LARGEST_RANK:
+            return f"{size} bytes: a torchrun tells of its ranks in at most {LARGEST_RANK}"
+        allowance = self._allowances.setdefault(node, Allowance(RANKS_AT_ONCE, RANKS_A_SECOND))
+        if not allowance.take(size, self._clock()):
+            return (
+                f"the torchruns of node {node} write more than {RANKS_A_SECOND} bytes a second of their ranks"
+            )
+        return ""
+
+    def _turn_away(self, connection: Connection, message: ToLeader | Unread, why: str) -> None:
+        """A message that this agent may not say. A client that waits for an answer gets one."""
+        self.metrics.refused("foreign")
+        said = message.body if isinstance(message, Up) else message
+        key = connection.node, tag_of(said)
+        if key not in self._turned_away and len(self._turned_away) < MOST_TOLD:
+            self._turned_away.add(key)
+            _log.warning("node %s: a message %r is not heard: %s", *key, why)
+        if isinstance(message, Up) and isinstance(said, StoreCall):
+            connection.send(Down(client=message.client, body=StoreAnswer(id=said.id, error=why)))
+        elif isinstance(message, Unread) or (isinstance(message, Up) and isinstance(said, Hello | Join)):
+            connection.send(Down(client=message.client, body=Rejected(reason=why)))
+
+    def _lap(self, node: str, heard: Lapped) -> None:
+        """Of a job in restart mode, whose rounds no leader makes."""
+        job = self.restarts.get(heard.by.job) or restart_jobs.RestartJob(job=heard.by.job)
+        if heard.by.job not in self.restarts and len(self.restarts) >= MOST_RESTARTS:
+            del self.restarts[min(self.restarts, key=lambda name: self.restarts[name].heard)]
+        self._rounds[job.job] = self._clock()
+        settings = self.state.settings
+        try:
+            job, effects = restart_jobs.lap(
+                job, heard, settings.detect, settings.policy, self.state.epoch, self._clock()
+            )
+        except Exception:  # of this message alone
+            _log.exception("the machine failed on %r", heard)
+            self.metrics.refused("failed")
+            return
+        self.restarts[job.job], self._causes[job.job] = job, node
+        for effect in effects:
+            self._execute(effect)
+
+    # -- users ---------------------------------------------------------------------------------------------
+
+    def allow_chaos(self) -> None:
+        """Raises `Refused` where the configuration has it off."""
+        if not self.chaos:
+            raise Refused(
+                403, "chaos is off: set enabled = true in section [chaos] of the coordinator's configuration"
+            )
+
+    async def change(self, asked: Mapping[str, Any], by: str) -> None:
+        """Changes detection and policy: written first, then followed. Raises `Refused`."""
+        assert self.writer is not None
+        try:
+            changes = self.changes.changed(asked, time.time(), by)
+        except ConfigError as error:
+            raise Refused(400, str(error)) from error
+        if why := self.writer.refusal(Setting(record=changes.history[-1])):
+            raise Refused(400, f"this change cannot be kept: {why}")
+        if self.writer.away:
+            raise Refused(503, "etcd does not answer, and a change is kept there: try again when it is back")
+        before, self.changes = self.changes, changes
+        self.writer.put(Setting(record=changes.history[-1]))
+        try:
+            await asyncio.wait_for(self.writer.drained(), WRITE_SECONDS)
+        except TimeoutError:
+            raise Refused(
+                503, "etcd stopped answering meanwhile: the change holds now, and is kept once etcd is back"
+            ) from None
+        finally:
+            self.follow(changes, _words(before.values, changes.values, by))
+
+    def follow(self, changes: Changes, words: str) -> None:
+        """Goes by these from now on."""
+        self.changes = changes
+        self.apply(changes.event(words))
+
+    def drain(self, node: str, on: bool) -> None:
+        """Lets the devices of a node be left, or used again. Raises `Refused`."""
+        known = self.state.nodes.get(node)
+        if known is None:
+            names = ", ".join(sorted(self.state.nodes)) or "none"
+            raise Refused(404, f"there is no node {node!r}; there are: {names}")
+        if not known.connected:
+            raise Refused(409, f"the agent of node {node} cannot be reached: start it, or wait for it")
+        self.apply(Drained(node=node, on=on))
+
+    def stop(self, name: str, seconds: float, by: str) -> dict[str, str]:
+        """Ends a job, whose workers have so many seconds for a last checkpoint. Returns the nodes whose workers
+        will not hear of it, with the release of each one's agent. Raises `Refused`."""
+        job = self.state.jobs.get(name)
+        if job is None and name in self.restarts:
+            raise Refused(409, f"job {name} is in restart mode, and ends with its torchruns: stop those")
+        if job is None:
+            names = ", ".join(sorted(self.state.jobs)) or "none"
+            raise Refused(404, f"there is no job {name!r}; there are: {names}")
+        if job.phase in OVER:
+            raise Refused(409, f"job {name} is {job.phase.value} already" + (job.reason and f": {job.reason}"))
+        unheard = stop_request.unheard(job, self.state.nodes, seconds)
+        self.apply(StopAsked(job=name, by=by, seconds=seconds))
+        return unheard
+
+    def forget(self, name: str, by: str) -> None:
+        """Nothing of a job that is over is kept. Raises `Refused`."""
+        job = self.state.jobs.get(name)
+        if job is None and name in self._rounds:
+            last = self.restarts.get(name)
+            if last is not None and self._clock() - last.heard < LAP_SECONDS:
+                raise Refused(409, f"job {name} is in restart mode, and makes steps: stop its torchruns first")
+            self._forget_rounds(name)
+            return
+        if job is None:
+            names = ", ".join(sorted(self.state.jobs)) or "none"
+            raise Refused(404, f"there is no job {name!r}; there are: {names}")
+        if why := finished_jobs.refusal(job, self.state.nodes):
+            raise Refused(409, why)
+        self.apply(ForgetAsked(job=name, by=by))
+
+    def know_device(self, device: str) -> None:
+        """Raises `Refused` where no node has it."""
+        known = [known.name for node in self.state.nodes.values() for known in node.record.devices]
+        if device not in known:
+            raise Refused(
+                404, f"there is no device {device!r}; there are: {', '.join(sorted(known)) or 'none'}"
+            )
+
+    def recording(self) -> AsyncIterator[bytes]:
+        """Lines of a recording from now on (`elasticd.recording`). Raises `Refused` where too many record."""
+        if self.recorders.full:
+            raise Refused(503, "as many record already as may at once: end one of them, or try again later")
+        return self.recorders.record(lambda: (self.state, self.now()))
+
+    def exposition(self) -> bytes:
+        """The body of `GET /metrics`."""
+        away = self.writer is not None and self.writer.away
+        return self.metrics.text(self.state, self.connections, away)
+
+    def pace(self, action: str, device: str, factor: float) -> None:
+        """Chaos on a device's speed; raises `Refused`."""
+        self.allow_chaos()
+        if action not in ("slow", "recover"):
+            raise Refused(400, f"action {action!r} must be 'slow' or 'recover'")
+        if action == "recover":
+            factor = 1.0
+        if not math.isfinite(factor) or factor < 1:
+            raise Refused(400, f"factor {factor} must be a finite number of at least 1 (1 is normal speed)")
+        self.know_device(device)
+        self.apply(Paced(device=device, factor=factor))
+
+
+def _dated(write: Write) -> Write:
+    """With the time in a record of a job's end, which the machine has no clock for."""
+    records = tuple(
+        msgspec.structs.replace(record, at=time.time()) if isinstance(record, DoneRecord) else record
+        for record in write.records
+    )
+    return msgspec.structs.replace(write, records=records)
+
+
+def _named(asked: Asked) -> str:
+    """What was to be written, for the log."""
+    if isinstance(asked, Write):
+        return f"{', '.join(map(tag_of, asked.records))} of job {shown(asked.job)}"
+    if isinstance(asked, Rank):
+        return f"{shown(asked.key)} of job {shown(asked.job)}"
+    if isinstance(asked, Paged):
+        return "a page of the journal"
+    return "a change of the configuration" if isinstance(asked, Setting) else f"job {shown(asked.job)}"
+
+
+def _words(before: Mapping[str, Scalar], after: Mapping[str, Scalar], by: str) -> str:
+    told = [f"{key} = {value}" for key, value in sorted(after.items()) if before.get(key) != value]
+    told += [f"{key} is the file's again" for key in sorted(before) if key not in after]
+    return f"configuration changed by {by}: {', '.join(told)}"
+
+
+def _up(hello: AgentHello) -> AgentUp:
+    return AgentUp(record=hello.record, release=hello.release, version=hello.version)

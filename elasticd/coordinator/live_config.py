@@ -1,0 +1,139 @@
+"""The configuration that can be changed while running: detection and policy, over what the file says.
+
+A change is checked as the file is, written to etcd with its history, and only then followed. A new leader
+follows what it finds there, over its own file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from elasticd_planner.detection.stragglers import DetectSettings
+from elasticd_planner.policy.policy import PolicySettings
+from elasticd_planner.value import Value
+
+from elasticd.codec.decoding import shown, skip
+from elasticd.config.tree import Config, ConfigError, section
+from elasticd.coordinator.api_types import Settings
+from elasticd.machines.job.state.events import Configured
+from elasticd.records import ConfigRecord, Keys, decode_at
+from elasticd.store.protocol import KeyValue
+from elasticd.version import __version__
+
+Scalar = bool | int | float | str
+#: Changes that are kept.
+MOST_HISTORY = 256
+#: The sections whose keys can be changed.
+SECTIONS = ("detect", "policy")
+
+
+class Changes(Value, frozen=True, kw_only=True):
+    """The file's values, and what was changed of them, oldest first; the last is in force."""
+
+    detect: DetectSettings
+    policy: PolicySettings
+    history: tuple[ConfigRecord, ...] = ()
+
+    @property
+    def values(self) -> dict[str, Scalar]:
+        """What differs from the file, by dotted key."""
+        return dict(self.history[-1].values) if self.history else {}
+
+    def effective(self) -> tuple[DetectSettings, PolicySettings]:
+        """What the leader goes by. A key that this release lacks is skipped with one log line, and kept for
+        the release that wrote it. Raises ConfigError for a value that this release does not take."""
+        return _over(self.detect, self.policy, _known(self.values))
+
+    def changed(self, asked: Mapping[str, Any], at: float, by: str) -> Changes:
+        """With `asked` on top: None takes the file's value again. Raises ConfigError with what would be right,
+        and where nothing would change."""
+        values = self.values
+        for key, value in asked.items():
+            check_key(key)
+            if value is None:
+                values.pop(key, None)
+            else:
+                values[key] = value
+        _over(self.detect, self.policy, _known(values) | {key: values[key] for key in asked if key in values})
+        if values == self.values:
+            raise ConfigError(f"nothing to change: {', '.join(asked) or 'no key was given'} is so already")
+        number = self.history[-1].number + 1 if self.history else 1
+        record = ConfigRecord(number=number, values=values, at=at, by=by)
+        return msgspec.structs.replace(self, history=(*self.history, record)[-MOST_HISTORY:])
+
+    def event(self, words: str) -> Configured:
+        """For the machine."""
+        detect, policy = self.effective()
+        return Configured(detect=detect, policy=policy, changes=words)
+
+    def shown(self) -> Settings:
+        detect, policy = self.effective()
+        values = {
+            f"{name}.{key}": value
+            for name, found in zip(SECTIONS, (detect, policy), strict=True)
+            for key, value in msgspec.structs.asdict(found).items()
+        }
+        return Settings(values=values, changed=self.values, history=self.history)
+
+
+def of(config: Config, keys: Keys, items: Iterable[KeyValue]) -> Changes:
+    """What the file and the store say. Raises ConfigError for a record that this program cannot read."""
+    folder = f"{keys.config}-history/"
+    found = sorted(
+        (item for item in items if not keys.note_unknown(item.key) and item.key.startswith(folder)),
+        key=lambda item: item.key,
+    )
+    try:
+        history = tuple(decode_at(item.key, item.value, ConfigRecord) for item in found)
+        changes = Changes(detect=config.detect, policy=config.policy, history=history)
+        changes.effective()
+    except (msgspec.DecodeError, ConfigError) as error:
+        raise ConfigError(
+            f"what was changed of the configuration (under {keys.config} in etcd) cannot be used: {error}; "
+            "delete these keys, or run the release that wrote them"
+        ) from error
+    return changes
+
+
+def check_key(key: str) -> None:
+    """Raises ConfigError where no running coordinator can change it."""
+    name, _, field = key.partition(".")
+    if name not in SECTIONS or not field:
+        raise ConfigError(
+            f"{key!r} cannot be changed while running: give a key of section detect or policy, as "
+            "policy.horizon_steps; the rest is in the file"
+        )
+
+
+def _known(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Those whose keys this release has; each other key is logged once."""
+    fields = {"detect": DetectSettings.__struct_fields__, "policy": PolicySettings.__struct_fields__}
+    known: dict[str, Scalar] = {}
+    for key, value in values.items():
+        name, _, field = key.partition(".")
+        if field in fields.get(name, ()):
+            known[key] = value
+        else:
+            skip(
+                "setting",
+                ("config", key),
+                f"the configuration in the store has a key {shown(key)!r}, which elasticd {__version__} does "
+                "not know: it is skipped and kept",
+            )
+    return known
+
+
+def _over(
+    detect: DetectSettings, policy: PolicySettings, values: Mapping[str, Any]
+) -> tuple[DetectSettings, PolicySettings]:
+    bodies: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for key, value in values.items():
+        check_key(key)
+        name, _, field = key.partition(".")
+        bodies[name][field] = value
+    return (
+        section("detect", detect, bodies["detect"], "config", strict=False),
+        section("policy", policy, bodies["policy"], "config", strict=False),
+    )

@@ -1,0 +1,132 @@
+"""What the coordinator shows of itself, from its state."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from elasticd_planner.detection.slowness_history import Slowness
+
+from elasticd.coordinator.api_types import (
+    ClusterStatus,
+    DeviceStatus,
+    ExceptionStatus,
+    JobStatus,
+    LeaderStatus,
+    LinkStatus,
+    MemberStatus,
+    NodeStatus,
+    Pace,
+    RestartStatus,
+)
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.coordinator.restart_jobs import RestartJob
+from elasticd.machines.job.faults.hangs import awaited
+from elasticd.machines.job.state.job_state import LIVE, JobState, NodeState
+
+
+def status(
+    state: State, cluster: str, leader: LeaderStatus, restarts: Iterable[RestartJob], now: float, at: float
+) -> ClusterStatus:
+    """The whole cluster; `restarts` are the jobs in restart mode that report laps, `now` the seconds of their
+    clock, `at` those of the machine's, which stands still while the store is away."""
+    rates = {device: rate for job in state.jobs.values() for device, rate in job.rates.rates.items()}
+    slow, used = _slowness(state), _members(state)
+    limit = state.settings.detect.outside_seconds
+    return ClusterStatus(
+        cluster=cluster,
+        leader=leader,
+        nodes=tuple(_node(node, rates, slow, used[name]) for name, node in sorted(state.nodes.items())),
+        jobs=tuple(_job(job, at, limit) for _, job in sorted(state.jobs.items())),
+        restarts=tuple(_restarting(job, now) for job in restarts),
+        paused=state.settings.policy.paused,
+        links=tuple(
+            LinkStatus(link=name, bandwidth=probe.bandwidth, latency=probe.latency, rate=state.links.rate(name))
+            for name, probe in sorted(state.links.probes.items())
+        ),
+    )
+
+
+def _restarting(job: RestartJob, now: float) -> RestartStatus:
+    return RestartStatus(
+        job=job.job,
+        round=job.round,
+        step=job.step,
+        step_seconds=job.wall,
+        silent_seconds=max(0.0, now - job.heard),
+        devices={
+            device: Pace(seconds=known.lap.seconds, ratio=job.rates.ratio(device))
+            for device, known in sorted(job.laps.items())
+        },
+        out=job.out,
+    )
+
+
+def _slowness(state: State) -> dict[str, Slowness]:
+    """Of the devices that were slow at some time in their job."""
+    chronic = state.settings.detect.chronic
+    return {
+        device: job.rates.slowness(device, chronic)
+        for job in state.jobs.values()
+        for device in job.rates.troubled
+    }
+
+
+def _node(
+    node: NodeState, rates: Mapping[str, float], slow: Mapping[str, Slowness], members: int
+) -> NodeStatus:
+    record = node.record
+    return NodeStatus(
+        node=record.node,
+        connected=node.connected,
+        address=record.address,
+        emulated=record.emulated,
+        draining=record.draining,
+        members=members,
+        health=node.health,
+        devices=tuple(
+            DeviceStatus(
+                name=device.name,
+                memory=device.memory,
+                rate=rates.get(device.name, 1.0),
+                pace=node.paces.get(device.name, 1.0),
+                slowness=slow.get(device.name),
+            )
+            for device in record.devices
+        ),
+    )
+
+
+def _members(state: State) -> Counter[str]:
+    """How many devices of each node plans use, in force or proposed."""
+    jobs = [job for job in state.jobs.values() if job.phase in LIVE]
+    used = {device for job in jobs for plan in job.candidates for device in plan.members}
+    return Counter(device.rpartition("/")[0] for device in used)
+
+
+def _job(job: JobState, at: float, limit: float) -> JobStatus:
+    return JobStatus(
+        job=job.job,
+        phase=job.phase.value,
+        reason=job.reason or (awaited(job, at, limit) if job.phase in LIVE else ""),
+        plan=job.plan,
+        proposal=job.proposal.number if job.proposal is not None else None,
+        step=job.progress.step,
+        snapshot=job.snapshots.whole.step if job.snapshots.whole is not None else None,
+        loss=job.progress.loss,
+        tokens_per_second=job.progress.tokens_per_second,
+        exception=_exception(job),
+        members=tuple(
+            MemberStatus(device=worker.device, incarnation=worker.incarnation, pid=worker.pid)
+            for _, worker in sorted(job.workers.items())
+        ),
+    )
+
+
+def _exception(job: JobState) -> ExceptionStatus | None:
+    if not job.thrown or job.thrown[-1].step < job.progress.step:
+        return None
+    last = job.thrown[-1]
+    return ExceptionStatus(
+        device=last.device, step=last.step, kind=last.kind, message=last.text, traceback=last.traceback
+    )

@@ -1,0 +1,289 @@
+"""What a leader's writes do to the store: transactions within the store's limits, and what there is afterwards.
+
+A write is one transaction, so that who reads the store sees all of it or nothing. Where its records do not fit
+into one, the larger ones are written in parts (`elasticd.codec.record_parts`): the parts in transactions before
+it, and the write itself then holds their names. Parts that no record needs any more are deleted behind it.
+
+The history of a job is bounded: by the number of its plans, and by the bytes of the job's parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from elasticd_planner.value import StoredValue, Value
+
+from elasticd.codec.decoding import tag_of
+from elasticd.codec.record_parts import MOST_BYTES, cut, parted
+from elasticd.coordinator.events.event_pages import Paged
+from elasticd.machines.job.state.events import Record, Write
+from elasticd.records import (
+    LEADER_KEYS,
+    CheckpointsRecord,
+    ConfigRecord,
+    Fence,
+    HistoryRecord,
+    JobPart,
+    JobSpec,
+    Keys,
+    OutRecord,
+    PlanRecord,
+    Proposal,
+    encode,
+)
+from elasticd.store.protocol import (
+    Compare,
+    Delete,
+    DeletePrefix,
+    KeyValue,
+    Limits,
+    Op,
+    Put,
+    StoreTooLarge,
+    request_bytes,
+)
+
+#: Records of history that are kept for a job, and bytes of its parts above which older ones go before that.
+MOST_HISTORY = 256
+MOST_PARTS_BYTES = 32 << 20
+#: Bytes of JSON up to which a record is stored whole in any case.
+SMALL_BYTES = 64 << 10
+#: Operations that are put together into a transaction of parts or of ranks, and records of history that a write
+#: deletes: so many that the conditions of a write stay within the store's limits.
+MOST_TOGETHER = 64
+
+#: Where the records of a job lie that have many keys, and those of one key each, in the order in which they are
+#: deleted.
+_FOLDERS: tuple[JobPart, ...] = ("history/", "ranks/", "parts/")
+_SINGLE: tuple[JobPart, ...] = ("proposal", "plan", "fence", "spec", "checkpoints", "done")
+
+Ops = tuple[Op, ...]
+
+
+class Rank(StoredValue, frozen=True, kw_only=True, tag="torchrun-ranks"):
+    """What a torchrun said of its ranks, in the store: the other torchruns ask for it whenever they start a
+    worker again, and a later leader may have to answer. An empty key deletes those of a job that is over."""
+
+    job: str
+    key: str = ""
+    value: bytes = b""
+
+
+class Setting(Value, frozen=True, kw_only=True):
+    """A change of the configuration."""
+
+    record: ConfigRecord
+
+
+class Sweep(Value, frozen=True, kw_only=True):
+    """The parts of a job that none of its records needs any more are to be deleted."""
+
+    job: str
+
+
+class Rounds(Value, frozen=True, kw_only=True):
+    """What torchruns in restart mode keep of a job is to be deleted, if none of them is there any more."""
+
+    job: str
+
+
+Asked = Write | Rank | Setting | Sweep | Rounds | Paged
+
+
+class Ledger:
+    """The leader's keys as they are in the store: the revision of each, and the parts that records need.
+
+    Begins with what the store held when this leader took over. `transactions` says what is to be done for a
+    write; `done` is told of each transaction that was made.
+    """
+
+    def __init__(self, keys: Keys, limits: Limits, known: Iterable[KeyValue] = ()) -> None:
+        """Raises `msgspec.DecodeError` where this release cannot tell which parts a record needs."""
+        self._keys, self._limits = keys, limits
+        self._revisions: dict[str, int] = {}
+        self._parts: dict[str, dict[str, int]] = {}  # of each job: the bytes of its parts, by name
+        self._needs: dict[str, dict[str, frozenset[str]]] = {}  # of each job: the parts of a record, by its key
+        for item in known:
+            self._is(item.key, item.value, item.mod_revision)
+
+    def transactions(self, asked: Asked, *others: Asked) -> list[Ops]:
+        """What to do, one transaction after the other; the last one is the write itself. With a rank there may
+        be `others`. Raises StoreTooLarge for a record that the store is not to have at all."""
+        if isinstance(asked, Rank):
+            return self._of_ranks([each for each in (asked, *others) if isinstance(each, Rank)])
+        if isinstance(asked, Setting):
+            return [operations(self._keys, asked)]
+        if isinstance(asked, Rounds):
+            return [(DeletePrefix(self._keys.rendezvous(asked.job)),)]
+        if isinstance(asked, Sweep):
+            return list(_together([Delete(key) for key in self._unneeded(asked.job)]))
+        if isinstance(asked, Paged):
+            return [(Put(asked.key, asked.value), *map(Delete, asked.gone))]
+        ops = operations(self._keys, asked)
+        old = tuple(Delete(key) for key in self._too_old(asked))
+        if self._parts.get(asked.job) or not self._fit((*ops, *old)):
+            return self._in_parts(asked, ops, old)
+        return [(*ops, *old)]
+
+    def compares(self, ops: Ops) -> list[Compare]:
+        """That every key is as this leader left it: a transaction that lands late changes nothing then."""
+        return [
+            Compare.untouched(op.prefix, max(map(self._revision, self._under(op.prefix)), default=0))
+            if isinstance(op, DeletePrefix)
+            else Compare.modified(op.key, self._revision(op.key))
+            for op in ops
+        ]
+
+    def done(self, ops: Ops, revisions: Mapping[str, int]) -> None:
+        """A transaction was made, and each key that it put was changed last at one of these revisions."""
+        for op in ops:
+            if isinstance(op, Put):
+                self._is(op.key, op.value, revisions[op.key])
+            else:
+                for key in self._under(op.prefix) if isinstance(op, DeletePrefix) else [op.key]:
+                    self._is_gone(key)
+
+    def sweeps(self, job: str) -> bool:
+        """Whether the job has parts that no record needs."""
+        return bool(self._unneeded(job))
+
+    def _revision(self, key: str) -> int:
+        return self._revisions.get(key, 0)
+
+    def _under(self, prefix: str) -> list[str]:
+        return [key for key in self._revisions if key.startswith(prefix)]
+
+    def _is(self, key: str, value: bytes, revision: int) -> None:
+        self._revisions[key] = revision
+        job, part = self._split(key)
+        if part.startswith("parts/"):
+            self._parts.setdefault(job, {})[part.removeprefix("parts/")] = len(value)
+        elif part.partition("/")[0] in LEADER_KEYS and (index := parted(value)):
+            self._needs.setdefault(job, {})[key] = index.parts
+        else:
+            self._needs.get(job, {}).pop(key, None)
+
+    def _is_gone(self, key: str) -> None:
+        self._revisions.pop(key, None)
+        job, part = self._split(key)
+        self._needs.get(job, {}).pop(key, None)
+        self._parts.get(job, {}).pop(part.removeprefix("parts/"), None)
+        if not self._needs.get(job):
+            self._needs.pop(job, None)
+        if not self._parts.get(job):
+            self._parts.pop(job, None)
+
+    def _split(self, key: str) -> tuple[str, str]:
+        """The job of a key and what follows it; nothing for a key of no job."""
+        if not key.startswith(self._keys.jobs):
+            return "", ""
+        job, _, part = key.removeprefix(self._keys.jobs).partition("/")
+        return job, part
+
+    def _unneeded(self, job: str) -> list[str]:
+        parts = self._parts.get(job, {})
+        needed = frozenset[str]().union(*self._needs.get(job, {}).values()) if parts else frozenset()
+        return [self._keys.job(job, "parts/") + name for name in parts if name not in needed]
+
+    def _of_ranks(self, told: Sequence[Rank]) -> list[Ops]:
+        puts = [rank_put(self._keys, rank) for rank in told if rank.key]
+        if puts:  # of each key the last one
+            return list(_together({op.key: op for op in puts}.values(), self._limits.request_bytes // 2))
+        folder = self._keys.job(told[0].job, "ranks/")
+        return [(DeletePrefix(folder),)] if self._under(folder) else []
+
+    def _too_old(self, write: Write) -> list[str]:
+        """The keys of history that go when this write adds to it: the oldest, but for the running plan's."""
+        added = next((record for record in write.records if isinstance(record, HistoryRecord)), None)
+        if added is None:
+            return []
+        proposal = next((record for record in write.records if isinstance(record, Proposal)), None)
+        running = proposal.old.number if proposal is not None and proposal.old is not None else None
+        folder = self._keys.job(write.job, "history/")
+        kept = [self._keys.history(write.job, number) for number in (running,) if number is not None]
+        keys = sorted(key for key in self._under(folder) if key not in kept)
+        oldest = self._keys.history(write.job, max(0, added.number - MOST_HISTORY))
+        old = [key for key in keys if key <= oldest]
+        if not old and sum(self._parts.get(write.job, {}).values()) > MOST_PARTS_BYTES:
+            old = keys[:2]  # more than are added: so the parts become fewer
+        return old[:MOST_TOGETHER]
+
+    def _fit(self, ops: Ops) -> bool:
+        # The leader adds a condition of its own.
+        compares = [Compare.created(self._keys.leader, 0), *self.compares(ops)]
+        return request_bytes(compares, ops) <= self._limits.request_bytes
+
+    def _in_parts(self, write: Write, ops: Ops, old: Ops) -> list[Ops]:
+        """The write with its larger records in parts, after the transactions that store those."""
+        tags = {record_key(self._keys, write.job, record): tag_of(record) for record in write.records}
+        known, folder = self._parts.get(write.job, {}), self._keys.job(write.job, "parts/")
+        parts: dict[str, bytes] = {}
+        made: list[Op] = []
+        for op in ops:
+            if not isinstance(op, Put) or len(op.value) <= SMALL_BYTES:
+                made.append(op)
+                continue
+            if len(op.value) > MOST_BYTES:
+                raise StoreTooLarge(
+                    f"the record {tags[op.key]!r} has {len(op.value):,} bytes, more than the store is to keep: "
+                    f"{MOST_BYTES:,} are the most"
+                )
+            index, added = cut(op.value, tags[op.key], {*known, *parts})
+            parts |= added
+            made.append(Put(op.key, encode(index)))
+        stored = [Put(folder + name, value) for name, value in parts.items()]
+        return [*_together(stored, self._limits.request_bytes // 2), (*made, *old)]
+
+
+def _together(ops: Iterable[Op], most_bytes: int = 1 << 20) -> Iterator[Ops]:
+    """Operations that need not be made at once, as few transactions."""
+    some: list[Op] = []
+    for op in ops:
+        if some and (len(some) >= MOST_TOGETHER or request_bytes((), [*some, op]) > most_bytes):
+            yield tuple(some)
+            some = []
+        some.append(op)
+    if some:
+        yield tuple(some)
+
+
+def operations(keys: Keys, write: Write | Setting) -> Ops:
+    """What a write does to the store. The plan comes before the proposal's end: agents read in this order."""
+    if isinstance(write, Setting):
+        number = write.record.number
+        ops: list[Op] = [Put(key, encode(write.record)) for key in (keys.config, keys.config_history(number))]
+        if number > MOST_HISTORY:
+            ops.append(Delete(keys.config_history(number - MOST_HISTORY)))
+        return tuple(ops)
+    if write.forget:
+        # The end goes last: agents read in this order, and a worker that comes in between learns of it still.
+        folders = [DeletePrefix(keys.job(write.job, part)) for part in _FOLDERS]
+        return (*folders, *(Delete(keys.job(write.job, part)) for part in _SINGLE))
+    ops = [Put(record_key(keys, write.job, record), encode(record)) for record in write.records]
+    if write.close:
+        ops.append(Delete(keys.job(write.job, "proposal")))
+    return tuple(ops)
+
+
+def rank_put(keys: Keys, rank: Rank) -> Put:
+    """What is stored for it."""
+    return Put(keys.job(rank.job, "ranks/") + rank.key.replace("/", ":"), encode(rank))
+
+
+def record_key(keys: Keys, job: str, record: Record) -> str:
+    """Where a leader's record of a job is stored."""
+    if isinstance(record, HistoryRecord):
+        return keys.history(job, record.number)
+    if isinstance(record, JobSpec):
+        return keys.job(job, "spec")
+    if isinstance(record, PlanRecord):
+        return keys.job(job, "plan")
+    if isinstance(record, Proposal):
+        return keys.job(job, "proposal")
+    if isinstance(record, Fence):
+        return keys.job(job, "fence")
+    if isinstance(record, CheckpointsRecord):
+        return keys.job(job, "checkpoints")
+    if isinstance(record, OutRecord):
+        return f"{keys.rendezvous(job)}out/{record.torchrun}"
+    return keys.job(job, "done")

@@ -1,0 +1,311 @@
+"""The leader's writes: in order, each fenced by the leader's key, patient while the store is away.
+
+A write is a transaction that compares the leader's key and, of every key that it touches, the revision that
+this writer last saw: a request whose answer was lost and that lands late therefore changes nothing.
+
+A write that cannot be made, as it is too large for the store, is that one write's failure: whoever asked for it
+is told, and the next one follows. An outage is different: nothing follows until it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from elasticd_planner.value import StoredValue
+
+from elasticd.codec.record_parts import Shelf
+from elasticd.coordinator.store_transactions import (
+    MOST_TOGETHER,
+    Asked,
+    Ledger,
+    Ops,
+    Rank,
+    Rounds,
+    Setting,
+    Sweep,
+    operations,
+    rank_put,
+)
+from elasticd.machines.job.state.events import Note, Stored, Write
+from elasticd.records import (
+    LEADER_KEYS,
+    CheckpointsRecord,
+    DoneRecord,
+    Fence,
+    HistoryRecord,
+    JobSpec,
+    Keys,
+    PlanRecord,
+    Proposal,
+    decode_at,
+    numbered,
+)
+from elasticd.store.leader import Leadership, LeadershipLost
+from elasticd.store.protocol import (
+    Compare,
+    Delete,
+    DeletePrefix,
+    KeyValue,
+    Op,
+    Put,
+    Store,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+    check_request,
+)
+
+#: Seconds between attempts while the store is away.
+PAUSE = 0.2
+
+R = TypeVar("R", bound=StoredValue)
+
+_log = logging.getLogger(__name__)
+
+
+class WriteConflict(Exception):
+    """Somebody else changed the leader's records although the leader's key is ours: nobody may."""
+
+
+class Writer:
+    """Executes `Write` effects one after the other, on the store's thread; `told` hears their notes.
+
+    `refused` hears of a write that cannot be made, and why; `wrote` how many bytes were written for a job, as
+    etcd has them: compressed, and without what it had already. `failed` is called once, with why this leader
+    must end: its key is lost, a record was changed, or the store takes nothing of it any more.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        executor: Executor,
+        leadership: Leadership,
+        keys: Keys,
+        known: Iterable[KeyValue],
+        *,
+        told: Callable[[Note], None],
+        refused: Callable[[Asked, Exception], None],
+        failed: Callable[[Exception], None],
+        wrote: Callable[[str, int], None] = lambda job, size: None,
+    ) -> None:
+        """Raises `msgspec.DecodeError` for a record among the `known` ones that cannot be read."""
+        self._store, self._executor, self._leadership, self._keys = store, executor, leadership, keys
+        self._ledger = Ledger(keys, store.limits, known)
+        self._told, self._refused, self._failed, self._wrote = told, refused, failed, wrote
+        self._bytes = 0  # of what is being written
+        self._queue: asyncio.Queue[Asked] = asyncio.Queue()
+        self._held: Asked | None = None  # the first in the queue, if it was taken from there already
+        self.away = False
+        self._put = self._settled = 0
+
+    def put(self, asked: Asked) -> None:
+        self._queue.put_nowait(asked)
+        self._put += 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether something that was put is neither written nor refused yet."""
+        return self._put > self._settled
+
+    def refusal(self, asked: Rank | Setting) -> str:
+        """Why the store would not take it, or nothing: known before it is put, so that its sender hears it."""
+        guard = self._leadership.guard()
+        try:
+            ops = (rank_put(self._keys, asked),) if isinstance(asked, Rank) else operations(self._keys, asked)
+            check_request(self._store.limits, [guard, *self._ledger.compares(ops)], ops)
+        except (StoreError, ValueError) as error:
+            return str(error)
+        return ""
+
+    async def drained(self) -> None:
+        """Returns when all that was put is written, or refused."""
+        await self._queue.join()
+
+    async def run(self) -> None:
+        """Writes until cancelled, or until this leader may not write any more."""
+        while True:
+            taken = await self._take()
+            if not await self._write(taken):
+                return
+            for _ in taken:
+                self._queue.task_done()
+            self._settled += len(taken)
+
+    async def _take(self) -> Sequence[Asked]:
+        """The next that was put. Of ranks all that follow each other are taken: when a job starts there is one
+        for each device, and what is put behind them is not to wait for as many transactions."""
+        asked = self._held if self._held is not None else await self._queue.get()
+        self._held = None
+        taken = [asked]
+        while _is_rank(asked) and len(taken) < MOST_TOGETHER and self._held is None and not self._queue.empty():
+            behind = self._queue.get_nowait()
+            if _is_rank(behind):
+                taken.append(behind)
+            else:
+                self._held = behind
+        return taken
+
+    async def _write(self, taken: Sequence[Asked]) -> bool:
+        """Has it written, or refused; False where this leader may not write any more."""
+        loop = asyncio.get_running_loop()
+        self._bytes = 0
+        try:
+            while not await loop.run_in_executor(self._executor, self._attempt, taken):
+                await asyncio.sleep(PAUSE)
+        except (LeadershipLost, StoreRefused, WriteConflict) as error:
+            self._failed(error)
+            return False
+        except (StoreError, ValueError) as error:  # of this write alone; ValueError: it cannot be encoded
+            if len(taken) > 1:
+                return await self._one_by_one(taken)
+            self._refused(taken[0], error)
+        else:
+            if isinstance(taken[0], Write):
+                self._wrote(taken[0].job, self._bytes)
+            for note in (note for asked in taken if isinstance(asked, Write) for note in asked.notes):
+                self._told(note)
+        for asked in taken:
+            if isinstance(asked, Write) and self._ledger.sweeps(asked.job):
+                self.put(Sweep(job=asked.job))
+        return True
+
+    async def _one_by_one(self, taken: Sequence[Asked]) -> bool:
+        """One of them was refused: the others are not."""
+        for asked in taken:
+            if not await self._write([asked]):
+                return False
+        return True
+
+    def _attempt(self, taken: Sequence[Asked]) -> bool:
+        """One try, on the store's thread, where encoding holds nobody up; False while the store is away. Of
+        several transactions the next try makes those that this one did not."""
+        try:
+            if isinstance(taken[0], Rounds):
+                self._clear(taken[0])
+            else:
+                for ops in filter(None, self._ledger.transactions(*taken)):
+                    self._make(ops)
+        except StoreUnavailable as error:
+            if not self.away:
+                _log.warning("the store is away, decisions wait until it returns: %s", error)
+            self.away = True
+            return False
+        if self.away:
+            _log.warning("the store is back")
+        self.away = False
+        return True
+
+    def _clear(self, asked: Rounds) -> None:
+        """Deletes what agents write, too: not while a torchrun's key is there, nor where anything has changed
+        since this looked."""
+        prefix = self._keys.rendezvous(asked.job)
+        found = self._store.snapshot(prefix)
+        if not found.items or any(item.key.startswith(f"{prefix}torchruns/") for item in found.items):
+            return
+        (ops,) = self._ledger.transactions(asked)
+        compares = [Compare.untouched(prefix, found.revision)]
+        if self._leadership.transact(self._store, compares, ops).succeeded:
+            self._ledger.done(ops, {})
+
+    def _make(self, ops: Ops) -> None:
+        result = self._leadership.transact(self._store, self._ledger.compares(ops), ops)
+        self._bytes += sum(len(op.key) + len(op.value) for op in ops if isinstance(op, Put))
+        puts = [op.key for op in ops if isinstance(op, Put)]
+        revisions = dict.fromkeys(puts, result.revision) if result.succeeded else self._read_back(ops)
+        self._ledger.done(ops, revisions)
+
+    def _read_back(self, ops: Ops) -> dict[str, int]:
+        """A comparison failed under our own key: an earlier try must have landed after all. Returns at which
+        revision each key was changed."""
+        revisions: dict[str, int] = {}
+        for op in ops:
+            found = self._found(op)
+            if not _landed(op, found):
+                key = op.prefix if isinstance(op, DeletePrefix) else op.key
+                raise WriteConflict(
+                    f"{key} was changed by somebody else; only the leader may write it: "
+                    "find who did, then start the coordinator again"
+                )
+            revisions |= {item.key: item.mod_revision for item in found}
+        return revisions
+
+    def _found(self, op: Op) -> tuple[KeyValue, ...]:
+        if isinstance(op, DeletePrefix):
+            return self._store.snapshot(op.prefix).items
+        item = self._store.get(op.key)
+        return (item,) if item is not None else ()
+
+
+def _is_rank(asked: Asked) -> bool:
+    """Whether it is a rank, and no end of a job's."""
+    return isinstance(asked, Rank) and bool(asked.key)
+
+
+def _landed(op: Op, found: tuple[KeyValue, ...]) -> bool:
+    if isinstance(op, Delete | DeletePrefix):
+        return not found
+    return bool(found) and found[0].value == op.value
+
+
+def ranks(keys: Keys, items: Iterable[KeyValue]) -> list[Rank]:
+    """Those in a snapshot of the jobs' prefix. Raises `msgspec.DecodeError` for one that this program cannot
+    read."""
+    jobs = {item.key.removeprefix(keys.jobs).partition("/")[0] for item in items}
+    folders = tuple(keys.job(job, "ranks/") for job in jobs)
+    return [decode_at(item.key, item.value, Rank) for item in items if item.key.startswith(folders)]
+
+
+def in_restart_mode(keys: Keys, items: Iterable[KeyValue]) -> list[str]:
+    """The jobs in a snapshot of the jobs' prefix that torchruns keep rounds of."""
+    parts = (item.key.removeprefix(keys.jobs).split("/", 2) for item in items)
+    return sorted({part[0] for part in parts if len(part) == 3 and part[1] == "rendezvous"})
+
+
+def stored(keys: Keys, items: Iterable[KeyValue]) -> list[Stored]:
+    """Every job in a snapshot of the jobs' prefix. Raises `msgspec.DecodeError` with the key of a record
+    that this program cannot read."""
+    jobs: dict[str, dict[str, KeyValue]] = {}
+    shelf = Shelf(keys.jobs)
+    for item in items:
+        job, _, part = item.key.removeprefix(keys.jobs).partition("/")
+        if not shelf.take(item.key, item.value) and not keys.note_unknown(item.key):
+            jobs.setdefault(job, {})[part] = item
+    return [_stored(job, parts, shelf) for job, parts in sorted(jobs.items()) if _decided(parts)]
+
+
+def _decided(parts: dict[str, KeyValue]) -> bool:
+    """Whether a leader decided any of it: agents write `rendezvous/` (and 0.1's `members/`), torchruns tell
+    `ranks/`."""
+    return any(part.partition("/")[0] in LEADER_KEYS for part in parts)
+
+
+def _stored(job: str, found: dict[str, KeyValue], shelf: Shelf) -> Stored:
+    def read(part: str, kind: type[R]) -> R | None:
+        item = found.get(part)
+        return decode_at(item.key, item.value, kind, shelf.of(item.key)) if item is not None else None
+
+    history = {
+        number: part
+        for part in found
+        if part.startswith("history/") and (number := numbered(part.removeprefix("history/"))) is not None
+    }
+    plan, proposal = read("plan", PlanRecord), read("proposal", Proposal)
+    done = read("done", DoneRecord)
+    number = proposal.number if proposal is not None else plan.plan.number if plan is not None else 0
+    return Stored(
+        job=job,
+        spec=read("spec", JobSpec),
+        plan=plan,
+        proposal=proposal,
+        fence=read("fence", Fence),
+        done=done,
+        history=read(history.get(number, ""), HistoryRecord),
+        checkpoints=read("checkpoints", CheckpointsRecord),
+        highest=max(history, default=0),
+        over_seconds=max(0.0, time.time() - done.at) if done is not None and done.at else 0.0,
+    )

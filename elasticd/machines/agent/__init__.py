@@ -1,0 +1,1 @@
+"""The agent's state machine: which clients it admits, and what passes between workers, store and leader."""

@@ -1,0 +1,106 @@
+"""Jobs that are over leave what the leader knows, and the store: after a while, or when a user says so.
+
+A job that is over is kept, so that people can look at it, and so that a torchrun that comes late is told how
+it ended. It goes when it has been over for `keep_seconds`, or when it is the oldest of more than `keep_jobs`.
+Its name is free then. So it does not go while a worker of it is known to live: that would be taken for one of a
+new job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from elasticd_planner.value import Value
+
+from elasticd.machines.job.state.events import Effect, ForgetAsked, Note, Write
+from elasticd.machines.job.state.job_state import OVER, JobState, NodeState, Phase, Settings
+
+#: Jobs that one look forgets: each is a write, and what is decided meanwhile waits behind them.
+AT_ONCE = 8
+#: Seconds after which a job that no torchrun waits for any more, before it began, is forgotten.
+EMPTY_SECONDS = 600.0
+
+
+class Forgotten(Value, frozen=True, kw_only=True):
+    """The jobs that are left, and what is to be done."""
+
+    jobs: dict[str, JobState]
+    effects: tuple[Effect, ...]
+
+
+def due(
+    jobs: Mapping[str, JobState], nodes: Mapping[str, NodeState], settings: Settings, now: float
+) -> Forgotten | None:
+    """Forgets those whose time is up, the oldest first; None where there are none."""
+    left = [
+        job.job
+        for job in jobs.values()
+        if job.phase is Phase.GATHERING and not job.joiners and now - job.since >= EMPTY_SECONDS
+    ]
+    if left:  # nothing was written of them
+        jobs = {name: job for name, job in jobs.items() if name not in left}
+    over = sorted((job for job in jobs.values() if job.phase in OVER), key=lambda job: job.since)
+    most = max(0, len(over) - settings.keep_jobs)
+    old = [job for at, job in enumerate(over) if at < most or now - job.since >= settings.keep_seconds]
+    gone = [job for job in old if not living(job, nodes)][:AT_ONCE]
+    if not gone and not left:
+        return None
+    return _without(jobs, {job.job: f"forgotten: it was over for {_lasting(now - job.since)}" for job in gone})
+
+
+def asked(jobs: Mapping[str, JobState], nodes: Mapping[str, NodeState], event: ForgetAsked) -> Forgotten | None:
+    """A user wants it. None where it cannot be done: see `refusal`."""
+    if event.job not in jobs or refusal(jobs[event.job], nodes):
+        return None
+    return _without(jobs, {event.job: f"forgotten: {event.by} wants it"})
+
+
+def refusal(job: JobState, nodes: Mapping[str, NodeState]) -> str:
+    """Why a job cannot be forgotten, and what to do; nothing where it can."""
+    if job.phase not in OVER:
+        return f"job {job.job} is {job.phase.value}: end it first, with 'elasticd stop {job.job}'"
+    if devices := living(job, nodes):
+        return (
+            f"job {job.job} is {job.phase.value}, but its worker on {', '.join(devices)} has not ended yet: "
+            "wait for it, or end its process"
+        )
+    return ""
+
+
+def living(job: JobState, nodes: Mapping[str, NodeState]) -> list[str]:
+    """The devices of a job that is over whose workers have not ended, as far as their agents can tell."""
+    found = []
+    for device, worker in sorted(job.workers.items()):
+        node = nodes.get(worker.node)
+        if node is not None and node.connected and not worker.left:
+            found.append(device)
+    return found
+
+
+def _without(jobs: Mapping[str, JobState], gone: Mapping[str, str]) -> Forgotten:
+    """gone: why, by job."""
+    effects = tuple(
+        Write(
+            job=name,
+            records=(),
+            forget=True,
+            notes=(Note(kind="forgotten", job=name, text=text, data={"step": jobs[name].progress.step}),),
+        )
+        for name, text in gone.items()
+    )
+    return Forgotten(jobs={name: job for name, job in jobs.items() if name not in gone}, effects=effects)
+
+
+def _lasting(seconds: float) -> str:
+    return f"{seconds / 86_400:.1f} days" if seconds >= 86_400 else f"{seconds:.0f} s"
+
+
+def arrived(job: JobState, node: str) -> JobState:
+    """The agent of a node has a new connection, and says again which workers of it live."""
+    if job.phase not in OVER:
+        return job
+    left = {device: worker for device, worker in job.workers.items() if worker.node != node}
+    if len(left) == len(job.workers):
+        return job
+    return msgspec.structs.replace(job, workers=left)

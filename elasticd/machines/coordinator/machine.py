@@ -1,0 +1,325 @@
+"""The coordinator's machine: which nodes are there, and every job's machine beside each other.
+
+It takes what the agents say and hands it to the job that it is about. Jobs know nothing of each other, except
+that a device belongs to one of them at a time. The leader's daemon executes the effects in order; its
+writes carry the leader's key, so that a leader that was replaced changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+from elasticd_planner.value import Value
+
+from elasticd.machines import text_limits
+from elasticd.machines.coordinator import finished_jobs, node_links
+from elasticd.machines.job import assembly, machine
+from elasticd.machines.job.state.events import (
+    AgentDown,
+    AgentUp,
+    Configured,
+    Drained,
+    Effect,
+    Event,
+    ForgetAsked,
+    Harmed,
+    Note,
+    Paced,
+    Planned,
+    Received,
+    Reread,
+    Send,
+    StopAsked,
+    Stored,
+    Tick,
+    Unwritten,
+)
+from elasticd.machines.job.state.job_state import LIVE, OVER, JobState, NodeState, Phase, Settings, fresh
+from elasticd.machines.job.state.participants import joined_from
+from elasticd.machines.job.state.restored_job import restored
+from elasticd.records import NodeRecord
+from elasticd.wire.agent_orders import Drain
+from elasticd.wire.messages import DEVICE_PREFIX, Down, Hello, Join, Pace, Rejected, Swapped, Unread, Up
+from elasticd.wire.node_health import Health
+from elasticd.wire.probes import Crossed
+
+#: Jobs that a leader knows at once, those that are over among them.
+MOST_JOBS = 12_000
+#: Jobs in which torchruns of a node may wait for others, beside one for each of its devices.
+MOST_BEGUN = 16
+
+
+class State(Value, frozen=True, kw_only=True):
+    """All that a leader knows. `epoch` is its key's create revision."""
+
+    epoch: int
+    settings: Settings = msgspec.field(default_factory=Settings)
+    nodes: dict[str, NodeState] = msgspec.field(default_factory=dict)
+    jobs: dict[str, JobState] = msgspec.field(default_factory=dict)
+    links: node_links.Links = msgspec.field(default_factory=node_links.Links)
+
+
+Result = tuple[State, tuple[Effect, ...]]
+
+
+def takeover(epoch: int, stored: Iterable[Stored], settings: Settings, now: float) -> State:
+    """A new leader's state, from the store alone."""
+    jobs = {found.job: restored(found, now, settings) for found in stored}
+    return State(epoch=epoch, settings=settings, jobs=jobs)
+
+
+def step(state: State, event: Event, now: float) -> Result:
+    """The state after `event` at `now` (seconds of a clock that never runs back), and what is to be done."""
+    if isinstance(event, AgentUp):
+        return _agent_up(state, event, now)
+    if isinstance(event, AgentDown):
+        return _agent_down(state, event, now)
+    if isinstance(event, Received):
+        return _received(state, event, now)
+    if isinstance(event, Paced):
+        return _paced(state, event)
+    if isinstance(event, Harmed):
+        return _harmed(state, event)
+    if isinstance(event, Drained):
+        return _drained(state, event)
+    if isinstance(event, Configured):
+        return _configured(state, event, now)
+    if isinstance(event, Planned | Reread | StopAsked | Unwritten):
+        return _jobs(state, event, now, (event.job,))
+    if isinstance(event, ForgetAsked):
+        return _without(state, finished_jobs.asked(state.jobs, state.nodes, event))
+    state, told = _links(state, now)
+    live = tuple(name for name, job in state.jobs.items() if job.phase not in OVER)
+    state, effects = _jobs(state, event, now, live if isinstance(event, Tick) else tuple(state.jobs))
+    state, gone = _without(state, finished_jobs.due(state.jobs, state.nodes, state.settings, now))
+    return state, (*told, *effects, *gone)
+
+
+def _without(state: State, forgotten: finished_jobs.Forgotten | None) -> Result:
+    if forgotten is None:
+        return state, ()
+    return msgspec.structs.replace(state, jobs=forgotten.jobs), forgotten.effects
+
+
+def _links(state: State, now: float) -> Result:
+    """Which links became slow or recovered, by what was gathered: none is a device's slowness."""
+    settings = state.settings
+    try:
+        links, told = node_links.judge(state.links, settings.between, settings.detect, now)
+    except Exception as error:  # what was gathered must not end the leader, nor come again with each tick
+        what = f"elasticd failed on what was measured of links ({type(error).__name__}: {error})"
+        links = msgspec.structs.replace(state.links, gathered=(), since=None)
+        return msgspec.structs.replace(state, links=links), (Note(kind="defect", text=what),)
+    if links is state.links:
+        return state, ()
+    notes = tuple(
+        Note(
+            kind="link",
+            text=f"the link {change.reason} ({'probed' if kind == 'probe' else 'in moves of state'})",
+            data={"link": change.device, "before": change.before, "after": change.after, "by": kind},
+        )
+        for kind, change in told
+    )
+    return msgspec.structs.replace(state, links=links), notes
+
+
+def _agent_up(state: State, event: AgentUp, now: float) -> Result:
+    record = event.record
+    known = state.nodes.get(record.node)
+    node = NodeState(record=record, connected=True, since=now, release=event.release, version=event.version)
+    event = AgentUp(record=record, anew=known is not None and known.record.agent != record.agent)
+    if known is not None:
+        node = msgspec.structs.replace(node, paces=known.paces, health=known.health)
+    jobs = state.jobs
+    if known is None or not known.connected:  # else its record has changed, and it says nothing again
+        jobs = {name: finished_jobs.arrived(job, record.node) for name, job in jobs.items()}
+    state = msgspec.structs.replace(state, nodes={**state.nodes, record.node: node}, jobs=jobs)
+    note = _arrived(known, record)
+    state, effects = _jobs(state, event, now, tuple(state.jobs))
+    return state, (note, *effects)
+
+
+def _arrived(known: NodeState | None, record: NodeRecord) -> Note:
+    if known is not None and known.record.draining != record.draining:
+        text = f"node {record.node} is used again"
+        if record.draining:
+            text = f"node {record.node} is being drained: the next plans leave its devices"
+        return Note(kind="drained", text=text, data={"node": record.node, "draining": record.draining})
+    text = f"node {record.node} is there with {len(record.devices)} devices"
+    return Note(kind="node_up", text=text, data={"node": record.node})
+
+
+def _agent_down(state: State, event: AgentDown, now: float) -> Result:
+    known = state.nodes.get(event.node)
+    if known is None or not known.connected:
+        return state, ()
+    node = msgspec.structs.replace(known, connected=False, since=now)
+    state = msgspec.structs.replace(state, nodes={**state.nodes, event.node: node})
+    text = f"node {event.node} cannot be reached; its workers may well train on"
+    note = Note(kind="node_down", text=text, data={"node": event.node})
+    state, effects = _jobs(state, event, now, tuple(state.jobs))
+    return state, (note, *effects)
+
+
+def _received(state: State, event: Received, now: float) -> Result:
+    message = text_limits.bounded(event.message)
+    if message is not event.message:
+        event = Received(node=event.node, message=message)
+    if event.node not in state.nodes:
+        return state, ()
+    if isinstance(message, Health):
+        node = msgspec.structs.replace(state.nodes[event.node], health=message)
+        return msgspec.structs.replace(state, nodes={**state.nodes, event.node: node}), ()
+    if isinstance(message, Crossed):
+        links = node_links.crossed(state.links, event.node, message, state.nodes, now)
+        return msgspec.structs.replace(state, links=links), ()
+    if isinstance(message, Up) and _first_said(state, message):
+        links = node_links.moved(state.links, message, state.nodes, now)
+        state = state if links is state.links else msgspec.structs.replace(state, links=links)
+    taken = _taken(state, event.node, message) if isinstance(message, Up) else ""
+    if message.job not in state.jobs:
+        taken = _crowded(state, event.node) or taken
+    if isinstance(message, Unread) and message.job not in state.jobs:
+        down = Down(client=message.client, body=Rejected(reason=assembly.cannot_read(message)))
+        return state, (Send(node=event.node, message=down),)
+    if message.job not in state.jobs:
+        body = message.body if isinstance(message, Up) else None
+        if not isinstance(body, Join | Hello):
+            return state, ()
+        known = fresh(message.job, Phase.GATHERING, now)
+        if isinstance(message, Up) and isinstance(body, Hello):  # its torchrun would have joined before
+            taken = taken or assembly.uninvited(known, event.node, message.device)
+        if not taken:
+            state = msgspec.structs.replace(state, jobs={**state.jobs, message.job: known})
+    if taken and isinstance(message, Up):
+        return _turned_away(state, event, message, taken, now)
+    return _jobs(state, event, now, (message.job,))
+
+
+def _first_said(state: State, up: Up) -> bool:
+    """Whether a worker tells of a switch, and not again: to a new leader agents say all that still holds."""
+    job = state.jobs.get(up.job)
+    worker = job.workers.get(up.device) if job is not None and job.settle_until is None else None
+    return isinstance(up.body, Swapped) and worker is not None and worker.swapped < up.body.number
+
+
+def _taken(state: State, node: str, up: Up) -> str:
+    """Why a worker cannot have its device, or a torchrun its node: another living job has it."""
+    if not isinstance(up.body, Hello | Join):
+        return ""
+    for name, job in state.jobs.items():
+        if name == up.job or job.phase not in LIVE:
+            continue
+        held = [worker for worker in job.workers.values() if worker.node == node and not worker.left]
+        if isinstance(up.body, Hello):
+            held = [worker for worker in held if worker.device == up.device]
+        elif up.body.slot is not None:
+            held = [worker for worker in held if worker.device == f"{node}/{up.body.slot}"]
+        if held:
+            devices = ", ".join(worker.device for worker in held)
+            return f"{devices}: in use by job {name}; {_ONE_JOB}"
+    return ""
+
+
+def _crowded(state: State, node: str) -> str:
+    """Why no job more is known, or nothing. Jobs count for the nodes whose torchruns have joined, also once
+    they are over: one node's leave half of what there is room for to others, two nodes' a third."""
+    free = MOST_JOBS - len(state.jobs)
+    if free <= 0:
+        return f"the cluster has {MOST_JOBS} jobs already: end some, and forget them"
+    record = state.nodes[node].record
+    mine = [job.phase for job in state.jobs.values() if joined_from(job, record)]
+    begun = sum(phase in (Phase.GATHERING, Phase.ASSEMBLING) for phase in mine)
+    if begun < len(record.devices) + MOST_BEGUN and len(mine) < free:
+        return ""
+    return (
+        f"node {node} has torchruns in {begun} jobs that have not begun and in {len(mine)} in all, and room is "
+        f"left for {free} jobs of all nodes: end some of its torchruns, and forget jobs that are over"
+    )
+
+
+_ONE_JOB = "a device belongs to one job at a time: wait for the end of that job or use other nodes"
+
+
+def _turned_away(state: State, event: Received, up: Up, why: str, now: float) -> Result:
+    """A worker that cannot come may be one that all others of its job wait for: they would wait for ever."""
+    down = Down(client=up.client, body=Rejected(reason=why))
+    effects: tuple[Effect, ...] = (Send(node=event.node, message=down),)
+    job = state.jobs.get(up.job)
+    if isinstance(up.body, Hello) and job is not None:
+        after, asked = machine.turned_away(job, event, why, state.nodes, state.epoch, state.settings, now)
+        effects = (*effects, *asked)
+        state = msgspec.structs.replace(state, jobs={**state.jobs, up.job: after})
+    return state, effects
+
+
+def _paced(state: State, event: Paced) -> Result:
+    """Chaos: a hint to the device's agent, which keeps the table of paces."""
+    name = event.device.rpartition("/")[0]
+    node = state.nodes.get(name)
+    if node is None:
+        return state, ()
+    node = msgspec.structs.replace(node, paces={**node.paces, event.device: event.factor})
+    down = Down(client=DEVICE_PREFIX + event.device, body=Pace(factor=event.factor))
+    speed = f"{event.factor:g} times slower than normal" if event.factor != 1 else "at normal speed"
+    text = f"chaos: {event.device} is to run {speed}"
+    data = {"device": event.device, "factor": event.factor}
+    effects = (Note(kind="chaos", text=text, data=data), Send(node=name, message=down))
+    return msgspec.structs.replace(state, nodes={**state.nodes, name: node}), effects
+
+
+def _configured(state: State, event: Configured, now: float) -> Result:
+    settings = msgspec.structs.replace(state.settings, detect=event.detect, policy=event.policy)
+    if settings == state.settings:
+        return state, ()
+    state = msgspec.structs.replace(state, settings=settings)
+    note = Note(kind="configured", text=event.changes)
+    state, effects = _jobs(state, event, now, tuple(state.jobs))
+    return state, (note, *effects)
+
+
+def _drained(state: State, event: Drained) -> Result:
+    """The agent puts it into its node's record, which outlasts this leader, and comes with that."""
+    node = state.nodes.get(event.node)
+    if node is None or not node.connected or node.record.draining == event.on:
+        return state, ()
+    return state, (Send(node=event.node, message=Drain(on=event.on)),)
+
+
+def _harmed(state: State, event: Harmed) -> Result:
+    """Chaos: what the agent is to do to its node; what follows comes as any fault does."""
+    node = state.nodes.get(event.node)
+    if node is None or not node.connected:
+        return state, ()
+    harm = event.harm
+    lasts = f" for {harm.seconds:g} s" if harm.seconds else ""
+    text = f"chaos: {harm.how} the worker of {harm.device}"
+    if harm.how == "cut":
+        text = f"chaos: cut node {event.node}'s agent off from leader and store{lasts}"
+    elif harm.how == "cut-data":
+        text = f"chaos: what node {event.node} sends to the data address {harm.peer} is to be lost{lasts}"
+    elif harm.how == "heal-data":
+        text = f"chaos: node {event.node} is to reach the data address {harm.peer} again"
+    data = {"node": event.node, "device": harm.device, "how": harm.how, "seconds": harm.seconds}
+    return state, (Note(kind="chaos", text=text, data=data), Send(node=event.node, message=harm))
+
+
+def _jobs(state: State, event: Event, now: float, names: tuple[str, ...]) -> Result:
+    changed: dict[str, JobState] = {}
+    effects: list[Effect] = []
+    for name in names:
+        job = state.jobs.get(name)
+        if job is None:
+            continue
+        given = state.nodes, state.epoch, state.settings, now
+        try:
+            after, asked = machine.step(job, event, *given)
+        except Exception as error:  # of this job alone: what is wrong with it must not end the others
+            after, asked = machine.failed(job, event, error, *given)
+        effects += asked
+        if after is not job:
+            changed[name] = after
+    if changed:
+        state = msgspec.structs.replace(state, jobs={**state.jobs, **changed})
+    return state, tuple(effects)

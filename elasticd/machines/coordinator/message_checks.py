@@ -1,0 +1,96 @@
+"""What a leader takes from a connection: names in the one grammar, and a node's word about itself alone.
+
+An agent's token or certificate is worth its node. Whoever has stolen one can say of that node's devices what he
+likes, and nothing of any other's. He has no say in a job that this node does not take part in: its processes
+cannot change the keys of that job's bootstrap store, and a worker of theirs that does not fit stops nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+
+from elasticd.codec.decoding import tag_of
+from elasticd.machines.job.state import participants
+from elasticd.machines.job.state.job_state import JobState
+from elasticd.names import LONGEST, MOST_DEVICES, device_of, name_refusal
+from elasticd.records import NodeRecord
+from elasticd.wire.main_thread import Halted
+from elasticd.wire.messages import AgentHello, Join, Leave, Report, StoreCall, ToLeader, Unread, Up, WorkerLost
+from elasticd.wire.node_health import Health
+from elasticd.wire.probes import Crossed, Frozen, Unreached
+from elasticd.wire.rendezvous import Lapped
+from elasticd.wire.snapshots import Keeps
+
+#: Characters of the ids that an agent gives to its clients, and to their incarnations.
+LONGEST_ID = 256
+#: What a torchrun says, which drives no device.
+OF_TORCHRUNS = (Join, Leave, StoreCall)
+#: What is of a connection's own node, whatever it names; of a worker or a torchrun; of an agent about a device.
+OF_THE_NODE = (Crossed, Health)
+OF_CLIENTS = (Up, Unread)
+OF_DEVICES = (WorkerLost, Frozen, Halted, Lapped)
+
+
+def refusal(of: NodeRecord, message: ToLeader | Unread, jobs: Container[str]) -> str:
+    """Why a message that came over the connection of this node is not heard, or nothing. jobs: those that there
+    are already, whatever they are called: a release before this one may have let them in."""
+    if isinstance(message, AgentHello):
+        return record_refusal(message.record)
+    if isinstance(message, OF_THE_NODE):
+        return ""
+    job = message.by.job if isinstance(message, Lapped) else message.job
+    if job not in jobs and (why := name_refusal("the job's name (--rdzv-id)", job)):
+        return why
+    if isinstance(message, Up | Unread | WorkerLost) and len(message.incarnation) > LONGEST_ID:
+        return f"an incarnation has {LONGEST_ID} characters at most, not {len(message.incarnation)}"
+    if isinstance(message, Up | Unread) and len(message.client) > LONGEST_ID:
+        return f"a client's id has {LONGEST_ID} characters at most, not {len(message.client)}"
+    if isinstance(message, Up) and not message.device and not isinstance(message.body, OF_TORCHRUNS):
+        return f"a process without a device has no say of {tag_of(message.body)!r}"
+    for device in _spoken_for(message):
+        if not device_of(of.node, device):
+            return f"node {of.node} has no say about {device[:LONGEST]!r}"
+        # In restart mode torch's own launcher may start more processes than an agent has devices.
+        most = MOST_DEVICES if isinstance(message, Lapped) else len(of.devices)
+        if int(device.rpartition("/")[2]) >= most:
+            return f"node {of.node} has {len(of.devices)} devices, and no {device}"
+    return ""
+
+
+def call_refusal(of: NodeRecord, up: Up, jobs: Mapping[str, JobState]) -> str:
+    """Why a call on a job's bootstrap store is not heard from this node, or nothing. Who takes part has joined,
+    or has said hello: an agent repeats both to a new leader before any call."""
+    job = jobs.get(up.job)
+    if job is None:
+        return f"there is no job {up.job!r} here: a torchrun joins it before it calls on its bootstrap store"
+    if participants.takes_part(job, of):
+        return ""
+    return f"node {of.node} takes no part in job {up.job}, and has no say in its bootstrap store"
+
+
+def record_refusal(record: NodeRecord) -> str:
+    """Why a node's record is none, or nothing."""
+    if why := name_refusal("[agent] node", record.node):
+        return why
+    if len(record.devices) > MOST_DEVICES:
+        return f"node {record.node} has {len(record.devices)} devices: at most {MOST_DEVICES} are taken"
+    for device in record.devices:
+        if not device_of(record.node, device.name):
+            return (
+                f"node {record.node} names a device {device.name[:LONGEST]!r}, not {record.node}/0 or the like"
+            )
+    return ""
+
+
+def _spoken_for(
+    message: Up | Unread | WorkerLost | Frozen | Unreached | Halted | Keeps | Lapped,
+) -> Iterator[str]:
+    """The devices about which a message is their own node's word. A torchrun has none."""
+    if isinstance(message, OF_CLIENTS):
+        if message.device:
+            yield message.device
+        if isinstance(message, Up) and isinstance(message.body, Report):
+            yield message.body.measurement.device
+    elif isinstance(message, OF_DEVICES):
+        yield message.device
+    # Keeps: an agent keeps snapshots of other nodes' devices. Unreached: of the connection's own node.

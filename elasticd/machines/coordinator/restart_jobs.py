@@ -1,0 +1,157 @@
+"""The leader's part in jobs in restart mode: who is slow, and whether going on without that node is faster.
+
+Theory of operation. Rounds are torch's affair and the agents'; the leader hears of laps alone, from scripts
+with `elasticd.watch()`. Once all processes of a round have reported a step, detection judges it as in the other
+mode.
+
+    slow     the slow torchrun's processes hold all others up. Without it a step takes as long less as the
+             slowest process of the others is faster, and makes less work by the torchrun's part. What
+             that saves over the policy's horizon is weighed against a restart, as measured before.
+    out      a record that the torchrun is to take no part in further rounds. Its own handler reads it and
+             stands by, the others' handlers read it and go into the next round.
+
+Invariant: a torchrun is put out at most once, from a round in which all laps of a step are known, and never
+below the least number of nodes. What is lost with a leader is soft: the next one judges anew from new laps.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+
+import msgspec
+from elasticd_planner.detection.stragglers import DetectSettings, RateState, observe
+from elasticd_planner.policy.policy import PolicySettings
+from elasticd_planner.spec.step_measurements import Step
+from elasticd_planner.value import Value
+
+from elasticd.machines.job.state.events import Note, Write
+from elasticd.records import OutRecord
+from elasticd.wire.rendezvous import Lap, Lapped
+
+#: Seconds that a restart costs until one was seen: the processes' start, and the steps that are made again.
+RESTART_SECONDS = 30.0
+#: Steps of which not all processes have reported yet; older ones are given up.
+MOST_STEPS = 16
+#: Steps whose medians a verdict rests on, all of one round: a restart is no answer to a moment's noise.
+JUDGED_STEPS = 20
+
+
+class RestartJob(Value, frozen=True, kw_only=True):
+    """What is known of one job: its round, the laps of its last whole step by device, those of the steps
+    before it, and who is out. heard: when the last lap came."""
+
+    job: str
+    round: int = -1
+    step: int = 0
+    wall: float = 0.0
+    rates: RateState = RateState()
+    laps: dict[str, Lapped] = msgspec.field(default_factory=dict)
+    pending: dict[int, dict[str, Lapped]] = msgspec.field(default_factory=dict)
+    recent: tuple[dict[str, Lap], ...] = ()
+    out: dict[str, str] = msgspec.field(default_factory=dict)
+    restart_seconds: float = RESTART_SECONDS
+    heard: float = 0.0
+
+
+class Verdict(Value, frozen=True, kw_only=True):
+    """Whether a torchrun is to go, and why; seconds saved over the horizon, and the price in seconds."""
+
+    torchrun: str
+    exclude: bool
+    reason: str
+    saving_seconds: float
+    price_seconds: float
+
+
+def lap(
+    job: RestartJob, heard: Lapped, detect: DetectSettings, policy: PolicySettings, epoch: int, now: float
+) -> tuple[RestartJob, tuple[Note | Write, ...]]:
+    """The job after one more lap, and what is to be done."""
+    if heard.by.round < job.round:
+        return job, ()
+    if heard.by.round > job.round:
+        job = _begun(job, heard.by.round, now)
+    job = msgspec.structs.replace(job, heard=now)
+    number = heard.lap.step
+    if number <= job.step:
+        return job, ()
+    laps = {**job.pending.get(number, {}), heard.device: heard}
+    pending = {**job.pending, number: laps}
+    if len(laps) < heard.by.world:
+        pending = {step: pending[step] for step in sorted(pending)[-MOST_STEPS:]}
+        return msgspec.structs.replace(job, pending=pending), ()
+    pending = {step: known for step, known in pending.items() if step > number}
+    seconds, work = [known.lap.seconds for known in laps.values()], [known.lap.work for known in laps.values()]
+    step = Step.timed(heard.by.round, number, (*laps,), seconds, work)
+    rates, changes = observe(job.rates, step, detect)
+    wall = max(known.lap.wall for known in laps.values())
+    recent = (*job.recent, {device: known.lap for device, known in laps.items()})[-JUDGED_STEPS:]
+    job = msgspec.structs.replace(
+        job, pending=pending, rates=rates, laps=laps, step=number, wall=wall, recent=recent
+    )
+    notes = tuple(
+        Note(
+            kind="slow" if change.after > change.before else "recovered",
+            text=change.reason,
+            job=job.job,
+            data={"device": change.device, "rate": change.after, "step": number},
+        )
+        for change in changes
+    )
+    job, out = _judged(job, policy, epoch)
+    return job, (*notes, *out)
+
+
+def verdict(job: RestartJob, policy: PolicySettings) -> Verdict | None:
+    """Of the torchrun with the slowest device: whether to go on without it. None where nobody is slow, or
+    too few steps were seen."""
+    slow = {device: rate for device, rate in job.rates.rates.items() if device in job.laps}
+    if not slow or len(job.recent) < JUDGED_STEPS:
+        return None
+    worst = max(sorted(slow), key=lambda device: slow[device])
+    torchrun = job.laps[worst].by.torchrun
+    own = {device: median(laps[device].seconds for laps in job.recent) for device in job.laps}
+    wall = median(max(lap.wall for lap in laps.values()) for laps in job.recent)
+    others = [own[device] for device, known in job.laps.items() if known.by.torchrun != torchrun]
+    price = job.restart_seconds
+    if not others:
+        return Verdict(
+            torchrun=torchrun,
+            exclude=False,
+            reason=f"{worst} is slow, and there are no others",
+            saving_seconds=0.0,
+            price_seconds=price,
+        )
+    without = wall - max(0.0, max(own.values()) - max(others))
+    share = len(others) / len(own)
+    saved = policy.horizon_steps * (wall - without / share)
+    said = (
+        f"{worst} takes {slow[worst]:g} times as long as the others: without {torchrun} "
+        f"{share:.0%} of the processes make steps of {without:.3g} s in place of {wall:.3g} s, which saves "
+        f"{saved:.3g} s in {policy.horizon_steps} steps, and a restart costs {price:.3g} s"
+    )
+    least = job.laps[worst].by
+    worth = saved > price and saved > policy.minimum_saving * policy.horizon_steps * wall
+    if worth and least.nodes <= least.least:
+        worth, said = False, f"{said}; but there must be {least.least} nodes"
+    return Verdict(torchrun=torchrun, exclude=worth, reason=said, saving_seconds=saved, price_seconds=price)
+
+
+def _judged(job: RestartJob, policy: PolicySettings, epoch: int) -> tuple[RestartJob, tuple[Write, ...]]:
+    found = verdict(job, policy)
+    if found is None or not found.exclude or found.torchrun in job.out:
+        return job, ()
+    record = OutRecord(torchrun=found.torchrun, epoch=epoch, reason=found.reason)
+    data = {"torchrun": found.torchrun, "saving": found.saving_seconds, "price": found.price_seconds}
+    note = Note(kind="excluded", text=f"goes on without a node: {found.reason}", job=job.job, data=data)
+    job = msgspec.structs.replace(job, out={**job.out, found.torchrun: found.reason})
+    return job, (Write(job=job.job, records=(record,), notes=(note,)),)
+
+
+def _begun(job: RestartJob, number: int, now: float) -> RestartJob:
+    """New processes: nothing is known of them. The silence before them was the restart."""
+    seconds = job.restart_seconds
+    if job.round >= 0 and job.step and math.isfinite(job.heard):
+        seconds = now - job.heard
+    return RestartJob(job=job.job, round=number, out=job.out, restart_seconds=seconds)

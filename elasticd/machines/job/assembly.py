@@ -1,0 +1,396 @@
+"""How a job comes together: torchruns join, their workers say hello.
+
+A torchrun has a place: its node's name, or, where each device has a torchrun of its own, the device's.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from elasticd.codec.decoding import shown
+from elasticd.machines.job.lifecycle.fence import FALLIBLE
+from elasticd.machines.job.lifecycle.job_end import AGAIN, affirm, stop
+from elasticd.machines.job.losses import bound, lost
+from elasticd.machines.job.state.job_state import OVER, JobState, Joiner, Phase, Worker
+from elasticd.machines.job.state.participants import joins
+from elasticd.machines.job.state.transaction import Turn
+from elasticd.records import JobSpec
+from elasticd.version import __version__
+from elasticd.wire.messages import Closed, Hello, Join, Joined, Rejected, Unread, Up, WorkerLost
+
+
+def join(turn: Turn, node: str, up: Up, body: Join) -> None:
+    """A torchrun asks to take part."""
+    job = turn.job
+    if job.phase in OVER:
+        if job.reason:  # nothing was finished: whoever asks again has failed
+            turn.send(node, up.client, Rejected(reason=f"job {job.job} is over: {job.reason}"))
+            return
+        text = f"job {job.job} is over: it finished at step {job.progress.step}; {AGAIN}"
+        turn.send(node, up.client, Closed(reason=text))
+        return
+    place = _place(node, body)
+    known = job.joiners.get(place)
+    if job.phase is Phase.ASSEMBLING and place in job.joined and (known is None or known.answered):
+        if not _has_workers(turn, place):  # the answer was lost on the way, or torchrun was started again
+            _remember(turn, node, up, body)
+            _answered(turn, place)
+        return
+    if not _gathering(turn):
+        _late(turn, node, up, body)
+        return
+    wrong = _disagreement(turn, place, body)
+    if wrong:
+        turn.send(node, up.client, Rejected(reason=wrong))
+        return
+    _remember(turn, node, up, body)
+
+
+def _place(node: str, body: Join) -> str:
+    return node if body.slot is None else f"{node}/{body.slot}"
+
+
+def _late(turn: Turn, node: str, up: Up, body: Join) -> None:
+    """The job runs already: a node comes along, or a torchrun starts its workers again. It is answered once the
+    first plan runs, and once a new leader knows which workers there are: `answer_late`."""
+    job, place = turn.job, _place(node, body)
+    known = job.joiners.get(place)
+    if known is not None and known.pid != body.pid and _has_workers(turn, place):
+        turn.send(node, up.client, Rejected(reason=_full(turn)))  # a second one beside the one that runs
+        return
+    if place not in job.joined:
+        others = {*job.joined} or _places_of_members(turn, by_device=body.slot is not None)
+        if len({other for other in others if _there(turn, other)} - {place}) >= body.max_nodes:
+            turn.send(node, up.client, Rejected(reason=_full(turn)))
+            return
+        joined = job.joined or tuple(sorted(others))
+        turn.set(joined=joined if place in joined else (*joined, place))
+    _remember(turn, node, up, body)
+
+
+def answer_late(turn: Turn) -> None:
+    """Lets those start their workers who came late, and have none. These stand by, and the next plan may use
+    them."""
+    job = turn.job
+    if job.phase not in FALLIBLE or job.settle_until is not None or job.stopping or job.failing:
+        return
+    for place, joiner in job.joiners.items():
+        # One that has workers may only have been heard of again; if it has not, its workers are about to end.
+        if not joiner.answered and not _has_workers(turn, place):
+            turn.note("joined", f"{_called(place)} joins", node=joiner.node)
+            _answered(turn, place)
+
+
+def _answered(turn: Turn, place: str) -> None:
+    """Tells a torchrun to start its workers."""
+    joiner, joined = turn.job.joiners[place], turn.job.joined
+    turn.set(joiners={**turn.job.joiners, place: msgspec.structs.replace(joiner, answered=True)})
+    if not _has_workers(turn, place):  # one that has them was answered by a leader before
+        turn.send(joiner.node, joiner.client, Joined(node_rank=joined.index(place), nodes=len(joined)))
+
+
+def _remember(turn: Turn, node: str, up: Up, body: Join) -> None:
+    joiner = Joiner(
+        node=node, client=up.client, pid=body.pid, min_nodes=body.min_nodes, max_nodes=body.max_nodes
+    )
+    turn.set(joiners={**turn.job.joiners, _place(node, body): joiner})
+
+
+def _called(place: str) -> str:
+    return f"device {place}" if "/" in place else f"node {place}"
+
+
+def _full(turn: Turn) -> str:
+    others = ", ".join(sorted({*turn.job.joined} or _places_of_members(turn, by_device=False)))
+    return (
+        f"job {turn.job.job} already has all the nodes that --nnodes lets it have ({others}): start all with "
+        "a larger most, or use another --rdzv-id"
+    )
+
+
+def _gathering(turn: Turn) -> bool:
+    """Whether nodes are still being counted. A leader that took over while workers were starting counts
+    again, from what the agents repeat."""
+    job = turn.job
+    return job.phase is Phase.GATHERING or (job.phase is Phase.ASSEMBLING and not job.joined)
+
+
+def _has_workers(turn: Turn, place: str) -> bool:
+    return any(place in (worker.node, worker.device) for worker in turn.job.workers.values())
+
+
+def _places_of_members(turn: Turn, *, by_device: bool) -> set[str]:
+    return {device if by_device else device.rpartition("/")[0] for device in _bound(turn)}
+
+
+def _bound(turn: Turn) -> dict[str, str]:
+    """The devices of the plan in force and of the proposed one, with the incarnation where one is bound."""
+    plans = (turn.job.plan, turn.job.proposal.plan if turn.job.proposal is not None else None)
+    return {
+        device: plan.binding.get(device, "")
+        for plan in plans
+        if plan is not None
+        for device in (*plan.members, *plan.idle)
+    }
+
+
+def _there(turn: Turn, place: str) -> bool:
+    """Whether a torchrun has its place still: not if it went with its node, or left with its workers."""
+    if _has_workers(turn, place):
+        return True
+    if place in turn.job.joiners:
+        node = turn.nodes.get(turn.job.joiners[place].node)
+        return node is None or node.connected
+    bound = {
+        device: one for device, one in _bound(turn).items() if place in (device, device.rpartition("/")[0])
+    }
+    return any(not one or turn.job.gone.get(device) != one for device, one in bound.items()) or not bound
+
+
+def _disagreement(turn: Turn, place: str, body: Join) -> str:
+    if not 1 <= body.min_nodes <= body.max_nodes:
+        return f"--nnodes={body.min_nodes}:{body.max_nodes}: the least must be between 1 and the most"
+    for other, joiner in turn.job.joiners.items():
+        if other == place:
+            continue
+        if ("/" in other) != ("/" in place):
+            return (
+                f"job {turn.job.job}: {_called(other)} and {_called(place)} cannot join both: start all with "
+                "`elasticd run`, or all with one torchrun a node"
+            )
+        if (joiner.min_nodes, joiner.max_nodes) != (body.min_nodes, body.max_nodes):
+            return (
+                f"job {turn.job.job}: {_called(place)} has --nnodes={body.min_nodes}:{body.max_nodes}, "
+                f"{_called(other)} --nnodes={joiner.min_nodes}:{joiner.max_nodes}: start all with the same"
+            )
+    return ""
+
+
+def leave(turn: Turn, node: str, up: Up) -> None:
+    """A torchrun ends. What that means for its workers, their own ends tell; before they are there it
+    means that they never come."""
+    job = turn.job
+    said = ((place, joiner) for place, joiner in job.joiners.items() if joiner.node == node)
+    place = next((place for place, joiner in said if joiner.client == up.client), node)
+    if _gathering(turn):
+        forget(turn, node, up.client)
+    elif place in job.joined:
+        _gone(turn, place)
+
+
+def _gone(turn: Turn, place: str) -> None:
+    """A torchrun ended while the job lives: its place is free for another. Before the first plan the job waits
+    for those that are left, if they are enough."""
+    job = turn.job
+    joiner = job.joiners.get(place)
+    joined = tuple(other for other in job.joined if other != place)
+    joiners = {other: known for other, known in job.joiners.items() if other != place}
+    if job.phase not in (Phase.ASSEMBLING, Phase.PLANNING):
+        turn.set(joined=joined, joiners=joiners)
+        return
+    least = joiner.min_nodes if joiner is not None else len(job.joined)
+    if len(joined) < least:
+        stop(turn, f"torchrun on {_called(place)} ended before all workers were there")
+        return
+    each = job.world_size // len(job.joined) if job.world_size else None
+    turn.set(joined=joined, joiners=joiners, world_size=each * len(joined) if each else None)
+
+
+def forget(turn: Turn, node: str, client: str | None = None) -> None:
+    """The joiners of a node are gone, with its agent; or one of them, by itself."""
+    if not _gathering(turn):
+        return
+    joiners = {
+        place: joiner
+        for place, joiner in turn.job.joiners.items()
+        if joiner.node != node or client not in (None, joiner.client)
+    }
+    turn.set(joiners=joiners)
+
+
+def complete(turn: Turn) -> None:
+    """Starts the job once enough nodes have been there for a while, or the most are."""
+    job = turn.job
+    if not _gathering(turn):
+        return
+    first = next(iter(job.joiners.values()), None)
+    if first is None or len(job.joiners) < first.min_nodes:
+        turn.set(enough_since=None)
+        return
+    since = turn.now if job.enough_since is None else job.enough_since
+    turn.set(enough_since=since)
+    if len(job.joiners) < first.max_nodes and turn.now - since < turn.settings.gather_seconds:
+        return
+    names = tuple(sorted(job.joiners)[: first.max_nodes])
+    if job.phase is Phase.GATHERING:
+        turn.enter(Phase.ASSEMBLING)
+    turn.set(joined=names)
+    what = "devices" if "/" in names[0] else "nodes"
+    turn.note("job_gathered", f"{len(names)} {what} take part: {', '.join(names)}", nodes=list(names))
+    for name in sorted(job.joiners)[first.max_nodes :]:
+        turn.send(job.joiners[name].node, job.joiners[name].client, Rejected(reason=_full(turn)))
+    for name in names:
+        _answered(turn, name)
+
+
+def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
+    """A worker is there: a new one, or one whose agent says again what it said (to a new leader, too)."""
+    job = turn.job
+    affirm(turn)
+    if job.gone.get(up.device) == up.incarnation:
+        return  # fenced off: it comes again as another once it hears of that
+    if why := uninvited(job, node, up.device):
+        turn.send(node, up.client, Rejected(reason=why))
+        return
+    known = job.workers.get(up.device)
+    if known is not None and known.incarnation == up.incarnation:
+        turn.worker(known, node=node, client=up.client, pid=body.pid, orphan=False, frozen="", halted=None)
+        return
+    if known is not None and not turn.over:  # one process a device: its agent lets in no second
+        before = known.incarnation
+        gone = WorkerLost(
+            job=job.job, device=up.device, incarnation=before, clean=False, how="another took its place"
+        )
+        lost(turn, gone)
+        job = turn.job
+    refusal = _unwelcome(turn, up, body)
+    if refusal:
+        turn.send(node, up.client, Rejected(reason=refusal))
+        if job.phase is Phase.ASSEMBLING:  # one of those that all others wait for: they would wait for ever
+            stop(turn, refusal)
+        return
+    worker = Worker(
+        device=up.device,
+        incarnation=up.incarnation,
+        node=node,
+        client=up.client,
+        pid=body.pid,
+        checkpoints=body.checkpoints,
+        probe_by=turn.now + turn.settings.probe_seconds if body.probes else None,
+        rehearses=body.rehearses,
+        closes=body.closes,
+    )
+    if job.phase in OVER:
+        turn.worker(worker)  # it lives still: see `forgetting`
+        return
+    if job.spec is None:
+        turn.write(body.spec)
+    turn.set(spec=body.spec, world_size=job.world_size or body.world_size, arrived=turn.now)
+    turn.worker(worker)
+    turn.set(probes=job.probes.forgotten(up.device))
+    if job.phase not in (Phase.GATHERING, Phase.ASSEMBLING):
+        turn.set(decided=None)
+        turn.note("joined", f"worker {up.device} stands by", device=up.device)
+
+
+def uninvited(job: JobState, node: str, device: str) -> str:
+    """Why a job that has not begun does not take a worker, or nothing. Its workers train what the first of them
+    says, and one that does not fit stops it: so only those come that its torchruns start. An agent says that a
+    torchrun joins before what its workers say, to a new leader, too."""
+    if job.phase not in (Phase.GATHERING, Phase.ASSEMBLING) or joins(job, node, device):
+        return ""
+    return (
+        f"worker {device} is none of those that job {job.job} waits for: no torchrun of node {node} takes part "
+        f"in it; start it with torchrun --rdzv-backend=elasticd --rdzv-id={job.job}"
+    )
+
+
+def unread(turn: Turn, node: str, message: Unread) -> None:
+    """A worker is there, or a torchrun, whose opening this release cannot decode. A worker that a plan binds
+    trains on, and what it trains the store knows: it is met. Any other one cannot take part, and is told so; of
+    a torchrun's whose workers are there nothing new is to be known."""
+    job = turn.job
+    known = job.workers.get(message.device)
+    if message.device and bound(turn, message.device, message.incarnation):
+        if known is None or known.incarnation != message.incarnation:
+            known = Worker(
+                device=message.device,
+                incarnation=message.incarnation,
+                node=node,
+                client=message.client,
+                pid=0,
+            )
+        turn.worker(known, node=node, client=message.client, orphan=False, frozen="", halted=None)
+        return
+    if not message.device and _has_workers(turn, node if message.slot < 0 else f"{node}/{message.slot}"):
+        return
+    why = cannot_read(message)
+    turn.send(node, message.client, Rejected(reason=why))
+    if message.device and job.phase is Phase.ASSEMBLING and joins(job, node, message.device):
+        stop(turn, why)
+
+
+def cannot_read(message: Unread) -> str:
+    """What a worker or torchrun is told whose opening this release cannot decode."""
+    what = f"worker {message.device}" if message.device else "this torchrun"
+    return (
+        f"the coordinator, of elasticd {__version__}, cannot decode the hello of {what}"
+        f"{_of_release(message.release)}: {message.reason}; install the same release of elasticd everywhere"
+    )
+
+
+def assemble(turn: Turn) -> None:
+    """The first plan is due once all workers that torchrun started are there, each at its node's agent."""
+    job = turn.job
+    if job.phase is not Phase.ASSEMBLING or not job.world_size or len(job.workers) < job.world_size:
+        return
+    if not any(worker.orphan for worker in job.workers.values()):
+        turn.enter(Phase.PLANNING)
+
+
+def _unwelcome(turn: Turn, up: Up, body: Hello) -> str:
+    """Why this worker cannot take part, or nothing."""
+    job = turn.job
+    if job.phase in OVER:
+        ours = job.plan is not None and job.plan.binding.get(up.device) == up.incarnation
+        return "" if ours else f"job {job.job} is over; {AGAIN}"
+    if body.spec.job != job.job:
+        return f"worker {up.device} is of job {body.spec.job}, not {job.job}: start it with that --rdzv-id"
+    theirs = body.spec
+    if job.spec is not None and job.spec.peers != theirs.peers:
+        return (
+            f"worker {up.device}{_of_release(body.release)} exchanges version {theirs.peers} of votes and "
+            f"state with other ranks, job {job.job} version {job.spec.peers}: install the release that the "
+            "other workers of the job run, or start all of the job again with one release"
+        )
+    if job.spec is not None and job.plan is not None:  # its first values are not used any more
+        theirs = msgspec.structs.replace(theirs, first=job.spec.first)
+    if job.spec is not None and (wrong := difference(job.spec, theirs)):
+        return (
+            f"worker {up.device} trains something else than job {job.job}: {wrong}; "
+            "start all nodes with the same script and options"
+        )
+    starting = job.phase in (Phase.GATHERING, Phase.ASSEMBLING)
+    if starting and job.world_size is not None and body.world_size != job.world_size:
+        return (
+            f"worker {up.device} was started as one of {body.world_size}, the others as one of "
+            f"{job.world_size}: start all nodes with the same --nnodes and --nproc-per-node"
+        )
+    return ""
+
+
+def _of_release(release: str) -> str:
+    return f" (elasticd {shown(release)})" if release else ""
+
+
+def difference(ours: JobSpec, theirs: JobSpec) -> str:
+    """What differs in the training of two specs, in words; an empty string if they train alike, whichever
+    release wrote them."""
+    told = []
+    for name in ours.__struct_fields__:
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        if mine == other or name in ("version", "peers"):
+            continue
+        if name == "profile":
+            told.append("the profile differs: give every node the same file")
+        elif name == "first":
+            told.append(
+                "its model starts from other values: call torch.manual_seed with the same seed on every rank "
+                "before the model is made, or give init="
+            )
+        elif name == "model":
+            parts = [part for part in mine.__struct_fields__ if getattr(mine, part) != getattr(other, part)]
+            told.append(f"the model differs in {', '.join(parts)}")
+        else:
+            told.append(f"{name} is {other}, not {mine}")
+    return ", ".join(told)

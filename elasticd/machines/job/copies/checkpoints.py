@@ -1,0 +1,85 @@
+"""A job's checkpoints as its leader sees them: which a start may use, and which may get their names.
+
+Publishing is the leader's, so that of two gangs that both take themselves for the job only one makes
+checkpoints: the other's leader was replaced and cannot write.
+"""
+
+from __future__ import annotations
+
+from elasticd.machines.job.state.events import Note
+from elasticd.machines.job.state.job_state import LIVE, JobState
+from elasticd.machines.job.state.transaction import Turn
+from elasticd.names import harmless
+from elasticd.records import CheckpointsRecord, PublishedCheckpoint
+from elasticd.wire.messages import Saved
+
+#: Published checkpoints that are kept in the store for a job.
+MOST_PUBLISHED = 64
+#: Checkpoints that may wait for a plan to be recorded. A job has one under way at a time.
+MOST_WAITING = 8
+#: Seconds from one writing of the list to the next where it is only said again.
+AGAIN_SECONDS = 1.0
+
+
+class NotShared(ValueError):
+    """The workers see different checkpoints; the message says who sees what, and what to do."""
+
+
+def offered(job: JobState) -> tuple[str, ...]:
+    """The checkpoints that a job's first plan may start from, the newest first: those that all workers see.
+
+    Raises `NotShared` where some see checkpoints but none that all see: to start anew would lose them.
+    """
+    if job.plan is not None or not job.workers:
+        return ()
+    seen = {worker.device: worker.checkpoints for worker in job.workers.values()}
+    common = set.intersection(*(set(names) for names in seen.values()))
+    some = max(seen, key=lambda device: len(seen[device]))
+    if seen[some] and not common:
+        other = next(device for device, names in seen.items() if seen[some][0] not in names)
+        raise NotShared(
+            f"worker {some} sees the checkpoint {seen[some][0]}, worker {other} does not: the folder of "
+            "checkpoints must be one that all nodes share"
+        )
+    return tuple(name for name in seen[some] if name in common)
+
+
+def saved(turn: Turn, body: Saved) -> None:
+    """A checkpoint is whole on disk. It is written again when it is said again: the agent may not have taken
+    the word of a leader before this one. One writing answers all who said so: see `due`."""
+    job = turn.job
+    if not harmless(body.name):
+        return  # no saver gives such a name
+    if body.plan > job.number:
+        # Of a plan that a fence closed before it was recorded, or that this leader is yet to hear of.
+        waiting = tuple(one for one in job.unpublished if one.name != body.name)
+        turn.set(unpublished=(*waiting, body)[-MOST_WAITING:])
+        return
+    this = PublishedCheckpoint(name=body.name, step=body.step, plan=body.plan)
+    if this in job.published:
+        turn.set(republish=True)
+        due(turn)
+        return
+    turn.set(published=(*job.published, this)[-MOST_PUBLISHED:])
+    told = turn.told("checkpoint", f"checkpoint {body.name}", step=body.step, plan=body.plan, name=body.name)
+    _write(turn, told)
+
+
+def due(turn: Turn) -> None:
+    """Writes the list again for those who said again what is in it, all of them at once."""
+    job = turn.job
+    if job.republish and job.phase in LIVE and turn.now - job.published_at >= AGAIN_SECONDS:
+        _write(turn)
+
+
+def _write(turn: Turn, *notes: Note) -> None:
+    turn.write(CheckpointsRecord(published=turn.job.published, epoch=turn.epoch), notes=notes)
+    turn.set(republish=False, published_at=turn.now)
+
+
+def recorded(turn: Turn) -> None:
+    """A plan was recorded. What waited for it is published: its saver says it once, and is busy until then."""
+    waiting = turn.job.unpublished
+    turn.set(unpublished=())
+    for body in waiting:
+        saved(turn, body)

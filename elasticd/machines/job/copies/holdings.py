@@ -1,0 +1,24 @@
+"""Whether the copies that live are a whole state: box arithmetic over a plan's layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from elasticd_migration.reshard import span
+from elasticd_planner.layout.surviving_layouts import Remains
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.plan import Plan
+
+
+def lost_boxes(spec: ModelSpec, plan: Plan, live: Collection[str], stale: Collection[str] = ()) -> str:
+    """Which part of the state none of the devices `live` holds under `plan`, in words; nothing if none."""
+    gone = set(plan.members) - set(live)
+    if not gone and not stale:
+        return ""
+    lost = [
+        f"{item} {span(box)}"
+        for item, boxes in Remains(spec, plan, gone=gone, stale=stale).lost()
+        for box in boxes
+    ]
+    more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return f"{lost[0]}{more}" if lost else ""

@@ -1,0 +1,125 @@
+"""Whether the state that a plan gives each device fits there, and beside what it holds already.
+
+The planner counts with parts of a profile, evenly spread; where replicas must be on different nodes, one device
+may have to keep more than its part. And a switch holds two copies for a while, of all boxes that change: where
+they do not fit both, state can only move in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Mapping
+
+from elasticd_planner.cost.model_profile import ModelProfile, item_size
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.value import Value
+
+from elasticd.machines.job.state.job_state import NodeState
+
+
+class Room(Value, frozen=True, kw_only=True):
+    """`lacks`: which device cannot hold its part of the plan, in words. `cramped`: which one can, but not
+    beside what it holds now."""
+
+    lacks: str = ""
+    cramped: str = ""
+
+
+def room(
+    plan: Plan,
+    old: Plan | None,
+    spec: ModelSpec,
+    profile: ModelProfile,
+    nodes: Mapping[str, NodeState],
+    *,
+    holders: Collection[str] = (),
+    anew: bool = False,
+) -> Room:
+    """For a switch from `old` (None: from nothing) to `plan`. Without ZeRO the planner alone says whether one
+    copy fits. holders: whoever has its copy of `old`; anew: all of `plan` is read from elsewhere, not only what
+    changes."""
+    memory = {device.name: device.memory for node in nodes.values() for device in node.record.devices}
+    new = Layouts(spec, plan)
+    if plan.state.zero:
+        needs = _resident(new, profile)
+        for device in plan.members:
+            if needs[device] > memory.get(device, math.inf):
+                return Room(
+                    lacks=f"{device} would have to keep {_mib(needs[device])} of state and has "
+                    f"{_mib(memory[device])}: {plan.state.replicas} replicas on different nodes ask too "
+                    "much of it; take fewer, or more memory on its node"
+                )
+    if old is None:
+        return Room()
+    before = Layouts(spec, old)
+    changed = _changed(before, new, profile, anew=anew)
+    both = _resident(before, profile) if changed else {}
+    for device, size in changed.items():
+        need = both.get(device, 0.0) * (device in holders) + size
+        if need > memory.get(device, math.inf):
+            text = (
+                f"{device} has {_mib(memory[device])} and would need {_mib(need)} for the old copy and the new"
+            )
+            return Room(cramped=text)
+    return Room()
+
+
+def _mib(size: float) -> str:
+    return f"{size / (1 << 20):,.1f} MiB"
+
+
+def _resident(layouts: Layouts, profile: ModelProfile) -> dict[str, float]:
+    """Bytes of values, gradients and state that each device holds while it trains."""
+    count: Counter[tuple[Hashable, str]] = Counter()
+    first: dict[tuple[Hashable, str], Item] = {}
+    for item in layouts.items:
+        key: tuple[Hashable, str] = layouts.family(item), item.role
+        count[key] += 1
+        first.setdefault(key, item)
+    trained, zero = frozenset(layouts.trained), layouts.plan.state.zero
+    found: dict[str, float] = defaultdict(float)
+    for key, item in first.items():
+        factor = _factor(item, profile)
+        # Under ZeRO 2 gradients lie where the state is kept, else where the values are.
+        if (item.role == "state" and zero == 2) or (
+            item.role == "value" and item.name in trained and zero != 2
+        ):
+            factor += profile.gradient_factor
+        layout = layouts.layout(item)
+        each = count[key] * item_size(layout.dtype) * factor
+        sizes: dict[Box, float] = {}
+        for holding in layout.holdings:
+            if holding.box not in sizes:
+                sizes[holding.box] = holding.box.size * each
+            found[holding.device] += sizes[holding.box]
+    return found
+
+
+def _changed(old: Layouts, new: Layouts, profile: ModelProfile, *, anew: bool) -> dict[str, float]:
+    """Bytes of values and state that each device holds in other boxes than before: they are made beside the
+    old."""
+    count: Counter[tuple[Hashable, Hashable, str]] = Counter()
+    first: dict[tuple[Hashable, Hashable, str], Item] = {}
+    for item in new.items:
+        key: tuple[Hashable, Hashable, str] = old.family(item), new.family(item), item.role
+        count[key] += 1
+        first.setdefault(key, item)
+    found: dict[str, float] = defaultdict(float)
+    for key, item in first.items():
+        layout = new.layout(item)
+        if not anew and layout.holdings == old.layout(item).holdings:
+            continue
+        size = count[key] * item_size(layout.dtype) * _factor(item, profile)
+        for device in {holding.device for holding in layout.holdings}:
+            boxes = new.boxes(item, device)
+            if anew or boxes != old.boxes(item, device):
+                found[device] += size * sum(box.size for box in boxes)
+    return found
+
+
+def _factor(item: Item, profile: ModelProfile) -> float:
+    return profile.optimizer_factor if item.role == "state" else 1.0

@@ -1,0 +1,156 @@
+"""Where no copies that live are a whole state: the newest older state, in snapshots or in checkpoints.
+
+It is taken as soon as the plan's members can read it. What is newer, and lacks only workers that are on their
+way, is waited for, but not for ever while there is something else. With no worker left at all the job waits for
+some to come: torchrun starts them again, or somebody starts torchrun again under the same --rdzv-id.
+"""
+
+from __future__ import annotations
+
+from elasticd_planner.layout.optimizer_sharding import with_carriers
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.value import Value
+
+from elasticd.machines.job.copies.snapshots import plan_of, words
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.recovery_source import CHECKPOINTS, Source, set_name
+from elasticd.machines.job.state.snapshot_sets import Moment, stand_ins
+from elasticd.machines.job.state.transaction import Turn
+from elasticd.records import Recovery
+
+#: Times that a recovery from one older state is tried.
+MOST_TRIES = 3
+
+
+class Wait(Value, frozen=True, kw_only=True):
+    """There is an older state, and it cannot be read yet; `why` for people, empty while a plan is on its
+    way."""
+
+    why: str = ""
+
+
+def waits(turn: Turn, why: str) -> None:
+    """The job cannot go on as things are: it waits, its state safe, for more to come."""
+    if turn.job.reason != why:
+        what = "waiting for capacity" if turn.job.phase is Phase.RECOVERING else "waiting"
+        turn.set(reason=why)
+        turn.note("waiting", f"{what}: {why}", number=turn.job.number)
+
+
+def older_state(turn: Turn) -> bool:
+    """Whether there is any state to go back to."""
+    return bool(_sets(turn) or _checkpoints(turn))
+
+
+def older(turn: Turn, *, survivors: bool) -> Source | Wait | None:
+    """The newest older state that the plan at hand can go on from, or what to wait for; None if there is no
+    older state at all. survivors: members of the plan in force live, and stand still meanwhile."""
+    options = sorted([*_sets(turn), *_checkpoints(turn)], key=lambda option: option.moment, reverse=True)
+    if not options:
+        return None
+    held = f"the state is safe in {options[0].words}"
+    if not turn.job.workers:
+        return Wait(why=f"no worker is left; {held}: start torchrun again with --rdzv-id={turn.job.job}")
+    if not survivors and (coming := _coming(turn)):
+        return Wait(why=f"{coming} may come yet; {held}")
+    if turn.job.remedy is None:
+        return Wait()
+    plan = with_carriers(turn.job.remedy.plan)
+    patient = turn.now - turn.job.since < turn.settings.prepare_seconds
+    waits: list[str] = []
+    for option in options:
+        source = _source(turn, option, plan)
+        if isinstance(source, Source):
+            return Wait(why=waits[0]) if waits and patient else source
+        waits.append(source)
+    return Wait(why=waits[0])
+
+
+class _Option(Value, frozen=True, kw_only=True):
+    """An older state. old: the plan that snapshots are of, None for checkpoints; lacking: nodes that cannot be
+    reached now, and alone hold some of it."""
+
+    moment: Moment
+    words: str
+    old: Plan | None = None
+    lacking: tuple[str, ...] = ()
+
+
+def _sets(turn: Turn) -> list[_Option]:
+    """The sets of snapshots that agents hold all of."""
+    snapshots = turn.job.snapshots
+    there = {name for name, node in turn.nodes.items() if node.connected}
+    found = []
+    for moment in snapshots.moments():
+        plan = plan_of(turn, moment.plan)
+        if plan is None or snapshots.failed.get(set_name(*moment), 0) >= MOST_TRIES:
+            continue
+        copies = snapshots.copies(moment, plan)
+        if any(device not in copies for device in plan.members):
+            continue
+        away = {node for nodes in copies.values() if not there & {*nodes} for node in nodes}
+        where = words(moment, snapshots.holding(moment))
+        found.append(_Option(moment=moment, words=where, old=plan, lacking=tuple(sorted(away))))
+    return found
+
+
+def _checkpoints(turn: Turn) -> list[_Option]:
+    names = checkpoint_names(turn)
+    if not names or turn.job.snapshots.failed.get(CHECKPOINTS, 0) >= MOST_TRIES:
+        return []
+    known = {one.name: Moment(one.plan, one.step) for one in turn.job.published}
+    # Of one that was there before the job nothing is known but that it is older than what the job made.
+    return [_Option(moment=known.get(names[0], Moment(0, -1)), words=f"checkpoint {names[0]}")]
+
+
+def checkpoint_names(turn: Turn) -> tuple[str, ...]:
+    """What members may try, the newest first: those that the job published, then others that workers saw as
+    they came. What is beyond a step that the job went back to is no part of its history."""
+    published = sorted(turn.job.published, key=lambda one: (one.plan, one.step), reverse=True)
+    names = [one.name for one in published if not turn.job.snapshots.dead(Moment(one.plan, one.step))]
+    others = {one.name for one in turn.job.published}
+    for worker in turn.job.workers.values():
+        names += [name for name in worker.checkpoints if name not in others]
+        others |= {*worker.checkpoints}
+    return tuple(names)
+
+
+def _coming(turn: Turn) -> str:
+    """Workers that are on their way, while a plan without them need not be made in haste."""
+    job, settings = turn.job, turn.settings
+    since = max(job.since, job.arrived)
+    if turn.now - job.arrived < settings.gather_seconds:
+        return "more workers"
+    there = {name for worker in job.workers.values() for name in (worker.node, worker.device)}
+    awaited = [place for place in sorted(job.joiners) if place not in there]
+    if awaited and turn.now - since < settings.prepare_seconds:
+        return f"the workers of {', '.join(awaited)}"
+    return ""
+
+
+def _source(turn: Turn, option: _Option, plan: Plan) -> Source | str:
+    """What a proposal of `plan` says of it, or what is lacking."""
+    job = turn.job
+    assert job.fence is not None
+    if option.old is None:
+        recovery = Recovery(fence=job.fence.number, step=-1, sources={})
+        names = checkpoint_names(turn)
+        text = f"the state is read from {option.words}"
+        return Source(plan=None, recovery=recovery, checkpoints=names, words=text)
+    if option.lacking:
+        return f"node {', '.join(option.lacking)} cannot be reached, and alone keeps a part of {option.words}"
+    there = {name for name, node in turn.nodes.items() if node.connected}
+    copies = job.snapshots.copies(option.moment, option.old, there)
+    readers = stand_ins(option.old, copies, plan.members)
+    if readers is None:
+        hosts = {device.rpartition("/")[0] for device in plan.members}
+        away = {node for nodes in copies.values() if not hosts & {*nodes} for node in nodes}
+        return f"no worker on node {', '.join(sorted(away))} reads its part of {option.words}"
+    used = {*readers.values()}
+    recovery = Recovery(
+        fence=job.fence.number,
+        step=option.moment.step,
+        sources={device: job.workers[device].incarnation for device in plan.members if device in used},
+        snapshots=readers,
+    )
+    return Source(plan=option.old, recovery=recovery, words=f"the state is read from {option.words}")

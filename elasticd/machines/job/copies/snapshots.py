@@ -1,0 +1,78 @@
+"""Snapshots as they come: an agent says which it holds, and all hear which older ones are not needed any
+more."""
+
+from __future__ import annotations
+
+import msgspec
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.machines.job.state.events import Send
+from elasticd.machines.job.state.snapshot_sets import Moment
+from elasticd.machines.job.state.transaction import Turn
+from elasticd.wire.snapshots import Keeps, Whole
+
+#: Seconds between two notes of a whole set: one is made every few steps, and `status` shows the newest.
+NOTE_SECONDS = 10.0
+
+
+def keeps(turn: Turn, node: str, body: Keeps) -> None:
+    """All that an agent holds of this job. Said again it changes nothing."""
+    if turn.over:
+        return
+    turn.set(snapshots=turn.job.snapshots.replaced(node, body.snapshots, body.plans))
+    snapshots = turn.job.snapshots
+    before = snapshots.whole
+    # A first rank's agent brings the plan, maybe after all others have said what they hold.
+    for moment in sorted(snapshots.kept[node], reverse=True):
+        if before is not None and moment <= before:
+            break
+        plan = plan_of(turn, moment.plan)
+        if plan is not None and snapshots.is_whole(moment, plan, _takers(turn)):
+            _whole(turn, moment, plan)
+            return
+    if before is not None and any(moment < before for moment in snapshots.kept[node]):
+        _tell(turn, node, before)  # it missed the word, or a leader before this one gave it
+
+
+def _whole(turn: Turn, moment: Moment, plan: Plan) -> None:
+    snapshots = turn.job.snapshots
+    turn.set(snapshots=msgspec.structs.replace(snapshots, whole=moment))
+    for node in sorted(snapshots.kept):
+        if snapshots.kept[node]:
+            _tell(turn, node, moment)
+    if snapshots.told_at is None or turn.now - snapshots.told_at >= NOTE_SECONDS:
+        turn.set(snapshots=msgspec.structs.replace(turn.job.snapshots, told_at=turn.now))
+        nodes = snapshots.holding(moment)
+        text = f"the state of step {moment.step} is kept in memory on {', '.join(nodes)}"
+        turn.note("snapshot", text, number=plan.number, step=moment.step, nodes=nodes)
+
+
+def _tell(turn: Turn, node: str, moment: Moment) -> None:
+    message = Whole(job=turn.job.job, plan=moment.plan, step=moment.step)
+    turn.effects.append(Send(node=node, message=message))
+
+
+def plan_of(turn: Turn, number: int) -> Plan | None:
+    """The plan of this number, if this leader knows it: from the store, or with a snapshot."""
+    known = next((plan for plan in turn.job.candidates if plan.number == number), None)
+    return known or turn.job.snapshots.plans.get(number)
+
+
+def _takers(turn: Turn) -> set[str]:
+    return {name for name, node in turn.nodes.items() if node.record.snapshots}
+
+
+def secured(turn: Turn, plan: Plan) -> Moment | None:
+    """The newest moment of `plan` whose snapshots can be read now, each on some node, if there is one."""
+    there = {name for name, node in turn.nodes.items() if node.connected}
+    for moment in turn.job.snapshots.moments():
+        if moment.plan == plan.number:
+            copies = turn.job.snapshots.copies(moment, plan, there)
+            if all(device in copies for device in plan.members):
+                return moment
+    return None
+
+
+def words(moment: Moment, nodes: list[str]) -> str:
+    """Where a set is, for people."""
+    return f"snapshots of step {moment.step} in memory on {', '.join(nodes)}"

@@ -1,0 +1,218 @@
+"""Hangs of a main thread: agents say which workers stand still and where; who makes the others wait is found.
+
+A rank may hang in a step's computation: a sleep in the loss, or a loop in C that keeps the interpreter's lock.
+Whether its control thread still answers or not, its place says where it is. The others come to wait, for it or
+for one another. So the culprits are the members that stand still and wait for nobody, once all other members
+stand still and wait. As long as a single one is somewhere else (it computes still, it is in its script's own
+code) nobody is to blame.
+
+Nobody knows how long a script's own code, its loader or a compilation may take, nor what elasticd calls or does
+between two steps: the optimizer's factory, a callback, the reading of a checkpoint. So it is with what is
+computed in the first two steps under a plan. A member that the others wait for there is a culprit only beyond
+`detect.outside_seconds`, if that is set; agents tell of all these places alike ("outside of a step" below).
+
+Whoever is waited for, to blame or not, the job's status says which workers these are, and where (`awaited`).
+Where most members hang in a step's computation, or a job's only device does, events have their stacks (`tell`).
+In a switch all who take part in it wait for one another, also those who join; in the job's start these are all
+of its first plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.machines.job.state.job_state import JobState, Phase, Worker
+from elasticd.machines.job.state.transaction import Turn
+from elasticd.wire.main_thread import Halted
+
+#: Characters that are kept of a place and a stack, whatever an agent says.
+MOST_PLACE, MOST_STACK = 80, 8000
+#: Seconds that a worker stands still until the status says that the job waits for it; workers that it names.
+TOLD_SECONDS, MOST_NAMED = 10.0, 3
+
+
+def stood(turn: Turn, message: Halted) -> None:
+    """A worker's main thread stands still, or moves again. That alone costs nothing: see `culprits`."""
+    worker = turn.job.workers.get(message.device)
+    if worker is None or worker.incarnation != message.incarnation or turn.over:
+        return
+    if not message.place:
+        turn.worker(worker, halted=None, halted_at=turn.now)
+        return
+    place, stack = message.place[:MOST_PLACE], message.stack[-MOST_STACK:]
+    seconds = max(0.0, message.seconds)
+    found = msgspec.structs.replace(message, place=place, stack=stack, seconds=seconds)
+    turn.worker(worker, halted=found, halted_at=turn.now - seconds)
+
+
+def culprits(turn: Turn) -> tuple[Worker, ...]:
+    """The members that all others wait for, and that have no reason to let them. Never more than half of them:
+    what befalls most of a job is no fault of its devices."""
+    job, limit = turn.job, turn.settings.detect.outside_seconds
+    for members in (_training(job), _switching(job)):
+        others = [worker for worker in members if not _waits(worker)]
+        if not others or 2 * len(others) > len(members):
+            continue
+        if all(_stands(job, worker, turn.now, limit) for worker in others):
+            return tuple(others)
+    return ()
+
+
+def _training(job: JobState) -> tuple[Worker, ...]:
+    """The members of the plan in force; none where one of them is not known."""
+    return _known(job, job.plan.binding if job.plan is not None else {})
+
+
+def _switching(job: JobState) -> tuple[Worker, ...]:
+    """Those who take part in the switch to a proposal that all have prepared; none where one is not known."""
+    proposal = job.proposal
+    if job.phase is not Phase.PROPOSED or proposal is None:
+        return ()
+    before = job.plan.binding if job.plan is not None else {}
+    if proposal.recovery is not None:
+        before = proposal.recovery.sources
+    found = _known(job, {**before, **proposal.plan.binding})
+    new = [worker for worker in found if worker.device in proposal.plan.binding]
+    return found if all(worker.prepared >= proposal.number for worker in new) else ()
+
+
+def _known(job: JobState, binding: Mapping[str, str]) -> tuple[Worker, ...]:
+    """The workers of these incarnations, by device; none where one of them is not known."""
+    found = ((job.workers.get(device), incarnation) for device, incarnation in binding.items())
+    known = tuple(worker for worker, one in found if worker is not None and worker.incarnation == one)
+    return known if len(known) == len(binding) else ()
+
+
+def _waits(worker: Worker) -> bool:
+    return worker.halted is not None and worker.halted.waits
+
+
+def _outside(worker: Worker) -> bool:
+    """Of the computation of a step, or in that of a plan's first steps."""
+    return worker.halted is not None and not (worker.halted.waits or worker.halted.computes)
+
+
+def awaited(job: JobState, now: float, limit: float = 0.0) -> str:
+    """Which workers a job waits for, where they are and for how long, in words; nothing while one of the others
+    does something else than wait for them. limit: `detect.outside_seconds`. Members of the plan in force that
+    wait for one another may all wait for one that joins: so they are looked at last."""
+    mutual = ""
+    for members in (_training(job), _switching(job)):
+        if not members or any(worker.halted is None for worker in members):
+            continue
+        found = [worker for worker in members if not _waits(worker)]
+        if found and now - min(worker.halted_at for worker in found) >= TOLD_SECONDS:
+            return f"waits for {_named(found, now)}{_kept(job, members, found, now, limit)}"
+        if not found and now - max(worker.halted_at for worker in members) >= TOLD_SECONDS:
+            mutual = _mutual(job, members)
+    return mutual
+
+
+def _kept(job: JobState, members: Sequence[Worker], found: Sequence[Worker], now: float, limit: float) -> str:
+    """Why workers that stand still for longer than they may are not given up, if it is for their number."""
+    if 2 * len(found) <= len(members) or not any(_stands(job, worker, now, limit) for worker in found):
+        return ""
+    if len(members) == 1:
+        return "; it is the job's only device, and is not given up for it"
+    return "; no device is given up for it, since most of the job's stand still"
+
+
+def _mutual(job: JobState, members: Sequence[Worker]) -> str:
+    waits = [_waiting(job.plan, w.device, w.halted) for w in members[:MOST_NAMED] if w.halted is not None]
+    return f"its workers wait for one another: {', '.join(waits)}{_more(members)}"
+
+
+def tell(turn: Turn) -> None:
+    """Of members that stand still for longer than they may, though none is a culprit, since they are most of
+    the job's or another one may still: whom the job waits for, and their stacks. Of each step once."""
+    job = turn.job
+    if job.standstill == job.progress.step:
+        return
+    limit = turn.settings.detect.outside_seconds
+    members = (*_training(job), *_switching(job))
+    found = [worker for worker in members if _stands(job, worker, turn.now, limit)]
+    if found and (text := awaited(job, turn.now, limit)):
+        turn.set(standstill=job.progress.step)
+        turn.note("waiting", f"waiting: {text}", number=job.number)
+        note(turn, tuple({worker.device: worker for worker in found}.values())[:MOST_NAMED])
+
+
+def _named(workers: Sequence[Worker], now: float) -> str:
+    named = sorted(workers, key=lambda worker: worker.halted_at)[:MOST_NAMED]
+    texts = [
+        f"worker {worker.device}, which is in {worker.halted.place} for {now - worker.halted_at:.0f} s"
+        for worker in named
+        if worker.halted is not None
+    ]
+    return "; ".join(texts) + _more(workers)
+
+
+def _more(workers: Sequence[object]) -> str:
+    """Of those that are not named."""
+    return f" and {len(workers) - MOST_NAMED} more" * (len(workers) > MOST_NAMED)
+
+
+def _stands(job: JobState, worker: Worker, now: float, limit: float) -> bool:
+    """Whether a member that waits for nobody stands still for longer than it may."""
+    if worker.halted is None or worker.halted.waits:
+        return False
+    return worker.halted.computes or _too_long_outside(job, worker, now, limit)
+
+
+def _too_long_outside(job: JobState, worker: Worker, now: float, limit: float) -> bool:
+    """Beyond the limit. Of a place in a step it counts from when two steps, as they are expected, are over."""
+    prediction = job.plan.prediction if job.plan is not None else None
+    step = worker.halted is not None and worker.halted.step >= 0
+    late = 2 * prediction.step_seconds if step and prediction is not None else 0.0
+    return limit > 0 and now - worker.halted_at >= limit + late
+
+
+def busy(turn: Turn, worker: Worker) -> bool:
+    """Whether a worker that is silent is known to be in its script's own code, in its loader or in its plan's
+    first steps, and may be."""
+    limit = turn.settings.detect.outside_seconds
+    may = not _too_long_outside(turn.job, worker, turn.now, limit)
+    return _outside(worker) and not worker.frozen and may
+
+
+def described(turn: Turn, found: tuple[Worker, ...]) -> str:
+    """Who stands still, where and for how long, and which others wait."""
+    texts = []
+    for worker in found:
+        assert worker.halted is not None
+        step = f" of step {worker.halted.step}" if worker.halted.step >= 0 else ""
+        seconds = turn.now - worker.halted_at
+        texts.append(f"worker {worker.device} stands still in {worker.halted.place}{step} for {seconds:.1f} s")
+    members = _training(turn.job) or _switching(turn.job)
+    waits = [
+        _waiting(turn.job.plan, worker.device, worker.halted)
+        for worker in members
+        if worker.halted is not None and worker.halted.waits
+    ]
+    if not waits:
+        return ", ".join(texts)
+    return f"{', '.join(texts)}, while {', '.join(waits[:3])}{_more(waits)} wait{'s' * (len(waits) == 1)}"
+
+
+def _waiting(plan: Plan | None, device: str, halted: Halted) -> str:
+    source = ""
+    if plan is not None and halted.step >= 0 and 0 <= halted.rank < len(plan.members):
+        source = f" from {plan.members[halted.rank]}"
+    return f"{device} (in {halted.place}{source})"
+
+
+def note(turn: Turn, found: tuple[Worker, ...]) -> None:
+    """Tells of each, with its stack."""
+    for worker in found:
+        assert worker.halted is not None
+        turn.note(
+            "halted",
+            described(turn, (worker,)),
+            device=worker.device,
+            step=worker.halted.step,
+            place=worker.halted.place,
+            stack=worker.halted.stack,
+        )

@@ -1,0 +1,69 @@
+"""The fence: closes every number that is under way, and fences off those that are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from elasticd.machines.job.lifecycle.job_end import MOST_REASON, aborted, stop
+from elasticd.machines.job.state.events import CancelPlan
+from elasticd.machines.job.state.job_state import Phase
+from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.text_limits import shortened
+from elasticd.records import Fence, Proposal
+
+#: Phases in which a plan is in force, or may be.
+FALLIBLE = frozenset({Phase.PROPOSED, Phase.ABORTING, Phase.RUNNING, Phase.RECOVERING})
+#: Exceptions that are stored.
+MOST_STORED = 2
+
+
+def fault(turn: Turn, gone: Mapping[str, str], why: str) -> None:
+    """Fences `gone` (device to incarnation) off, and every number that is under way. A job that was to end
+    with a last checkpoint ends without it."""
+    job = turn.job
+    if job.failing:
+        stop(turn, f"{job.failing}; no last checkpoint could be made: {why}")
+        return
+    number, why = job.highest + 1, shortened(why, MOST_REASON)
+    fence = Fence(
+        number=number, epoch=turn.epoch, gone={**job.gone, **gone}, reason=why, thrown=job.thrown[-MOST_STORED:]
+    )
+    proposal = job.proposal
+    records: list[Fence | Proposal] = [fence]
+    if proposal is not None and proposal.status == "open":
+        proposal = aborted(proposal, turn.epoch, why)
+        records.append(proposal)
+    workers = ((device, incarnation, job.workers.get(device)) for device, incarnation in gone.items())
+    turn.drop(*(device for device, one, worker in workers if worker is not None and worker.incarnation == one))
+    if job.asked is not None:
+        turn.effects.append(CancelPlan(job=job.job))
+    if job.phase is not Phase.RECOVERING:
+        turn.enter(Phase.RECOVERING)
+    turn.set(
+        since=turn.now,
+        fence=fence,
+        gone=fence.gone,
+        highest=number,
+        proposal=proposal,
+        give_up="",
+        unmet={device: one for device, one in job.unmet.items() if device not in gone},
+        asked=None,
+        remedy=None,
+        decided=None,
+        deferred=None,
+        gathered={},
+        not_before=0.0,
+    )
+    told = turn.told("fenced", f"fence {number}: {why}", number=number, gone=sorted(gone))
+    turn.write(*records, notes=(told,))
+
+
+def resolved(turn: Turn) -> None:
+    """A plan was recorded after the fence: the fault is over."""
+    workers = {
+        device: msgspec.structs.replace(worker, standing=None, bereft_at=None)
+        for device, worker in turn.job.workers.items()
+    }
+    turn.set(fence=None, remedy=None, reason="", workers=workers)

@@ -1,0 +1,86 @@
+"""How a job ends: its last step was voted, its workers left, or something made it impossible to go on.
+
+An end is decided by what is written: the workers hear of it from their agents, which read it in the store.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from elasticd.codec.decoding import tag_of
+from elasticd.machines.job.state.events import CancelPlan, Unwritten
+from elasticd.machines.job.state.job_state import OVER, Phase
+from elasticd.machines.job.state.transaction import Turn
+from elasticd.machines.text_limits import shortened
+from elasticd.records import DoneRecord, Proposal
+from elasticd.wire.messages import Closed, Finished, Rejected
+
+
+def finished(turn: Turn, body: Finished) -> None:
+    """The last step's vote is complete: the job is over, whatever was being planned or proposed."""
+    job = turn.job
+    if job.phase in OVER:
+        return
+    progress = msgspec.structs.replace(job.progress, step=body.step)
+    turn.enter(Phase.DONE, proposal=None, asked=None, progress=progress, done_epoch=turn.epoch)
+    turn.effects.append(CancelPlan(job=job.job))
+    _answer_waiting(turn, Closed(reason=f"job {job.job} is over: it finished at step {body.step}; {AGAIN}"))
+    told = turn.told("finished", f"finished at step {body.step}", step=body.step)
+    turn.write(DoneRecord(step=body.step, epoch=turn.epoch), notes=(told,))
+
+
+#: Characters of why a job ended, a proposal was given up or a fence made: many members' reasons may be in it.
+MOST_REASON = 2000
+
+AGAIN = "start the job again under another --rdzv-id"
+
+
+def stop(turn: Turn, why: str) -> None:
+    """The job cannot go on: it is recorded, with why and what to do."""
+    job = turn.job
+    if job.phase in OVER:
+        return
+    reason = f"{shortened(why, MOST_REASON)}; {AGAIN}"
+    records: list[Proposal | DoneRecord] = [DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=reason)]
+    if job.proposal is not None and job.proposal.status == "open":
+        records.insert(0, aborted(job.proposal, turn.epoch, why))
+    turn.enter(Phase.STOPPED, reason=reason, proposal=None, asked=None, done_epoch=turn.epoch)
+    turn.effects.append(CancelPlan(job=job.job))
+    _answer_waiting(turn, Rejected(reason=f"job {job.job} is over: {reason}"))
+    told = turn.told("stopped", f"stopped: {reason}", step=job.progress.step)
+    turn.write(*records, notes=(told,))
+
+
+def unwritten(turn: Turn, event: Unwritten) -> None:
+    """The store does not take a record of the job, for its size. The members would never read what they are to
+    go by, so the job ends, with the reason; the leader and other jobs go on."""
+    job = turn.job
+    if job.phase not in OVER:
+        turn.set(proposal=None)  # the store may lack it, and may not take it as aborted either
+        stop(turn, f"the store does not take its {' and '.join(event.records)}: {event.reason}")
+    elif len(event.records) > 1 and tag_of(DoneRecord) in event.records:  # the end itself is small
+        turn.write(DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason))
+
+
+def _answer_waiting(turn: Turn, body: Rejected | Closed) -> None:
+    """To the torchruns that wait for their workers' start: nobody else would tell them that there is none. One
+    that has workers is not waiting, but was heard of again."""
+    started = {place for worker in turn.job.workers.values() for place in (worker.node, worker.device)}
+    for place, joiner in turn.job.joiners.items():
+        if not joiner.answered and place not in started:
+            turn.send(joiner.node, joiner.client, body)
+
+
+def affirm(turn: Turn) -> None:
+    """A worker of a job that is over lives still: its agent may have missed the end, and refuses what a leader
+    before this one wrote. So it is written once more, as it is, under this one's epoch."""
+    job = turn.job
+    if job.phase in OVER and job.done_epoch < turn.epoch:
+        turn.set(done_epoch=turn.epoch)
+        turn.write(DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason))
+
+
+def aborted(proposal: Proposal, epoch: int, why: str) -> Proposal:
+    """The proposal given up, as it is written."""
+    reason = shortened(why, MOST_REASON)
+    return msgspec.structs.replace(proposal, status="aborted", reason=reason, epoch=epoch)

@@ -1,0 +1,1 @@
+"""Measurements beside the step times: sequence lengths, probes of idle devices, probes of all-reduce."""

@@ -1,0 +1,55 @@
+"""The lengths of the data's sequences: a lasting change of them is another problem to plan for.
+
+How much longer a token takes in a longer sequence the shapes only guess. The steps by which a shift was seen
+know it: what they took is what the profile says from then on.
+"""
+
+from __future__ import annotations
+
+from elasticd_planner.detection.data_shift import watch
+from elasticd_planner.detection.lengths import attention_rise, evaluated
+from elasticd_planner.profiling.fit import remeasured
+from elasticd_planner.spec.sequence_lengths import Lengths, even
+from elasticd_planner.spec.step_measurements import Step
+
+from elasticd.machines.job.state.transaction import Turn
+
+#: How far measured lengths may be from those that the first profile was made for.
+OFF = 0.1
+
+
+def measured(turn: Turn, step: Step) -> None:
+    """Takes in the lengths of a whole step. Where they have shifted, the profile is evaluated anew for what
+    they are now; a plan for it is asked for as for any other profile."""
+    job = turn.job
+    state, shift = watch(job.shifts, step.step, step.lengths, turn.settings.detect)
+    turn.set(shifts=state)
+    if job.profile is None or job.spec is None:
+        return
+    before = job.lengths or even(job.spec.sample_tokens)
+    if shift is not None:
+        after, reason = shift.after, shift.reason
+    elif job.lengths is None and len(state.recent) >= turn.settings.detect.settle and state.lengths is not None:
+        after, reason = state.lengths, f"the data's lengths were measured: {state.lengths}; assumed, {before}"
+    else:
+        return
+    turn.set(lengths=after)
+    if shift is None and not _off(before, after):
+        return
+    rise = attention_rise(job.spec.model, job.rates.curve)
+    profile = evaluated(job.profile, before, after, rise)
+    if profile.fitted and job.plan is not None:
+        alike = [step for step in job.last_steps if _is_like(step, after)]
+        profile = remeasured(profile, job.plan, alike, job.rates.rates)
+    turn.set(profile=profile, sampled=(), first_step=None)
+    turn.note("shifted", reason, step=step.step, mean=after.mean, longest=after.longest)
+
+
+def _is_like(step: Step, after: Lengths) -> bool:
+    """Whether a step's lengths are such as these."""
+    return step.lengths is not None and abs(step.lengths.effective / after.effective - 1) <= OFF
+
+
+def _off(before: Lengths, after: Lengths) -> bool:
+    pairs = ((before.mean, after.mean), (before.effective, after.effective), (before.longest, after.longest))
+    return any(abs(new / old - 1) > OFF for old, new in pairs)

@@ -1,0 +1,70 @@
+"""How fast devices are that have no work: probed before they get any, and again while they stand by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elasticd_planner.detection.idle_probes import judged
+from elasticd_planner.detection.stragglers import Change
+from elasticd_planner.policy.stability import changed, corrected
+
+from elasticd.machines.job.state.job_state import Worker
+from elasticd.machines.job.state.transaction import Turn
+from elasticd.wire.node_health import causes
+from elasticd.wire.probes import Probed
+
+
+def probed(turn: Turn, worker: Worker, body: Probed) -> None:
+    """A device's probe, of which `judge` makes something once a plan could be asked for."""
+    turn.worker(worker, probe_by=None)
+    binding = turn.job.plan.binding if turn.job.plan is not None else {}
+    idle = binding.get(worker.device) != worker.incarnation
+    turn.set(probes=turn.job.probes.heard(worker.device, body.seconds, idle=idle))
+
+
+def awaited(turn: Turn) -> frozenset[str]:
+    """The devices without work whose first probe may still come."""
+    binding = turn.job.plan.binding if turn.job.plan is not None else {}
+    return frozenset(
+        worker.device
+        for worker in turn.job.workers.values()
+        if worker.probe_by is not None
+        and turn.now < worker.probe_by
+        and not worker.left
+        and binding.get(worker.device) != worker.incarnation
+    )
+
+
+def judge(turn: Turn) -> None:
+    """Takes in what was probed, of devices that have no work still."""
+    job = turn.job
+    probes = job.probes.worked(job.plan.number, job.plan.binding) if job.plan is not None else job.probes
+    probes, rates, changes = judged(probes, job.rates, turn.settings.detect)
+    if probes is not job.probes:
+        turn.set(probes=probes, rates=rates)
+        told(turn, changes)
+
+
+def told(turn: Turn, changes: Iterable[Change]) -> None:
+    """Rates that changed: for people, and for how long such conditions last."""
+    horizon = turn.settings.policy.horizon_steps
+    for change in changes:
+        known_better = change.kind == "corrected"
+        stability = turn.job.stability
+        if known_better:
+            stability = corrected(stability, change.device, change.after)
+        else:
+            stability = changed(stability, change.device, change.after, change.step, horizon)
+        turn.set(stability=stability)
+        slow = known_better or change.after > change.before
+        node = turn.nodes.get(change.device.rpartition("/")[0])
+        why = causes(node.health if node is not None else None, change.device) if slow else ()
+        turn.note(
+            "slow" if slow else "recovered",
+            "; ".join((change.reason, *why)),
+            device=change.device,
+            before=change.before,
+            after=change.after,
+            step=change.step,
+            causes=list(why),
+        )

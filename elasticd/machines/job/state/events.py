@@ -1,0 +1,253 @@
+"""What the coordinator's machine hears (events) and asks of its daemon (effects)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from elasticd_planner.detection.stragglers import DetectSettings
+from elasticd_planner.policy.policy import PolicySettings
+from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.value import Value
+
+from elasticd.records import (
+    CheckpointsRecord,
+    DoneRecord,
+    Fence,
+    HistoryRecord,
+    JobSpec,
+    NodeRecord,
+    OutRecord,
+    PlanRecord,
+    Proposal,
+)
+from elasticd.wire.agent_orders import Drain, End, Harm, TryReach
+from elasticd.wire.main_thread import Halted
+from elasticd.wire.messages import Down, Unread, Up, WorkerLost
+from elasticd.wire.node_health import OfNode
+from elasticd.wire.probes import Frozen, Unreached
+from elasticd.wire.snapshots import Keeps, Whole
+
+EventKind = Literal[
+    "configured",
+    "node_up",
+    "node_down",
+    "agent_restarted",
+    "worker_lost",
+    "job_gathered",
+    "planning",
+    "proposed",
+    "prepared",
+    "swapped",
+    "recorded",
+    "aborted",
+    "fenced",
+    "waiting",
+    "joined",
+    "slow",
+    "recovered",
+    "link",
+    "shifted",
+    "kept_plan",
+    "put_off",
+    "refused",
+    "rehearsed",
+    "fitted",
+    "chaos",
+    "drained",
+    "leaving",
+    "stopping",
+    "excluded",
+    "defect",
+    "gained",
+    "raised",
+    "halted",
+    "checkpoint",
+    "snapshot",
+    "finished",
+    "stopped",
+    "forgotten",
+]
+
+#: What a leader writes of a job.
+Record = JobSpec | PlanRecord | Proposal | Fence | HistoryRecord | CheckpointsRecord | DoneRecord | OutRecord
+
+# -- events --------------------------------------------------------------------------------------------------
+
+
+class AgentUp(Value, frozen=True, kw_only=True):
+    """An agent said hello on a connection of its own; what its workers last said follows. The leader adds
+    whether it took the place of another: the workers that spoke to that one are no workers of its own.
+    `release` and `version` (of messages) are the agent's."""
+
+    record: NodeRecord
+    anew: bool = False
+    release: str = ""
+    version: int = 1
+
+
+class AgentDown(Value, frozen=True, kw_only=True):
+    """That connection is gone: the node is unreachable, its workers may well train on."""
+
+    node: str
+
+
+class Received(Value, frozen=True, kw_only=True):
+    """A message from a connected agent."""
+
+    node: str
+    message: Up | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps
+
+
+class Planned(Value, frozen=True, kw_only=True):
+    """The planner's answer to the request with this token; `error` where it failed to give one."""
+
+    job: str
+    token: int
+    answer: Answer | None = None
+    error: str = ""
+
+
+class Unwritten(Value, frozen=True, kw_only=True):
+    """The store does not take a write of this job, and never will: the tags of its records, and why."""
+
+    job: str
+    records: tuple[str, ...]
+    reason: str
+
+
+class Paced(Value, frozen=True, kw_only=True):
+    """Chaos: this device is to run `factor` times slower than normal."""
+
+    device: str
+    factor: float
+
+
+class Reread(Value, frozen=True, kw_only=True):
+    """Chaos: this job is to read its data in sequences of so many tokens (0: as they are)."""
+
+    job: str
+    tokens: int
+
+
+class Harmed(Value, frozen=True, kw_only=True):
+    """Chaos: the agent of `node` is to do this."""
+
+    node: str
+    harm: Harm
+
+
+class Configured(Value, frozen=True, kw_only=True):
+    """Detection and policy go by these from now on; `changes` says in words what was changed."""
+
+    detect: DetectSettings
+    policy: PolicySettings
+    changes: str
+
+
+class Drained(Value, frozen=True, kw_only=True):
+    """A user wants this node's devices left, or used again."""
+
+    node: str
+    on: bool
+
+
+class StopAsked(Value, frozen=True, kw_only=True):
+    """A user stops this job: its workers have so many seconds (0: none) for a last checkpoint. `by` names the
+    user."""
+
+    job: str
+    by: str
+    seconds: float
+
+
+class ForgetAsked(Value, frozen=True, kw_only=True):
+    """A user wants nothing of this job kept, which is over. `by` names the user."""
+
+    job: str
+    by: str
+
+
+class Tick(Value, frozen=True, kw_only=True):
+    """Time has passed."""
+
+
+Event = (
+    AgentUp
+    | AgentDown
+    | Received
+    | Planned
+    | Unwritten
+    | Paced
+    | Harmed
+    | Reread
+    | Configured
+    | Drained
+    | StopAsked
+    | ForgetAsked
+    | Tick
+)
+
+# -- effects -------------------------------------------------------------------------------------------------
+
+
+class Stored(Value, frozen=True, kw_only=True):
+    """A job's records as the store holds them: all that a new leader starts from. `highest` is the highest
+    number in its history; `history` tells why the proposal, else the plan, was made. over_seconds: since its
+    end, as far as its record says when that was."""
+
+    job: str
+    spec: JobSpec | None = None
+    plan: PlanRecord | None = None
+    proposal: Proposal | None = None
+    fence: Fence | None = None
+    done: DoneRecord | None = None
+    history: HistoryRecord | None = None
+    checkpoints: CheckpointsRecord | None = None
+    highest: int = 0
+    over_seconds: float = 0.0
+
+
+class Note(Value, frozen=True, kw_only=True):
+    """Something that people want to know of: one line for them, data for programs."""
+
+    kind: EventKind
+    text: str
+    job: str = ""
+    data: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Send(Value, frozen=True, kw_only=True):
+    """To the agent of `node`, if it is connected."""
+
+    node: str
+    message: Down | Harm | Drain | End | TryReach | Whole
+
+
+class Write(Value, frozen=True, kw_only=True):
+    """One transaction under the leader's key, in the order in which such effects were made; `notes` are told
+    when it is done. `close` deletes the proposal: the plan recorded with it took its place. `forget` deletes
+    all that leaders wrote of the job, which is over; there are no records then."""
+
+    job: str
+    records: tuple[Record, ...]
+    close: bool = False
+    forget: bool = False
+    notes: tuple[Note, ...] = ()
+
+
+class RequestPlan(Value, frozen=True, kw_only=True):
+    """Ask the planner; a request of this job that is still under way is stale and ends."""
+
+    job: str
+    token: int
+    problem: Problem
+
+
+class CancelPlan(Value, frozen=True, kw_only=True):
+    """Nobody waits for this job's plan any more."""
+
+    job: str
+
+
+Effect = Note | Send | Write | RequestPlan | CancelPlan

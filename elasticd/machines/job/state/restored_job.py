@@ -1,0 +1,107 @@
+"""A job as a new leader finds it in the store."""
+
+from __future__ import annotations
+
+from elasticd_planner.detection.stragglers import DeviceRate, RateState
+from elasticd_planner.policy.stability import Stability
+from elasticd_planner.problem import Problem
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.machines.job.state.events import Stored
+from elasticd.machines.job.state.job_state import OVER, Basis, JobState, Phase, Progress, Settings
+from elasticd.machines.job.state.snapshot_sets import Snapshots
+from elasticd.records import Fence, Proposal
+
+
+def restored(stored: Stored, now: float, settings: Settings) -> JobState:
+    """The job as a new leader finds it in the store. What only agents know comes as they reconnect."""
+    plan = stored.plan.plan if stored.plan is not None else None
+    proposal = stored.proposal
+    if proposal is not None and plan is not None and proposal.number <= plan.number:
+        proposal = None
+    phase, reason = _restored_phase(stored, proposal)
+    last = stored.done or stored.plan
+    fence = _unresolved(stored)
+    problem = stored.history.problem if stored.history is not None else None
+    gone = stored.fence.gone if stored.fence is not None else {}
+    newest = proposal.plan if proposal is not None and proposal.status == "open" else plan
+    return JobState(
+        job=stored.job,
+        phase=phase,
+        since=now - stored.over_seconds,
+        reason=reason,
+        spec=stored.spec,
+        plan=plan,
+        proposal=None if phase in OVER else proposal,
+        highest=max(
+            stored.highest,
+            stored.fence.number if stored.fence is not None else 0,
+            plan.number if plan is not None else 0,
+            stored.proposal.number if stored.proposal is not None else 0,
+        ),
+        fence=None if phase in OVER else fence,
+        gone=gone,
+        unmet={} if phase in OVER else _unmet(plan, proposal, gone),
+        thrown=stored.fence.thrown if stored.fence is not None else (),
+        settle_until=None if phase in OVER else now + settings.reconnect_seconds,
+        patient_until=now + settings.reconnect_seconds,
+        sequence=newest.sequence if newest is not None else 0,
+        profile=problem.profile if problem is not None else None,
+        rates=_restored_rates(problem),
+        stability=Stability(planned=dict(problem.rates) if problem is not None else {}),
+        decided=_restored_basis(problem) if phase in (Phase.RUNNING, Phase.PROPOSED, Phase.ABORTING) else None,
+        progress=Progress(step=last.step if last is not None else 0, at=now, slowest=_step_seconds(plan)),
+        done_epoch=stored.done.epoch if stored.done is not None else 0,
+        snapshots=Snapshots(begun={plan.number: stored.plan.step} if plan is not None and stored.plan else {}),
+        published=stored.checkpoints.published if stored.checkpoints is not None else (),
+    )
+
+
+def _unmet(plan: Plan | None, proposal: Proposal | None, gone: dict[str, str]) -> dict[str, str]:
+    """By device the incarnations that may hold a copy; of two of one device, the later one."""
+    plans = (plan, proposal.plan if proposal is not None else None)
+    bound = {device: one for plan in plans if plan is not None for device, one in plan.binding.items()}
+    return {device: one for device, one in bound.items() if gone.get(device) != one}
+
+
+def _step_seconds(plan: Plan | None) -> float:
+    """How long a step may take, until the first is reported."""
+    prediction = plan.prediction if plan is not None else None
+    return prediction.step_seconds if prediction is not None else 0.0
+
+
+def _unresolved(stored: Stored) -> Fence | None:
+    """The fence that no plan was recorded after."""
+    fence, plan = stored.fence, stored.plan
+    settled = fence is None or (plan is not None and plan.plan.number > fence.number)
+    return None if settled else fence
+
+
+def _restored_phase(stored: Stored, proposal: Proposal | None) -> tuple[Phase, str]:
+    if stored.done is not None:
+        return (Phase.STOPPED if stored.done.reason else Phase.DONE), stored.done.reason
+    fence = _unresolved(stored)
+    if proposal is not None and proposal.status == "open" and (fence is None or proposal.number > fence.number):
+        return Phase.PROPOSED, ""
+    if fence is not None:
+        return Phase.RECOVERING, fence.reason
+    if proposal is not None:
+        return Phase.ABORTING, proposal.reason
+    return (Phase.RUNNING if stored.plan is not None else Phase.ASSEMBLING), ""
+
+
+def _restored_rates(problem: Problem | None) -> RateState:
+    """The rates that the last plan was made for: until they are measured anew, nothing says otherwise."""
+    rates = problem.rates if problem is not None else {}
+    return RateState(devices={name: DeviceRate(rate=rate) for name, rate in rates.items()})
+
+
+def _restored_basis(problem: Problem | None) -> Basis | None:
+    if problem is None:
+        return None
+    return Basis(
+        devices=problem.cluster.devices,
+        rates=dict(problem.rates),
+        profile=problem.profile,
+        interleave=problem.freedom.interleave,
+    )

@@ -1,0 +1,96 @@
+"""One step under way: the state so far and the effects collected. It never outlives its step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from elasticd.machines.job.state.events import Effect, EventKind, Note, Record, Send, Write
+from elasticd.machines.job.state.job_state import (
+    OVER,
+    TRANSITIONS,
+    JobState,
+    NodeState,
+    Phase,
+    Settings,
+    Worker,
+)
+from elasticd.machines.text_limits import shortened
+from elasticd.wire.agent_orders import TryReach
+from elasticd.wire.messages import Closed, Down, Joined, Rejected
+from elasticd.wire.probes import Rehearse
+
+
+class IllegalTransition(RuntimeError):
+    """A phase followed another that the table does not let it follow: an error of this program."""
+
+
+class Turn:
+    """Collects what one event does to one job. `nodes` and `epoch` are the leader's, read only here."""
+
+    def __init__(
+        self, job: JobState, nodes: Mapping[str, NodeState], epoch: int, settings: Settings, now: float
+    ) -> None:
+        self.job, self.nodes, self.epoch, self.settings, self.now = job, nodes, epoch, settings, now
+        self.effects: list[Effect] = []
+
+    @property
+    def over(self) -> bool:
+        return self.job.phase in OVER
+
+    def set(self, **changes: Any) -> None:
+        self.job = msgspec.structs.replace(self.job, **changes)
+
+    def enter(self, phase: Phase, **changes: Any) -> None:
+        """The next phase; raises `IllegalTransition` where the table lacks it."""
+        if phase not in TRANSITIONS[self.job.phase]:
+            raise IllegalTransition(f"job {self.job.job}: {self.job.phase.value} to {phase.value}")
+        self.set(phase=phase, since=self.now, **changes)
+
+    def worker(self, worker: Worker, **changes: Any) -> Worker:
+        """`worker` with changes, put in its place."""
+        changed = msgspec.structs.replace(worker, **changes)
+        self.set(workers={**self.job.workers, worker.device: changed})
+        self._met(worker.device)
+        return changed
+
+    def drop(self, *devices: str) -> None:
+        """The workers of these devices are no more."""
+        workers = dict(self.job.workers)
+        for device in devices:
+            workers.pop(device, None)
+        self.set(workers=workers)
+        self._met(*devices)
+
+    def _met(self, *devices: str) -> None:
+        """A device has one process at a time: of one that is heard of, none before it is waited for."""
+        known = [device for device in devices if device in self.job.unmet]
+        if known:
+            unmet = dict(self.job.unmet)  # a copy, and not a comprehension: thousands say hello one by one
+            for device in known:
+                del unmet[device]
+            self.set(unmet=unmet)
+
+    def note(self, kind: EventKind, text: str, **data: Any) -> None:
+        self.effects.append(self.told(kind, text, **data))
+
+    def told(self, kind: EventKind, text: str, **data: Any) -> Note:
+        """A note to be told later, as when a write is done."""
+        return Note(kind=kind, job=self.job.job, text=shortened(text), data=data)
+
+    def order(self, node: str, message: TryReach) -> None:
+        """To the agent itself."""
+        self.effects.append(Send(node=node, message=message))
+
+    def send(self, node: str, client: str, body: Rejected | Joined | Closed | Rehearse) -> None:
+        self.effects.append(Send(node=node, message=Down(client=client, body=body)))
+
+    def write(
+        self,
+        *records: Record,
+        notes: tuple[Note, ...] = (),
+        close: bool = False,
+    ) -> None:
+        self.effects.append(Write(job=self.job.job, records=records, notes=notes, close=close))

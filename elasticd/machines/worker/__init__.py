@@ -1,0 +1,1 @@
+"""A worker's state machines: plan switches and faults, checkpoints, snapshots."""

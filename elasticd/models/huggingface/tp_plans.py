@@ -1,0 +1,265 @@
+"""How the layers of models of transformers are cut in a TP group: their tensor-parallel plans as rules.
+
+A plan says a word of each module. The modules of a layer form groups, its attention and its feed-forward: what
+is cut in a group goes in whole and comes out whole. A group that cannot be cut is whole on every member, which
+is the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from elasticd.models.huggingface.anatomy import Anatomy, text_of
+from elasticd.models.huggingface.sections import Sections
+from elasticd.runtime.model.tp_rules import Add, Column, Row, Rule, Slice, UnitsOf, sides_of
+
+#: Plans of models that carry none, by path in the layer.
+_OWN: Mapping[str, Mapping[str, str]] = {
+    "gpt2": {
+        "attn.c_attn": "colwise",
+        "attn.c_proj": "rowwise",
+        "mlp.c_fc": "colwise",
+        "mlp.c_proj": "rowwise",
+    },
+    "opt": {
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.out_proj": "rowwise",
+        "fc1": "colwise",
+        "fc2": "rowwise",
+    },
+    "stablelm": {
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.o_proj": "rowwise",
+        "mlp.gate_proj": "colwise",
+        "mlp.up_proj": "colwise",
+        "mlp.down_proj": "rowwise",
+    },
+    "bloom": {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"},
+    "falcon": {"mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise"},
+    "gptj": {"mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"},
+    "codegen": {"mlp.fc_in": "colwise", "mlp.fc_out": "rowwise"},
+    "gpt_neo": {"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"},
+    "gpt_bigcode": {"mlp.c_fc": "colwise", "mlp.c_proj": "rowwise"},
+}
+#: Projections of queries, keys and values in one: three parts, or q, k and v of each head in turn.
+_FUSED_PARTS = {("gpt2", "attn.c_attn")}
+_FUSED_HEADS = {("gpt_neox", "attention.query_key_value")}
+
+_CUTS = ("colwise", "rowwise")
+_GATHERS = ("colwise_gather_output", "colwise_rep")
+_SPLITS = ("rowwise_split_input", "rowwise_rep")
+_NUMBERS_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_NUMBERS_OF_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+
+
+@dataclass(kw_only=True)
+class Cuts:
+    """Rules by pattern, units by kind, and why groups of modules are whole."""
+
+    rules: dict[str, Rule] = field(default_factory=dict)
+    units: dict[str, UnitsOf] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+
+
+class _Whole(Exception):
+    """A group is not cut, and why."""
+
+
+def cuts_of(model: Any, sections: Sections, anatomy: Anatomy) -> Cuts:
+    """The rules of a model's layers, and of its vocabulary where layers are cut."""
+    cuts = Cuts()
+    layers = [block.layer for block in sections.blocks]
+    for group, said in _groups(_plan(model, anatomy)).items():
+        holding = [layer for layer in layers if group in dict(layer.named_modules())]
+        try:
+            found = [_Group(text_of(model.config), layer, group, said).cuts() for layer in holding]
+            if any((f.rules, f.units) != (found[0].rules, found[0].units) for f in found):
+                raise _Whole("its layers differ")
+        except _Whole as why:
+            cuts.whole[group or "the layer"] = str(why)
+            continue
+        for f in found[:1]:
+            cuts.rules |= f.rules
+            cuts.units |= f.units
+    if cuts.rules:
+        _vocabulary(model, sections, cuts)
+    return cuts
+
+
+def _plan(model: Any, anatomy: Anatomy) -> dict[str, str]:
+    """Words by path in a layer."""
+    base = model.base_model_prefix
+    layers = anatomy.layers.removeprefix(f"{base}.") if model.base_model is not model else anatomy.layers
+    found = {
+        path: said
+        for pattern, said in (getattr(text_of(model.config), "base_model_tp_plan", None) or {}).items()
+        for where, dot, path in [pattern.partition(".*.")]
+        if dot and where == layers
+    }
+    return found or dict(_OWN.get(model.config.model_type, {}))
+
+
+def _groups(plan: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """The plan's words by the module of the layer that they are in: "" is the layer itself."""
+    groups: dict[str, dict[str, str]] = {}
+    for path, said in plan.items():
+        groups.setdefault(path.partition(".")[0] if "." in path else "", {})[path] = said
+    return groups
+
+
+class _Group:
+    """The modules of one group in one layer, and the plan's words for them."""
+
+    def __init__(self, config: Any, layer: nn.Module, group: str, said: Mapping[str, str]) -> None:
+        self._modules = dict(layer.named_modules())
+        self._parameters = dict(layer.named_parameters())
+        self._name, self._kind = group, config.model_type
+        self._said = {p: word for p, word in said.items() if p in self._modules or p in self._parameters}
+        self._attention = "attn" in group or "attention" in group
+        self._heads = _number(config, "num_attention_heads") or 1
+        self._kv_heads = _number(config, "num_key_value_heads") or self._heads
+        sizes = [getattr(self._modules[group], name, None) for name in ("head_dim", "head_size")]
+        self._size = next((size for size in sizes if isinstance(size, int)), 0)
+        self._size = self._size or _number(config, "head_dim") or config.hidden_size // self._heads
+        self._cut = Cuts()
+
+    def cuts(self) -> Cuts:
+        """Raises _Whole where not every parameter of the group has its rule."""
+        for path, said in self._said.items():
+            self._one(path, said)
+        self._others()
+        columns = {r.units for r in self._cut.rules.values() if isinstance(r, Column) and not r.gather}
+        rows = {r.units for r in self._cut.rules.values() if isinstance(r, Row) and not r.split}
+        if not rows <= columns or (columns and not rows):
+            raise _Whole(f"it is cut in {', '.join(sorted(columns))} and joined in {', '.join(sorted(rows))}")
+        if columns & {"heads", "kv_heads"}:
+            self._numbers_of_heads()
+        if not columns:  # what is between gathered outputs is the same on all members
+            rules = self._cut.rules.items()
+            self._cut.rules = {pattern: rule for pattern, rule in rules if not isinstance(rule, Add)}
+        return self._cut
+
+    def _one(self, path: str, said: str) -> None:
+        if path in self._parameters:
+            raise _Whole(f"{path} is a parameter by itself")
+        module: Any = self._modules[path]
+        if not any(True for _ in module.parameters()):
+            return
+        pattern = f"blocks.*.layer.{path}.*"
+        if said == "replicated_with_grad_allreduce":
+            self._cut.rules[pattern] = Add()
+            return
+        if said not in (*_CUTS, *_GATHERS, *_SPLITS):
+            raise _Whole(f"there is no rule for {said!r}")
+        sides = sides_of(module)
+        if sides is None:
+            raise _Whole(f"{path} is a {type(module).__name__}")
+        outputs, inputs = (int(module.weight.shape[dim]) for dim in sides)
+        joined = self._joined(path, said, outputs)
+        if joined:
+            self._cut.rules[pattern] = Column(f"columns_{joined}", parts=2)
+        elif said in _GATHERS:
+            self._cut.rules[pattern] = Column(f"columns_{outputs}", gather=True)
+        elif said in _SPLITS:
+            fused = any(isinstance(r, Column) and r.parts == 2 for r in self._cut.rules.values())
+            self._cut.rules[pattern] = Row(f"columns_{inputs}", split=not fused)
+        elif not self._attention:
+            side = outputs if said == "colwise" else inputs
+            rule = Column if said == "colwise" else Row
+            self._cut.rules[pattern] = rule(f"columns_{side}")
+        else:
+            self._cut.rules[pattern] = self._of_heads(path, said, outputs if said == "colwise" else inputs)
+
+    def _joined(self, path: str, said: str, outputs: int) -> int:
+        """Of a projection that is gate and up in one, half its outputs: what the one after it takes."""
+        down = path.replace("gate_up_proj", "down_proj")
+        if self._attention or down == path or down not in self._said or said not in ("colwise", *_GATHERS):
+            return 0
+        module = self._modules[down]
+        return outputs // 2 if isinstance(module, nn.Linear) and module.in_features * 2 == outputs else 0
+
+    def _of_heads(self, path: str, said: str, side: int) -> Rule:
+        """The rule of a projection of an attention: cut in heads, by how many of them it has."""
+        heads, kv_heads, size = self._heads, self._kv_heads, self._size
+        if said == "colwise" and side == 3 * heads * size:
+            if (self._kind, path) in _FUSED_PARTS:
+                return Column("heads", parts=3)
+            if (self._kind, path) in _FUSED_HEADS:
+                return Column("heads")
+        key = path.endswith(("k_proj", "v_proj"))
+        kind = "heads" if side == heads * size and not (key and kv_heads != heads) else "kv_heads"
+        if kind == "kv_heads" and side != kv_heads * size:
+            raise _Whole(f"{path} has {side} features, neither {heads} nor {kv_heads} heads of {size}")
+        self._cut.units["heads"] = UnitsOf(heads)
+        if kind == "kv_heads":
+            self._cut.units["kv_heads"] = UnitsOf(kv_heads, follows="heads")
+        return Column(kind) if said == "colwise" else Row(kind)
+
+    def _others(self) -> None:
+        """Parameters of the group of which the plan says nothing."""
+        if not any(isinstance(r, Column) and not r.gather for r in self._cut.rules.values()):
+            return
+        known = tuple(f"{path}." for path in self._said)
+        for name, parameter in self._parameters.items():
+            if not self._name or not name.startswith(f"{self._name}.") or name.startswith(known):
+                continue
+            norm = self._attention and "norm" in name
+            if norm and tuple(parameter.shape) == (self._size,):
+                self._cut.rules[f"blocks.*.layer.{name}"] = Add()
+            elif norm and parameter.shape[0] == self._heads == self._kv_heads:
+                self._cut.rules[f"blocks.*.layer.{name}"] = Slice("heads")
+            else:
+                raise _Whole(f"the plan says nothing of {name}")
+
+    def _numbers_of_heads(self) -> None:
+        """Attributes in which the attention keeps how many heads it has."""
+        modules = {p: m for p, m in self._modules.items() if f"{p}.".startswith(f"{self._name}.")}
+        alike = self._heads == self._kv_heads
+
+        def patterns(names: tuple[str, ...], count: int, times: int = 1) -> tuple[str, ...]:
+            return tuple(
+                f"blocks.*.layer.{path}.{name}"
+                for path, module in modules.items()
+                for name in names
+                if module.__dict__.get(name) == count * times
+            )
+
+        lead = patterns(_NUMBERS_OF_HEADS, self._heads)
+        kv = patterns(_NUMBERS_OF_KV_HEADS, self._kv_heads)
+        parts = patterns(("split_size",), self._heads, self._size)
+        self._cut.units["heads"] = UnitsOf(self._heads, attribute=(*lead, *parts, *(kv if alike else ())))
+        if not alike:
+            ratio = patterns(("num_key_value_groups",), self._heads // self._kv_heads)
+            self._cut.units["kv_heads"] = UnitsOf(self._kv_heads, follows="heads", attribute=kv, ratio=ratio)
+
+
+def _number(config: Any, name: str) -> int:
+    """A number of a configuration, 0 where it has none. Raises _Whole for one that it has for each layer."""
+    try:
+        return getattr(config, name, None) or 0
+    except Exception as error:
+        raise _Whole(f"layers differ in {name}") from error
+
+
+def _vocabulary(model: Any, sections: Sections, cuts: Cuts) -> None:
+    """The projection to logits, and the embedding where they are tied."""
+    output = model.get_output_embeddings()
+    plan = getattr(type(model), "_tp_plan", None) or {}
+    path = next((name for name, module in model.named_modules() if module is output), "")
+    said = plan.get(path, "" if plan else "colwise_gather_output")
+    name = sections.ours(path)
+    if type(output) is not nn.Linear or said not in _GATHERS or not name.startswith("head."):
+        return
+    cuts.rules[f"{name}.*"] = Column("vocabulary", gather=True)
+    tokens = model.get_input_embeddings()
+    if isinstance(tokens, nn.Embedding) and output.weight is tokens.weight:  # tied: cut alike
+        path = next(name for name, module in model.named_modules() if module is tokens)
+        cuts.rules[f"{sections.ours(path)}.weight"] = Row("vocabulary")

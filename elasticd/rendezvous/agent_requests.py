@@ -1,0 +1,132 @@
+"""How a torchrun asks its agent: in restart mode over agents that end, and stores that rest."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+from elasticd.backoff import Backoff
+from elasticd.rendezvous.errors import Refusal
+from elasticd.version import __version__
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.messages import Rejected, Shutdown, ToWorker
+from elasticd.wire.rendezvous import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
+
+#: Seconds for one answer; the agent itself waits for its store no longer than about that.
+ANSWER_SECONDS = 10.0
+#: Seconds between attempts: doubled from the first to the second.
+_RETRY = (0.1, 1.0)
+Question = Present | ReadRound | WriteRound
+
+
+class Asking:
+    """Questions to the agent at `path`. `patience`: seconds for which a question is asked again while there is
+    no agent, or the store behind it rests; at least once. Thread-safe."""
+
+    def __init__(self, path: str, job: str, agent_seconds: float) -> None:
+        self.address = ""
+        self.patience = 0.0
+        self._path, self._job = path, job
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()
+        self._present: Present | None = None
+        self._sock: socket.socket | None = None
+        try:
+            self._connect(agent_seconds)
+        except OSError as error:
+            raise Refusal(str(error)) from None
+
+    def present(self, name: str, store: str, *, left: bool = False) -> RoundAnswer:
+        """Say who this torchrun is; returns once the store has it. An agent that is started again hears it
+        first."""
+        self._present = Present(id=0, name=name, store=store, left=left)
+        return self._ask(lambda number: Present(id=number, name=name, store=store, left=left))
+
+    def read(self) -> RoundAnswer:
+        return self._ask(lambda number: ReadRound(id=number))
+
+    def write(self, value: bytes, token: int) -> RoundAnswer:
+        return self._ask(lambda number: WriteRound(id=number, value=value, token=token))
+
+    def close(self) -> None:
+        with self._lock:
+            self._hang_up()
+
+    def _ask(self, question: Callable[[int], Question]) -> RoundAnswer:
+        """Raises RendezvousConnectionError when there was no answer in time, Refusal when the agent says no."""
+        deadline = time.monotonic() + self.patience
+        pause = Backoff(*_RETRY)
+        with self._lock:
+            while True:
+                why = ""
+                try:
+                    if self._sock is None:
+                        self._connect(0.0)
+                    answer = self._exchange(question(next(self._ids)))
+                    if not answer.error:
+                        return answer
+                    why = f"the store cannot be asked: {answer.error}"
+                except OSError as error:
+                    self._hang_up()
+                    why = str(error)
+                if time.monotonic() >= deadline:
+                    raise RendezvousConnectionError(f"elasticd: {why}")
+                time.sleep(pause.next())
+
+    def _connect(self, seconds: float) -> None:
+        self._sock = unix_socket.connect(self._path, seconds)
+        self._sock.settimeout(ANSWER_SECONDS)
+        unix_socket.send(
+            self._sock, messages.encode(Attend(job=self._job, pid=os.getpid(), release=__version__))
+        )
+        welcome = self._hear(first=True)
+        if not isinstance(welcome, Attending):
+            raise ConnectionError(f"the agent said {type(welcome).__name__} where it was to say Attending")
+        self.address = welcome.address
+        if self._present is not None:
+            answer = self._exchange(msgspec.structs.replace(self._present, id=next(self._ids)))
+            if answer.error:  # the others would take this torchrun for lost: no question is asked before
+                raise ConnectionError(f"the store does not know of this torchrun: {answer.error}")
+
+    def _exchange(self, body: Question) -> RoundAnswer:
+        assert self._sock is not None
+        unix_socket.send(self._sock, messages.encode(body))
+        while True:
+            answer = self._hear()
+            if isinstance(answer, RoundAnswer) and answer.id == body.id:
+                return answer
+
+    def _hear(self, *, first: bool = False) -> ToWorker:
+        assert self._sock is not None
+        answer = None
+        while answer is None:  # a message that this release does not know
+            data = unix_socket.receive(self._sock)
+            if data is None:
+                raise ConnectionResetError("the agent ended")
+            answer = heard(data, first=first)
+        if isinstance(answer, Rejected | Shutdown):
+            raise Refusal(answer.reason)
+        return answer
+
+    def _hang_up(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+
+
+def heard(data: bytes, *, first: bool = False) -> ToWorker | None:
+    """A message of the agent; None for one to be skipped. Raises Refusal for bytes that are no message, and for
+    the answer to the `first` message if its content cannot be decoded."""
+    try:
+        return messages.to_worker(data, first=first)
+    except msgspec.DecodeError as error:
+        raise Refusal(
+            f"a message of the agent cannot be read ({error}): install the same release of elasticd for both"
+        ) from None

@@ -1,0 +1,286 @@
+"""The rendezvous of the live mode: one torchrun, its agent, and nobody else.
+
+A torchrun asks its agent to take part in the job, starts its workers once the nodes are
+complete, and is left alone from then on: nodes that come or go never restart it. What torchrun's agents would
+exchange over a shared store (how many workers each starts, hence the ranks) goes through the leader's store,
+where a late node finds it without the others; each computes the ranks for itself. The rest, the exit barrier
+above all, stays in the process, so that a torchrun that ends waits for nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+from elasticd.rendezvous.agent_requests import heard
+from elasticd.rendezvous.errors import JobOver, Refusal
+from elasticd.rendezvous.sigterm_echo import ignore_echoes
+from elasticd.version import __version__
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.messages import (
+    Closed,
+    Join,
+    Joined,
+    Leave,
+    Rejected,
+    Shutdown,
+    StoreAnswer,
+    StoreCall,
+    ToWorker,
+)
+
+BACKEND = "elasticd"
+#: Seconds to wait for an agent that is being started again. Its workers wait as long for it.
+RETURN_SECONDS = 120.0
+#: torch's own keys: what each agent says of itself, the ranks that follow, the end of the exit barrier.
+ROLE_INFO = "torchelastic/role_info/"
+ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
+EXIT_BARRIER = "torchelastic/agent/terminal_state/last_member"
+#: In the leader's store; every round of a job says the same there.
+PREFIX = "rdzv/"
+_STORE_SECONDS = 60.0
+#: Seconds for another torchrun to say what it is: all say it as soon as the job's nodes are complete.
+_INFO_SECONDS = 10.0
+
+
+class Handler(RendezvousHandler):
+    """One torchrun's part in a job."""
+
+    def __init__(self, parameters: RendezvousParameters, agent_seconds: float) -> None:
+        self._job = parameters.run_id
+        self._nodes = (parameters.min_nodes, parameters.max_nodes)
+        self._path = parameters.endpoint or unix_socket.default_path()
+        # The workers, which torchrun starts from this process, are to find the same agent.
+        os.environ[unix_socket.SOCKET_VARIABLE] = self._path
+        self._agent_seconds = agent_seconds
+        self._agent: AgentCalls | None = None
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._job
+
+    @property
+    def use_agent_store(self) -> bool:
+        # No worker is to serve a store at MASTER_ADDR: there is no group over the whole job.
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Blocks until the job's nodes are complete. Raises Refusal or JobOver."""
+        joined = self._join()
+        assert self._agent is not None
+        store = RankStore(self._agent, joined)
+        return RendezvousInfo(store, joined.node_rank, joined.nodes, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """A job ends by its last step, not by one of its torchruns."""
+
+    def num_nodes_waiting(self) -> int:
+        """Always 0: nodes that come or go restart nobody. torchrun asks all the while its workers run."""
+        ignore_echoes()
+        return 0
+
+    def shutdown(self) -> bool:
+        if self._agent is not None:
+            self._agent.leave(self._job)
+            self._agent = None
+        return True
+
+    def _join(self) -> Joined:
+        slot = os.environ.get(unix_socket.SLOT_VARIABLE)
+        join = Join(
+            job=self._job,
+            min_nodes=self._nodes[0],
+            max_nodes=self._nodes[1],
+            pid=os.getpid(),
+            slot=int(slot) if slot else None,
+            release=__version__,
+        )
+        while True:
+            if self._agent is None:
+                self._agent = AgentCalls(self._path, self._agent_seconds)
+                self._agent_seconds = max(self._agent_seconds, RETURN_SECONDS)
+            answer = self._agent.join(join)
+            if answer is None:
+                # The agent ended; its successor is asked anew, if there is one.
+                self._agent = None
+            elif isinstance(answer, Joined):
+                return answer
+            else:
+                self._turned_away(answer)
+
+    def _turned_away(self, answer: Closed | Rejected | Shutdown) -> None:
+        self.shutdown()
+        if isinstance(answer, Closed):
+            print(f"elasticd: nothing to do: {answer.reason}", file=sys.stderr, flush=True)
+            raise JobOver(answer.reason)
+        raise Refusal(answer.reason)
+
+
+class AgentCalls:
+    """Questions to the agent, one at a time, over a connection of this torchrun's own."""
+
+    def __init__(self, path: str, seconds: float) -> None:
+        self._ids = itertools.count(1)
+        try:
+            self._sock = unix_socket.connect(path, seconds)
+        except OSError as error:
+            raise Refusal(str(error)) from None
+
+    def join(self, body: Join) -> Joined | Closed | Rejected | Shutdown | None:
+        """Ask to take part and wait for the answer; None when the agent is gone."""
+        # Whoever hung up may have said why before.
+        with contextlib.suppress(OSError):
+            unix_socket.send(self._sock, messages.encode(body))
+        for answer in self._answers(None, first=True):
+            if isinstance(answer, Joined | Closed | Rejected | Shutdown):
+                return answer
+        self._sock.close()
+        return None
+
+    def call(self, op: Any, key: str, value: bytes = b"", seconds: float = _STORE_SECONDS) -> StoreAnswer:
+        """A call on the leader's store. Raises RuntimeError, as torch's stores do, when it fails."""
+        call = StoreCall(id=next(self._ids), op=op, key=key, value=value, seconds=seconds)
+        unix_socket.send(self._sock, messages.encode(call))
+        # The agent answers for the leader a little after the deadline, at the latest.
+        for answer in self._answers(seconds + 5.0):
+            if isinstance(answer, StoreAnswer) and answer.id == call.id:
+                if answer.error is not None:
+                    raise RuntimeError(f"{op} {key} in the leader's store: {answer.error}")
+                return answer
+            if isinstance(answer, Rejected | Shutdown):
+                raise Refusal(answer.reason)
+        raise RuntimeError(f"{op} {key} in the leader's store: no answer from the agent")
+
+    def leave(self, job: str) -> None:
+        """Say that this torchrun ends, if anybody still listens."""
+        try:
+            unix_socket.send(self._sock, messages.encode(Leave(job=job)))
+        except OSError:
+            return
+        finally:
+            self._sock.close()
+
+    def _answers(self, seconds: float | None, *, first: bool = False) -> Iterator[ToWorker]:
+        """What the agent says, until it hangs up or `seconds` have passed."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while True:
+            self._sock.settimeout(None if deadline is None else max(0.001, deadline - time.monotonic()))
+            try:
+                data = unix_socket.receive(self._sock)
+            except TimeoutError:
+                return
+            finally:
+                self._sock.settimeout(None)
+            if data is None:
+                return
+            if (answer := heard(data, first=first)) is not None:
+                yield answer
+
+
+class RankStore(Store):
+    """torchrun's own store: private to this process, but for `role_info`, which the leader keeps for all.
+
+    The ranks of a node are computed from that (the workers of the nodes before it come first, as torch counts
+    them), so that no node waits for node 0 to assign them.
+    """
+
+    def __init__(self, agent: AgentCalls, joined: Joined) -> None:
+        super().__init__()
+        self._agent = agent
+        self._joined = joined
+        self._values: dict[str, bytes] = {EXIT_BARRIER: b"1"}
+        self._own = b""
+        self._timeout = timedelta(seconds=_STORE_SECONDS)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else bytes(value)
+        self._values[key] = data
+        if key.startswith(ROLE_INFO):
+            self._own = data
+            self._tell(key, data)
+
+    def _tell(self, key: str, data: bytes) -> None:
+        """The others are to know how many workers this node has. Who starts alone needs nobody to know."""
+        try:
+            self._agent.call("set", PREFIX + key, data)
+        except (RuntimeError, OSError) as error:
+            if self._joined.nodes > 1:
+                said = f"the other nodes do not hear how many workers this one has ({error})"
+                print(f"elasticd: {said}", file=sys.stderr, flush=True)
+
+    def get(self, key: str) -> bytes:
+        if key.startswith(ASSIGNED_RANKS):
+            return self._assigned(int(key.removeprefix(ASSIGNED_RANKS)))
+        if key not in self._values:
+            if not key.startswith(ROLE_INFO):
+                raise RuntimeError(f"{key} is not in this torchrun's private store, and nobody else sets it")
+            self._values[key] = self._other(key)
+        return self._values[key]
+
+    def _other(self, key: str) -> bytes:
+        """What another torchrun said of itself. A leader that took over since has not heard it, and an agent
+        may just be ending: then the other is taken to be like this one, for ranks are stale after a change."""
+        try:
+            return self._agent.call("get", PREFIX + key, seconds=_INFO_SECONDS).value
+        except (RuntimeError, OSError):
+            return self._own
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[Any]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values or key.startswith(ASSIGNED_RANKS) for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(self._values)
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def _assigned(self, node: int) -> bytes:
+        """[first rank, world size, first rank in the role, role's size], as torch's own agents write it."""
+        infos = [json.loads(self.get(f"{ROLE_INFO}{i}")) for i in range(self._joined.nodes)]
+        role = infos[node]["role"]
+        sizes = [int(info["local_world_size"]) for info in infos]
+        alike = [size if info["role"] == role else 0 for size, info in zip(sizes, infos, strict=True)]
+        return json.dumps([sum(sizes[:node]), sum(sizes), sum(alike[:node]), sum(alike)]).encode()

@@ -1,0 +1,261 @@
+"""The rendezvous of the restart mode: torch's own DynamicRendezvousHandler, for any torchrun script unmodified.
+
+torch restarts all workers when one fails or a node comes. What elasticd adds: no store to point every node at
+(rounds are kept in etcd), a node's death is known within a moment and not after heartbeats, healthy workers
+whose partner is gone are restarted without waiting for their collectives to fail, and a round begins as soon
+as all that live have joined it. The workers' store is served anew in each round by its first node, so that no
+node is one that the job depends on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from datetime import timedelta
+
+from torch.distributed import HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from elasticd.rendezvous.agent_requests import Asking
+from elasticd.rendezvous.backend import Backend
+from elasticd.rendezvous.errors import JobOver, Refusal
+from elasticd.rendezvous.sigterm_echo import ignore_echoes
+from elasticd.rendezvous.torch_state import first
+from elasticd.wire import unix_socket
+
+#: Seconds for a connection to the store of a round, and for torchruns to meet there.
+_STORE_SECONDS = timedelta(seconds=15)
+_MEET_SECONDS = 60.0
+#: Seconds that the first node serves the store on when it is done, for those that still read from it.
+_LINGER_SECONDS = 3.0
+#: Seconds for a last word to an agent that is away.
+_FAREWELL_SECONDS = 2.0
+_POLL_SECONDS = 0.05
+_STANDBY_SECONDS = 0.5
+
+
+class RoundBroken(RendezvousConnectionError):
+    """A node was lost between its joining and the start of the workers: the round is made anew."""
+
+
+class JobClosed(RendezvousClosedError, SystemExit):
+    """Another torchrun ended the job. Uncaught it ends this one with a message and no traceback."""
+
+    def __init__(self, reason: str) -> None:
+        self.code = f"elasticd: {reason}"
+        super().__init__(self.code)
+
+
+def restart_handler(parameters: RendezvousParameters, agent_seconds: float) -> RestartHandler:
+    """The handler for torchrun's options. Raises Refusal for options that cannot work, or without an agent."""
+    try:
+        timeout = RendezvousTimeout(
+            *(_seconds(parameters, f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat"))
+        )
+    except ValueError as error:
+        raise Refusal(f"--rdzv-conf: {error}") from None
+    grace, settle = _number(parameters, "agent_grace", 5.0), _number(parameters, "settle", 1.0)
+    path = parameters.endpoint or unix_socket.default_path()
+    # The workers, which torchrun starts from this process, are to find the same agent.
+    os.environ[unix_socket.SOCKET_VARIABLE] = path
+    asking = Asking(path, parameters.run_id, agent_seconds)
+    backend = Backend(asking, least=parameters.min_nodes, grace=grace, settle=settle)
+    handler: RestartHandler = RestartHandler.from_backend(
+        parameters.run_id,
+        HashStore(),  # each round has a store of its own
+        backend,
+        parameters.min_nodes,
+        parameters.max_nodes,
+        parameters.local_addr or asking.address,
+        timeout,
+    )
+    handler.equip(asking, backend)
+    return handler
+
+
+class RestartHandler(DynamicRendezvousHandler):
+    """torch's handler with a store of each round's own, and with what agents know of who lives."""
+
+    _asking: Asking
+    _backend: Backend
+
+    def equip(self, asking: Asking, backend: Backend) -> None:
+        self._asking, self._backend = asking, backend
+        self._backend.me = str(self._this_node)
+        # By it the agent knows the workers, if this process is killed and leaves them behind.
+        os.environ[unix_socket.TORCHRUN_VARIABLE] = self._backend.me
+        self._partners: frozenset[str] = frozenset()
+        self._server: TCPStore | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Blocks until a round is complete and its torchruns have met. Raises JobClosed or JobOver."""
+        self._backend.patient = False
+        self._asking.patience = self._settings.timeout.join.total_seconds()
+        while True:
+            try:
+                self._stand_by()
+                self._serve()
+                info = super().next_rendezvous()
+                self._partners = frozenset(map(str, self._state_holder.state.participants))
+                self._meet(info)
+                break
+            except RoundBroken as broken:
+                print(f"elasticd: {broken}; another round", file=sys.stderr, flush=True)
+            except JobOver:
+                raise
+            except RendezvousGracefulExitError as over:
+                raise JobOver(str(over)) from None
+            except RendezvousClosedError:
+                raise JobClosed(
+                    f"job {self.get_run_id()!r} was ended by one of its torchruns: see the first error there"
+                ) from None
+        # For `elasticd.watch()`, in the workers that are started next.
+        place = (self._state_holder.state.round, info.world_size, self._settings.min_nodes)
+        os.environ[unix_socket.ROUND_VARIABLE] = ",".join(map(str, place))
+        self._backend.patient = True
+        self._asking.patience = 0.0
+        return info
+
+    def num_nodes_waiting(self) -> int:
+        """Nodes that wait to join, or that were lost: for either the workers start again. An agent or a store
+        that is away restarts nobody."""
+        ignore_echoes()
+        try:
+            waiting = super().num_nodes_waiting()
+        except RendezvousError:
+            return 0
+        if waiting or self._backend.out:
+            return max(waiting, 1)
+        if self._this_node not in self._state_holder.state.participants:
+            return 1  # the others took us for dead and have gone on
+        return len(self._backend.lost(self._partners))
+
+    def shutdown(self) -> bool:
+        """Ends this torchrun's part; as with torch's own backends the job is over with it, if it had a part."""
+        failed = sys.exc_info()[0] is not None
+        self._asking.patience = _FAREWELL_SECONDS
+        if self._partners:
+            closed = super().shutdown()
+        else:
+            self._stop_heartbeats()
+            closed = True
+        if not failed:
+            # A torchrun that failed dies without a word, and the others know it.
+            with contextlib.suppress(RendezvousError, Refusal):
+                self._asking.present(self._backend.me, "", left=True)
+                self._linger()
+        self._asking.close()
+        return closed
+
+    def _stand_by(self) -> None:
+        """A torchrun that was excluded waits here without workers, for the others' end or their need of it.
+        Raises JobOver."""
+        self._backend.get_state()
+        if not self._backend.out:
+            return
+        print(f"elasticd: this node stands by: {self._backend.out}", file=sys.stderr, flush=True)
+        while self._backend.out:
+            time.sleep(_STANDBY_SECONDS)
+            self._backend.get_state()
+            # Looked at first: when the job is over nobody else is left, and this node would be needed.
+            if self._backend.closed:
+                raise JobOver(f"job {self.get_run_id()!r} is over")
+
+    def _serve(self) -> None:
+        """A store for the next round, told to the others before it is joined; this node may be its first."""
+        address = self._this_node.addr
+        try:
+            self._server = TCPStore(address, 0, is_master=True, multi_tenant=True, timeout=_STORE_SECONDS)
+        except RuntimeError as error:
+            raise Refusal(
+                f"cannot serve a store at {address} ({error}): set address in section [agent] of the "
+                "configuration, or --local-addr, to one of this node's"
+            ) from None
+        self._bootstrap_store_info = None
+        self._shared_tcp_store_server = None
+        self._asking.present(self._backend.me, f"{address}:{self._server.port}")
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        assert self._server is not None
+        return self._server
+
+    def _get_store(self) -> Store:
+        """torch's prefix over the store that the round's first node serves. Raises RoundBroken."""
+        leader = first(self._state_holder.state)
+        if leader == self._backend.me:
+            assert self._server is not None
+            return self._wrap_store(self._server)
+        address = self._address_of(leader)
+        host, _, port = address.rpartition(":")
+        try:
+            return self._wrap_store(TCPStore(host, int(port), is_master=False, timeout=_STORE_SECONDS))
+        except RuntimeError as error:
+            raise RoundBroken(f"the store of {leader} cannot be reached at {address} ({error})") from None
+
+    def _address_of(self, leader: str) -> str:
+        deadline = time.monotonic() + _STORE_SECONDS.total_seconds()
+        while True:
+            known = self._backend.torchruns.get(leader)
+            if known is not None and known.store:
+                return known.store
+            if time.monotonic() >= deadline or (known is not None and known.status != "here"):
+                raise RoundBroken(f"{leader} was lost, which was to serve the round's store")
+            time.sleep(_POLL_SECONDS)
+            self._backend.get_state()
+
+    def _meet(self, info: RendezvousInfo) -> None:
+        """All torchruns of the round wait for each other here, where one that is lost costs a round; later
+        torch would wait for it in vain. Raises RoundBroken."""
+        deadline = time.monotonic() + _MEET_SECONDS
+        keys = [f"elasticd/met/{rank}" for rank in range(info.world_size)]
+        try:
+            info.store.set(keys[info.rank], "1")
+            while not info.store.check(keys):
+                self._backend.get_state()
+                lost = self._backend.lost(self._partners)
+                if lost or time.monotonic() >= deadline:
+                    raise RoundBroken(f"{', '.join(lost) or 'a node'} did not come to the round's store")
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError as error:
+            if isinstance(error, RoundBroken):
+                raise
+            raise RoundBroken(f"the round's store was lost ({error})") from None
+
+    def _linger(self) -> None:
+        if first(self._state_holder.state) != self._backend.me:
+            return
+        deadline = time.monotonic() + _LINGER_SECONDS
+        while time.monotonic() < deadline:
+            self._backend.get_state()
+            if not any(self._backend.lives(name) for name in self._partners - {self._backend.me}):
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+def _seconds(parameters: RendezvousParameters, key: str) -> timedelta | None:
+    value = parameters.get_as_int(key)
+    return None if value is None else timedelta(seconds=value)
+
+
+def _number(parameters: RendezvousParameters, key: str, default: float) -> float:
+    text = str(parameters.get(key, default))
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if value < 0:
+        raise Refusal(f"--rdzv-conf {key}={text} must be a number of seconds, as {default:g}")
+    return value

@@ -1,0 +1,1 @@
+"""The API of a training script: job, options, steps, evaluation, metrics, EMA weights, state dicts."""

@@ -1,0 +1,195 @@
+"""The mean of a loss, and of other measures, over a held-out set under the plan in force.
+
+Every sample counts once, whatever the plan: the set is dealt to the pipelines in rounds like those of a step,
+the last one with what is left. Sums and counts are gathered after each round and divided at the end, so that
+all members have the same bits. Nothing of the training's state changes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from elasticd_planner.spec.batch import Lengths, MicroBatch, batch_plan
+from elasticd_planner.spec.plan import Plan
+from torch import Tensor
+
+from elasticd.runtime.api.ema import averaged
+from elasticd.runtime.data.loader import Batch, Collate, Dataset, Loader, length_of
+from elasticd.runtime.data.prefetch import Reader, SampleError
+from elasticd.runtime.data.sample_ledger import LedgerError, expected_hash, hash_samples
+from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.engine.pipeline_stage import Loss
+
+#: The measure that every evaluation has.
+LOSS = "loss"
+#: What a rank tells of a round beside its sums: hash of its samples, one more than the index of an unreadable
+#: one.
+_TOLD = struct.Struct("<Qq")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """A set to evaluate on: a map-style dataset. measures: by name what else is averaged beside the loss, each
+    (output, batch) -> (sum, count) like the loss. loss, collate: the job's own where they are None."""
+
+    dataset: Dataset
+    measures: Mapping[str, Loss] = field(default_factory=dict)
+    loss: Loss | None = None
+    collate: Collate | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.dataset):
+            raise ValueError("held_out: the dataset is empty")
+        if LOSS in self.measures:
+            raise ValueError(f"held_out: {LOSS!r} is the loss itself; give the measure another name")
+
+    @cached_property
+    def reader(self) -> Reader:
+        return Reader(self.dataset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The same on every member of the plan. `step` updates were applied; `weights` is "value", or "average" for
+    the running mean of the parameters; `means` has the loss and all measures over the whole set, by name;
+    `counts` what each was divided by; `samples` is the size of the set; `plan` the plan's number."""
+
+    name: str
+    step: int
+    weights: str
+    means: Mapping[str, float]
+    counts: Mapping[str, float]
+    samples: int
+    plan: int
+
+    @property
+    def loss(self) -> float:
+        return self.means[LOSS]
+
+
+class _Sums:
+    """Stands for the loss in a forward pass, and adds up all measures beside it."""
+
+    def __init__(self, measures: Mapping[str, Loss]) -> None:
+        self._measures = measures
+        self.values = torch.zeros(len(measures), 2, dtype=torch.float64)
+
+    def __call__(self, output: Tensor, batch: Batch) -> tuple[Tensor, int]:
+        for row, measure in enumerate(self._measures.values()):
+            total, count = measure(output, batch)
+            self.values[row, 0] += float(total)
+            self.values[row, 1] += float(count)
+        return torch.zeros(()), 0
+
+
+def evaluate(
+    engine: Engine, held_out: HeldOut, name: str, step: int, loss: Loss, collate: Collate, weights: str
+) -> Evaluation:
+    """Called by all members of the plan alike, between two steps; `loss` and `collate` are the job's.
+
+    Raises SampleError on all members where one of them could not read a sample, LedgerError where samples did
+    not go where they were dealt to, ValueError where there is no average to evaluate."""
+    measures = {LOSS: held_out.loss or loss, **held_out.measures}
+    loader = Loader(held_out.reader, held_out.collate or collate)
+    told: list[Tensor] = []
+    with averaged(engine, weights), _evaluating(engine):
+        for dealt in rounds(engine.plan, held_out.dataset, engine.linear):
+            told += _round(engine, dealt, loader, measures)
+    sums = torch.stack(told)
+    totals = [math.fsum(sums[:, row, 0].tolist()) for row in range(len(measures))]
+    counts = [math.fsum(sums[:, row, 1].tolist()) for row in range(len(measures))]
+    if not all(counts):
+        empty = [key for key, count in zip(measures, counts, strict=True) if not count]
+        raise ValueError(f"evaluation on {name!r}: {', '.join(empty)} counted nothing in the whole set")
+    return Evaluation(
+        name=name,
+        step=step,
+        weights=weights,
+        means={key: total / count for key, total, count in zip(measures, totals, counts, strict=True)},
+        counts=dict(zip(measures, counts, strict=True)),
+        samples=len(held_out.dataset),
+        plan=engine.plan.number,
+    )
+
+
+def rounds(plan: Plan, dataset: Dataset, linear: int) -> Iterator[tuple[tuple[MicroBatch, ...], ...]]:
+    """The whole set as micro-batches for each pipeline, as many at a time as a step has, the last time fewer.
+
+    Samples of known length are dealt by it, as in training."""
+    length, size = length_of(dataset), len(dataset)
+    for first in range(0, size, plan.global_batch):
+        samples = tuple(range(first, min(size, first + plan.global_batch)))
+        if len(samples) == plan.global_batch:
+            lengths = None
+            if length is not None:
+                lengths = Lengths(tokens=tuple(map(length, samples)), linear=linear)
+            yield batch_plan(plan, 0, samples, lengths).modules[0]
+        else:
+            yield tuple(_rest(plan, samples))
+
+
+def _rest(plan: Plan, samples: Sequence[int]) -> Iterator[tuple[MicroBatch, ...]]:
+    """Fewer than a step's: a micro-batch for each pipeline in turn, while there are any."""
+    size = plan.micro_batch
+    micro = [tuple(samples[at : at + size]) for at in range(0, len(samples), size)]
+    slots = [pipeline.micro_batches for pipeline in plan.modules[0].pipelines]
+    dealt: list[list[MicroBatch]] = [[] for _ in slots]
+    while micro:
+        for mine, slot in zip(dealt, slots, strict=True):
+            if micro and len(mine) < slot:
+                mine.append(micro.pop(0))
+    yield from map(tuple, dealt)
+
+
+def _round(
+    engine: Engine, dealt: tuple[tuple[MicroBatch, ...], ...], loader: Loader, measures: Mapping[str, Loss]
+) -> list[Tensor]:
+    """Every member's sums of one round, by rank."""
+    sums, seen, failure = _Sums(measures), hash_samples(()), None
+    places = engine.plan.places
+    if engine.runner is not None:
+        place = places[engine.device]
+        mine = dealt[place.pipeline]
+        if engine.runner.reads:
+            loader.prepare([index for micro in mine for index in micro])
+        passed = engine.runner.forward(mine, loader, sums)
+        seen, failure = passed.samples, passed.failure
+        if place.position:  # every member of a group has the same output: the first counts
+            sums.values.zero_()
+    head = torch.frombuffer(bytearray(_TOLD.pack(seen, failure.index + 1 if failure else 0)), dtype=torch.uint8)
+    record = torch.cat([head, sums.values.reshape(-1).view(torch.uint8)])
+    told = engine.everyone.all_gather(record)
+    engine.everyone.received()
+    heads = [_TOLD.unpack(each[: _TOLD.size].numpy().tobytes()) for each in told]
+    for rank, (_, failed) in enumerate(heads):
+        if failed:
+            if failure is not None and failure.index == failed - 1:
+                raise failure
+            raise SampleError(failed - 1, f"see the output of {engine.plan.members[rank]}")
+    expected = [expected_hash(dealt[place.pipeline]) for place in places.values()]
+    expected += [hash_samples(())] * len(engine.plan.carriers)
+    if [seen for seen, _ in heads] != expected:
+        raise LedgerError("an evaluation did not see the samples of its set")
+    return [each[_TOLD.size :].clone().view(torch.float64).view(-1, 2) for each in told]
+
+
+@contextmanager
+def _evaluating(engine: Engine) -> Iterator[None]:
+    """No dropout, no gradients."""
+    modules = [part for module in engine.local.modules.values() for part in module.modules()]
+    training = [part for part in modules if part.training]
+    for part in training:
+        part.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part in training:
+            part.training = True
+    engine.evaluated()  # not where it failed: that is what is said then

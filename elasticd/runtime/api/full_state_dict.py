@@ -1,0 +1,130 @@
+"""The state as plain tensors by name: what is held here, or all of it on the plan's first rank.
+
+The whole is a migration to a plan of one device, so that every layout is one case and each piece is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from elasticd_migration.local_state import LocalState, LocalTensor, Shard
+from elasticd_migration.migrate import migrate
+from elasticd_migration.transport import ProcessGroupTransport
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
+from torch import Tensor
+
+from elasticd.runtime.api.ema import AVERAGE
+from elasticd.runtime.comm.groups import Group, PeerLost
+from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.switch.move import SOUND
+
+#: What a state dict can be of: parameters and buffers; the same with the running mean of the parameters in
+#: their place; or parameters, buffers and all that the optimizer keeps.
+CONTENTS = ("value", "average", "all")
+
+
+def of(state: LocalState, contents: str) -> LocalState:
+    """As much of a state as `contents` says."""
+    if contents == "all":
+        return state
+    tensors = {item: tensor for item, tensor in state.tensors.items() if item.role != "state"}
+    if contents == AVERAGE:
+        for item, tensor in state.tensors.items():
+            if item.role == "state":
+                shards = [
+                    Shard(box=shard.box, planes={AVERAGE: shard.planes[AVERAGE]})
+                    for shard in tensor.shards
+                    if AVERAGE in shard.planes
+                ]
+                if shards:
+                    tensors[item] = LocalTensor(shards=tuple(shards))
+    return LocalState(tensors=tensors)
+
+
+def named(state: LocalState, contents: str) -> dict[str, list[tuple[Box, Tensor]]]:
+    """What a state holds, by name: parameters and buffers have their own, what the optimizer keeps is called
+    "optimizer.state.NAME.PLANE" as in an exported checkpoint. References, not copies."""
+    found: dict[str, list[tuple[Box, Tensor]]] = {}
+    for item, tensor in state.tensors.items():
+        for shard in tensor.shards:
+            for plane, values in shard.planes.items():
+                if item.role != "state":
+                    name = item.name
+                elif contents == AVERAGE:
+                    name = f"average.{item.name}"
+                else:
+                    name = f"optimizer.state.{item.name}.{plane}"
+                found.setdefault(name, []).append((shard.box, values))
+    return found
+
+
+def gathered(engine: Engine, contents: str) -> dict[str, Tensor]:
+    """All of it on the plan's first rank, in new tensors on the host; empty on the others. Called by all
+    members alike, between two steps."""
+    state = of(engine.state(), contents)
+    group = engine.everyone
+    if group.size > 1:
+        state = _moved(engine, state, group)
+    if group.rank:
+        return {}
+    state = as_modules(state, engine.layouts.spec.fused)
+    whole = {name: parts[0][1].detach().cpu().clone() for name, parts in named(state, contents).items()}
+    return _put_in_place(whole) if contents == AVERAGE else whole
+
+
+def as_modules(state: LocalState, fused: Mapping[str, int]) -> LocalState:
+    """Fused parameters in the shape that their modules have; the state is whole here."""
+
+    def flat(shard: Shard, dim: int) -> Shard:
+        planes = {key: plane.flatten(dim, dim + 1) for key, plane in shard.planes.items()}
+        shape = shard.box.shape
+        return Shard(
+            box=Box.whole((*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :])), planes=planes
+        )
+
+    tensors = {
+        item: LocalTensor(
+            shards=tuple(flat(shard, fused[item.name]) for shard in held.shards), scalars=held.scalars
+        )
+        if item.name in fused
+        else held
+        for item, held in state.tensors.items()
+    }
+    return LocalState(tensors=tensors, groups=state.groups, extras=state.extras)
+
+
+def _moved(engine: Engine, state: LocalState, group: Group) -> LocalState:
+    transport = ProcessGroupTransport(group.backend, group.members, group.me, group.all_gather)
+    target = Layouts(engine.layouts.spec, alone(engine.plan))
+    try:
+        moved = migrate(engine.layouts, target, state, transport)
+    except SOUND:
+        raise
+    except RuntimeError as error:
+        raise PeerLost(f"while the state was gathered: {error}") from error
+    group.all_gather(torch.tensor([0]))  # all has arrived
+    transport.drain()
+    return moved.state
+
+
+def alone(plan: Plan) -> Plan:
+    """A plan of its first member alone."""
+    first, module = plan.members[0], plan.modules[0]
+    stage = Stage(start=0, stop=module.pipelines[0].layers, devices=(first,), shares=(1,))
+    pipeline = Pipeline(stages=(stage,), micro_batches=plan.global_batch // plan.micro_batch)
+    return Plan(
+        number=plan.number,
+        strategies=(Strategy(modules=(ModulePlan(module=module.module, pipelines=(pipeline,)),)),),
+        micro_batch=plan.micro_batch,
+        global_batch=plan.global_batch,
+    )
+
+
+def _put_in_place(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters that have an average give way to it."""
+    prefix = f"{AVERAGE}."
+    averages = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
+    return {name: averages.get(name, value) for name, value in whole.items() if not name.startswith(prefix)}

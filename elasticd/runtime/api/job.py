@@ -1,0 +1,487 @@
+"""`elasticd.Job`, which is all that a training script needs to know, and the callbacks that it calls."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.plan import Plan
+from torch import Tensor
+
+from elasticd.records import JobSpec
+from elasticd.runtime.api import full_state_dict
+from elasticd.runtime.api.between_steps import Interludes, Run
+from elasticd.runtime.api.evaluation import Evaluation, HeldOut, evaluate
+from elasticd.runtime.api.options import Options, environment, held_out_sets, hello
+from elasticd.runtime.api.rank_info import Seat
+from elasticd.runtime.api.step import Step as Step
+from elasticd.runtime.api.train_loop import Loop, Next
+from elasticd.runtime.checkpoint.saver import Keeping, Saver
+from elasticd.runtime.comm.all_reduce_probe import Rehearser, fabric_of
+from elasticd.runtime.control import parent_death
+from elasticd.runtime.control.agent_client import AgentKeyValue, Control
+from elasticd.runtime.control.sigterm import NOTICE, Notice
+from elasticd.runtime.control.user_exceptions import Farewell, Uncaught
+from elasticd.runtime.data.loader import Collate, Dataset, pad
+from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.sample_ledger import LedgerError
+from elasticd.runtime.data.step_samples import Mapped
+from elasticd.runtime.data.stream import Stream
+from elasticd.runtime.engine.activation_checkpoint import Recompute
+from elasticd.runtime.engine.engine import Engine
+from elasticd.runtime.engine.mixed_precision import Name, Precision
+from elasticd.runtime.engine.pipeline_stage import Loss
+from elasticd.runtime.engine.recipe import MakeOptimizer, MakeScheduler, Recipe
+from elasticd.runtime.engine.warmup import warm
+from elasticd.runtime.exits import Departed, JobOver, JobStopped
+from elasticd.runtime.model.model import Model
+from elasticd.runtime.snapshot.restore import Snapshots
+from elasticd.runtime.snapshot.snapshotter import Snapper
+from elasticd.runtime.switch.switcher import Switcher
+from elasticd.runtime.telemetry.device_probe import Prober
+from elasticd.runtime.telemetry.emulation import Pacer
+from elasticd.runtime.telemetry.main_thread import during, shared
+from elasticd.system import logs
+from elasticd.wire.main_thread import CALLBACK, EVALUATION, Whereabouts
+from elasticd.wire.messages import Goodbye, Leaving, Published, ToWorker, Welcome
+from elasticd.wire.probes import Probe, Rehearse
+from elasticd.wire.snapshots import Freed
+from elasticd.wire.unix_socket import default_path
+
+log = logging.getLogger(__name__)
+
+#: The weights that an evaluation may be of.
+WEIGHTS = ("value", "average")
+
+
+class Callback:
+    """Its methods are called on every rank that is in the plan, in the thread that trains, between steps: what
+    they take, all wait for. What they raise ends the loop, as if its body had raised it."""
+
+    def on_plan(self, job: Job, plan: Plan) -> None:
+        """Another plan is in force, and this device is in it; of one that stands by nothing is told."""
+
+    def on_step(self, job: Job, step: Step) -> None:
+        """A step is done, and the loop is about to be given it."""
+
+    def on_evaluation(self, job: Job, evaluation: Evaluation) -> None:
+        """An evaluation of the script's is done."""
+
+    def on_end(self, job: Job) -> None:
+        """The last step is done, or the loop was left; the process has no plan any more."""
+
+
+class Callbacks(Callback):
+    """Several, called in order."""
+
+    def __init__(self, callbacks: tuple[Callback, ...]) -> None:
+        self._callbacks = callbacks
+        self._plan: int | None = None
+
+    def on_plan(self, job: Job, plan: Plan) -> None:
+        """Told of each plan once."""
+        if plan.number != self._plan:
+            self._plan = plan.number
+            for each in self._callbacks:
+                each.on_plan(job, plan)
+
+    def on_step(self, job: Job, step: Step) -> None:
+        for each in self._callbacks:
+            each.on_step(job, step)
+
+    def on_evaluation(self, job: Job, evaluation: Evaluation) -> None:
+        for each in self._callbacks:
+            each.on_evaluation(job, evaluation)
+
+    def on_end(self, job: Job) -> None:
+        for each in self._callbacks:
+            each.on_end(job)
+
+
+class Job(Seat):
+    """Trains `model` under whatever plan the coordinator has in force, switching in place.
+
+    model: an `elasticd.Model`. loss(output, batch) -> (sum, count) over a micro-batch; sums are divided once by
+    the global count. optimizer(named parameters) makes a torch optimizer with element-wise state; it is called
+    after every switch with every trained parameter by name: the slices that this device steps on, which may be
+    several of one parameter, and an empty tensor for what others step on. Its state and its groups' settings
+    are restored, so group parameters by name. scheduler(optimizer) makes a learning-rate scheduler, which is
+    stepped after every step and carried over switches. zero: 1 keeps optimizer state on `replicas` (default 1)
+    of a parameter's holders, on as many nodes, instead of on all; 2 gradients too. precision: modules compute
+    in "bf16" or "fp16" (whose loss is scaled) under master weights in single precision, or all is "fp32"
+    (default: as modules are made). recompute: True, all blocks make their activations again in the backward
+    pass; "plan", where memory demands it; a function of a block's index says which. dataset: map-style, or a
+    `Stream`; collate makes a batch of samples (default: as torch's own, and sequences are padded).
+    global_batch samples make a step, taken micro_batch at a time. clip: the largest norm of the gradient.
+    length(index): a sample's tokens, where samples are of unequal length (default: dataset.lengths[index], if
+    there are any). Then samples of like length share a micro-batch, and all micro-batches are of like work,
+    whatever the number of samples in each. readers: threads that read samples ahead; 0: the training thread
+    reads them. Of a sample that cannot be read its index is named; the state before it is saved, and all end.
+    checkpoint: a folder that all nodes share. A state is saved there every checkpoint_every steps and at the
+    end, without holding training up; the newest `keep` stay, and those of each checkpoint_keep_every-th step. A
+    job that is started anew with the same folder goes on from the newest that is sound, under any layout.
+    snapshot_every: the state after every so many steps is also copied into memory of two nodes' agents, without
+    holding training up: what no living worker has is gone on from there, and the steps since are given again.
+    held_out: a map-style dataset to evaluate on, a `HeldOut`, or several of them by name; see `evaluate`.
+    callbacks: see `Callback`; they are told of plans, steps and evaluations on every rank. profile: a file of
+    `elasticd profile` for this model, for a first plan from measured seconds, not guesses. grace: seconds from
+    SIGTERM until this process ends, whatever it is at. Meanwhile its state moves to the others; then the script
+    ends by a SystemExit with code 0. Where all workers are told, a last checkpoint is made (with `checkpoint`),
+    the job stops, and the code is 1. torchrun kills 30 s after it sent the signal on.
+
+    Start the script with `elasticd run`, or with `torchrun --rdzv-backend=elasticd`. Raises SystemExit with one
+    line where the job cannot start or go on.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        loss: Loss,
+        optimizer: MakeOptimizer,
+        dataset: Dataset | Stream,
+        global_batch: int,
+        micro_batch: int = 1,
+        seed: int = 0,
+        clip: float | None = None,
+        collate: Collate = pad,
+        length: Callable[[int], int] | None = None,
+        readers: int = 1,
+        scheduler: MakeScheduler | None = None,
+        zero: int = 0,
+        replicas: int | None = None,
+        precision: Name | Precision | None = None,
+        recompute: Recompute = False,
+        held_out: Dataset | HeldOut | Mapping[str, Dataset | HeldOut] | None = None,
+        callbacks: Sequence[Callback] = (),
+        profile: str | os.PathLike[str] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int = 1000,
+        keep: int = 3,
+        checkpoint_keep_every: int | None = None,
+        snapshot_every: int | None = None,
+        grace: float = 25.0,
+    ) -> None:
+        given = {key: value for key, value in locals().items() if key in Options.__dataclass_fields__}
+        try:
+            name = environment("TORCHELASTIC_RUN_ID")
+            parent_death.end_with(os.getppid())
+            if remedy := parent_death.without_restarts(os.environ):
+                log.warning(remedy)
+            options = Options(**given)
+            self._held_out = held_out_sets(held_out)
+            keeping, spec = options.keeping(), options.spec(name)
+            self._snapper = self._make_snapper(snapshot_every, name) if snapshot_every is not None else None
+            self._control = Control(default_path(), hello(spec, keeping))
+        except (ValueError, TypeError, RuntimeError, ConnectionError) as error:
+            raise JobStopped(f"elasticd: {error}") from error
+        self._saver = self._make_saver(keeping, spec) if keeping is not None else None
+        self._callbacks = Callbacks(tuple(callbacks))
+        snapshots = Snapshots(job=name, fetch=self._control.fetch)
+        recipe = options.recipe(keeping.folder if keeping is not None else None, snapshots)
+        self._start(recipe, seed, grace)
+
+    def _start(self, recipe: Recipe, seed: int, grace: float) -> None:
+        """From here on the agent is heard."""
+        self._taken = self._left = self._ended = False
+        self._running: Generator[Next | Step, None, None] | None = None
+        self._now: Next | None = None
+        self._recipe = recipe
+        pacer = Pacer(self._control.welcome.pace)
+        self._where = shared()
+        self._switcher = Switcher(recipe, self._control, AgentKeyValue(self._control), pacer, seed, self._where)
+        self._interludes = Interludes(self._switcher, list(self._known().values()), self._close)
+        self._loop = Loop(
+            switcher=self._switcher,
+            control=self._control,
+            pacer=pacer,
+            feed=recipe.feed,
+            interludes=self._interludes,
+            saver=self._saver,
+            snapper=self._snapper,
+        )
+        idle = self._idle
+        self._prober = Prober(idle, pacer.product, self._control.send)
+        device, address = self._control.welcome.device, self._control.welcome.address
+        fabrics = fabric_of(device, address, AgentKeyValue(self._control))
+        self._rehearser = Rehearser(device, fabrics, idle, pacer.product, self._control.send)
+        logs.for_worker(self._about)
+        self._control.start(self._hear)
+        self._show()
+        self._failed = False
+        self._uncaught = Uncaught(self._fail_later)
+        self._farewell = Farewell(lambda: self._part("the script left the loop before the last step"))
+        self._grace = grace
+        self._notice = Notice(grace, self._told_to_go)
+        self._notice.install()
+
+    def _idle(self) -> bool:
+        return self._switcher.engine is None
+
+    def _show(self) -> None:
+        """Gives the agent the memory that says where the main thread is."""
+        self._control.send(Whereabouts(signal=self._where.signal), fd=self._where.fd)
+
+    def _about(self) -> dict[str, Any]:
+        """What a line of the log is about now."""
+        plan = self.plan
+        return {
+            "job": os.environ.get("TORCHELASTIC_RUN_ID"),
+            "plan": plan.number if plan is not None else None,
+            "step": self._switcher.step,
+            "device": self.device,
+        }
+
+    def _told_to_go(self) -> None:
+        """On the notice's thread."""
+        log.warning(
+            "%s is told to go: it stays until the others, or a checkpoint, have what it holds", self.device
+        )
+        self._control.send(Leaving(reason=NOTICE, saves=self._saver is not None))
+        self._switcher.told_to_go()
+
+    def _make_saver(self, keeping: Keeping, spec: JobSpec) -> Saver:
+        return Saver(keeping, spec, self.device, self._control.send, lambda: self._control.lost)
+
+    def _make_snapper(self, every: int, name: str) -> Snapper:
+        return Snapper(every, name, lambda: self._control.welcome, lambda m, fd: self._control.send(m, fd=fd))
+
+    def _hear(self, message: ToWorker) -> None:
+        """On the control thread."""
+        match message:
+            case Published(name=name):
+                if self._saver is not None:
+                    self._saver.published(name)
+            case Freed(plan=plan, step=step):
+                if self._snapper is not None:
+                    self._snapper.freed(plan, step)
+            case Probe():
+                self._prober.ask()
+            case Rehearse():
+                self._rehearser.ask(message)
+            case Welcome():
+                self._show()
+                if self._snapper is not None:
+                    self._snapper.welcomed()
+            case _:
+                self._switcher.handle(message)
+
+    # -- the loop --------------------------------------------------------------------------------------------
+
+    def steps(self, total: int) -> Iterator[Step]:
+        """Trains until `total` updates were made, and gives each step after it is done.
+
+        A device that the plan does not use waits here; when it is used, the steps go on from there. A job's
+        steps are taken once: raises RuntimeError the second time."""
+        for each in self._begun(total):
+            if isinstance(each, Step):
+                yield each
+
+    def next(self, total: int) -> int | None:
+        """The index of the step that `step` trains next, None once `total` updates were made. A device that the
+        plan does not use waits here. The lower level of `steps`: a job's script uses one or the other."""
+        if self._running is None:
+            self._running = self._begun(total)
+        while self._now is None:
+            each = next(self._running, None)
+            if each is None:
+                return None
+            self._now = each if isinstance(each, Next) else None
+        return self._now.index
+
+    def step(self, batch: Sequence[Any]) -> Step | None:
+        """Trains the step whose index `next` gave on `batch`: all samples of the global batch, as indices of
+        the dataset or as samples, the same on every rank (they compare a hash first, and all stop with
+        JobStopped where one differs). None where a fault came between: ask `next` again, it may be an earlier
+        step.
+
+        Raises ValueError or TypeError for what is no global batch, RuntimeError where `next` was not asked."""
+        if self._running is None or self._now is None:
+            raise RuntimeError("ask job.next(total) which step it is before each job.step(batch)")
+        feed = self._recipe.feed
+        if not isinstance(feed, Mapped):
+            raise RuntimeError("a stream's samples are trained on in its own order: loop over job.steps(total)")
+        feed.give(self._now.index, batch)
+        self._now = None
+        each = next(self._running, None)
+        self._now = each if isinstance(each, Next) else None
+        return each if isinstance(each, Step) else None
+
+    def close(self) -> None:
+        """Leaves the lower level of the loop before its last step: the job goes on without this process."""
+        if self._running is not None:
+            self._running.close()
+            if self._left:
+                self._farewell.now()
+
+    def _begun(self, total: int) -> Generator[Next | Step, None, None]:
+        if self._taken:
+            raise RuntimeError("a Job's steps are taken once: ask for all of them in one call of steps()")
+        self._taken = True
+        self._uncaught.install()
+        warm(self._recipe.model)
+        try:
+            try:
+                yield from self._told(self._loop.run(total))
+            except JobOver:
+                yield from self._told(self._loop.missed())  # the last, it may be
+        except Departed:
+            self._leave("it was told to go, and the job goes on without it")
+            raise
+        except GeneratorExit as closed:
+            if self._failed:
+                self._notice.restore()
+            else:
+                self._leave_later(closed.__context__)
+            raise
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._fail(error)
+            self._end_threads()
+            self._notice.restore()
+            raise
+        self._leave("")
+
+    def _leave_later(self, handled: BaseException | None) -> None:
+        """The loop was left: by `break`, or by an exception of its body, which `_fail_later` may hear of.
+        handled: the exception around the loop, in whose `except` the script is."""
+        self._left = True
+        self._notice.restore()
+        self._farewell.later(handled)
+        with during(self._where, CALLBACK):
+            self._callbacks.on_end(self)
+
+    def _fail_later(self, error: Exception) -> None:
+        """An exception ends the main thread: of the body of the loop, it may be, and then nothing of this rank
+        has ended yet."""
+        if self._left and not self._farewell.withdrawn():
+            return
+        if self._left:
+            self._notice = Notice(self._grace, self._told_to_go)
+            self._notice.install()
+        self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """The script's code raised. The leader is told, and this process stays while its state is of use."""
+        if self._failed or self._ended:
+            return
+        self._failed = True
+        try:
+            self._loop.fail(error)
+        except JobStopped as end:
+            log.warning("%s", end)
+        except (JobOver, Departed):
+            pass
+        self._end_threads()
+
+    def _close(self, engine: Engine, step: int) -> None:
+        self._loop.close(engine, step)
+
+    def _told(self, running: Iterator[Next | Step]) -> Iterator[Next | Step]:
+        """Callbacks hear of it first."""
+        for each in running:
+            with during(self._where, CALLBACK):
+                if self.plan is not None:
+                    self._callbacks.on_plan(self, self.plan)
+                if isinstance(each, Step):
+                    self._callbacks.on_step(self, each)
+            yield each
+
+    def _end_threads(self) -> None:
+        """Ends what copies the state, and lets all groups go: an interpreter that ends while a thread is inside
+        gloo aborts."""
+        self._ended = True
+        for maker in (self._saver, self._snapper):
+            if maker is not None:
+                maker.end()
+        self._switcher.end()
+
+    def _leave(self, reason: str) -> None:
+        self._notice.restore()
+        self._part(reason)
+        with during(self._where, CALLBACK):
+            self._callbacks.on_end(self)
+
+    def _part(self, reason: str) -> None:
+        self._end_threads()
+        self._uncaught.restore()
+        self._control.close(Goodbye(reason=reason))
+
+    # -- between two steps -----------------------------------------------------------------------------------
+
+    def evaluate(self, name: str | None = None, *, weights: str = "value") -> Evaluation | None:
+        """The mean loss, and the set's other measures, over the whole of the held-out set `name` (None: the
+        only one) under the plan in force: each sample counts once. weights: "average" for the running mean that
+        `elasticd.average` keeps.
+
+        Call it in the loop's body, at the same place on every rank: all members of the plan take part and get
+        the same result. None on a device that stands by, or that a fault left out meanwhile; a fault that
+        leaves it in is recovered from, and the evaluation is made anew under the next plan. Raises JobStopped,
+        with the state saved, where a sample cannot be read."""
+        if name is None and len(self._held_out) == 1:
+            (name,) = self._held_out
+        if name not in self._held_out:
+            there = ", ".join(self._held_out) or "none: give Job(held_out=...)"
+            raise ValueError(f"there is no held-out set {name!r}; there are: {there}")
+        if weights not in WEIGHTS:
+            raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+        found: Evaluation | None = self._together("evaluate", name, weights)
+        if found is not None:
+            with during(self._where, CALLBACK):
+                self._callbacks.on_evaluation(self, found)
+        return found
+
+    def state_dict(
+        self, contents: str = "value", *, sharded: bool = False
+    ) -> dict[str, Tensor] | dict[str, list[tuple[Box, Tensor]]] | None:
+        """The state between two steps. contents: "value", parameters and buffers by full name; "average", with
+        the running mean in the parameters' place; "all", with what the optimizer keeps beside them, as
+        "optimizer.state.NAME.PLANE".
+
+        Whole (the default): new tensors on the host of the plan's first rank, an empty dict on the others. All
+        members of the plan take part, at the same place of the loop's body; None as of `evaluate`.
+        sharded: what this device holds, each as (box of the global tensor, values, not a copy), empty while it
+        stands by; nobody else takes part."""
+        if contents not in full_state_dict.CONTENTS:
+            raise ValueError(f"contents must be one of {', '.join(full_state_dict.CONTENTS)}, not {contents!r}")
+        engine = self._switcher.engine
+        if sharded:
+            return (
+                full_state_dict.named(full_state_dict.of(engine.state(), contents), contents)
+                if engine is not None
+                else {}
+            )
+        found: dict[str, Tensor] | None = self._together("state", contents)
+        return found
+
+    def _known(self) -> dict[tuple[str, ...], Run]:
+        """All that can be asked for between steps, in one order in every process."""
+        known: dict[tuple[str, ...], Run] = {}
+        for name in self._held_out:
+            for weights in WEIGHTS:
+                known["evaluate", name, weights] = partial(self._evaluate, name, weights)
+        for contents in full_state_dict.CONTENTS:
+            known["state", contents] = partial(self._whole, contents)
+        return known
+
+    def _together(self, *what: str) -> Any:
+        if not self._taken or self._left or self._ended:
+            raise RuntimeError(f"{what[0]}: ask for it in the body of the loop, between two steps")
+        return self._interludes.run(list(self._known()).index(what))
+
+    def _evaluate(self, name: str, weights: str, engine: Engine, step: int) -> Evaluation:
+        recipe = self._recipe
+        try:
+            with during(self._where, EVALUATION):
+                return evaluate(engine, self._held_out[name], name, step, recipe.loss, recipe.collate, weights)
+        except SampleError as error:
+            raise self._loop.unreadable(engine, step, error) from error
+        except LedgerError as error:
+            raise self._loop.stopped(engine, error) from error
+
+    def _whole(self, contents: str, engine: Engine, step: int) -> dict[str, Tensor]:
+        return full_state_dict.gathered(engine, contents)

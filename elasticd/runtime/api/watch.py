@@ -1,0 +1,181 @@
+"""`elasticd.watch()`: one line in a script in restart mode, and its stragglers are known.
+
+What is measured, in each optimizer step of each process: the seconds from the end of the last
+`optimizer.step()` until the last gradient of this process was there, less those that Python code waited for
+collectives meanwhile. That is the process' own computation, its data loading included. DDP starts its
+reductions during backward and waits for them after the last gradient, so its communication, hidden or not, is
+no part of this; FSDP2 waits for its gathers and reductions in Python, where the waits are taken out. In the sum
+stays what communication in the background takes from the processors, and the broadcast of a DDP module's
+buffers (which can make the others look as slow as its first rank, never slower).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.distributed import Work
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from elasticd.backoff import jittered
+from elasticd.version import __version__
+from elasticd.wire import messages, unix_socket
+from elasticd.wire.rendezvous import Lap, Watching
+
+_RETRY_SECONDS = 5.0
+_watch: Watch | None = None
+
+
+def watch() -> Watch:
+    """Measure every optimizer step of this process and report it; to be called once, anywhere before training.
+
+    Where a step's work differs between processes or steps (lengths of sequences), say what it was with
+    `watch().work(tokens)` before `optimizer.step()`. Outside of elasticd's restart mode it does nothing.
+    """
+    global _watch
+    if _watch is None:
+        place = _place()
+        _watch = Watch(_Reports(place).send if place is not None else None)
+    return _watch
+
+
+class Watch:
+    """The hooks into torch, and one step's clocks. Without `report` there are none."""
+
+    def __init__(self, report: Callable[[Lap], None] | None) -> None:
+        self._report = report
+        self._first: int | None = None
+        self._step = 0
+        self._work = 0.0
+        self._begin: float | None = None
+        self._waited = 0.0
+        self._last: tuple[float, float] | None = None
+        self._hooks: list[Any] = []
+        self._wait = Work.wait
+        if report is not None:
+            self._hooks += [
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ]
+            Work.wait = self._timed_wait()  # type: ignore[method-assign]
+
+    def work(self, amount: float) -> None:
+        """This step's work so far was that much more; in any unit that is the same for all."""
+        self._work += amount
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        Work.wait = self._wait  # type: ignore[method-assign]
+
+    def _timed_wait(self) -> Callable[..., Any]:
+        waiting = self._wait
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return waiting(work, *args, **kwargs)
+            finally:
+                self._waited += time.perf_counter() - start
+
+        return wait
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._report is None or self._first not in (None, id(optimizer)):
+            return
+        if self._first is None:
+            self._adopt(optimizer)
+            return
+        now = time.perf_counter()
+        if self._begin is not None:
+            until, waited = self._last or (now, self._waited)
+            self._step += 1
+            seconds = max(until - self._begin - waited, 1e-9)
+            self._report(Lap(step=self._step, seconds=seconds, wall=now - self._begin, work=self._work or 1.0))
+            self._begin = None  # torch asks once more where the step calls that of a base class
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._first == id(optimizer):
+            self._begin, self._waited, self._work, self._last = time.perf_counter(), 0.0, 0.0, None
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """The first optimizer that makes a step counts the steps."""
+        self._first = id(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if any(p.device.type != "cpu" for p in parameters):
+            self._report = None
+            self.close()
+            _say("watch() measures training on CPUs alone so far: nothing is reported")
+            return
+        self._hooks += [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        self._last = (time.perf_counter(), self._waited)
+
+
+class _Reports:
+    """To the agent, never waiting for it: a report that it does not take at once is lost."""
+
+    def __init__(self, place: Watching) -> None:
+        self._place = place
+        self._path = unix_socket.default_path()
+        self._sock: socket.socket | None = None
+        self._again = 0.0
+        self._connect()
+        if self._sock is None:
+            _say(f"watch() finds no agent at {self._path}: it goes on trying")
+
+    def send(self, lap: Lap) -> None:
+        if self._sock is None and time.monotonic() >= self._again:
+            self._connect()
+        if self._sock is None:
+            return
+        try:
+            unix_socket.send(self._sock, messages.encode(lap))
+        except BlockingIOError:
+            return
+        except OSError:
+            self._sock.close()
+            self._sock = None
+
+    def _connect(self) -> None:
+        self._again = time.monotonic() + jittered(_RETRY_SECONDS)
+        with suppress(OSError):
+            sock = unix_socket.connect(self._path)
+            unix_socket.send(sock, messages.encode(self._place))
+            sock.setblocking(False)
+            self._sock = sock
+
+
+def _place() -> Watching | None:
+    """Which process of which round this is, as torchrun and our handler left it; None where they did not."""
+    place = os.environ.get(unix_socket.ROUND_VARIABLE)
+    if place is None:
+        _say("watch() does nothing here: this process was not started by torchrun with mode=restart")
+        return None
+    number, nodes, least = map(int, place.split(","))
+    return Watching(
+        job=os.environ["TORCHELASTIC_RUN_ID"],
+        torchrun=os.environ[unix_socket.TORCHRUN_VARIABLE],
+        local_rank=int(os.environ.get(unix_socket.SLOT_VARIABLE) or os.environ["LOCAL_RANK"]),
+        pid=os.getpid(),
+        round=number,
+        world=int(os.environ["WORLD_SIZE"]),
+        nodes=nodes,
+        least=least,
+        release=__version__,
+    )
+
+
+def _say(text: str) -> None:
+    print(f"elasticd: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,314 @@
+"""A rank's side of checkpoints at work: copies its share at a step's end, writes it in a thread, closes it.
+
+The machine in `machines.saving` says what to do and when; what a step waits for is the copy alone. A
+checkpoint gets its name only when the leader has published it, by a write to the store that its key fences: so
+a rank that was cut off and trains on alone never makes one that a later start would take.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from elasticd_migration.local_state import LocalState
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.box import Box
+
+from elasticd.checkpoints import folder as folders
+from elasticd.checkpoints.checksums import Damaged
+from elasticd.checkpoints.disk import Disk, LocalDisk
+from elasticd.machines.worker import checkpointing
+from elasticd.machines.worker.checkpointing import Status
+from elasticd.records import JobSpec
+from elasticd.runtime.checkpoint.staging import Staging, pieces, share, without_planes
+from elasticd.runtime.checkpoint.writer import Task, origin_of, path_of, write_part, write_whole
+from elasticd.wire.messages import Message, Saved
+
+log = logging.getLogger(__name__)
+
+#: Seconds that the end of a job waits for its last checkpoint to be written, or published.
+PATIENCE = 600.0
+#: Seconds that the end of a process waits for the thread that writes.
+_LEAVE = 5.0
+
+
+class _Stopped(Exception):
+    """The checkpoint that is being written was given up, or the process ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """Where checkpoints go, every how many steps one is made, and how many stay: the newest `keep`, and
+    those of each `keep_every`-th step."""
+
+    folder: Path
+    every: int
+    keep: int
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("every", self.every), ("keep", self.keep), ("keep_every", self.keep_every or 1)):
+            if value < 1:
+                raise ValueError(f"checkpoint: {name} is {value}; it must be at least 1")
+
+
+class Saver:
+    """Makes this rank's checkpoints. `tell` sends to the leader; `lost` says that nobody hears it any more.
+
+    The thread that trains calls `voted` after each vote, and `finish` after the last; `published` is called by
+    the control thread, `end` by whoever ends the process.
+    """
+
+    def __init__(
+        self,
+        keeping: Keeping,
+        spec: JobSpec,
+        device: str,
+        tell: Callable[[Message], None],
+        lost: Callable[[], bool] = lambda: False,
+        disk: Disk | None = None,
+    ) -> None:
+        self.keeping = keeping
+        self.copy_seconds = 0.0  # what the last checkpoint held its step up
+        self._spec, self._device, self._tell, self._lost = spec, device, tell, lost
+        self._disk: Disk = disk or LocalDisk()
+        self._state = checkpointing.State(every=keeping.every)
+        self._changed = threading.Condition()
+        self._published: set[str] = set()
+        self._given_up: set[int] = set()
+        self._task: Task | None = None
+        self._staging = Staging()
+        self._share: tuple[int, dict[Item, tuple[Box, ...]]] | None = None
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._ending = False
+
+    # -- what the training thread does ---------------------------------------------------------------------
+
+    @property
+    def word(self) -> int:
+        """For the vote's record."""
+        with self._changed:
+            return self._state.word
+
+    def voted(self, step: int, words: Sequence[int], layouts: Layouts, state: Callable[[], LocalState]) -> None:
+        """After the vote by which `step` updates are applied: `words` are all ranks', in rank order."""
+        self._feed(step, words, layouts, state, due=checkpointing.due(self._state, step))
+
+    def finish(
+        self,
+        step: int,
+        gather: Callable[[int], Sequence[int]],
+        layouts: Layouts,
+        state: Callable[[], LocalState],
+    ) -> None:
+        """Makes the last checkpoint, of `step`, and returns when it is published or cannot be.
+
+        Every member of the plan calls this, also one that recovered from a fault in the midst of it: then what
+        some had begun is made anew. `gather` gives all members' words, in rank order."""
+        tried = False
+        while True:
+            self._rest()
+            words = gather(self.word)
+            free = not any(words)
+            if free and (tried or all(gather(int(self._made(step))))):
+                return
+            self._feed(step, words, layouts, state, due=free)
+            tried = tried or free
+
+    def _made(self, step: int) -> bool:
+        """Whether this rank had a part in a checkpoint of that step that was not given up."""
+        with self._changed:
+            return self._state.step == step and step not in self._given_up
+
+    def _feed(
+        self,
+        step: int,
+        words: Sequence[int],
+        layouts: Layouts,
+        state: Callable[[], LocalState],
+        *,
+        due: bool,
+    ) -> None:
+        rank = layouts.plan.rank(self._device)
+        with self._changed:
+            self._state, effects = checkpointing.voted(self._state, step, words, rank, now_due=due)
+        for effect in effects:
+            match effect:
+                case checkpointing.Begin():
+                    self._begin(step, layouts, state)
+                case checkpointing.Close():
+                    self._put(self._close)
+                case checkpointing.GiveUp():
+                    self._give_up(effect)
+                case checkpointing.Skip(reason=reason):
+                    if rank == 0:
+                        log.warning("no checkpoint of step %d: %s", step, reason)
+
+    def left(self) -> None:
+        """This device stands by: it has no part in checkpoints."""
+        with self._changed:
+            self._state, effects = checkpointing.left(self._state)
+        for effect in effects:
+            assert isinstance(effect, checkpointing.GiveUp)
+            self._give_up(effect)
+
+    def _give_up(self, effect: checkpointing.GiveUp) -> None:
+        self._given_up.add(effect.step)
+        if self._task is not None and self._task.rank == 0:
+            log.warning("the checkpoint of step %d is given up: %s", effect.step, effect.reason)
+        self._put(self._let_go)
+
+    def _begin(self, step: int, layouts: Layouts, state: Callable[[], LocalState]) -> None:
+        start = time.perf_counter()
+        plan = layouts.plan
+        if self._share is None or self._share[0] != plan.number:
+            self._share = plan.number, share(layouts, self._device)
+        task = Task(
+            origin=origin_of(self._spec, plan, step),
+            path=path_of(self.keeping.folder, plan, step),
+            device=self._device,
+            members=plan.members,
+            shapes={},
+            fused=self._spec.model.fused,
+            small=LocalState(),
+        )
+        self._task, self._given_up = task, self._given_up - {step}
+        try:
+            local, mine = state(), self._share[1]
+            self._task = replace(
+                task,
+                held=self._staging.copy(pieces(local, mine)),
+                shapes={item: layouts.layout(item).shape for item in mine if item in local.tensors},
+                small=without_planes(local, mine),
+            )
+        except (RuntimeError, ValueError, MemoryError) as error:
+            self._failed(task, error)
+            return
+        self._put(self._write)
+        self.copy_seconds = time.perf_counter() - start
+
+    def _rest(self) -> None:
+        """Waits until the thread has nothing under way; what takes too long is given up."""
+        deadline = time.monotonic() + PATIENCE
+        with self._changed:
+            while (busy := self._state.status in (Status.WRITING, Status.BUSY)) and time.monotonic() < deadline:
+                self._changed.wait(0.5)
+            if busy:
+                step = self._state.step
+                log.warning("the checkpoint of step %d takes more than %g s: given up", step, PATIENCE)
+                self._given_up.add(step)
+                self._state = checkpointing.done(checkpointing.wrote(self._state, step, ok=False), step)
+
+    def end(self) -> None:
+        """Lets the thread leave what it is at: an interpreter that ends while it is in torch could abort."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_LEAVE)
+
+    # -- what the control thread does ------------------------------------------------------------------------
+
+    def published(self, name: str) -> None:
+        """The leader's word, as read from the store."""
+        with self._changed:
+            self._published.add(name)
+            self._changed.notify_all()
+
+    # -- what the writing thread does ------------------------------------------------------------------------
+
+    def _put(self, work: Callable[[Task], None]) -> None:
+        task = self._task
+        assert task is not None
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="elasticd-checkpoint", daemon=True)
+            self._thread.start()
+        self._queue.put(lambda: work(task))
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None and not self._ending:
+            work()
+
+    def _check(self, step: int) -> None:
+        if self._ending or step in self._given_up:
+            raise _Stopped
+
+    def _write(self, task: Task) -> None:
+        try:
+            write_part(self._disk, task, lambda: self._check(task.step))
+        except _Stopped:
+            return  # `_let_go` follows
+        except Exception as error:  # also what nobody thought of: the others wait for this rank's word
+            self._failed(task, error)
+            return
+        with self._changed:
+            self._state = checkpointing.wrote(self._state, task.step, ok=True)
+            self._changed.notify_all()
+
+    def _failed(self, task: Task, error: Exception) -> None:
+        log.warning("%s cannot write its part of the checkpoint of step %d: %s", self._device, task.step, error)
+        with self._changed:
+            self._state = checkpointing.wrote(self._state, task.step, ok=False)
+            self._changed.notify_all()
+
+    def _close(self, task: Task) -> None:
+        """The first rank's: makes one checkpoint of all parts, and names it once it is published."""
+        folder = self.keeping.folder
+        try:
+            serial = folders.next_serial(folders.scan(folder))
+            write_whole(self._disk, task, serial, lambda: self._check(task.step))
+            if damage := folders.look(task.path).damage:
+                raise Damaged(damage)
+            if self._is_published(task):
+                self._disk.rename(task.path, folder / task.name)
+                self._disk.sync_folder(folder)
+                self._retain()
+        except _Stopped:
+            pass
+        except Exception as error:  # the next checkpoint waits until this one is done with
+            log.warning("the checkpoint of step %d is given up: %s", task.step, error)
+            self._remove(task)
+        finally:
+            self._free(task)
+
+    def _is_published(self, task: Task) -> bool:
+        """Waits for the leader's word, however long the store is away: nothing is decided without it."""
+        self._tell(Saved(name=task.name, step=task.step, plan=task.origin.plan))
+        with self._changed:
+            while task.name not in self._published:
+                self._check(task.step)
+                if self._lost():
+                    log.warning("the checkpoint of step %d stays unpublished: the agent is gone", task.step)
+                    return False
+                self._changed.wait(0.2)
+            self._published.discard(task.name)
+        return True
+
+    def _retain(self) -> None:
+        found = folders.scan(self.keeping.folder)
+        for item in folders.superfluous(found, self.keeping.keep, self.keeping.keep_every):
+            folders.remove(self._disk, item)
+
+    def _let_go(self, task: Task) -> None:
+        """Given up; after `_write`, on the same thread, so that nothing of it is at work here any more. Other
+        ranks may still write: the last to let go leaves nothing behind."""
+        self._remove(task)
+        self._free(task)
+
+    def _free(self, task: Task) -> None:
+        with self._changed:
+            self._state = checkpointing.done(self._state, task.step)
+            self._changed.notify_all()
+
+    def _remove(self, task: Task) -> None:
+        try:
+            self._disk.remove_folder(task.path)
+        except OSError as error:
+            log.warning("%s is left behind: %s", task.path, error)

@@ -1,0 +1,300 @@
+"""Samples of an iterable dataset: read once, by the plan's first rank, and handed out with the step.
+
+The position is the dataset's own `state_dict()` after the last sample of a step. It goes to every member with
+the step's samples, becomes part of the state when the step is applied, and so moves with switches, snapshots
+and checkpoints: whoever is the first rank later loads it and reads on from there. A step that a fault undid is
+read again from the position before it, or given again by the reader that still has it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from elasticd_migration.text_codec import from_text, to_text
+from elasticd_planner.spec.batch import BatchPlan, Lengths, batch_plan
+from elasticd_planner.spec.plan import Plan
+from torch import Tensor
+
+from elasticd.runtime.comm.groups import Group
+from elasticd.runtime.data.prefetch import SampleError
+
+#: Tags of messages beside those of stages and of ZeRO.
+_SIZE, _HANDED = (1 << 24) + 16, (1 << 24) + 17
+#: A position may hold the state of a random generator, and more.
+_MOST_ELEMENTS = 1 << 20
+_TENSOR = 1
+
+
+class StatefulIterable(Protocol):
+    """What torchdata's StatefulDataLoader is, too (with batch_size=None). `state_dict` says where the iteration
+    is that was begun last; after `load_state_dict` the next one goes on from there. An iteration that begins
+    after the end of another is the next pass over the data."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """An iterable dataset for `elasticd.Job(dataset=...)`. tokens: of a sample in the mean, roughly: what the
+    first plan is made from, since nothing is read before it is trained on."""
+
+    dataset: StatefulIterable
+    tokens: float
+
+    def __post_init__(self) -> None:
+        lacks = [
+            name for name in ("__iter__", "state_dict", "load_state_dict") if not hasattr(self.dataset, name)
+        ]
+        if lacks:
+            raise TypeError(
+                f"a stream's dataset has no {lacks[0]}: without state_dict and load_state_dict samples would "
+                "be lost or repeated after a fault; use torchdata's StatefulDataLoader, or a map-style dataset"
+            )
+        if self.tokens <= 0:
+            raise ValueError(f"tokens of a stream's sample must be positive, not {self.tokens}")
+
+
+class _Handed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a member gets of a step: tokens of all its samples, the position after it, and its own samples by
+    id. failed: one more than the index of a sample that could not be read, and `why`."""
+
+    tokens: tuple[int, ...] = ()
+    position: str = ""
+    samples: dict[int, Any] = {}
+    failed: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """A step's samples, as they were read from the position `before` (None: the beginning)."""
+
+    before: str | None
+    after: str
+    samples: Sequence[Any]
+    failed: int = 0
+    why: str = ""
+
+
+class Streamed:
+    """A `Feed`. The samples of all steps are counted through: sample i of step s is s x global batch + i. They
+    are dealt by their lengths. ahead: of steps to come nothing is known."""
+
+    ahead = False
+
+    def __init__(self, stream: Stream, global_batch: int, linear: int, readers: int = 1) -> None:
+        self._source = _Source(stream.dataset, global_batch, threaded=readers > 0)
+        self._batch, self._linear = global_batch, linear
+        self._held: Mapping[int, Any] = {}
+        self._tokens: tuple[int, ...] = ()
+
+    def want(self, indices: Sequence[int]) -> None:
+        pass
+
+    def take(self, index: int) -> Any:
+        try:
+            return self._held[index]
+        except KeyError:
+            raise SampleError(index, "it was not handed to this rank") from None
+
+    def samples(self, step: int) -> tuple[int, ...]:
+        return tuple(range(step * self._batch, (step + 1) * self._batch))
+
+    def batch(self, plan: Plan, step: int) -> BatchPlan:
+        """Of the step that has begun."""
+        return batch_plan(plan, step, self.samples(step), Lengths(tokens=self._tokens, linear=self._linear))
+
+    def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
+        if everyone.rank == 0:
+            mine = self._hand_out(step, plan, everyone, carried)
+        else:
+            size = everyone.receive(torch.empty(1, dtype=torch.int64), 0, _SIZE, "input")
+            raw = everyone.receive(torch.empty(int(size), dtype=torch.uint8), 0, _HANDED, "input")
+            mine = _decoder.decode(raw.numpy().tobytes())
+        if mine.failed:
+            raise SampleError(mine.failed - 1, mine.why)
+        self._tokens, self._held = mine.tokens, mine.samples
+        return mine.position
+
+    def _hand_out(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> _Handed:
+        read = self._source.take(step, carried)
+        if read.failed:
+            for rank in range(1, everyone.size):
+                _send(everyone, rank, _Handed(failed=read.failed, why=read.why))
+            return _Handed(failed=read.failed, why=read.why)
+        ids = self.samples(step)
+        by_id = dict(zip(ids, read.samples, strict=True))
+        self._tokens = tuple(map(_tokens, read.samples))
+        dealt = self.batch(plan, step)
+        mine = _Handed()
+        for rank, device in enumerate(plan.members):
+            part = {index: by_id[index] for index in _read_by(plan, device, dealt)}
+            handed = _Handed(tokens=self._tokens, position=read.after, samples=part)
+            if rank == 0:
+                mine = handed
+            else:
+                _send(everyone, rank, handed)
+        return mine
+
+
+def _read_by(plan: Plan, device: str, dealt: BatchPlan) -> tuple[int, ...]:
+    """The samples that a device reads: those of its pipeline, where that begins or ends."""
+    place = plan.places.get(device)
+    if place is None:
+        return ()
+    stages = plan.modules[place.module].pipelines[place.pipeline].stages
+    if place.stage not in (0, len(stages) - 1):
+        return ()
+    return tuple(index for micro in dealt.modules[place.module][place.pipeline] for index in micro)
+
+
+def _send(everyone: Group, rank: int, handed: _Handed) -> None:
+    raw = torch.frombuffer(bytearray(msgspec.msgpack.encode(handed, enc_hook=_packed)), dtype=torch.uint8)
+    everyone.send(torch.tensor([raw.numel()]), rank, _SIZE, "input")
+    everyone.send(raw, rank, _HANDED, "input")
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        dtype = str(value.dtype).removeprefix("torch.")
+        return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode((dtype, list(value.shape), raw)))
+    raise NotImplementedError(f"a {type(value).__name__} in a sample")
+
+
+def _unpacked(code: int, data: memoryview) -> Tensor:
+    dtype, shape, raw = msgspec.msgpack.decode(bytes(data))
+    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return flat.view(getattr(torch, dtype)).reshape(shape)
+
+
+_decoder = msgspec.msgpack.Decoder(_Handed, ext_hook=_unpacked)
+
+
+def _tokens(sample: Any) -> int:
+    return int(next(value.numel() for value in sample.values() if isinstance(value, Tensor)))
+
+
+def _checked(sample: Any) -> Any:
+    """Raises TypeError for what cannot be handed to other ranks."""
+    if not isinstance(sample, Mapping) or not any(isinstance(value, Tensor) for value in sample.values()):
+        raise TypeError(
+            f"it is a {type(sample).__name__}: a sample must be a mapping of 1-D tensors, as in "
+            '{"inputs": ..., "targets": ...}'
+        )
+    msgspec.msgpack.encode({k: v for k, v in sample.items() if not isinstance(v, Tensor)}, enc_hook=_packed)
+    return dict(sample)
+
+
+class _Source:
+    """Reads on the first rank, a step ahead in a thread of its own."""
+
+    def __init__(self, dataset: StatefulIterable, batch: int, *, threaded: bool) -> None:
+        self._dataset, self._batch = dataset, batch
+        self._submit: Callable[[Callable[[], _Read]], Future[_Read]] = _Thread() if threaded else _at_once
+        self._threaded = threaded
+        self._last: _Read | None = None
+        self._next: Future[_Read] | None = None
+        # What the reading thread alone touches.
+        self._iterator: Iterator[Any] | None = None
+        self._first: str | None = None
+        self._at: str | None = None
+
+    def take(self, step: int, position: str | None) -> _Read:
+        """The samples of a step that begins at `position`. Nothing is read twice that is still here."""
+        last = self._last
+        if last is not None and last.before == position and not last.failed:
+            return last
+        ahead = self._next.result() if self._next is not None and last is not None else None
+        if ahead is None or ahead.before != position or ahead.failed:
+            ahead = self._submit(lambda: self._read(step, position)).result()
+        self._last, self._next = ahead, None
+        if self._threaded and not ahead.failed:
+            self._next = self._submit(lambda: self._read(step + 1, ahead.after))
+        return ahead
+
+    def _read(self, step: int, position: str | None) -> _Read:
+        """On the reading thread."""
+        found: list[Any] = []
+        try:
+            if self._iterator is None or self._at != position:
+                self._go_to(position)
+            while len(found) < self._batch:
+                found.append(_checked(self._one()))
+            state = to_text(self._dataset.state_dict(), "state_dict() of the dataset", _MOST_ELEMENTS)
+        except Exception as error:
+            self._iterator = None
+            why = f"{type(error).__name__}: {error}"
+            return _Read(
+                before=position, after="", samples=(), failed=step * self._batch + len(found) + 1, why=why
+            )
+        # Text of a text: what the state carries is text that `settings` reads.
+        self._at = to_text(msgspec.json.encode([step + 1, state]).decode())
+        return _Read(before=position, after=self._at, samples=found)
+
+    def _go_to(self, position: str | None) -> None:
+        if self._first is None:
+            self._first = to_text(self._dataset.state_dict(), "state_dict() of the dataset", _MOST_ELEMENTS)
+            if position is None:  # as it was given
+                self._iterator = iter(self._dataset)
+                return
+        text = self._first
+        if position is not None:
+            _, text = msgspec.json.decode(from_text(position), type=tuple[int, str])
+        self._dataset.load_state_dict(from_text(text))
+        self._iterator = iter(self._dataset)
+
+    def _one(self) -> Any:
+        assert self._iterator is not None
+        for sample in self._iterator:
+            return sample
+        self._iterator = iter(self._dataset)  # the next pass
+        for sample in self._iterator:
+            return sample
+        raise RuntimeError("the dataset gives no sample")
+
+
+class _Thread:
+    """Runs what it is called with in a daemon thread, one after the other."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Callable[[], _Read], Future[_Read]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, work: Callable[[], _Read]) -> Future[_Read]:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="elasticd-stream", daemon=True)
+            self._thread.start()
+        future: Future[_Read] = Future()
+        self._queue.put((work, future))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            work, future = self._queue.get()
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+            del work, future
+
+
+def _at_once(work: Callable[[], _Read]) -> Future[_Read]:
+    future: Future[_Read] = Future()
+    future.set_result(work())
+    return future
+
+
+def first_samples(stream: Stream, count: int) -> list[Any]:
+    """For `elasticd check`, which trains on nothing: as many samples as there are, up to `count`."""
+    iterable: Iterable[Any] = stream.dataset
+    return [sample for sample, _ in zip(iterable, range(count), strict=False)]

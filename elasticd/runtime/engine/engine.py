@@ -1,0 +1,410 @@
+"""One plan at work on one rank: its local model, optimizer and groups, and the step that they make.
+
+A step: forward and backward of the pipeline's micro-batches, gradients reduced by holder set, the vote, the
+optimizer. Losses and gradients are sums until the vote gives the global count; they are divided once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from elasticd_migration.local_state import (
+    MASTER,
+    VALUE,
+    LocalState,
+    LocalTensor,
+    Owned,
+    Shard,
+    collect,
+    install,
+    restore_optimizer,
+)
+from elasticd_migration.text_codec import from_text
+from elasticd_planner.layout.gradient_reduction import Reduction, reductions
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.batch import BatchPlan
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.spec.sample_packing import linear_of
+
+from elasticd.records import Vote
+from elasticd.runtime.comm.groups import Fabric, Group
+from elasticd.runtime.data.loader import Loader
+from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hash
+from elasticd.runtime.engine.mixed_precision import LossScaler
+from elasticd.runtime.engine.pipeline_stage import Pace, Passed, StageRunner
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.engine.vote import Booth, Going, Outcome, Record
+from elasticd.runtime.model.buffer_check import Constants
+from elasticd.runtime.model.local_model import LocalModel, local_model
+from elasticd.runtime.model.model import Model
+from elasticd.runtime.parallel import tp_hooks
+from elasticd.runtime.parallel.gradient_reduction import GradientReducer
+from elasticd.runtime.parallel.zero import Ownership
+from elasticd.runtime.telemetry.cuda_timer import spans_of
+from elasticd.runtime.telemetry.main_thread import during
+from elasticd.runtime.telemetry.step_times import Telemetry
+from elasticd.wire.main_thread import LOADER, OPTIMIZER, SCHEDULER, UPDATE
+
+#: What of a state says where its data is to be read on: see `feed`.
+DATA = "data"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The groups of one device under one plan: all members, its TP group, and of the plan's
+    reductions those that it takes part in."""
+
+    everyone: Group
+    tensor: Group
+    holders: dict[tuple[str, ...], Group]
+    reductions: tuple[Reduction, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone:
+    """A finished step: what was voted, the samples that were trained on, and what it cost here."""
+
+    outcome: Outcome
+    samples: tuple[int, ...]
+    measurement: Measurement
+
+
+def connect(fabric: Fabric, layouts: Layouts) -> Groups:
+    """Makes all groups that `fabric.me` is in under the plan, in one order on all ranks."""
+    plan, me = layouts.plan, fabric.me
+    team = plan.stage(plan.places[me]).devices if me in plan.places else (me,)
+    mine = tuple(reduction for reduction in reductions(layouts) if me in reduction.devices)
+    sets = [reduction.devices for reduction in mine if len(reduction.devices) > 1]
+    for members in sorted({plan.members, team, *sets}, key=lambda m: [plan.rank(d) for d in m]):
+        fabric.group(members, "")
+    return Groups(
+        everyone=fabric.group(plan.members, "vote"),
+        tensor=fabric.group(team, "tensor"),
+        holders={members: fabric.group(members, "reduce") for members in sets},
+        reductions=mine,
+    )
+
+
+def build(model: Model, plan: Plan, device: str) -> LocalModel:
+    """The local modules of a device, parameters not filled; none of one that computes nothing."""
+    if device not in plan.places:
+        return LocalModel(modules={}, parameters={}, buffers={})
+    place = plan.places[device]
+    return local_model(model, plan.stage(place), place.position)
+
+
+def first_state(
+    model: Model, layouts: Layouts, device: str, seed: int, master: torch.dtype | None = None
+) -> LocalState:
+    """The state that a job starts from: all first values that the device holds, its master weights where those
+    are of a type of their own, no optimizer state yet."""
+
+    def first(item: Item, box: Box) -> Shard:
+        plane, dtype = (MASTER, master) if item.role == "state" else (VALUE, None)
+        return Shard(box=box, planes={plane: model.first_value(item.name, box, seed, dtype)})
+
+    return LocalState(
+        tensors={
+            item: LocalTensor(shards=tuple(first(item, box) for box in boxes))
+            for item, boxes in layouts.held(device).items()
+            if item.role != "state" or master is not None
+        }
+    )
+
+
+class Engine:
+    """Trains one plan on one device, once `adopt` gave it its state and an optimizer.
+
+    reducer: its gradients' reduction, which says what it took. A device that only carries replicas of state has
+    no runner. stale: under ZeRO, the parameters are new only where their state is kept. reduced: the step whose
+    gradients are reduced here and wait for their update; last: the vote that the last update followed. spent:
+    its memory went to the state of another plan, in a move in place: there is nothing here to go back to.
+    meets: its plan came by a recovery, so that its members may have been at different things (`interludes`).
+    torn: an update was begun and did not end, so that the state here is of no step."""
+
+    def __init__(
+        self,
+        *,
+        recipe: Recipe,
+        layouts: Layouts,
+        local: LocalModel,
+        fabric: Fabric,
+        groups: Groups,
+        pace: Pace,
+    ) -> None:
+        self.plan, self.device, self.local, self.fabric = layouts.plan, fabric.me, local, fabric
+        self.layouts = layouts
+        self._recipe, self._groups = recipe.read_as(layouts.plan), groups
+        precision = recipe.precision
+        self.scaler = LossScaler(precision.scale) if precision is not None and precision.scale else None
+        if precision is not None:
+            precision.add_up(parameter for _, parameter in local.parameters.values())
+        parameters = (parameter for _, parameter in local.parameters.values())
+        self._telemetry = Telemetry(self.device, fabric.stopwatch, spans=spans_of(parameters))
+        self.reducer = GradientReducer(
+            self.device,
+            groups.reductions,
+            groups.holders,
+            local.parameters,
+            local.modules,
+            keep_all=self.plan.state.zero < 2,
+            stopwatch=fabric.stopwatch,
+        )
+        self._owns = Ownership(layouts, self.device, local, groups.everyone, self.reducer, recipe.master)
+        self._booth = Booth(groups.everyone)
+        self._constants = Constants(local.modules)
+        self._carried: dict[str, str] = {}
+        self._after: str | None = None
+        self.meets = self.torn = False
+        self._batches: dict[int, BatchPlan] = {}
+        self.reduced: int | None = None
+        self.last: Vote | None = None
+        self.stale = False
+        self.spent = False
+        self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        if groups.tensor.size > 1:
+            self._attach()
+        self.runner = self._runner(pace) if self.device in self.plan.places else None
+
+    def _runner(self, pace: Pace) -> StageRunner:
+        return StageRunner(
+            plan=self.plan,
+            device=self.device,
+            modules=self.local.modules,
+            drawing=self.local.drawing,
+            everyone=self._groups.everyone,
+            dtype=self._recipe.model.dtype,
+            talks=self._recipe.model.spec.collectives > 0,
+            loss=self._recipe.loss,
+            loader=Loader(self._recipe.feed, self._recipe.collate),
+            telemetry=self._telemetry,
+            stopwatch=self.fabric.stopwatch,
+            pace=pace,
+            ready=self.reducer.ready,
+            schedule=self._recipe.schedule,
+            again=self._recipe.recomputed,
+            precision=self._recipe.precision,
+        )
+
+    def _attach(self) -> None:
+        shares = self.plan.stage(self.plan.places[self.device]).shares
+        for section, module in self.local.modules.items():
+            tp_hooks.attach(self._recipe.model, section, module, shares, self._groups.tensor)
+
+    def adopt(self, state: LocalState) -> None:
+        """Makes `state` that of the local model, and of an optimizer and a scheduler that the user's functions
+        make now (and not before: a plan that is prepared may never come)."""
+        install(state, self._owns.values, buffers=self._owns.buffers)
+        self._constants.note()
+        owned, where = self._owns.take(state), self.fabric.stopwatch.where
+        with during(where, OPTIMIZER):
+            self.optimizer = self._recipe.optimizer((part.name, part.parameter) for part in owned)
+        if self._recipe.scheduler is not None:
+            with during(where, SCHEDULER):
+                self.scheduler = self._recipe.scheduler(self.optimizer)
+        restore_optimizer(state, owned, self.optimizer)  # what the new scheduler changed is as it was
+        self._carried = dict(state.extras)
+        if self.scheduler is not None and (text := self._carried.pop("scheduler", None)) is not None:
+            self.scheduler.load_state_dict(from_text(text))
+        if self.scaler is not None and (text := self._carried.pop("scaler", None)) is not None:
+            self.scaler.load_state_dict(from_text(text))
+
+    def state(self) -> LocalState:
+        """All that is held here, by reference: values, what is owned of the optimizer's state, settings.
+
+        What was carried under a name that nothing here uses is carried on."""
+        extras: dict[str, object] = {name: from_text(text) for name, text in self._carried.items()}
+        if self.scheduler is not None:
+            extras["scheduler"] = self.scheduler.state_dict()
+        if self.scaler is not None:
+            extras["scaler"] = self.scaler.state_dict()
+        owns = self._owns
+        return collect(
+            owns.values,
+            owns.owned,
+            self.optimizer,
+            buffers=owns.buffers,
+            extras=extras,
+            masters=self._recipe.master is not None,
+        )
+
+    def evaluated(self) -> None:
+        """An evaluation is over. What it wrote into buffers that are not in the state dict (a cache of keys, a
+        counter) is its own affair. Raises ModelError for any other buffer that it changed."""
+        self._constants.check(training=False)
+
+    @property
+    def owned(self) -> list[Owned]:
+        """What the optimizer steps on."""
+        return self._owns.owned
+
+    @property
+    def scale(self) -> float:
+        """What gradients are multiplied by until the update."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    @property
+    def rank(self) -> int:
+        return self.plan.rank(self.device)
+
+    @property
+    def everyone(self) -> Group:
+        """All members of the plan."""
+        return self._groups.everyone
+
+    @property
+    def linear(self) -> int:
+        """See `packing.linear_of`."""
+        return linear_of(self._recipe.model.spec)
+
+    def round(self) -> None:
+        """Where there are master weights: what is computed with becomes them, rounded."""
+        self._owns.round()
+
+    def return_values(self) -> None:
+        """By all members: whoever computes with a parameter gets its values from where its state is kept."""
+        self._owns.return_values()
+
+    def settle(self) -> None:
+        """After the last step, by all members: returns when every one has the values that were sent to it."""
+        if self.plan.state.zero:
+            self.gather(0)
+        self._groups.everyone.received()
+
+    def gather(self, word: int) -> tuple[int, ...]:
+        """All members' words, in rank order. Between steps: each member must ask."""
+        return tuple(self._groups.everyone.all_gather(torch.tensor(word)).tolist())
+
+    def step(
+        self,
+        step: int,
+        prepared: Callable[[], int],
+        saving: Callable[[], int] = int,
+        snapshot: Callable[[], bool] = bool,
+        going: Callable[[], Going] = lambda: Going.STAYS,
+    ) -> StepDone:
+        """Trains step `step` (counted from 0). `prepared`, `saving`, `snapshot` and `going` are read once, as
+        the vote's record is made. Raises SampleError on every rank where one could not read a sample: the state
+        is then what it was before the step."""
+        where, began = self.fabric.stopwatch.where, time.perf_counter()
+        where.begin(step, self.plan.number)
+        seconds = None
+        try:
+            done = self._step(step, prepared, saving, snapshot, going)
+            seconds = time.perf_counter() - began
+        finally:
+            where.end(seconds)
+        return done
+
+    def _step(
+        self,
+        step: int,
+        prepared: Callable[[], int],
+        saving: Callable[[], int],
+        snapshot: Callable[[], bool],
+        going: Callable[[], Going],
+    ) -> StepDone:
+        where = self.fabric.stopwatch.where
+        self._telemetry.begin()
+        self.local.drawing.begin(self._recipe.sampler.seed, step)
+        where.at(LOADER)  # a stream is read here, and the lengths of samples
+        self._after = self._recipe.feed.begin(step, self.plan, self.everyone, self._carried.get(DATA))
+        batch = self._batch(step)
+        passed = Passed(loss=0.0, count=0.0, tokens=0, samples=NO_SAMPLES)
+        if self.runner is not None:
+            place = self.plan.places[self.device]
+            batches = (batch, self._batch(step + 1)) if self._recipe.feed.ahead else (batch,)
+            mine, *next_ = (each.modules[place.module][place.pipeline] for each in batches)
+            self.runner.prepare(micro for micros in (mine, *next_) for micro in micros)
+            passed = self.runner.run(mine, self.scale)
+            self._constants.check()
+        squares = self._owns.reduce() / self.scale**2
+        self.reduced = step
+        record = Record(
+            step=step,
+            prepared=prepared(),
+            saving=saving(),
+            snapshot=snapshot(),
+            finite=math.isfinite(squares),
+            tokens=passed.tokens,
+            squares=squares,
+            loss=passed.loss,
+            targets=passed.count,
+            samples=passed.samples,
+            failed=passed.failure.index + 1 if passed.failure is not None else 0,
+            going=going(),
+        )
+        hashes = [[expected_hash(pipeline) for pipeline in module] for module in batch.modules]
+        expected = [hashes[p.module][p.pipeline] for p in self.plan.places.values()]
+        expected += [NO_SAMPLES] * len(self.plan.carriers)
+        outcome = self._booth.vote(record, expected)
+        self._groups.everyone.received()
+        if outcome.failed is not None:
+            self._drop(*outcome.failed, passed.failure)
+        self._telemetry.mark()
+        where.at(UPDATE)
+        self.apply(outcome.vote)
+        self._telemetry.passed("optimizer")
+        if outcome.apply:
+            self._owns.return_values()
+        self.stale = False
+        self._owns.copy_buffers()
+        measurement = self._telemetry.finish(self.plan.number, step)
+        return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
+
+    def _batch(self, step: int) -> BatchPlan:
+        """Made once for each step, though it is looked at a step ahead."""
+        if not self._recipe.feed.ahead:
+            return self._recipe.batch(self.plan, step)
+        self._batches = {at: batch for at, batch in self._batches.items() if at >= step - 1}
+        if step not in self._batches:
+            self._batches[step] = self._recipe.batch(self.plan, step)
+        return self._batches[step]
+
+    def _drop(self, rank: int, index: int, mine: SampleError | None) -> NoReturn:
+        """Of a step with a sample that could not be read nothing stays."""
+        self.reduced = None
+        self._owns.clear()
+        if mine is not None and mine.index == index:
+            raise mine
+        raise SampleError(index, f"see the output of {self.plan.members[rank]}")
+
+    def apply(self, vote: Vote) -> None:
+        """The update of a decided step, whose reduced gradients are here: divides the summed gradients by the
+        global count, clips by the global norm, and steps. Under ZeRO only what is owned is new then."""
+        if self.reduced != vote.step:
+            raise RuntimeError(f"the gradients here are of step {self.reduced}, the vote is of {vote.step}")
+        self.reduced, self.last, self.torn = None, vote, True
+        if self._after is not None:
+            self._carried[DATA], self._after = self._after, None
+        self.stale = vote.apply and self.plan.state.zero > 0
+        if vote.apply:
+            scale = 1.0 / vote.count / self.scale
+            if self._recipe.clip is not None and vote.norm is not None:
+                scale *= min(1.0, self._recipe.clip / (vote.norm + 1e-6))
+            for part in self._owns.owned:
+                if part.parameter.grad is not None:
+                    part.parameter.grad.mul_(scale)
+            self.optimizer.step()
+            self._owns.round()
+        if self.scaler is not None and vote.count:  # without a target nothing was scaled
+            self.scaler.after(applied=vote.apply)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.torn = False
+        self._owns.clear()
+
+
+def make_engine(recipe: Recipe, layouts: Layouts, fabric: Fabric, pace: Pace) -> Engine:
+    """The groups, the modules and the engine of one member of a plan, which waits for state to `adopt`."""
+    groups = connect(fabric, layouts)
+    local = build(recipe.model, layouts.plan, fabric.me)
+    return Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=pace)

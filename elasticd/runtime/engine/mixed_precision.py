@@ -1,0 +1,156 @@
+"""What modules compute in, and what is kept beside it: master weights, gradients, the scale of the loss.
+
+With a precision the modules' parameters and the activations are of one type, bfloat16 or float16. Gradients of
+micro-batches add up in single precision and are reduced so; the optimizer steps on master weights in single
+precision, whose rounded values the modules then get. Who keeps a box of the optimizer's state keeps its master
+weights: they move, are sharded and are saved with it (`MASTER` in elasticd_migration.schema).
+
+In float16 small gradients vanish, so the loss is multiplied by a scale before the backward pass. Whether a
+step's gradients are finite is part of the vote: all ranks skip the same update, and all change the scale alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from elasticd_planner.cost.training_precision import Numbers
+from torch import Tensor, nn
+
+from elasticd.runtime.model.model import Model
+
+Name = Literal["fp32", "bf16", "fp16"]
+
+#: Where a scale ends to grow.
+_MOST = torch.finfo(torch.float32).max
+
+_COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """How float16's loss is scaled: torch.amp.GradScaler's rules. The sum over targets is multiplied by the
+    scale, which begins at `first`. It grows by `growth` after so many steps in which all gradients were finite
+    as `interval` says, and falls by `backoff` after each step in which one was not."""
+
+    first: float
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    def __post_init__(self) -> None:
+        good = 0 < self.first < math.inf and self.growth >= 1 and 0 < self.backoff < 1 and self.interval >= 1
+        if not good:
+            raise ValueError(
+                f"LossScale: first must be positive, growth at least 1, backoff between 0 and 1 and interval "
+                f"at least 1, not {self}"
+            )
+
+    @classmethod
+    def for_steps_of(cls, targets: float) -> LossScale:
+        """As torch begins with a mean over the global batch: 65536 over the targets of a step, to a power of
+        two, so that scaling rounds nothing."""
+        return cls(first=2.0 ** (16 - round(math.log2(max(1.0, targets)))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """compute: the type of parameters and activations. master: that of the master weights, moments and
+    gradients; where it is the same there are no master weights. scale: of the loss (None: it is not scaled)."""
+
+    compute: torch.dtype
+    master: torch.dtype = torch.float32
+    scale: LossScale | None = None
+
+    def __post_init__(self) -> None:
+        for dtype in (self.compute, self.master):
+            if not dtype.is_floating_point:
+                raise ValueError(f"precision: {dtype} is no type to train in")
+        if self.separate and self.master.itemsize <= self.compute.itemsize:
+            raise ValueError(f"precision: master weights of {self.master} are no finer than {self.compute}")
+        if self.separate and not hasattr(Tensor, "grad_dtype"):
+            raise ValueError(
+                f"precision: torch {torch.__version__} cannot add up gradients in another type than their "
+                "parameters'; use torch 2.10 or newer"
+            )
+
+    @property
+    def separate(self) -> bool:
+        """Whether there are master weights beside the parameters."""
+        return self.compute != self.master
+
+    @property
+    def numbers(self) -> Numbers | None:
+        """What the planner counts with; None where everything is of the parameters' type."""
+        if not self.separate:
+            return None
+        compute, master = (str(dtype).removeprefix("torch.") for dtype in (self.compute, self.master))
+        return Numbers(compute=compute, master=master, gradients=master)
+
+    def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Has the gradients of these added up as master weights are, micro-batch by micro-batch."""
+        for parameter in parameters:
+            if parameter.requires_grad and self.separate:
+                parameter.grad_dtype = self.master
+
+    def entering(self, batch: Any) -> Any:
+        """A batch as embed takes it: what is floating point in it is of the type that is computed in. Where
+        nothing is, it is the batch itself, of whatever class."""
+        if isinstance(batch, Tensor):
+            return batch.to(self.compute) if batch.is_floating_point() else batch
+        if isinstance(batch, Mapping):
+            made = {key: self.entering(value) for key, value in batch.items()}
+            return batch if all(made[key] is batch[key] for key in made) else made
+        if isinstance(batch, tuple | list):
+            parts = [self.entering(value) for value in batch]
+            if all(one is other for one, other in zip(parts, batch, strict=True)):
+                return batch
+            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return batch
+
+    def leaving(self, output: Tensor) -> Tensor:
+        """The head's output as the loss takes it: in single precision at least."""
+        return output.to(self.master) if output.is_floating_point() else output
+
+
+def precision_of(given: Name | Precision | None, targets: float) -> Precision | None:
+    """What a Job was given; `targets` of one step, about. Raises ValueError for any other word."""
+    if given is None or isinstance(given, Precision):
+        return given
+    if given not in _COMPUTE:
+        known = ", ".join(map(repr, _COMPUTE))
+        raise ValueError(f"precision must be one of {known}, or a Precision, not {given!r}")
+    scale = LossScale.for_steps_of(targets) if given == "fp16" else None
+    return Precision(compute=_COMPUTE[given], scale=scale)
+
+
+def lowered(model: Model, precision: Precision | None) -> Model:
+    """The model as its modules compute."""
+    return model if precision is None else model.computing_in(precision.compute)
+
+
+class LossScaler:
+    """The scale under way: the same on every rank, since it follows from the votes."""
+
+    def __init__(self, rules: LossScale) -> None:
+        self._rules = rules
+        self.scale, self.good = rules.first, 0
+
+    def after(self, *, applied: bool) -> None:
+        """A step whose update was made, or skipped since a gradient was not finite."""
+        if not applied:
+            self.scale, self.good = self.scale * self._rules.backoff, 0
+            return
+        self.good += 1
+        if self.good >= self._rules.interval:
+            grown = self.scale * self._rules.growth
+            self.scale, self.good = (grown if grown <= _MOST else self.scale), 0
+
+    def state_dict(self) -> dict[str, float | int]:
+        return {"scale": self.scale, "good": self.good}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.scale, self.good = float(state["scale"]), int(state["good"])

@@ -1,0 +1,157 @@
+"""The sections of a model that one device runs: copies with parameters of the local shape."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from elasticd_planner.layout.layouts import sections_of
+from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.model import member_box, unit_range
+from elasticd_planner.spec.plan import Stage
+from torch import Tensor, nn
+
+from elasticd.runtime.model.model import Model
+from elasticd.runtime.model.rng import Drawing, Dropout
+from elasticd.runtime.model.tp_rules import Slice, attribute_holders, listed, sides_of
+from elasticd.runtime.model.validation import ModelError
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The sections that one device runs, in order, their parameters by full name with the box held, their
+    persistent buffers, and what their random draws are keyed by."""
+
+    modules: dict[str, nn.Module]
+    parameters: dict[str, tuple[Box, nn.Parameter]]
+    buffers: dict[str, Tensor]
+    drawing: Drawing = field(default_factory=Drawing)
+
+
+def local_model(model: Model, stage: Stage, position: int) -> LocalModel:
+    """The sections of `stage` for the member at `position` of its group, values not set."""
+    local = LocalModel(modules={}, parameters={}, buffers={})
+    for section in sections_of(model.spec, stage):
+        module = copy.deepcopy(model.sections[section])
+        for rule in model.spec.section(section):
+            name = model.spec.owner(f"{section}.{rule.name}")
+            box = member_box(model.spec, rule, stage.shares, position)
+            path, _, leaf = rule.name.rpartition(".")
+            owner = module.get_submodule(path)
+            if rule.kind == "buffer":
+                empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype))
+                _share(module, owner.get_buffer(leaf), local.buffers.setdefault(name, empty))
+                continue
+            if name not in local.parameters:
+                empty = torch.empty(box.shape, dtype=getattr(torch, rule.dtype))
+                local.parameters[name] = (box, nn.Parameter(empty, requires_grad=rule.kind == "trained"))
+            held = local.parameters[name][1]
+            fused = model.fused.get(f"{section}.{rule.name}")
+            if fused is None:
+                setattr(owner, leaf, held)
+            else:
+                _fuse(owner, leaf, held, fused)
+        _tell_units(model, section, module, stage, position)
+        _prepare(model, section, module, stage, position, local.drawing)
+        local.modules[section] = module
+    return local
+
+
+def _share(module: nn.Module, old: Tensor, new: Tensor) -> None:
+    """Every submodule that has the one buffer has the other now: a change in one is seen in all."""
+    for submodule in module.modules():
+        for name, buffer in list(submodule.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer is old:
+                setattr(submodule, name, new)
+
+
+def _fuse(owner: nn.Module, leaf: str, held: nn.Parameter, dim: int) -> None:
+    """The module sees the parts of a fused parameter as one, as it made them; what is trained has a dimension
+    of its own for the parts, so that one box is a member's."""
+    delattr(owner, leaf)
+    owner.register_parameter(f"{leaf}_parts", held)
+
+    def view(*_: object) -> None:
+        owner.__dict__[leaf] = held.flatten(dim, dim + 1)
+
+    view()
+    owner.register_forward_pre_hook(view, prepend=True)
+
+
+def repeats(model: Model, kind: str, shares: tuple[int, ...], position: int) -> list[int] | None:
+    """Of units that follow others, which one each of the member's lead units reads, by its place among the
+    member's own; None where each of its own serves as many as in the whole model."""
+    units = model.spec.units_of(kind)
+    if units.follows is None:
+        return None
+    lead = unit_range(model.spec, units.follows, shares, position)
+    mine = unit_range(model.spec, kind, shares, position)
+    per = model.spec.units_of(units.follows).count // units.count
+    if lead.start % per == 0 and lead.stop % per == 0:
+        return None
+    return [head // per - mine.start for head in lead]
+
+
+def _tell_units(model: Model, section: str, module: nn.Module, stage: Stage, position: int) -> None:
+    for kind, units in model.units.items():
+        if not units.attribute and not units.ratio:
+            continue
+        count = model.spec.units_of(kind).count
+        repeated = repeats(model, kind, stage.shares, position)
+        local = len(repeated or unit_range(model.spec, kind, stage.shares, position))
+        for _, found, name in attribute_holders(section, module, listed(units.attribute)):
+            setattr(found, name, getattr(found, name) // count * local)
+        if repeated is not None:
+            for _, found, name in attribute_holders(section, module, listed(units.ratio)):
+                setattr(found, name, 1)
+    for found, name, leaf, dim in _sizes(model, section, module):
+        setattr(found, name, tuple(getattr(found, leaf).shape)[dim])
+
+
+def _sizes(model: Model, section: str, module: nn.Module) -> list[tuple[nn.Module, str, str, int]]:
+    """Attributes in which torch's own modules keep the sizes of their weights."""
+    found: list[tuple[nn.Module, str, str, int]] = []
+    for path in model.owners(section):
+        owner = module.get_submodule(path)
+        if isinstance(owner, nn.Linear):
+            found += [(owner, "out_features", "weight", 0), (owner, "in_features", "weight", 1)]
+        elif isinstance(owner, nn.Embedding):
+            found += [(owner, "num_embeddings", "weight", 0), (owner, "embedding_dim", "weight", 1)]
+        elif sides_of(owner) is not None:  # the Conv1D of transformers
+            found += [(owner, "nf", "weight", 1), (owner, "nx", "weight", 0)]
+    return found
+
+
+def _prepare(
+    model: Model, section: str, module: nn.Module, stage: Stage, position: int, drawing: Drawing
+) -> None:
+    """Dropouts learn their keys and cuts; what a section gives is checked to be one tensor."""
+    for path, submodule in module.named_modules(prefix=section):
+        if isinstance(submodule, Dropout):
+            submodule.drawing = drawing
+            rule = model.rule(path)
+            if isinstance(rule, Slice):
+                submodule.cut = (rule.dim, unit_range(model.spec, rule.units, stage.shares, position).start)
+    module.register_forward_hook(_OneTensor(section))
+    drawing.watch(section, module)
+
+
+@dataclass(frozen=True)
+class _OneTensor:
+    """A section gives one tensor: the one that passes to the next stage."""
+
+    section: str
+
+    def __call__(self, module: nn.Module, args: object, output: Any) -> None:
+        if isinstance(output, Tensor):
+            return
+        what = f"a {type(output).__name__}"
+        if isinstance(output, tuple | list | Mapping):
+            what += f" of {len(output)}"
+        raise ModelError(
+            f"{self.section} gave {what}: one activation tensor passes between blocks; put what else they need "
+            "into it, or compute it in each block"
+        )

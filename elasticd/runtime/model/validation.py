@@ -1,0 +1,126 @@
+"""Which modules elasticd can train; for the others, what is wrong and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from elasticd.runtime.model.rng import Dropout
+
+#: Modules whose statistics are those of a micro-batch, which a layout composes.
+_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
+
+#: Modules whose random masks would differ by layout; nn.Dropout itself is replaced.
+_DROPOUTS = (
+    *(nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.RReLU),
+    *(nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
+)
+
+#: Wraps of the user's own, by the name of their class in torch (imported by whoever made one).
+_WRAPS = {
+    "OptimizedModule": (
+        "compiled by torch.compile: give elasticd the plain module; functions and submodules that its forward "
+        "calls may be compiled"
+    ),
+    "DistributedDataParallel": (
+        "wrapped in DistributedDataParallel: give elasticd the plain module, the Job reduces the gradients"
+    ),
+    "DataParallel": ("wrapped in DataParallel: give elasticd the plain module, the Job distributes the data"),
+    "FullyShardedDataParallel": (
+        "wrapped in FSDP: give elasticd the plain module; Job(zero=1) or Job(zero=2) shards the state"
+    ),
+    "FSDPModule": (
+        "wrapped by fully_shard: give elasticd the plain module; Job(zero=1) or Job(zero=2) shards the state"
+    ),
+}
+
+
+class ModelError(ValueError):
+    """The model cannot be trained as it is described: what is wrong and what would be right."""
+
+
+def refuse_module(path: str, module: nn.Module) -> None:
+    """Raises ModelError for a submodule that no layout, or not every layout, can train exactly."""
+    for kind in type(module).__mro__:
+        said = _WRAPS.get(kind.__qualname__)
+        if said is not None and kind.__module__.startswith("torch."):
+            raise ModelError(f"{path} is {said}")
+    if isinstance(module, _STATISTICS):
+        raise ModelError(
+            f"{path} is a {type(module).__name__}: its statistics are those of a micro-batch, and running ones "
+            "would differ by layout; use a layer, group or RMS norm"
+        )
+    if isinstance(module, _DROPOUTS) and getattr(module, "p", 1) > 0:
+        raise ModelError(
+            f"{path} is a {type(module).__name__}: its masks would differ by layout; use nn.Dropout, which "
+            "elasticd keys by step, sample and place"
+        )
+    if getattr(module, "max_norm", None) is not None:
+        raise ModelError(
+            f"{path} has max_norm: its forward changes the weight, so that replicas would differ; leave it out"
+        )
+    if getattr(module, "track_running_stats", False):
+        raise ModelError(
+            f"{path} keeps running statistics, which would differ by layout; use track_running_stats=False"
+        )
+    for name, parameter in module.named_parameters(recurse=False):
+        _refuse_parameter(f"{path}.{name}", parameter)
+
+
+def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, UninitializedParameter):
+        raise ModelError(f"{name} has no shape yet: run the lazy module once before it is given to elasticd")
+    if hasattr(parameter, "device_mesh"):
+        raise ModelError(f"{name} is a DTensor: give elasticd the plain module; its rules say how it is cut")
+    if not parameter.dtype.is_floating_point:
+        raise ModelError(f"{name} is of {parameter.dtype}: parameters must be floating point; use a buffer")
+
+
+def shared(sections: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Parameters that modules of several sections share: the later name to the first.
+
+    Raises ModelError for one that a section has under two names."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for section, module in sections.items():
+        for name, parameter in module.named_parameters(prefix=section, remove_duplicate=False):
+            owner = first.setdefault(id(parameter), name)
+            if owner == name:
+                continue
+            if owner.startswith(f"{section}.") or (ties.get(owner) is None and _twice(ties, owner, section)):
+                raise ModelError(f"{name} and {owner} are one parameter inside {section}: use one name for it")
+            ties[name] = owner
+    return ties
+
+
+def _twice(ties: Mapping[str, str], owner: str, section: str) -> bool:
+    return any(to == owner and name.startswith(f"{section}.") for name, to in ties.items())
+
+
+def replace_dropouts(section: str, module: nn.Module) -> nn.Module:
+    """Every nn.Dropout becomes one that is keyed by step, sample and place."""
+    for path, submodule in list(module.named_modules(prefix=section, remove_duplicate=False)):
+        for name, child in list(submodule.named_children()):
+            if type(child) is nn.Dropout:
+                setattr(submodule, name, _keyed(child, f"{path}.{name}"))
+    return _keyed(module, section) if type(module) is nn.Dropout else module
+
+
+def _keyed(module: nn.Dropout, site: str) -> Dropout:
+    return Dropout(module.p, site).train(module.training)
+
+
+def buffers_of(section: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The persistent buffers. Raises ModelError for one that is not, and has no values."""
+    persistent = module.state_dict().keys()
+    for name, buffer in module.named_buffers():
+        if name in persistent:
+            yield name, buffer
+        elif buffer.is_meta:
+            raise ModelError(
+                f"{section}.{name} is a buffer without values that is not persistent: make the model with "
+                "storage, let the buffer be persistent, or compute it in forward"
+            )

@@ -1,0 +1,1 @@
+"""Parallelism on one device: tensor parallelism, gradient reduction and ZeRO."""

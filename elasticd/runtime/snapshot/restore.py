@@ -1,0 +1,68 @@
+"""A rank stands in for members of a plan of which only snapshots are left: it reads theirs from its agent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elasticd_migration.local_state import LocalState
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.layout.snapshot_layouts import StoodIn
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.records import Recovery
+from elasticd.runtime.checkpoint.staging import shares
+from elasticd.runtime.snapshot.memory_file import BadSnapshot, joined, read
+from elasticd.wire.snapshots import Held
+
+#: Asks the agent for a snapshot: what it has, and a memory file, the caller's. Raises RuntimeError or OSError.
+Fetch = Callable[[Held], tuple[Held, int]]
+
+
+def _nothing(held: Held) -> tuple[Held, int]:
+    raise BadSnapshot(f"nobody here keeps a snapshot of {held.device}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshots:
+    """The snapshots of a job that this node's agent keeps."""
+
+    job: str = ""
+    fetch: Fetch = _nothing
+
+    def state(self, old: Plan, recovery: Recovery, device: str) -> LocalState:
+        """The shares of all for whom `device` stands in, in memory of its own.
+
+        Raises BadSnapshot, or what `fetch` raises."""
+        members = [member for member in old.members if recovery.snapshots.get(member) == device]
+        return joined({member: self._one(old, recovery.step, member) for member in members})
+
+    def _one(self, old: Plan, step: int, member: str) -> LocalState:
+        wanted = Held(
+            job=self.job,
+            device=member,
+            incarnation=old.binding.get(member, ""),
+            plan=old.number,
+            step=step,
+            node=member.rpartition("/")[0],
+            size=0,  # the agent knows
+        )
+        held, fd = self.fetch(wanted)
+        try:
+            contents, state = read(fd, held.size)
+        finally:
+            os.close(fd)
+        found = contents.job, contents.device, contents.plan, contents.step
+        if found != (self.job, member, old.number, step):
+            raise BadSnapshot(
+                f"the agent gave a snapshot of {contents.device}, plan {contents.plan}, step {contents.step}, "
+                f"not of {member}, plan {old.number}, step {step}"
+            )
+        return state
+
+
+def stood_in(spec: ModelSpec, old: Plan, recovery: Recovery) -> StoodIn:
+    """Where everything lies once all have read the snapshots that they are to."""
+    return StoodIn(spec, old, shares=shares(Layouts(spec, old)), stands=recovery.snapshots)

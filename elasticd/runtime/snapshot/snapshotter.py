@@ -1,0 +1,168 @@
+"""A rank's side of snapshots at work: copies its share into a memory file at a step's end, and hands it over.
+
+The machine in `machines.snapping` says when and where. What a step waits for is the copy alone; a thread of its
+own makes the files, writes what they hold, and gives them to the agent, who keeps them.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from elasticd_migration.local_state import LocalState, NotElementWise
+from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.machines.worker import snapshotting
+from elasticd.runtime.checkpoint.staging import Piece, pieces, share, without_planes
+from elasticd.runtime.snapshot.memory_file import BadSnapshot, MemoryFile, size_of
+from elasticd.wire.messages import Message, Welcome
+from elasticd.wire.snapshots import Held, Snapped
+
+log = logging.getLogger(__name__)
+
+#: Seconds that the end of a process waits for the thread.
+_LEAVE = 5.0
+
+
+class Tell(Protocol):
+    """Sends a message to the agent, with a descriptor that stays the caller's."""
+
+    def __call__(self, message: Message, fd: int) -> None: ...
+
+
+class Snapper:
+    """Makes this rank's snapshots every `every` steps. `welcome` gives who this worker is now.
+
+    The thread that trains calls `ready` for a vote's record and `voted` after it; `freed` and `welcomed` are
+    called by the control thread, `end` by whoever ends the process.
+    """
+
+    def __init__(self, every: int, job: str, welcome: Callable[[], Welcome], tell: Tell) -> None:
+        if every < 1:
+            raise ValueError(f"snapshot_every is {every}; it must be at least 1, or None for no snapshots")
+        self.copy_seconds = 0.0  # what the last snapshot held its step up
+        self.bytes = 0  # of the last one
+        self._job, self._welcome, self._tell = job, welcome, tell
+        self._lock = threading.Lock()
+        self._state = snapshotting.first(every)
+        self._files: list[MemoryFile | None] = [None] * len(self._state.slots)
+        self._layouts: Layouts | None = None
+        self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._ending = False
+
+    # -- what the training thread does -----------------------------------------------------------------------
+
+    def ready(self, plan: int, step: int) -> bool:
+        """This rank's bit in the vote after which `step` updates are applied."""
+        with self._lock:
+            return self._state.ready(plan, step)
+
+    def voted(self, step: int, bits: Sequence[bool], layouts: Layouts, state: Callable[[], LocalState]) -> None:
+        """After that vote and its update; `bits` are all ranks', in rank order."""
+        began = time.perf_counter()
+        with self._lock:
+            self._state, slot = snapshotting.voted(self._state, step, bits)
+            file = self._files[slot] if slot is not None else None
+        try:
+            if file is not None:
+                self._copy(step, file, layouts, state())
+                self.copy_seconds = time.perf_counter() - began
+            elif layouts is not self._layouts:
+                self._measure(layouts, state)
+        except (NotElementWise, BadSnapshot, RuntimeError) as error:
+            self._give_up(error, layouts.plan.number, step)
+
+    def _give_up(self, error: Exception, plan: int, step: int) -> None:
+        log.warning("no snapshot of step %d: %s", step, error)
+        if isinstance(error, BadSnapshot):
+            self._layouts = None  # there is more state than at first: it is measured anew
+        self._step(lambda old: snapshotting.freed(old, plan, step))
+
+    def _measure(self, layouts: Layouts, state: Callable[[], LocalState]) -> None:
+        """A plan's first step was made, so that all of its state is there: files are made for this rank's share
+        of it, beside training."""
+        self._layouts = layouts
+        self._share = share(layouts, self._welcome().device)
+        local = state()
+        need = size_of(pieces(local, self._share), without_planes(local, self._share))
+        self._step(lambda old: snapshotting.sized(old, layouts.plan.number, need))
+
+    def _copy(self, step: int, file: MemoryFile, layouts: Layouts, state: LocalState) -> None:
+        held = pieces(state, self._share)
+        file.copy(held)
+        small, me = without_planes(state, self._share), self._welcome()
+        self._put(lambda: self._hand_over(me, step, file, layouts.plan, held, small))
+
+    def end(self) -> None:
+        self._ending = True
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_LEAVE)
+
+    # -- what the control thread does ------------------------------------------------------------------------
+
+    def freed(self, plan: int, step: int) -> None:
+        """The agent let this snapshot go."""
+        self._step(lambda old: snapshotting.freed(old, plan, step))
+
+    def welcomed(self) -> None:
+        """Another agent let this worker in, or this one another incarnation: files that were handed over are
+        not this worker's any more."""
+        self._step(snapshotting.left)
+
+    # -- what the thread beside does -------------------------------------------------------------------------
+
+    def _step(self, change: Callable[[snapshotting.State], snapshotting.Step]) -> None:
+        with self._lock:
+            self._state, makes = change(self._state)
+            for make in makes:
+                self._files[make.slot] = None
+                self._put(lambda make=make: self._make(make))  # type: ignore[misc]
+
+    def _put(self, work: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="elasticd-snapshot", daemon=True)
+            self._thread.start()
+        self._queue.put(work)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None and not self._ending:
+            work()
+
+    def _make(self, make: snapshotting.Make) -> None:
+        try:
+            file = MemoryFile(make.size)
+        except (OSError, MemoryError) as error:
+            log.warning("no snapshots: there is no memory for files of %d MiB: %s", make.size >> 20, error)
+            return  # the slot stays without; no rank copies
+        with self._lock:
+            self._files[make.slot] = file
+        self._step(lambda old: snapshotting.made(old, make.slot, make.size))
+
+    def _hand_over(
+        self, me: Welcome, step: int, file: MemoryFile, plan: Plan, held: Sequence[Piece], small: LocalState
+    ) -> None:
+        """`held` serves to describe what was copied; its values are of a later step by now."""
+        try:
+            size = file.close(self._job, me.device, plan.number, step, held, small)
+            self.bytes = size
+        except Exception as error:  # also what nobody thought of: the slot must come free
+            self._give_up(error, plan.number, step)
+            return
+        made = Held(
+            job=self._job,
+            device=me.device,
+            incarnation=me.incarnation,
+            plan=plan.number,
+            step=step,
+            node=me.device.rpartition("/")[0],
+            size=size,
+        )
+        first = plan.members[0] == me.device
+        self._tell(Snapped(held=made, plan=plan if first else None), file.fd)

@@ -1,0 +1,56 @@
+"""How fast this device is while it has no work: a small matrix product, timed a few times."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from elasticd.wire.probes import Probed
+
+#: Rows and columns of the product; its repetitions; seconds after which no further one begins.
+SIZE = 256
+REPEATS = 9
+MOST_SECONDS = 1.0
+
+
+def product(paced: Callable[[float], None]) -> tuple[float, ...]:
+    """Seconds of each of some equal products. `paced` is called after each with the time at which it began: it
+    sleeps on emulated devices."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.rand(SIZE, SIZE, generator=generator) for _ in range(2))
+    out = torch.empty(SIZE, SIZE)
+    torch.mm(left, right, out=out)  # the first one loads what is needed
+    seconds: list[float] = []
+    began = time.perf_counter()
+    while len(seconds) < REPEATS and time.perf_counter() - began < MOST_SECONDS:
+        start = time.perf_counter()
+        torch.mm(left, right, out=out)
+        paced(start)
+        seconds.append(time.perf_counter() - start)
+    return tuple(seconds)
+
+
+class Prober:
+    """Answers an agent's `Probe`, on a thread of its own, while the device is `idle`; else it says nothing."""
+
+    def __init__(
+        self, idle: Callable[[], bool], paced: Callable[[float], None], send: Callable[[Probed], None]
+    ) -> None:
+        self._idle, self._paced, self._send = idle, paced, send
+        self._running = threading.Lock()
+
+    def ask(self) -> None:
+        """Returns at once. A probe that is under way is the answer to this one as well."""
+        if self._idle() and self._running.acquire(blocking=False):
+            threading.Thread(target=self._probe, name="elasticd-probe", daemon=True).start()
+
+    def _probe(self) -> None:
+        try:
+            seconds = product(self._paced)
+            if self._idle():  # it was given work meanwhile: what was measured is no measure
+                self._send(Probed(seconds=seconds))
+        finally:
+            self._running.release()

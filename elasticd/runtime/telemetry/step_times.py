@@ -1,0 +1,137 @@
+"""What a step cost on this device, by clocks alone: computation apart from communication.
+
+The host's clock tells where the host computes. For a device that computes behind its back, `spans` tell.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.sequence_lengths import bucket
+
+from elasticd.runtime.telemetry.comm_timer import INSIDE, Stopwatch
+from elasticd.runtime.telemetry.cuda_timer import Spans
+
+#: Bytes of a page of memory.
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+#: What a block's computation is told apart in.
+PASSES = ("blocks", "forward", "backward", "again")
+
+
+def resident() -> int:
+    """Bytes of memory that this process has now; 0 where the system does not say."""
+    try:
+        return int(os.pread(_statm(os.getpid()), 128, 0).split()[1]) * _PAGE
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=1)
+def _statm(pid: int) -> int:
+    """Open as long as the process lives: it is read in every step."""
+    return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class Telemetry:
+    """Collects one step's times. Computation of a section is its wall time less what was spent in the
+    tensor-parallel group meanwhile. `memory` gives the bytes in use; `spans` the times of a device that
+    computes by itself."""
+
+    def __init__(
+        self,
+        device: str,
+        stopwatch: Stopwatch,
+        memory: Callable[[], int] = resident,
+        spans: Spans | None = None,
+    ) -> None:
+        self._device, self._stopwatch, self._memory, self._spans = device, stopwatch, memory, spans
+        stopwatch.marks = spans
+        self.begin()
+
+    def begin(self) -> None:
+        self._start = time.perf_counter()
+        self._stopwatch.take()
+        self._compute = dict.fromkeys((*PASSES, "embed", "head", "optimizer"), 0.0)
+        self._worked: list[tuple[int, float, int]] = []
+        self._modalities: dict[str, int] = {}
+        if self._spans is not None:  # passes since the last step, of an evaluation, are no part of this one
+            self._compute["optimizer"] += self._spans.take().get("optimizer", 0.0)
+
+    def mark(self) -> None:
+        """What is computed from here on is a part of what `passed` names."""
+        if self._spans is not None:
+            self._spans.mark()
+        else:
+            self._since = time.perf_counter() - self._stopwatch.seconds.get(INSIDE, 0.0)
+
+    def passed(self, kind: str) -> None:
+        """What was computed since the mark was "embed", "head", the "forward" or "backward" pass of blocks
+        ("blocks": either; "again": a forward pass that was made once more) or the "optimizer". The mark is here
+        now. What fails before it is passed counts for nothing."""
+        if self._spans is not None:
+            self._spans.passed(kind)
+        else:
+            now = time.perf_counter() - self._stopwatch.seconds.get(INSIDE, 0.0)
+            self._compute[kind] += now - self._since
+            self._since = now
+
+    def named(self, batch: Any) -> None:
+        """A micro-batch that this device read: what it names of its modalities, as {"image": 3}."""
+        counts = batch.get("modalities") if isinstance(batch, Mapping) else None
+        if isinstance(counts, Mapping):
+            for name, count in counts.items():
+                self._modalities[str(name)] = self._modalities.get(str(name), 0) + int(count)
+
+    def worked(self, tokens: int, layers: int, share: float, length: int = 0) -> None:
+        """A micro-batch of `tokens`, in sequences of `length` with their padding (0: not known), went through
+        `layers` blocks of which this device holds `share`."""
+        self._worked.append((tokens, layers * share, length))
+
+    def finish(self, plan: int, step: int) -> Measurement:
+        spent, compute = self._stopwatch.take(), self._compute
+        if self._spans is not None:
+            for kind, seconds in self._spans.take().items():
+                to = spent if kind == INSIDE else compute
+                to[kind] = to.get(kind, 0.0) + seconds
+        tokens = longest = 0
+        work = squares = 0.0
+        lengths: dict[int, int] = {}
+        for each, blocks, length in self._worked:
+            tokens += each
+            work += each * blocks
+            if length:
+                squares += each * length
+                longest = max(longest, length)
+                at = bucket(length)
+                lengths[at] = lengths.get(at, 0) + each // length
+        return Measurement(
+            device=self._device,
+            plan=plan,
+            step=step,
+            tokens=tokens,
+            block_seconds=compute["blocks"] + compute["forward"] + compute["backward"],
+            forward_seconds=compute["forward"],
+            backward_seconds=compute["backward"],
+            block_work=work,
+            again_seconds=compute["again"],
+            embed_seconds=compute["embed"],
+            head_seconds=compute["head"],
+            optimizer_seconds=compute["optimizer"],
+            tensor_seconds=spent.get("tensor", 0.0),
+            boundary_seconds=spent.get("boundary", 0.0),
+            reduce_seconds=spent.get("reduce", 0.0),
+            vote_seconds=spent.get("vote", 0.0),
+            input_seconds=spent.get("input", 0.0),
+            step_seconds=time.perf_counter() - self._start,
+            micro_batches=len(self._worked),
+            squares=squares,
+            longest=longest,
+            lengths=lengths,
+            modalities=self._modalities,
+            memory_bytes=self._memory(),
+        )

@@ -1,0 +1,229 @@
+"""What the script does to the cluster, and what follows by itself: links that break, processes that end.
+
+What the machines make of it is theirs: a death reaches the coordinator as its agent's word, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from elasticd.chaos.fault import Fault
+from elasticd.simulator.cluster.launcher import Operator
+from elasticd.simulator.cluster.leader import Leader
+from elasticd.simulator.cluster.nodes import Node
+from elasticd.simulator.cluster.worker import Worker
+from elasticd.simulator.cluster.workers import Gang
+from elasticd.simulator.devices.device_model import Truth
+from elasticd.simulator.engine import FAULT, Engine
+
+
+class Leading(Protocol):
+    """Who leads now; a takeover replaces it."""
+
+    @property
+    def leader(self) -> Leader: ...
+
+    def take_over(self) -> None: ...
+
+
+class Script:
+    """Faults by step and by time. `struck` is told each as it happens; `tell` puts a line on the timeline."""
+
+    def __init__(
+        self,
+        faults: Iterable[Fault],
+        patience: float,
+        engine: Engine,
+        truth: Truth,
+        gang: Gang,
+        nodes: dict[str, Node],
+        operator: Operator,
+        leading: Leading,
+        tell: Callable[[str, str, dict[str, object]], None],
+    ) -> None:
+        listed = list(faults)
+        self._by_step = sorted((f for f in listed if f.step is not None), key=lambda f: f.step or 0)
+        self._by_time = sorted((f for f in listed if f.seconds is not None), key=lambda f: f.seconds or 0.0)
+        self._patience, self._engine, self._truth, self._gang = patience, engine, truth, gang
+        self._nodes, self._operator, self._leading, self._tell = nodes, operator, leading, tell
+        self._unlinked: set[str] = set()
+        self._healing: list[float] = []
+        self._joining: list[float] = []
+
+    def before(self) -> None:
+        """What is dead from the beginning never was there."""
+        while self._by_step and not self._by_step[0].step and self._by_step[0].kind == "kill":
+            fault = self._by_step.pop(0)
+            self._truth.kill(fault.devices(self._truth.names))
+            self._told(fault)
+
+    def begin(self) -> None:
+        for fault in self._by_time:
+            self._engine.call_at(fault.seconds or 0.0, lambda f=fault: self._strike(f), FAULT)  # type: ignore[misc]
+        self.at_step(0)
+
+    def at_step(self, step: int) -> None:
+        """All that happens once `step` steps are done."""
+        while self._by_step and (self._by_step[0].step or 0) <= step:
+            self._strike(self._by_step.pop(0))
+
+    @property
+    def next_step(self) -> int | None:
+        """The step of the next fault by step."""
+        return self._by_step[0].step if self._by_step else None
+
+    def times(self, now: float) -> list[float]:
+        """When something will happen by itself."""
+        listed = [f.seconds for f in self._by_time if f.seconds is not None and f.seconds > now]
+        return listed + self._healing + self._joining
+
+    def brings_nodes(self, now: float) -> bool:
+        """Whether time alone brings nodes (back)."""
+        joins = any(f.kind == "join" and (f.seconds or 0.0) > now for f in self._by_time)
+        return joins or bool(self._healing or self._joining)
+
+    def linked(self, node: Node) -> bool:
+        """Whether a node finds a leader, if there is one."""
+        gone = self._unlinked | self._gang.cut | {name.rpartition("/")[0] for name in self._crashed()}
+        return node.name not in gone
+
+    def _crashed(self) -> set[str]:
+        return {name for name in self._truth.dead if self._truth.dead.issuperset(self._of(name))}
+
+    def _of(self, device: str) -> list[str]:
+        """All devices of a device's node."""
+        node = device.rpartition("/")[0]
+        return [name for name in self._truth.names if name.rpartition("/")[0] == node]
+
+    def _told(self, fault: Fault) -> None:
+        data: dict[str, object] = {"fault": fault.kind, "where": fault.device or fault.node}
+        for key in ("factor", "lasts", "tokens"):
+            if (value := getattr(fault, key)) not in (0, 1.0):
+                data[key] = value
+        self._tell("fault", fault.text, data)
+
+    def _strike(self, fault: Fault) -> None:
+        self._told(fault)
+        ending = fault.ending(self._engine.now())
+        if ending is not None:
+            self._end_later(ending)
+        match fault.kind:
+            case "slow" | "recover":
+                factor = fault.factor if fault.kind == "slow" else 1.0
+                self._truth.slow(fault.devices(self._truth.names), factor)
+            case "kill":
+                self._kill(fault)
+            case "join":
+                self._join(fault)
+            case "partition":
+                self._partition(self._nodes[fault.node], fault.lasts)
+            case "shift":
+                self._truth.shift(fault.tokens)
+            case "takeover":
+                self._leading.take_over()
+            case "freeze":
+                for worker in self._workers(fault):
+                    worker.freeze()
+                    self._gang.lose(worker.device, self._patience, f"gave no word for {self._patience:g} s")
+            case "thaw":
+                for worker in self._workers(fault):
+                    worker.thaw()
+                self._gang.reached()
+            case "cut":
+                self._unlinked.add(fault.node)
+                self._nodes[fault.node].apart = True
+                self._unlink(self._nodes[fault.node])
+            case "heal":
+                self._heal(self._nodes[fault.node])
+            case _:
+                self._restart(self._nodes[fault.node])
+
+    def _end_later(self, ending: Fault) -> None:
+        at = ending.seconds or 0.0
+        self._joining.append(at)
+
+        def end() -> None:
+            self._joining.remove(at)
+            self._strike(ending)
+
+        self._engine.call_at(at, end, FAULT)
+
+    def _workers(self, fault: Fault) -> list[Worker]:
+        """Of the device; nobody where nothing runs there."""
+        node = self._nodes[fault.device.rpartition("/")[0]]
+        return [worker for worker in node.workers.values() if worker.device == fault.device]
+
+    def _heal(self, node: Node) -> None:
+        self._unlinked.discard(node.name)
+        if node.name not in self._gang.cut:
+            node.back()
+            self._relink(node)
+
+    def _restart(self, node: Node) -> None:
+        """The next agent is cut off from nothing but what the network is."""
+        if node.name in self._crashed():
+            return
+        self._unlink(node)
+        self._unlinked.discard(node.name)
+        if node.name not in self._gang.cut:
+            node.back()
+        node.restart()
+        self._relink(node)
+
+    def _unlink(self, node: Node) -> None:
+        node.link(False)
+        self._leading.leader.lost(node.name)
+
+    def _relink(self, node: Node) -> None:
+        node.link(self._leading.leader.alive and self.linked(node))
+
+    def _kill(self, fault: Fault) -> None:
+        """A device takes its process with it, and torchrun ends the others on its node. A machine is just
+        gone: its peers wait, until a fence or their patience ends that."""
+        self._truth.kill(fault.devices(self._truth.names))
+        node = self._nodes[fault.node or fault.device.rpartition("/")[0]]
+        self._operator.harmed = True
+        if not fault.node:
+            node.end(f"{fault.device} is dead")
+            return
+        node.crash()
+        self._unlink(node)
+
+    def starve(self, device: str) -> None:
+        """A worker needs more memory than its device has."""
+        self._operator.harmed = True
+        self._nodes[device.rpartition("/")[0]].end(f"{device} is out of memory")
+
+    def _join(self, fault: Fault) -> None:
+        self._truth.join(fault.devices(self._truth.names))
+        node = self._nodes[fault.node or fault.device.rpartition("/")[0]]
+        self._relink(node)
+        if node in self._operator.whole():
+            self._operator.join(node)
+            self._operator.more_nodes()
+
+    def _partition(self, node: Node, lasts: float) -> None:
+        """Nobody reaches the node: neither the leader and the store nor its peers."""
+        until = self._engine.now() + lasts
+        self._healing.append(until)
+        node.apart = self._operator.harmed = True
+        self._gang.cut.add(node.name)
+        self._unlink(node)
+        why = f"gave no word for {self._patience:g} s"
+        for worker in node.workers.values():
+            self._gang.lose(worker.device, self._patience, why)
+
+        def heal() -> None:
+            self._healing.remove(until)
+            self._gang.cut.discard(node.name)
+            self._tell("healed", f"node {node.name} can be reached again", {"node": node.name})
+            if node.name not in self._unlinked:
+                self._relink(node)
+                node.back()
+            self._gang.reached()
+            if node in self._operator.whole():
+                self._operator.join(node)
+                self._operator.more_nodes()
+
+        self._engine.call_at(until, heal, FAULT)

@@ -1,0 +1,114 @@
+"""Who starts the job, and torchrun on nodes that come; and the job again when it stopped for lack of state.
+
+The job survives what leaves a whole copy of its state. Where a death took the last copy of a part, the job
+stops. What follows is what its users do, or a script of theirs: start it again on the nodes that are whole and
+can be reached, from its last checkpoint, under another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from elasticd.records import JobSpec
+from elasticd.simulator.cluster.nodes import Node
+from elasticd.simulator.cluster.workers import Gang
+from elasticd.simulator.devices.device_model import Truth
+from elasticd.simulator.engine import Engine
+from elasticd.simulator.results.progress import Trained
+from elasticd.simulator.scenarios.scenario import Scenario
+
+
+class Operator:
+    """`job` is the name of the newest start. `tell` puts a line on the timeline."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        engine: Engine,
+        truth: Truth,
+        gang: Gang,
+        nodes: Sequence[Node],
+        trained: Trained,
+        tell: Callable[[str, str, dict[str, object]], None],
+    ) -> None:
+        self._scenario, self._engine, self._truth, self._gang = scenario, engine, truth, gang
+        self._nodes, self._trained, self._tell = nodes, trained, tell
+        self.job = "job"
+        self.restarts = 0
+        self.pending = False
+        self.needs_nodes = False
+        self.harmed = False
+        self._started = 0
+
+    def spec(self) -> JobSpec:
+        """What the workers train, as they would tell the coordinator now."""
+        model = self._scenario.model
+        return JobSpec(
+            job=self.job,
+            model=model.spec(),
+            global_batch=model.global_batch,
+            micro_batch=model.micro_batch,
+            samples=1 << 40,
+            sample_tokens=float(self._truth.tokens),
+            seed=self._scenario.seed,
+        )
+
+    def whole(self) -> list[Node]:
+        """The nodes on which torchrun can be started: all devices live, and somebody reaches them."""
+        broken = {name.rpartition("/")[0] for name in self._truth.dead} | self._gang.cut
+        return [node for node in self._nodes if node.name not in broken]
+
+    def start(self) -> None:
+        """A torchrun on each node."""
+        nodes, spec = self.whole(), self.spec()
+        if not nodes:
+            self.needs_nodes = True
+            return
+        for node in nodes:
+            node.torchrun(spec, self._pid(), len(self._nodes))
+
+    def join(self, node: Node) -> None:
+        """A torchrun on a node that came while the job runs elsewhere: its workers stand by, and the next plan
+        may use them."""
+        if not self.pending and not self.needs_nodes and not node.runs:
+            node.torchrun(self.spec(), self._pid(), len(self._nodes))
+
+    def _pid(self) -> int:
+        self._started += 1
+        return 10_000 * self._started
+
+    def stopped(self) -> None:
+        """The job is over before its end: it is started again if that can help."""
+        if self.harmed:
+            self._again_later()
+        else:
+            self.needs_nodes = True
+
+    def more_nodes(self) -> None:
+        """A node is there that was not: perhaps it is what the job was waiting for."""
+        if self.needs_nodes:
+            self._again_later()
+
+    def _again_later(self) -> None:
+        self.needs_nodes, self.pending = False, True
+        self._engine.after(self._scenario.restart.seconds, self._again)
+
+    def _again(self) -> None:
+        self.pending, self.harmed = False, False
+        for node in self._nodes:
+            node.end("ended with its job")
+        nodes = self.whole()
+        if not nodes:
+            self.needs_nodes = True
+            return
+        lost = self._trained.back_to(self._scenario.restart.checkpoint_steps)
+        self._gang.start(round(self._trained.steps))
+        self.restarts += 1
+        self.job = f"job-{self.restarts + 1}"
+        left = len(self._nodes) - len(nodes)
+        text = (
+            f"the job is started again on {len(nodes)} nodes{f', without {left}' if left else ''}, from step "
+            f"{self._gang.step}: {lost:.0f} steps are lost"
+        )
+        self._tell("restart", text, {"nodes": len(nodes), "step": self._gang.step, "lost": round(lost)})
+        self.start()

@@ -1,0 +1,216 @@
+"""The leading coordinator: IO around its real machine, on the in-memory store and the virtual clock.
+
+It has no lease keeper: the key's lease is long, and is revoked when the script lets the leader die.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from elasticd_planner.problem import Problem
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.coordinator.store_transactions import Ledger, Sweep
+from elasticd.coordinator.store_writer import stored
+from elasticd.machines.coordinator import machine
+from elasticd.machines.coordinator.machine import State
+from elasticd.machines.job.state.events import (
+    AgentDown,
+    AgentUp,
+    CancelPlan,
+    Effect,
+    Event,
+    Note,
+    Planned,
+    Received,
+    RequestPlan,
+    Send,
+    Tick,
+    Write,
+)
+from elasticd.machines.job.state.job_state import OVER, JobState, NodeState, Phase, Settings, Worker
+from elasticd.records import Keys
+from elasticd.simulator.engine import LATE, Due, Engine
+from elasticd.simulator.planning import Planner
+from elasticd.store.leader import campaign
+from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.store.protocol import Put
+from elasticd.wire.main_thread import Halted
+from elasticd.wire.messages import AgentHello, Down, ToLeader, Up, WorkerLost
+from elasticd.wire.probes import Frozen
+from elasticd.wire.snapshots import Keeps
+
+#: Seconds between looks at what has become due, while anything may.
+TICK = 0.5
+
+#: Longer than any scenario.
+_LEASE = 10 * 365 * 86_400
+
+
+class Known:
+    """What was last found out of values that are replaced, never changed, where nothing replaced them since:
+    each of a thousand reports of a step asks the same of a thousand workers."""
+
+    def __init__(self) -> None:
+        self._found: dict[Callable[..., bool], tuple[tuple[object, ...], bool]] = {}
+
+    def of(self, ask: Callable[..., bool], *values: object) -> bool:
+        before, answer = self._found.get(ask, ((), False))
+        if len(before) != len(values) or any(a is not b for a, b in zip(before, values, strict=True)):
+            answer = ask(*values)
+            self._found[ask] = values, answer
+        return answer
+
+
+def _member_away(plan: Plan | None, nodes: Mapping[str, NodeState]) -> bool:
+    names = {member.rpartition("/")[0] for member in plan.members} if plan is not None else ()
+    return any((node := nodes.get(name)) is None or not node.connected for name in names)
+
+
+def _one_bereft(workers: Mapping[str, Worker]) -> bool:
+    return any(worker.bereft_at is not None for worker in workers.values())
+
+
+class Leader:
+    """One time of leading, from winning the key to `die`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        server: MemoryServer,
+        keys: Keys,
+        settings: Settings,
+        planner: Planner,
+        *,
+        name: str,
+        send: Callable[[str, Down], None],
+        tell: Callable[[Note], None],
+    ) -> None:
+        self._engine, self._keys, self._planner = engine, keys, planner
+        self._send, self._tell = send, tell
+        self._store = MemoryStore(server)
+        self._leadership = campaign(self._store, keys.leader, name, name, _LEASE, patience=0.0, clock=engine)
+        known = self._store.snapshot(keys.jobs).items
+        self._ledger = Ledger(keys, self._store.limits, known)
+        jobs = stored(keys, known)
+        self.state: State = machine.takeover(self._leadership.term, jobs, settings, engine.now())
+        self.alive = True
+        self.planning_seconds, self.plans = 0.0, 0
+        self._asked: dict[str, Due] = {}
+        self._known = Known()
+        self._tick: Due | None = None
+        self._watch_time()
+
+    def job(self, name: str) -> JobState | None:
+        return self.state.jobs.get(name)
+
+    def idle(self, name: str) -> bool:
+        """Whether nothing is under way that further steps or time would bring to an end."""
+        job = self.job(name)
+        if not self.alive or job is None or job.phase is not Phase.RUNNING:
+            return False
+        learning = job.first_step is not None or bool(job.sampled) or not (job.profile and job.profile.fitted)
+        waiting = job.settle_until is not None or job.not_before > self._engine.now()
+        undecided = job.asked is not None or job.decided is None or job.deferred is not None
+        return not (learning or waiting or undecided or self._away(job))
+
+    def _away(self, job: JobState) -> bool:
+        """Whether a member's node cannot be reached."""
+        return self._known.of(_member_away, job.plan, self.state.nodes)
+
+    def heard(self, node: str, message: ToLeader) -> None:
+        if isinstance(message, AgentHello):
+            self.apply(AgentUp(record=message.record))
+        elif isinstance(message, Up | WorkerLost | Frozen | Halted | Keeps):
+            self.apply(Received(node=node, message=message))
+
+    def waits(self, name: str) -> str:
+        """Why a job that lost members cannot go on without more of them; nothing while it need not wait."""
+        job = self.job(name)
+        if not self.alive or job is None or job.phase is not Phase.RECOVERING:
+            return ""
+        planned = job.asked is not None or job.remedy is not None or job.decided is None
+        return "" if planned or job.settle_until is not None else job.reason
+
+    def lost(self, node: str) -> None:
+        self.apply(AgentDown(node=node))
+
+    def apply(self, event: Event) -> None:
+        if not self.alive:
+            return
+        self.state, effects = machine.step(self.state, event, self._engine.now())
+        for effect in effects:
+            self._execute(effect)
+        self._watch_time()
+
+    def die(self) -> None:
+        """Nothing it was doing goes on."""
+        self.alive = False
+        for due in self._asked.values():
+            due.cancel()
+
+    def expire(self) -> None:
+        """The lease of its key has run out."""
+        self._leadership.resign(self._store)
+
+    def _execute(self, effect: Effect) -> None:
+        if isinstance(effect, Note):
+            self._tell(effect)
+        elif isinstance(effect, Send):
+            if isinstance(effect.message, Down):  # no snapshots here, and the script does the harm
+                self._send(effect.node, effect.message)
+        elif isinstance(effect, RequestPlan):
+            self._request(effect.job, effect.token, effect.problem)
+        elif isinstance(effect, CancelPlan):
+            self._cancel(effect.job)
+        else:
+            self._write(effect)
+            for note in effect.notes:
+                self._tell(note)
+
+    def _write(self, write: Write) -> None:
+        """A job that the store does not take is an error of the scenario, not one to be simulated."""
+        for asked in (write, Sweep(job=write.job)):
+            for ops in self._ledger.transactions(asked):
+                result = self._leadership.transact(self._store, self._ledger.compares(ops), ops)
+                assert result.succeeded, "nobody else writes the leader's records here"
+                self._ledger.done(ops, {op.key: result.revision for op in ops if isinstance(op, Put)})
+
+    def _request(self, job: str, token: int, problem: Problem) -> None:
+        self._cancel(job)
+        seconds = self._planner.seconds(problem)
+
+        def answered() -> None:
+            self.planning_seconds += seconds
+            self.plans += 1
+            self._asked.pop(job, None)
+            self.apply(Planned(job=job, token=token, answer=self._planner.answer(problem)))
+
+        self._asked[job] = self._engine.after(seconds, answered)
+
+    def _cancel(self, job: str) -> None:
+        due = self._asked.pop(job, None)
+        if due is not None:
+            due.cancel()
+
+    def _watch_time(self) -> None:
+        """A tick while some job waits for time to pass; the reports of running jobs are events enough, unless
+        they may have stopped."""
+        if self._tick is not None or not self.alive:
+            return
+        now = self._engine.now()
+        waits = any(
+            job.phase is not Phase.RUNNING
+            or job.settle_until is not None
+            or job.not_before > now
+            or self._known.of(_one_bereft, job.workers)
+            or self._away(job)
+            for job in self.state.jobs.values()
+            if job.phase not in OVER
+        )
+        if waits:
+            self._tick = self._engine.after(TICK, self._ticked, LATE)
+
+    def _ticked(self) -> None:
+        self._tick = None
+        self.apply(Tick())

@@ -1,0 +1,171 @@
+"""Transition groups: what the members of a switch or a recovery do together, from preparing to the swap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.machines.worker import switch as sw
+from elasticd.records import Proposal
+from elasticd.simulator.cluster.worker import SimulationError, Worker
+from elasticd.simulator.devices.device_model import Truth
+from elasticd.simulator.devices.transfer_time import Move, move
+from elasticd.simulator.engine import Engine
+from elasticd.simulator.scenarios.scenario import Times
+from elasticd.wire.messages import Swapped
+
+
+@dataclass(kw_only=True)
+class Transition:
+    """One proposal's group: `names` in rank order of old and new, who of them is ready, moves, and said what.
+    It leads on from `step`; `began` when the last of them came, the old members being the last."""
+
+    proposal: Proposal
+    names: tuple[str, ...]
+    ready: set[str] = field(default_factory=set)
+    moving: set[str] = field(default_factory=set)
+    said: dict[str, bool] = field(default_factory=dict)
+    found: Move | None = None
+    began: float = 0.0
+    step: int = 0
+
+
+class Gang(Protocol):
+    """Who the members are, and what they can do together."""
+
+    workers: dict[str, Worker]
+    step: int
+    plan: Plan | None
+
+    def together(self, seconds: float, members: Sequence[Worker], done: Callable[[], None]) -> None: ...
+
+    def swapped(self, transition: Transition) -> None:
+        """All said ok: the new plan is in force."""
+
+    def train(self) -> None: ...
+
+
+class Transitions:
+    """By number; one is forgotten once its end was gathered, or when the next is prepared."""
+
+    def __init__(self, engine: Engine, truth: Truth, times: Times, gang: Gang) -> None:
+        self._engine, self._truth, self._times, self._gang = engine, truth, times, gang
+        self._open: dict[int, Transition] = {}
+
+    def of(self, number: int) -> Transition:
+        if number not in self._open:
+            raise SimulationError(f"nobody was told of proposal {number}")
+        return self._open[number]
+
+    def shares(self, worker: Worker, device: str) -> bool:
+        """Whether a worker that moves, or has said its word, waits for `device`."""
+        transition = self._open.get(worker.state.proposal)
+        return transition is not None and device in transition.names
+
+    def said(self, worker: Worker) -> bool:
+        """Whether it has said its word in the transition that it is in."""
+        transition = self._open.get(worker.state.proposal)
+        return transition is not None and worker.device in transition.said
+
+    def prepare(self, worker: Worker, number: int) -> None:
+        proposal = worker.proposal
+        if proposal is None or proposal.number != number:
+            raise SimulationError(f"{worker.device} prepares {number}, which it was not told of")
+        if number not in self._open:
+            self._open = {known: kept for known, kept in self._open.items() if known >= number - 2}
+            self._open[number] = Transition(proposal=proposal, names=_names(proposal))
+        self._gang.together(self._times.prepare, [worker], lambda: self._prepared(worker, number))
+
+    def _prepared(self, worker: Worker, number: int) -> None:
+        """The group stands once all of its members are ready."""
+        if worker.state.proposal != number:
+            return
+        transition = self.of(number)
+        transition.ready.add(worker.device)
+        if len(transition.ready) == len(transition.names):
+            for member in self._members(transition):
+                member.feed(sw.Stands(number=number))
+
+    def leave(self, worker: Worker, number: int) -> None:
+        transition = self._open.get(number)
+        if transition is not None:
+            transition.ready.discard(worker.device)
+            transition.moving.discard(worker.device)
+            transition.said.pop(worker.device, None)
+
+    def gone(self, worker: Worker) -> None:
+        """Its process ended: without it no group stands."""
+        for number in self._open:
+            self.leave(worker, number)
+
+    def enter(self, worker: Worker, number: int) -> None:
+        """State moves once all are there."""
+        transition = self.of(number)
+        proposal, recovery = transition.proposal, transition.proposal.recovery
+        transition.step = self._gang.step if recovery is None else recovery.step
+        worker.side = number, transition.step
+        if recovery is not None and worker.device in recovery.sources and proposal.old is not None:
+            held = worker.holds(proposal.old.number)
+            if held != recovery.step:
+                raise SimulationError(f"{worker.device} is to go on from {recovery.step} and holds {held}")
+        transition.moving.add(worker.device)
+        if len(transition.moving) < len(transition.names):
+            return
+        transition.began = self._engine.now()
+        sources = recovery.sources if recovery is not None else None
+        found = move(self._truth.profile, self._truth.cluster, proposal.old, proposal.plan, sources)
+        transition.found = found
+        pause = self._times.pause if proposal.old is not None else 0.0
+        members = self._members(transition)
+
+        def moved() -> None:
+            for member in members:
+                member.feed(sw.Moved(number=number))
+
+        self._gang.together(found.seconds + pause, members, moved)
+
+    def say(self, worker: Worker, number: int, ok: bool) -> None:
+        transition = self.of(number)
+        transition.said[worker.device] = ok
+        if len(transition.said) < len(transition.names):
+            return
+        members = self._members(transition)
+        self._gang.together(self._times.message, members, lambda: self._gathered(transition, members))
+
+    def _gathered(self, transition: Transition, members: Sequence[Worker]) -> None:
+        number = transition.proposal.number
+        oks = tuple(transition.said[member.device] for member in members)
+        if all(oks):
+            self._gang.swapped(transition)
+        for member in members:
+            member.feed(sw.Gathered(number=number, oks=oks))
+        self._open.pop(number, None)
+        self._gang.train()
+
+    def report(self, worker: Worker, number: int) -> Swapped:
+        transition = self.of(number)
+        assert transition.found is not None
+        lacking = transition.found.lacking.get(worker.device, 0)
+        profile = self._truth.profile
+        return Swapped(
+            number=number,
+            step=transition.step,
+            pause_seconds=self._engine.now() - transition.began if transition.proposal.old is not None else 0.0,
+            bytes_sent=lacking,
+            bytes_lacking=lacking,
+            bytes_state=round(profile.parameter_bytes * (1 + profile.optimizer_factor)),
+        )
+
+    def _members(self, transition: Transition) -> list[Worker]:
+        return [self._gang.workers[name] for name in transition.names]
+
+
+def _names(proposal: Proposal) -> tuple[str, ...]:
+    """Old and new members; of the old ones, after a fault, those whose copies are gone on from."""
+    old = proposal.old.members if proposal.old is not None else ()
+    if proposal.recovery is not None:
+        old = tuple(name for name in old if name in proposal.recovery.sources)
+    return tuple(dict.fromkeys((*old, *proposal.plan.members)))

@@ -1,0 +1,1 @@
+"""The model of the devices and links: what a step and a transfer take."""

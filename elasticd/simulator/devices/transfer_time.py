@@ -1,0 +1,45 @@
+"""What a switch moves and how long that takes on the modelled links."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.placement.state_movement import bytes_by_member
+from elasticd_planner.spec.cluster import Cluster
+from elasticd_planner.spec.plan import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Bytes that each member of the new plan lacks, and the seconds until all have them."""
+
+    lacking: dict[str, int]
+    seconds: float
+
+    @property
+    def total(self) -> int:
+        return sum(self.lacking.values())
+
+
+def move(
+    profile: ModelProfile, cluster: Cluster, old: Plan | None, new: Plan, sources: Collection[str] | None = None
+) -> Move:
+    """A job's first plan is filled from the seed and moves nothing. After a fault only `sources` hold what they
+    held under the old plan.
+
+    Every device takes what it lacks over its node's link to others, which its node's devices share, and no
+    faster than over the link inside: as if none of it were on its own node, which is the worst case.
+    """
+    if old is None:
+        return Move(lacking=dict.fromkeys(new.members, 0), seconds=0.0)
+    found = bytes_by_member(profile, old, new, sources)
+    lacking = {name: round(size) for name, size in found.items()}
+    by_node: dict[str, int] = {}
+    for name, size in lacking.items():
+        node = name.rpartition("/")[0]
+        by_node[node] = by_node.get(node, 0) + size
+    inside = max(lacking.values(), default=0) / cluster.inside.bandwidth
+    between = max(by_node.values(), default=0) / cluster.between.bandwidth
+    return Move(lacking=lacking, seconds=max(inside, between if len(cluster.nodes) > 1 else 0.0))

@@ -1,0 +1,1 @@
+"""What a simulation gives: timeline and totals, beside baselines and the bound."""

@@ -1,0 +1,273 @@
+"""The same scenario without elasticd: no reaction, restart without the slow nodes, and the bound.
+
+Each runs the script in its own time: a fault at a step comes when that run is there. Time is continuous here,
+a step takes what it takes in the mean over noise, and the plans are the planner's own, made from the true
+profile: the baselines lose nothing by bad planning. Neither goes on without a member that died: both then start
+again from their last checkpoint on the whole nodes that are left, as elasticd does only for lack of state.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import msgspec
+from elasticd_planner.policy.policy import decide
+from elasticd_planner.problem import Problem
+from elasticd_planner.spec.plan import Plan
+
+from elasticd.chaos.fault import Fault
+from elasticd.simulator.devices.device_model import Truth
+from elasticd.simulator.planning import Planner
+from elasticd.simulator.results.progress import Trained
+from elasticd.simulator.results.result import Totals, rounded
+from elasticd.simulator.results.throughput_bound import Bounds
+from elasticd.simulator.scenarios.scenario import Scenario
+
+
+def baselines(scenario: Scenario, bounds: Bounds, planner: Planner) -> tuple[Totals, ...]:
+    """In the order in which they are shown."""
+    given = Given(scenario=scenario, bounds=bounds, planner=planner)
+    if given.plan(given.truth(), frozenset()) is None:  # then elasticd's run said so
+        return (Bound(given).run("bound"),)
+    return (
+        Still(given).run("no reaction"),
+        Restarting(given).run("restart without the slow nodes"),
+        Bound(given).run("bound"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What all baselines share."""
+
+    scenario: Scenario
+    bounds: Bounds
+    planner: Planner
+
+    def plan(self, truth: Truth, without: frozenset[str]) -> Plan | None:
+        """The best plan on healthy devices of the other nodes, or None where the model does not fit there."""
+        model = self.scenario.model
+        nodes = tuple(node for node in truth.cluster.nodes if node.name not in without)
+        if not nodes:
+            return None
+        problem = Problem(
+            cluster=msgspec.structs.replace(truth.cluster, nodes=nodes),
+            profile=truth.profile,
+            global_batch=model.global_batch,
+            micro_batch=model.micro_batch,
+        )
+        return self.planner.answer(problem).plan
+
+    def truth(self) -> Truth:
+        scenario = self.scenario
+        made = Truth(
+            scenario.cluster.cluster(),
+            scenario.truth,
+            scenario.model.tokens,
+            seed=scenario.seed,
+            noise=scenario.times.noise,
+            overhead=scenario.times.overhead,
+        )
+        for fault in scenario.faults:
+            if fault.kind == "kill" and fault.step == 0:
+                made.kill(fault.devices(made.names))
+        return made
+
+
+class Run(ABC):
+    """One run: from event to event at a speed that only changes there."""
+
+    def __init__(self, given: Given) -> None:
+        self.given, self.scenario = given, given.scenario
+        self.truth = given.truth()
+        self.trained = Trained()
+        self.now = self.paused = self.down = 0.0
+        self.switches = self.restarts = 0
+        self.note = ""
+        self.react_at = math.inf
+
+    @abstractmethod
+    def step_seconds(self) -> float:
+        """Of a step as things are; infinite where nobody trains."""
+
+    def changed(self, fault: Fault) -> None:  # noqa: B027
+        """Something happened to the devices, which nobody has noticed yet; most runs never do."""
+
+    def react(self) -> None:  # noqa: B027
+        """What the run does at `react_at` steps, once it has noticed."""
+
+    def run(self, name: str) -> Totals:
+        scenario = self.scenario
+        by_step = sorted((f for f in scenario.faults if f.step is not None), key=lambda f: f.step or 0)
+        by_time = sorted((f for f in scenario.faults if f.seconds is not None), key=lambda f: f.seconds or 0.0)
+        steps = math.inf if scenario.steps is None else float(scenario.steps)
+        until = math.inf if scenario.seconds is None else scenario.seconds
+        while self.trained.steps < steps and self.now < until:
+            each = self.step_seconds()
+            next_step = min(steps, float(by_step[0].step or 0) if by_step else math.inf, self.react_at)
+            next_time = min(until, (by_time[0].seconds or 0.0) if by_time else math.inf)
+            ahead = max(0.0, next_step - self.trained.steps)
+            if math.isinf(each) and math.isinf(next_time):
+                break  # nothing brings back what is missing
+            if not math.isinf(each) and self.now + ahead * each <= next_time:
+                self.now += ahead * each
+                self._train(ahead)
+            else:
+                self._train(max(0.0, next_time - self.now) / each)
+                self.now = max(self.now, next_time)
+            self._happen(by_step, by_time)
+        self.now = min(self.now, until)
+        return Totals(
+            name=name,
+            seconds=rounded(self.now),
+            steps=rounded(self.trained.steps),
+            tokens_per_second=rounded(self.trained.tokens / self.now) if self.now else 0.0,
+            switches=self.switches,
+            pause_seconds=rounded(self.paused),
+            restarts=self.restarts,
+            down_seconds=rounded(self.down),
+            lost_steps=rounded(self.trained.lost),
+            note=self.note,
+        )
+
+    def _train(self, steps: float) -> None:
+        self.trained.add(steps, self.truth.tokens * self.scenario.model.global_batch)
+
+    def _happen(self, by_step: list[Fault], by_time: list[Fault]) -> None:
+        noticed = self.trained.steps >= self.react_at
+        while by_step and (by_step[0].step or 0) <= self.trained.steps:
+            noticed = not self._strike(by_step.pop(0)) and noticed
+        while by_time and (by_time[0].seconds or 0.0) <= self.now:
+            noticed = not self._strike(by_time.pop(0)) and noticed
+        if noticed:
+            self.react_at = math.inf
+            self.react()
+
+    def _strike(self, fault: Fault) -> bool:
+        """Whether it is one that this run may ever notice."""
+        names = fault.devices(self.truth.names)
+        match fault.kind:
+            case "slow" | "recover":
+                self.truth.slow(names, fault.factor if fault.kind == "slow" else 1.0)
+            case "kill":
+                self.truth.kill(names)
+            case "join":
+                self.truth.join(names)
+            case "shift":
+                self.truth.shift(fault.tokens)
+            case "partition":
+                pass
+            case _:
+                return False
+        self.changed(fault)
+        return True
+
+
+class Bound(Run):
+    """No plan is faster than this at any moment."""
+
+    def step_seconds(self) -> float:
+        return self.given.bounds.seconds(self.truth.speeds, self.truth.profile)
+
+
+class Still(Run):
+    """The healthy plan, whatever becomes slow."""
+
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        self._plans: dict[tuple[frozenset[str], int], Plan | None] = {}
+        self._cut: dict[str, float] = {}
+        self.plan = self.without(self.dead())
+
+    def step_seconds(self) -> float:
+        return self.truth.typical(self.plan) if self.plan is not None else math.inf
+
+    def dead(self) -> frozenset[str]:
+        """Nodes on which torchrun cannot be started: a device is dead, or nobody reaches them."""
+        cut = {name for name, until in self._cut.items() if until > self.now}
+        return frozenset(cut | {name.rpartition("/")[0] for name in self.truth.dead})
+
+    def without(self, nodes: frozenset[str]) -> Plan | None:
+        key = (nodes, self.truth.tokens)
+        if key not in self._plans:
+            self._plans[key] = self.given.plan(self.truth, nodes)
+        return self._plans[key]
+
+    def changed(self, fault: Fault) -> None:
+        patience = self.scenario.times.patience
+        if fault.kind == "partition":
+            self._cut[fault.node] = self.now + fault.lasts
+        if self.plan is None:
+            if fault.kind == "join":
+                self._again(0.0, self.dead())
+            return
+        hit = {name.rpartition("/")[0] for name in self.plan.members} & {
+            fault.node or fault.device.rpartition("/")[0]
+        }
+        if fault.kind == "kill" and hit:
+            self._again(patience if fault.node else 0.0, self.dead())
+        elif fault.kind == "partition" and hit and fault.lasts > patience:
+            self._again(patience, self.dead())
+        elif fault.kind == "partition" and hit:
+            self.now += fault.lasts
+        elif fault.kind == "shift" and self.truth.overfull(self.plan):
+            self._again(0.0, self.dead())
+
+    def _again(self, waited: float, without: frozenset[str]) -> None:
+        """From the last checkpoint, on the other nodes."""
+        self.trained.back_to(self.scenario.restart.checkpoint_steps)
+        self.plan = self.chosen(without)
+        self.now += waited + self.scenario.restart.seconds
+        self.down += waited + self.scenario.restart.seconds
+        self.restarts += 1
+        if self.plan is None:
+            self.note = f"the model does not fit without {_listed(without)}: it waits for them"
+
+    def chosen(self, without: frozenset[str]) -> Plan | None:
+        """The plan of a start that cannot be avoided."""
+        return self.without(without)
+
+
+class Restarting(Still):
+    """Notices as soon as elasticd can, and restarts from the last checkpoint on the nodes without a slow
+    device where the policy finds that it pays; back on all nodes when they have recovered."""
+
+    def changed(self, fault: Fault) -> None:
+        super().changed(fault)
+        if fault.speed or fault.kind == "join":
+            self.react_at = self.trained.steps + self.scenario.detect.quickest
+
+    def react(self) -> None:
+        slow = self._slow()
+        target = self.without(slow | self.dead())
+        if target is None:
+            self.note = f"the model does not fit without {_listed(slow | self.dead())}: it stayed"
+        if target is None or self.plan is None or target.digest == self.plan.digest:
+            return
+        restart = self.scenario.restart
+        now = self.step_seconds()
+        lost = self.trained.steps % restart.checkpoint_steps
+        price = restart.seconds + lost * now
+        settings = msgspec.structs.replace(self.scenario.policy, pause_seconds=price)
+        if not decide(settings, now, self.truth.typical(target), 0).replan:
+            return
+        self.trained.back_to(restart.checkpoint_steps)
+        self.plan = target
+        self.now += restart.seconds
+        self.paused += restart.seconds
+        self.switches += 1
+
+    def chosen(self, without: frozenset[str]) -> Plan | None:
+        """The quicker one of the plans with and without the slow nodes."""
+        found = [p for p in (self.without(without), self.without(without | self._slow())) if p is not None]
+        return min(found, key=self.truth.typical, default=None)
+
+    def _slow(self) -> frozenset[str]:
+        least = self.scenario.detect.slow
+        return frozenset(name.rpartition("/")[0] for name, rate in self.truth.rates.items() if rate >= least)
+
+
+def _listed(nodes: frozenset[str]) -> str:
+    return ", ".join(sorted(nodes, key=lambda name: (len(name), name)))

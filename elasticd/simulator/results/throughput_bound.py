@@ -1,0 +1,51 @@
+"""What no plan can beat at a moment: the planner's own proved bound at the true speeds of what lives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.problem import Problem
+from elasticd_planner.search.options import Settings
+from elasticd_planner.spec.cluster import Cluster
+
+
+class Bounds:
+    """Seconds of a step by the devices' rates and the model's profile; each is worked out once. A step's noise
+    is left out: the bound holds in the mean over it."""
+
+    def __init__(self, cluster: Cluster, global_batch: int, micro_batch: int, overhead: float) -> None:
+        self._cluster, self._overhead = cluster, overhead
+        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self._known: dict[tuple[tuple[tuple[str, float], ...], float], float] = {}
+
+    def seconds(self, rates: Mapping[str, float], profile: ModelProfile) -> float:
+        """`rates`: of the devices that are not normal, inf for dead ones. Infinite where nobody lives."""
+        key = (tuple(sorted(rates.items())), profile.tokens)
+        if key not in self._known:
+            self._known[key] = self._bound(rates, profile)
+        return self._known[key]
+
+    def _bound(self, rates: Mapping[str, float], profile: ModelProfile) -> float:
+        nodes = tuple(
+            msgspec.structs.replace(node, devices=left)
+            for node in self._cluster.nodes
+            if (left := tuple(d for d in node.devices if math.isfinite(rates.get(d.name, 1.0))))
+        )
+        if not nodes:
+            return math.inf
+        problem = Problem(
+            cluster=msgspec.structs.replace(self._cluster, nodes=nodes),
+            profile=profile,
+            global_batch=self._global_batch,
+            micro_batch=self._micro_batch,
+            rates={name: rate for name, rate in rates.items() if math.isfinite(rate)},
+        )
+        speeds = [problem.rates.get(device.name, 1.0) for device in problem.cluster.devices]
+        work = ProfileCost(profile).bound(speeds, self._global_batch // self._micro_batch)
+        settings = Settings(problem)
+        proved = min(map(settings.bound, settings.listed))
+        return max(work, proved) + self._overhead

@@ -1,0 +1,1 @@
+"""What a simulation is given: cluster, model and faults."""

@@ -1,0 +1,275 @@
+"""A scenario as one value: cluster, model, what happens when, how long; and how it is read from TOML.
+
+    steps = 120                      # or: hours = 24
+    [cluster]  nodes, devices (of each), memory, flops, inside, between ...
+    [model]    preset, or layers, width, heads, hidden ...; tokens, global_batch, micro_batch
+    [[fault]]  kind = "slow", device = "n0/0", factor = 2.57, step = 20      # or: seconds = 3600
+    [random]   faults drawn from the seed
+    [times], [restart], [detect], [policy]
+
+docs/simulator.md says what each key means. Whatever is wrong is refused with the key and its value.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from elasticd_planner.cost.model_profile import ModelProfile, derive
+from elasticd_planner.detection.stragglers import DetectSettings
+from elasticd_planner.policy.policy import PolicySettings
+from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.value import Value, refuse
+
+from elasticd.chaos.fault import KINDS, REAL, Fault
+from elasticd.config.tree import ConfigError, section, size
+from elasticd.simulator.scenarios.model_shapes import PRESETS, Shapes, model_spec
+from elasticd.simulator.scenarios.random_faults import RandomFaults, draw
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class ScenarioError(ValueError):
+    """The scenario is wrong: the message names file, key and value, and what would be right."""
+
+
+class ClusterShape(Value, frozen=True, kw_only=True):
+    """Equal nodes n0, n1, ... with `devices` each. flops: operations per second that a normal device really
+    reaches on this model; assumed: what the coordinator takes it for until it has measured (as from a data
+    sheet). inside, between: the links, by bandwidth (bytes/s) and latency (s)."""
+
+    nodes: int
+    devices: int
+    memory: int = 80 * 2**30
+    flops: float = 1.5e14
+    assumed: float = 2e14
+    inside: Link = Link(bandwidth=2e11, latency=1e-5)
+    between: Link = Link(bandwidth=2.5e10, latency=2e-5)
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.devices < 1:
+            refuse(f"nodes = {self.nodes} and devices = {self.devices} must be at least 1")
+        if not (self.memory > 0 and self.flops > 0 and self.assumed > 0):
+            refuse("memory, flops and assumed must be positive")
+
+    def cluster(self) -> Cluster:
+        nodes = []
+        for n in range(self.nodes):
+            held = tuple(Device(name=f"n{n}/{i}", memory=self.memory) for i in range(self.devices))
+            nodes.append(Node(name=f"n{n}", devices=held))
+        return Cluster(nodes=tuple(nodes), inside=self.inside, between=self.between)
+
+
+class Training(Value, frozen=True, kw_only=True):
+    """What is trained: shapes by name, samples of `tokens`, a batch."""
+
+    name: str
+    shapes: Shapes
+    tokens: int = 4096
+    global_batch: int = 64
+    micro_batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.micro_batch < 1 or self.global_batch < 1:
+            refuse("tokens, global_batch and micro_batch must be at least 1")
+        if self.global_batch % self.micro_batch:
+            refuse(
+                f"global_batch = {self.global_batch} does not divide into micro-batches of {self.micro_batch}"
+            )
+
+    def spec(self) -> ModelSpec:
+        return model_spec(self.name, self.shapes)
+
+
+class Times(Value, frozen=True, kw_only=True):
+    """Seconds of what is modelled beside training. planning, planning_per_device: the planner takes so long.
+    prepare: groups and modules of a proposal, beside training; pause: a switch costs that without any bytes;
+    message: from one process to another; patience: until a collective fails that waits for a node; overhead:
+    fixed part of a step; noise: spread of a device's computation from step to step (standard deviation of its
+    logarithm)."""
+
+    planning: float = 0.3
+    planning_per_device: float = 0.003
+    prepare: float = 2.0
+    pause: float = 0.5
+    message: float = 0.001
+    patience: float = 600.0
+    overhead: float = 0.0
+    noise: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not 0 <= getattr(self, name) < 3600:
+                refuse(f"{name} = {getattr(self, name)} must be between 0 and 3600")
+
+
+class Restart(Value, frozen=True, kw_only=True):
+    """What the baseline pays that restarts on the nodes without slow devices: seconds until it trains again
+    (measured with torchrun: 18 to 24), and the steps since its last checkpoint."""
+
+    seconds: float = 21.0
+    checkpoint_steps: int = 50
+
+    def __post_init__(self) -> None:
+        if self.seconds < 0 or self.checkpoint_steps < 1:
+            refuse("seconds must not be negative and checkpoint_steps at least 1")
+
+
+class Scenario(Value, frozen=True, kw_only=True):
+    """All of it. `settle`: after so many steps in which nothing changed, and nothing is under way, steps are
+    counted and not played until the script's next event; None plays every step."""
+
+    name: str
+    cluster: ClusterShape
+    model: Training
+    seed: int = 0
+    steps: int | None = None
+    hours: float | None = None
+    settle: int | None = 12
+    faults: tuple[Fault, ...] = ()
+    times: Times = Times()
+    restart: Restart = Restart()
+    detect: DetectSettings = DetectSettings()
+    policy: PolicySettings = PolicySettings()
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.hours is None):
+            refuse("give either steps or hours: how long does it run?")
+        if (self.steps is not None and self.steps < 1) or (self.hours is not None and not self.hours > 0):
+            refuse("steps must be at least 1, hours positive")
+        if self.seed < 0 or (self.settle is not None and self.settle < 1):
+            refuse("seed must not be negative, settle at least 1")
+        nodes, devices = self.cluster.nodes, self.cluster.devices
+        known = {f"n{n}" for n in range(nodes)}
+        for number, fault in enumerate(self.faults, start=1):
+            if fault.kind in REAL:
+                refuse(f"fault {number}: kind = {fault.kind!r} is done to real clusters alone (`make soak`)")
+            node, _, index = fault.device.partition("/")
+            named = fault.node or node
+            wrong = fault.device and not (index.isdigit() and int(index) < devices)
+            if KINDS[fault.kind][0] and (named not in known or wrong):
+                what = f"device = {fault.device!r}" if fault.device else f"node = {fault.node!r}"
+                refuse(
+                    f"fault {number}: {what} is not in the cluster: it has n0/0 to n{nodes - 1}/{devices - 1}"
+                )
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.hours is None else self.hours * 3600
+
+    def truth(self, tokens: int | None = None) -> ModelProfile:
+        """What a normal device really takes for samples of so many tokens (the scenario's at first): nobody
+        tells the coordinator."""
+        model = self.model
+        return derive(model.spec(), tokens or model.tokens, model.micro_batch, flops=self.cluster.flops)
+
+
+def load(path: str | Path, seed: int | None = None) -> Scenario:
+    """The scenario in a file, its own seed unless one is given. Raises ScenarioError."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise ScenarioError(f"cannot read the scenario {path}: {said}; name a TOML file") from error
+    return parse(text, str(path), seed)
+
+
+def parse(text: str, source: str, seed: int | None = None) -> Scenario:
+    """The scenario in TOML `text`; `source` names it in messages. Raises ScenarioError."""
+    try:
+        table = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits is no TOMLDecodeError
+        raise ScenarioError(f"{source} is not TOML: {error}") from error
+    if seed is not None:
+        table["seed"] = seed
+    try:
+        return _scenario(table, source)
+    except ConfigError as error:
+        raise ScenarioError(str(error)) from error
+
+
+def _scenario(table: Mapping[str, Any], source: str) -> Scenario:
+    rest = dict(table)
+    cluster = _read(ClusterShape, _table(rest, "cluster", source), f"{source}: [cluster]")
+    # What moves goes over all nodes' links at once; [policy] may say otherwise.
+    policy = PolicySettings(bandwidth=cluster.between.bandwidth * cluster.nodes)
+    values: dict[str, Any] = {
+        "name": rest.pop("name", Path(source).stem),
+        "cluster": cluster,
+        "model": _training(_table(rest, "model", source), f"{source}: [model]"),
+        "times": section("times", Times(), rest.pop("times", {}), source),
+        "restart": section("restart", Restart(), rest.pop("restart", {}), source),
+        "detect": section("detect", DetectSettings(), rest.pop("detect", {}), source),
+        "policy": section("policy", policy, rest.pop("policy", {}), source),
+    }
+    drawn = section("random", RandomFaults(), rest.pop("random", {}), source)
+    given = rest.pop("fault", [])
+    if not isinstance(given, list):
+        raise ScenarioError(f"{source}: fault must be a list: write [[fault]] above each one")
+    faults = [_read(Fault, body, f"{source}: fault {n}") for n, body in enumerate(given, start=1)]
+    made = _read(Scenario, {**rest, **values, "faults": tuple(faults)}, source)
+    if made.policy.interleave > 1:
+        said = (
+            f"{source}: [policy] interleave = {made.policy.interleave}: the simulator plays plain stages alone"
+        )
+        raise ScenarioError(f"{said}; leave it out")
+    if not drawn.any:
+        return made
+    if made.seconds is None:
+        raise ScenarioError(f"{source}: [random] needs hours: steps do not say how long it runs")
+    names = [device.name for device in made.cluster.cluster().devices]
+    return msgspec.structs.replace(made, faults=(*made.faults, *draw(drawn, names, made.seconds, made.seed)))
+
+
+def _table(rest: dict[str, Any], name: str, source: str) -> Mapping[str, Any]:
+    body = rest.pop(name, None)
+    if not isinstance(body, dict):
+        raise ScenarioError(f"{source}: the section [{name}] is missing: see docs/simulator.md")
+    return body
+
+
+def _training(body: Mapping[str, Any], where: str) -> Training:
+    """A preset's shapes, or those given; the rest is the batch."""
+    shape_keys = {field.name for field in msgspec.structs.fields(Shapes)}
+    batch = {key: value for key, value in body.items() if key not in shape_keys and key != "preset"}
+    shapes = {key: value for key, value in body.items() if key in shape_keys}
+    preset = body.get("preset")
+    if preset is None:
+        made = _read(Shapes, shapes, where)
+        return _read(Training, {"name": "model", **batch, "shapes": made}, where)
+    if preset not in PRESETS:
+        raise ScenarioError(f"{where} preset = {preset!r} must be one of {', '.join(PRESETS)}")
+    if shapes:
+        raise ScenarioError(f"{where} preset = {preset!r} has shapes of its own: leave out {', '.join(shapes)}")
+    return _read(Training, {"name": preset, **batch, "shapes": PRESETS[preset]}, where)
+
+
+def _read(kind: type[T], body: Mapping[str, Any], where: str) -> T:
+    """A value from a table, key by key. Raises ScenarioError."""
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    values: dict[str, Any] = {}
+    for key, value in body.items():
+        if key not in fields:
+            raise ScenarioError(f"{where} has no key {key!r} (= {value!r}); it may be {', '.join(fields)}")
+        values[key] = _converted(value, fields[key].type, f"{where} {key} = {value!r}", key)
+    missing = [name for name, field in fields.items() if field.required and name not in values]
+    if missing:
+        raise ScenarioError(f"{where} needs {' and '.join(missing)}")
+    try:
+        return kind(**values)
+    except ValueError as error:
+        raise ScenarioError(f"{where}: {error}") from error
+
+
+def _converted(value: Any, kind: Any, where: str, key: str) -> Any:
+    try:
+        if key == "memory" and isinstance(value, str):
+            return size(value)
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, ValueError) as error:
+        said = str(error).replace(" | null", "").replace("`", "")
+        raise ScenarioError(f"{where}: {said[:1].lower()}{said[1:]}") from error

@@ -1,0 +1,1 @@
+"""The operating system of one node: child processes, torchrun, systemd, logs and network addresses."""

@@ -1,0 +1,126 @@
+"""Logs by the standard library's logging: lines for people, or one JSON object in each for programs.
+
+A JSON line has `time` (UTC), `level`, `logger` and `message`; what it is about where that is known (`ABOUT`);
+and `exception` where there was one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import msgspec
+from elasticd_planner.value import Value
+
+from elasticd.codec.safe_text import for_terminal, in_one_line
+
+#: Says how the daemons and workers that a shell starts log, where [log] does not; `json` or `text`.
+FORMAT_VARIABLE = "ELASTICD_LOG_FORMAT"
+#: What a line may be about, in the order in which it says so.
+ABOUT = ("cluster", "coordinator", "node", "job", "plan", "step", "device", "kind")
+
+Level = Literal["debug", "info", "warning", "error"]
+Format = Literal["text", "json"]
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class LogSection(Value, frozen=True, kw_only=True):
+    """How a daemon logs, to its standard error. format: text for people, json for programs (default: as
+    `$ELASTICD_LOG_FORMAT` says, else text); level: the least that is logged."""
+
+    format: Format | None = None
+    level: Level = "info"
+
+
+class Seldom:
+    """Warnings about what others can bring about again and again: the first one at once, then one in so many
+    seconds at most, with the number of those that it stands for. Thread-safe."""
+
+    def __init__(
+        self, log: logging.Logger, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._log, self._seconds, self._clock = log, seconds, clock
+        self._lock = threading.Lock()
+        self._next, self._unsaid = float("-inf"), 0
+
+    def warn(self, text: str) -> None:
+        with self._lock:
+            now = self._clock()
+            if now < self._next:
+                self._unsaid += 1
+                return
+            more, self._unsaid, self._next = self._unsaid, 0, now + self._seconds
+        self._log.warning("%s%s", text, f" (and {more} more like this one before it)" if more else "")
+
+
+class TextLines(logging.Formatter):
+    """A line for people. Control characters of a message are written out: part of it may be of another process,
+    and could end the line or move the cursor of whoever reads it. A traceback keeps its lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return in_one_line(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return for_terminal(super().formatException(ei))
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line. `always` is what every line is about, `now` what it is about at the moment; what
+    a record was given itself (by `extra`) goes before either."""
+
+    def __init__(self, always: Mapping[str, Any], now: Callable[[], Mapping[str, Any]] = dict) -> None:
+        super().__init__()
+        self._always, self._now = dict(always), now
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
+        known = {**self._always, **self._now()}
+        own = {name: getattr(record, name, None) for name in ABOUT}
+        known |= {name: value for name, value in own.items() if value is not None}
+        line: dict[str, Any] = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name in ABOUT:
+            if known.get(name) is not None:
+                line[name] = known[name]
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def set_up(section: LogSection, always: Mapping[str, Any]) -> None:
+    """All that this process logs goes to its standard error as `section` says. Once, at its start."""
+    formatter: logging.Formatter = TextLines(_TEXT)
+    if _is_json(section.format):
+        formatter = JsonLines(always)
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=section.level.upper(), handlers=[handler])
+    logging.getLogger("websockets").setLevel(logging.WARNING)
+
+
+def for_worker(now: Callable[[], Mapping[str, Any]]) -> None:
+    """What elasticd itself logs in a training script, as JSON lines where `$ELASTICD_LOG_FORMAT` asks for them;
+    else it goes wherever the script's own logging sends it. The script's logging is left alone."""
+    ours = logging.getLogger("elasticd")
+    if not _is_json(None) or any(isinstance(known.formatter, JsonLines) for known in ours.handlers):
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines({}, now))
+    ours.addHandler(handler)
+    ours.propagate = False
+    if ours.level == logging.NOTSET:
+        ours.setLevel(logging.INFO)
+
+
+def _is_json(chosen: Format | None) -> bool:
+    return (chosen or os.environ.get(FORMAT_VARIABLE, "")) == "json"

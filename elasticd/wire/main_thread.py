@@ -1,0 +1,153 @@
+"""Where a rank's main thread is: words of memory that a worker shares with its agent, and what is told of them.
+
+The main thread writes where it is whenever that changes, without a lock or a system call. The agent reads it a
+few times a second, so that it is known also where that thread holds the interpreter's lock and no other thread
+of the process runs.
+
+    word 0   `MAGIC`
+    word 1   the step that is under way, and one more; 0 between two steps
+    word 2   a count of changes (31 bits) above the rank that is waited for, and one more (24 bits), above the
+             place (8 bits)
+    word 3   microseconds that a step takes at most, of late; 0 before that is known
+    word 4   microseconds that it stays at one place of a step's computation at most, of late
+
+The memory file goes on after `STACK` bytes: there the interpreter writes its stacks, at the signal that the
+worker names (`faulthandler`).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from elasticd.codec.message import Message
+
+MAGIC = 0x7768657265 + (1 << 48)  # "where", version 1
+WORDS = struct.Struct("<qqqqq")
+#: What one change adds to word 2.
+CHANGE = 1 << 32
+#: Where stacks begin in the memory file, in bytes.
+STACK = 4096
+
+#: What the main thread is at. An older agent shows a number that it does not know as `OTHER`.
+SCRIPT, LOADER, FORWARD, LOSS, BACKWARD, UPDATE, TENSOR, BOUNDARY, REDUCE, VOTE, OTHER = range(11)
+#: And between two steps, in what elasticd itself does or calls there.
+IDLE, FIRST, OPTIMIZER, SCHEDULER, CALLBACK, EVALUATION, READING, MOVING, SAVING = range(11, 20)
+#: As people are told.
+NAMES = (
+    "its script's own code",
+    "its loader",
+    "the forward pass",
+    "the loss",
+    "the backward pass",
+    "the update",
+    "a collective of its tensor-parallel group",
+    "a message of its pipeline",
+    "the reduction of gradients",
+    "the vote",
+    "a collective",
+    "a wait for the coordinator",
+    "the first values of its parameters (init)",
+    "the optimizer's factory",
+    "the scheduler's factory",
+    "a callback",
+    "an evaluation",
+    "the reading of a checkpoint",
+    "the move of its state to another plan",
+    "the writing of the last checkpoint",
+)
+#: In a step, what takes about as long each time.
+COMPUTES = frozenset({FORWARD, LOSS, BACKWARD, UPDATE})
+#: In which it waits for other ranks.
+WAITS = frozenset({TENSOR, BOUNDARY, REDUCE, VOTE, OTHER})
+#: Between two steps, what is told by its name. In a step's places it is there for an evaluation's sake.
+BETWEEN = frozenset({FIRST, OPTIMIZER, SCHEDULER, CALLBACK, EVALUATION, READING, MOVING, SAVING})
+#: The user's, which a start and each switch call.
+FACTORIES = frozenset({OPTIMIZER, SCHEDULER})
+_EVALUATES = frozenset({LOADER, FORWARD, LOSS})
+#: What communication is labelled with, where that is no collective of another kind.
+LABELS = {"input": LOADER, "tensor": TENSOR, "boundary": BOUNDARY, "reduce": REDUCE, "vote": VOTE}
+
+
+class Place(NamedTuple):
+    """What the words say. step: None between two steps; rank: whom it waits for, None where that is no one
+    rank; changes: their count, so that the same place at another time is another value; usual: seconds that a
+    step takes at most, 0 where that is not known; stay: seconds at one place of its computation at most."""
+
+    step: int | None
+    place: int
+    rank: int | None
+    changes: int
+    usual: float
+    stay: float
+
+    @property
+    def name(self) -> str:
+        """As people are told. Between two steps whatever elasticd does not do itself is the script's own."""
+        if self.begins:
+            return f"{NAMES[self.place]} (in its plan's first steps)"
+        if self.waits or self.step is not None or self.place in BETWEEN:
+            return NAMES[self.place]
+        return NAMES[EVALUATION if self.place in _EVALUATES else SCRIPT]
+
+    @property
+    def waits(self) -> bool:
+        """For other ranks."""
+        return self.place in WAITS
+
+    @property
+    def computes(self) -> bool:
+        """In a step, in what takes about as long each time, and it is known how long."""
+        return self._in_computation and self.usual > 0
+
+    @property
+    def begins(self) -> bool:
+        """In the computation of one of a plan's first two steps. How long that takes nobody knows: what is done
+        once is done there, as a compilation."""
+        return self._in_computation and not self.usual
+
+    @property
+    def _in_computation(self) -> bool:
+        return self.step is not None and self.place in COMPUTES
+
+
+def read(data: bytes) -> Place | None:
+    """The place that these bytes say; None where they are no such words."""
+    if len(data) < WORDS.size:
+        return None
+    magic, step, word, usual, stay = WORDS.unpack_from(data)
+    if magic != MAGIC:
+        return None
+    place, rank = word & 0xFF, (word >> 8) & 0xFFFFFF
+    return Place(
+        step=step - 1 if step > 0 else None,
+        place=place if place < len(NAMES) else OTHER,
+        rank=rank - 1 if rank else None,
+        changes=word >> 32,
+        usual=max(0, usual) / 1e6,
+        stay=max(0, stay) / 1e6,
+    )
+
+
+class Whereabouts(Message, frozen=True, kw_only=True, tag="whereabouts"):
+    """A worker to its agent, with the memory file: at `signal` (0: at none) it writes its stacks there."""
+
+    signal: int = 0
+
+
+class Halted(Message, frozen=True, kw_only=True, tag="worker-halt"):
+    """To the leader: a worker's main thread has been at one place for `seconds`; or it moves again (an empty
+    `place`). step: that is under way, -1 between two steps; `rank`: whom it waits for, -1 where that is no one
+    rank. `computes`: it is in what takes about as long in each step, and has been for longer than that.
+    `stack`: of its threads."""
+
+    job: str
+    device: str
+    incarnation: str
+    place: str = ""
+    step: int = -1
+    rank: int = -1
+    waits: bool = False
+    computes: bool = False
+    seconds: float = 0.0
+    stack: str = ""

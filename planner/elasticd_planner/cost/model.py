@@ -1,0 +1,244 @@
+"""What a plan costs: step time by the 1F1B schedule with communication, memory by position, and the bound.
+
+A stage with n blocks takes, for one micro-batch, forward and backward,
+
+    t = n x (tokens x seconds x max over members(share x rate) + collectives) + embed, head
+
+and a pipeline what the model's `timing` makes of its stages and the boundaries between them. A step takes as
+long as its slowest pipeline, then reduces gradients between pipelines, then has a fixed overhead. Of an
+interleaved pipeline each chunk of a stage has such a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+
+from elasticd_planner.cost.group_bound import Paces
+from elasticd_planner.cost.pipeline_time import FORWARD, Times, Timing
+from elasticd_planner.cost.schedule import most_alive
+from elasticd_planner.spec.cluster import Cluster, Link, Rates, rate_of
+from elasticd_planner.spec.plan import Pipeline, Plan, Stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupCost:
+    """Seconds that one micro-batch spends on a TP group, forward and backward: in one block, in embed, in
+    head. `forward`: the part of them that is the forward pass."""
+
+    block: float
+    embed: float
+    head: float
+    forward: float = FORWARD
+
+
+class CostModel(Protocol):
+    """What the search asks. Implementations are pure and depend on devices only by rate, memory and node."""
+
+    def recomputing(self, on: bool) -> CostModel:
+        """The same cost for stages that make their activations again in the backward pass, or do not."""
+        ...
+
+    def under(self, plan: Plan) -> CostModel:
+        """The same cost with what is the plan's: its state policy, how many pipelines and members it has."""
+        ...
+
+    def group(self, rates: Sequence[float], shares: Sequence[int], link: Link) -> GroupCost:
+        """A TP group whose members have these rates and shares and talk over `link`."""
+        ...
+
+    def boundary(self, link: Link) -> float:
+        """Seconds that one micro-batch spends between two stages, there and back."""
+        ...
+
+    @property
+    def timing(self) -> Timing:
+        """How long a pipeline takes with given stages and boundaries."""
+        ...
+
+    def memory(
+        self, layers: int, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int
+    ) -> float:
+        """Bytes that a member needs in a stage with `in_flight` micro-batches alive."""
+        ...
+
+    def carried(self, copies: int, devices: int) -> float:
+        """Bytes that each of `devices` needs which only carry so many copies of the optimizer's state."""
+        ...
+
+    def after(self, pipelines: int, fewest: int, link: Link, depth: int | None = None) -> float:
+        """Seconds of a step after its slowest pipeline: reduction between `pipelines`, of which the smallest
+        has `fewest` devices in `depth` stages (None: no less than of any), update, and the fixed overhead."""
+        ...
+
+    def bound(self, rates: Sequence[float], micro_batches: int) -> float:
+        """Seconds that no plan on devices of these rates can beat."""
+        ...
+
+    def widths(self, most: int) -> tuple[int, ...]:
+        """The sizes that a TP group may have, up to `most`, ascending."""
+        ...
+
+    def equal(self) -> CostModel:
+        """The same cost with equal shares alone; itself where it has no others."""
+        ...
+
+    def shares(self, rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+        """Shares worth trying for members of these rates: equal ones first."""
+        ...
+
+    @property
+    def exact_shares(self) -> bool:
+        """Whether no other shares than those of `shares` make a group faster."""
+        ...
+
+    def paces(self, rates: Sequence[float], link: Link) -> Paces:
+        """A_0 ... A_n: the most that k groups of these devices, of one node, can reach in sum(1 / block)."""
+        ...
+
+
+def reach(cluster: Cluster, devices: Sequence[str]) -> Link:
+    """The slowest link among some devices, by the level that they span."""
+    return cluster.reach(devices)
+
+
+#: What groups cost, by what that depends on: their rates, shares and link, and whether they recompute.
+Groups = dict[tuple[tuple[float, ...], tuple[int, ...], Link, bool], GroupCost]
+
+
+def stage_times(
+    pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel, known: Groups | None = None
+) -> Times:
+    """Seconds that one micro-batch spends on each stage, and between them; of an interleaved pipeline on each
+    chunk, in the order in which the micro-batch meets them. `known`: groups that were asked for before; those
+    of this pipeline are added."""
+    stages, spans, known = pipeline.stages, pipeline.spans, {} if known is None else known
+    groups = [_group(stage, cluster, rates, cost, known) for stage in stages]
+    around = (*stages, stages[0]) if pipeline.chunks > 1 else stages
+    hops = [
+        cost.boundary(reach(cluster, (*stage.devices, *after.devices))) / 2 for stage, after in pairwise(around)
+    ]
+    forward, backward = [], []
+    for place, (start, stop) in enumerate(spans):
+        group = groups[place % len(stages)]
+        spent = (stop - start) * group.block
+        if place == 0:
+            spent += group.embed
+        if place == len(spans) - 1:
+            spent += group.head
+        forward.append(spent * group.forward)
+        backward.append(spent - forward[-1])
+    boundary = (hops * pipeline.chunks)[: len(spans) - 1]
+    return Times(forward=np.array(forward), backward=np.array(backward), boundary=np.array(boundary))
+
+
+def _group(stage: Stage, cluster: Cluster, rates: Rates, cost: CostModel, known: Groups) -> GroupCost:
+    each = tuple([rate_of(rates, device) for device in stage.devices])
+    key = each, stage.shares, reach(cluster, stage.devices), stage.recompute
+    if key not in known:
+        known[key] = cost.recomputing(stage.recompute).group(*key[:3])
+    return known[key]
+
+
+def stage_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel) -> tuple[float, ...]:
+    """Seconds that one micro-batch spends on each stage; a boundary is charged to the sender."""
+    charged = stage_times(pipeline, cluster, rates, cost).charged
+    return tuple(map(float, charged.reshape(pipeline.chunks, -1).sum(0)))
+
+
+def pipeline_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
+    """Seconds of a step of one pipeline by its schedule, before what comes after it."""
+    times = stage_times(pipeline, cluster, rates, cost)
+    if pipeline.chunks > 1:
+        return cost.timing.interleaved(times, pipeline.micro_batches, pipeline.chunks)
+    return float(cost.timing.seconds(times, pipeline.micro_batches))
+
+
+def step_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
+    """Seconds of one step under a plan."""
+    slowest = _slowest(plan.modules[0].pipelines, cluster, rates, cost)
+    return slowest + after_seconds(plan, cluster, cost)
+
+
+def _slowest(pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, cost: CostModel) -> float:
+    """Seconds of the slowest pipeline. A large job has hundreds that are alike: those with as many stages and
+    micro-batches are counted at once, and an interleaved one once for all that take the same."""
+    known: Groups = {}
+    alike: dict[tuple[int, int, int], list[Times]] = {}
+    for each in pipelines:
+        key = each.chunks, len(each.stages), each.micro_batches
+        alike.setdefault(key, []).append(stage_times(each, cluster, rates, cost, known))
+    found = []
+    for (chunks, _, micro_batches), times in alike.items():
+        if chunks == 1:
+            together = Times(
+                forward=np.stack([each.forward for each in times]),
+                backward=np.stack([each.backward for each in times]),
+                boundary=np.stack([each.boundary for each in times]),
+            )
+            found.append(float(cost.timing.seconds(together, micro_batches).max()))
+            continue
+        different = {
+            (each.forward.tobytes(), each.work.tobytes(), each.boundary.tobytes()): each for each in times
+        }
+        found += [cost.timing.interleaved(each, micro_batches, chunks) for each in different.values()]
+    return max(found)
+
+
+def steady_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
+    """The same without fill and drain: each pipeline takes its micro-batches times its slowest stage."""
+    slowest = max(
+        p.micro_batches * max(stage_seconds(p, cluster, rates, cost)) for p in plan.modules[0].pipelines
+    )
+    return slowest + after_seconds(plan, cluster, cost)
+
+
+def after_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> float:
+    """Seconds of a plan's step after its slowest pipeline."""
+    pipelines = plan.modules[0].pipelines
+    fewest, depth = min((sum(len(stage.devices) for stage in p.stages), len(p.stages)) for p in pipelines)
+    return cost.under(plan).after(len(pipelines), fewest, reach(cluster, plan.members), depth)
+
+
+def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
+    """Bytes that each member needs: its state, and the activations that its schedule keeps (in plain 1F1B those
+    of min(m, stages - position) micro-batches; else see `passes.most_alive`)."""
+    needed: dict[str, int] = {}
+    cost = cost.under(plan)
+    for pipeline in plan.modules[0].pipelines:
+        needed |= pipeline_memory(pipeline, cost)
+    if plan.carriers:
+        nodes = [len({name.rpartition("/")[0] for name in names}) for names in (plan.places, plan.carriers)]
+        copies = min((plan.state.replicas or 0) - nodes[0], nodes[1])
+        carried = math.ceil(cost.carried(max(0, copies), len(plan.carriers)))
+        needed |= dict.fromkeys(plan.carriers, carried)
+    return needed
+
+
+def pipeline_memory(pipeline: Pipeline, cost: CostModel) -> dict[str, int]:
+    """Bytes that each device of one pipeline needs, by the cost of its plan."""
+    return {
+        device: math.ceil(_needs(pipeline, index, stage, position, cost.recomputing(stage.recompute)))
+        for index, stage in enumerate(pipeline.stages)
+        for position, device in enumerate(stage.devices)
+    }
+
+
+def _needs(pipeline: Pipeline, index: int, stage: Stage, position: int, cost: CostModel) -> float:
+    """Bytes that one member of the stage at `index` needs."""
+    depth, first, last = len(pipeline.stages), index == 0, index == len(pipeline.stages) - 1
+    if pipeline.chunks == 1:
+        flying = min(pipeline.micro_batches, depth - index)
+        return cost.memory(stage.layers, stage.shares, position, first=first, last=last, in_flight=flying)
+    sizes = []
+    for chunk, (start, stop) in enumerate(stage.chunks):
+        edges = {"first": first and chunk == 0, "last": last and chunk == pipeline.chunks - 1}
+        none, one = (cost.memory(stop - start, stage.shares, position, **edges, in_flight=n) for n in (0, 1))
+        sizes.append(one - none)
+    state = cost.memory(stage.layers, stage.shares, position, first=first, last=last, in_flight=0)
+    return state + most_alive(depth, index, pipeline.micro_batches, tuple(sizes))

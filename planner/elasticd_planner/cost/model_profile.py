@@ -1,0 +1,291 @@
+"""The model's profile: seconds and bytes of each section by tokens and share, all that the cost reads.
+
+`derive` makes one from the model's shapes alone, before anything was measured; `fit` replaces its seconds by
+measured ones. Bytes always come from the shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from elasticd_planner.cost.pipeline_time import FORWARD
+from elasticd_planner.numeric import Floats, Ints
+from elasticd_planner.spec.model import ModelSpec, Parameter
+from elasticd_planner.value import Value, refuse
+
+#: Floating point operations per second of a normal device, where nothing is known.
+GUESSED_FLOPS = 5e10
+
+#: Bytes of optimizer state per byte of parameter: AdamW's two moments.
+ADAMW_STATE = 2.0
+
+
+class SectionProfile(Value, frozen=True, kw_only=True):
+    """One whole section (embed, one block, head): what a member with all of its shares would spend and hold.
+
+    seconds: forward and backward of one token on a normal device; fixed_seconds: of one micro-batch. A member
+    with the part s of a group of width w takes rate x (fixed_seconds + tokens x seconds x s x slowdown[w])
+    besides collectives (TP all-reduces of one micro-batch, forward and backward): `slowdown` says how much
+    longer a part takes than that part of the whole.
+
+    The bytes of parameters come in three parts: `cut_bytes` scale with the member's share; `grouped_bytes`
+    (kv projections) with the groups of units that its share touches; `whole_bytes` every member holds. The
+    activation bytes are those kept from forward to backward for one token, cut and whole; of a block that
+    makes them again only `recomputed_activation`, whole.
+    """
+
+    seconds: float = 0.0
+    fixed_seconds: float = 0.0
+    slowdown: dict[int, float] = msgspec.field(default_factory=dict)
+    cut_bytes: int = 0
+    grouped_bytes: int = 0
+    whole_bytes: int = 0
+    cut_activation: float = 0.0
+    whole_activation: float = 0.0
+    recomputed_activation: float = 0.0
+    collectives: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = (getattr(self, name) for name in self.__struct_fields__ if name != "slowdown")
+        if any(not 0 <= number < math.inf for number in numbers):
+            refuse(f"section profile: seconds, bytes and counts must be finite and not negative, not {self}")
+        if any(width < 1 or not 0 < factor < math.inf for width, factor in self.slowdown.items()):
+            refuse(f"section profile: slowdown must be positive by positive widths, not {self.slowdown}")
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.cut_bytes + self.grouped_bytes + self.whole_bytes
+
+    def factor(self, width: int) -> float:
+        """`slowdown` of a width: between known ones interpolated, beyond them the last; 1 if none is known."""
+        if width in self.slowdown or not self.slowdown:
+            return self.slowdown.get(width, 1.0)
+        known = sorted(self.slowdown.items())
+        return float(np.interp(width, [w for w, _ in known], [factor for _, factor in known]))
+
+    def factors(self, widths: Ints) -> Floats:
+        """The same for many widths."""
+        found = {width: self.factor(width) for width in {*widths.tolist()}}
+        return np.array([found[width] for width in widths.tolist()])
+
+
+class ModelProfile(Value, frozen=True, kw_only=True):
+    """What a model costs. Blocks count as alike: where their kinds differ, `block` is their mean in seconds
+    and the largest of them in bytes.
+
+    share_units: the integer shares of a TP group sum to it, so that shares are what the members hold.
+    uneven: whether members of a group may have unequal shares. widths: sizes that a TP group may have (empty:
+    any). groups: kv-heads, which follow the shares (0: none). tokens: of one micro-batch. tied_bytes:
+    parameter bytes of the head that are the embedding's (counted in both). boundary_bytes: one token's
+    activation between blocks. gradient_factor, optimizer_factor: bytes of gradients, and of optimizer state
+    and master weights, per byte of parameter. fixed_bytes: what every device needs besides.
+
+    collective_seconds: measured seconds of one TP all-reduce by width of the group, over the fastest link
+    inside a node; collective_token_seconds: what each token of a micro-batch adds to it. Other widths are
+    estimated from the link. forward: its part of forward and backward. recompute_factor: how many times
+    longer a block takes that makes its activations again. recomputed_part: the part of all blocks that do so
+    under every plan, taken to be spread evenly. optimizer_seconds: per byte of optimizer state
+    that a device updates. overlap: whether gradients are reduced while the last micro-batch still goes
+    backward. reduction_scale: measured time of the gradients' reduction over the links' estimate;
+    pipeline_scale: the same for the pipelines. overhead_seconds: fixed part of a step.
+    """
+
+    name: str
+    layers: int
+    share_units: int
+    tokens: float
+    block: SectionProfile
+    embed: SectionProfile = SectionProfile()
+    head: SectionProfile = SectionProfile()
+    uneven: bool = True
+    widths: tuple[int, ...] = ()
+    groups: int = 0
+    tied_bytes: int = 0
+    boundary_bytes: float = 0.0
+    gradient_factor: float = 1.0
+    optimizer_factor: float = ADAMW_STATE
+    fixed_bytes: float = 0.0
+    collective_seconds: dict[int, float] = msgspec.field(default_factory=dict)
+    collective_token_seconds: dict[int, float] = msgspec.field(default_factory=dict)
+    forward: float = FORWARD
+    recompute_factor: float = 1 + FORWARD
+    recomputed_part: float = 0.0
+    optimizer_seconds: float = 0.0
+    overlap: bool = False
+    reduction_scale: float = 1.0
+    pipeline_scale: float = 1.0
+    overhead_seconds: float = 0.0
+    fitted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.layers < 1 or self.share_units < 1 or not self.tokens > 0:
+            refuse(f"profile {self.name}: layers, share_units and tokens must be positive")
+        if not self.block.seconds > 0:
+            refuse(f"profile {self.name}: a block must take more than {self.block.seconds} s a token")
+        if self.groups < 0 or self.groups > self.share_units:
+            refuse(f"profile {self.name}: {self.groups} groups cannot follow {self.share_units} share units")
+        if not 0 < self.forward < 1 or not 1 <= self.recompute_factor < math.inf:
+            refuse(
+                f"profile {self.name}: forward {self.forward} must be between 0 and 1, and "
+                f"recompute_factor {self.recompute_factor} at least 1"
+            )
+        if not 0 <= self.recomputed_part <= 1:
+            refuse(f"profile {self.name}: recomputed_part {self.recomputed_part} must be between 0 and 1")
+        bytes_and_seconds = (
+            *(self.gradient_factor, self.optimizer_factor, self.fixed_bytes, self.optimizer_seconds),
+            *self.collective_seconds.values(),
+            *self.collective_token_seconds.values(),
+        )
+        if any(not 0 <= number < math.inf for number in bytes_and_seconds):
+            refuse(f"profile {self.name}: bytes and seconds must be finite and not negative")
+
+    @property
+    def state_factor(self) -> float:
+        """Bytes of parameters, gradients and optimizer state per byte of parameter."""
+        return 1.0 + self.gradient_factor + self.optimizer_factor
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters of the whole model, tied ones once."""
+        sections = self.layers * self.block.parameter_bytes
+        return sections + self.embed.parameter_bytes + self.head.parameter_bytes - self.tied_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of the whole model, tied parameters once."""
+        return round(self.parameter_bytes * self.gradient_factor)
+
+    def sized(self, tokens: float) -> ModelProfile:
+        """The same model with micro-batches of so many tokens. A measured collective of which nothing is known
+        by token grows with them."""
+        scale = tokens / self.tokens
+        known = self.collective_token_seconds
+        collectives = {w: s if w in known else s * scale for w, s in self.collective_seconds.items()}
+        return msgspec.structs.replace(self, tokens=tokens, collective_seconds=collectives)
+
+    def aligned(self, shares: tuple[int, ...]) -> bool:
+        """Whether no cut of a TP group with these share units runs through a group of units (a kv-head)."""
+        return not self.groups or all(share * self.groups % self.share_units == 0 for share in shares)
+
+    def held_bytes(self, section: SectionProfile, units: int, aligned: bool) -> float:
+        """Bytes of parameters that a member with `units` share units holds of a section; where the cuts are
+        not aligned, with as many groups as the units can touch at most."""
+        held = section.cut_bytes * units / self.share_units + section.whole_bytes
+        if self.groups:
+            per = self.share_units / self.groups
+            touched = units / per if aligned else min(self.groups, math.floor((units - 2) / per) + 2)
+            held += section.grouped_bytes * touched / self.groups
+        return held
+
+    def activation_bytes(self, section: SectionProfile, units: int) -> float:
+        """Bytes that one micro-batch in flight keeps on a member with `units` share units of a section."""
+        kept = section.cut_activation * units / self.share_units + section.whole_activation
+        return kept * self.tokens
+
+
+def derive(
+    spec: ModelSpec, sample_tokens: float, micro_batch: int, flops: float = GUESSED_FLOPS
+) -> ModelProfile:
+    """A profile from shapes alone. `sample_tokens`: tokens of one sample; `flops`: of a normal device.
+
+    Seconds per token are 6 x elements of matrices / flops (two operations per element forward, four
+    backward; Kaplan et al. 2020, section 2.1); looking up an embedding costs nothing, a vector (a norm)
+    counts as one matrix column. Attention adds 6 x 2 x width x tokens / 2 for a causal mask.
+    """
+    if not flops > 0 or not sample_tokens > 0 or micro_batch < 1:
+        refuse("profile: flops, sample_tokens and micro_batch must be positive")
+    size = item_size(spec.dtype)
+    blocks = [_block(spec, kind, size, flops, sample_tokens) for kind in spec.kinds]
+    used = [blocks[kind] for kind in spec.layers]
+    mean = sum(block.seconds for block in used) / len(used)
+    largest = {
+        name: max(getattr(block, name) for block in used)
+        for name in SectionProfile.__struct_fields__
+        if name not in ("seconds", "fixed_seconds", "slowdown")
+    }
+    leads = _cutting(spec)
+    coarsest = min(leads.values(), default=1)
+    followers = [units.count for units in spec.units if units.follows in leads]
+    aliases = {alias: owner for alias, owner in spec.ties if alias.startswith("head.")}
+    return ModelProfile(
+        name=spec.name,
+        layers=len(spec.layers),
+        share_units=coarsest,
+        tokens=sample_tokens * micro_batch,
+        block=SectionProfile(seconds=mean, **largest),
+        embed=_edge(spec, spec.embed, 0.0, size),
+        head=_edge(spec, spec.head, 6 * _matrix_elements(spec.head) / flops, size),
+        groups=min(*followers, coarsest) if followers else 0,
+        tied_bytes=sum(parameter_bytes(p) for p in spec.head if f"head.{p.name}" in aliases),
+        boundary_bytes=spec.width * size,
+    )
+
+
+def item_size(dtype: str) -> int:
+    """Bytes of one element of a dtype named as torch names it ("float32", "bfloat16")."""
+    digits = "".join(c for c in dtype.partition("_")[0] if c.isdigit())
+    return max(1, int(digits[:2]) // 8) if digits else 1
+
+
+def parameter_bytes(parameter: Parameter) -> int:
+    return math.prod(parameter.shape) * item_size(parameter.dtype)
+
+
+def _cutting(spec: ModelSpec) -> dict[str, int]:
+    """The leading kinds of units that cut parameters of blocks, by count."""
+    kinds = {p.cut.units for kind in spec.kinds for p in kind if p.cut is not None}
+    leads = {spec.units_of(kind).follows or kind for kind in kinds}
+    return {kind: spec.units_of(kind).count for kind in sorted(leads)}
+
+
+def _matrix_elements(parameters: Iterable[Parameter]) -> int:
+    return sum(math.prod(parameter.shape) for parameter in parameters)
+
+
+def _parts(spec: ModelSpec, parameters: Iterable[Parameter]) -> dict[str, Any]:
+    """Parameter bytes of a section: cut, grouped and whole."""
+    parts = {"cut_bytes": 0, "grouped_bytes": 0, "whole_bytes": 0}
+    for parameter in parameters:
+        if parameter.cut is None:
+            part = "whole_bytes"
+        elif spec.units_of(parameter.cut.units).follows is None:
+            part = "cut_bytes"
+        else:
+            part = "grouped_bytes"
+        parts[part] += parameter_bytes(parameter)
+    return parts
+
+
+def _block(
+    spec: ModelSpec, kind: tuple[Parameter, ...], size: int, flops: float, sample_tokens: float
+) -> SectionProfile:
+    """Kept for backward: of every cut matrix the side that is cut (a column's output, a row's input), and
+    for each all-reduce of forward the residual and its normalised copy, which all members keep."""
+    operations = 6 * (_matrix_elements(kind) + spec.width * sample_tokens)
+    cut_sides = sum(p.shape[p.cut.dim] for p in kind if p.cut is not None and len(p.shape) > 1)
+    return SectionProfile(
+        seconds=operations / flops,
+        cut_activation=cut_sides * size,
+        whole_activation=2 * spec.collectives * spec.width * size,
+        recomputed_activation=spec.width * size,
+        collectives=2 * spec.collectives,
+        **_parts(spec, kind),
+    )
+
+
+def _edge(spec: ModelSpec, parameters: tuple[Parameter, ...], seconds: float, size: int) -> SectionProfile:
+    """Embed or head: a cut one needs one all-reduce of the activation (embed's forward, head's backward);
+    the head's output, which its loss keeps, is as wide as its cut side."""
+    cut_sides = sum(p.shape[p.cut.dim] for p in parameters if p.cut is not None) if seconds else 0
+    return SectionProfile(
+        seconds=seconds,
+        cut_activation=cut_sides * size,
+        whole_activation=spec.width * size,
+        collectives=int(any(p.cut is not None for p in parameters)),
+        **_parts(spec, parameters),
+    )

@@ -1,0 +1,136 @@
+"""How a pipeline's time follows from its stages: by the schedule itself, or by a formula.
+
+With t_j the work of stage j on one micro-batch (forward f_j and backward), b_j the boundary after it, one way,
+p stages and m micro-batches, 1F1B takes at least, for every stage j (`at_least`),
+
+    sum_i (t_i + 2 b_i) + (m - 1) t_j - h_j f_j,      h_j = min(m - 1, p - 1 - j),
+    sum_{i < j} (t_i + 2 b_i) + m t_j.
+
+The second: before its first pass stage j waits for one micro-batch's way there, then it works on m, then the
+last gradient goes the way back. The first: the first backward pass of stage j comes after the first
+micro-batch's way to the end and back; by then at most h_j + 1 forward passes of stage j can be done, for that
+is where 1F1B makes it turn, and all other work of its m micro-batches comes after, and then the way back. So
+h_j f_j is what a stage hides of the time that others need: `hidden` is the largest f_j / t_j.
+
+The formula, (m - 1) max_j s_j + sum_j s_j with s_j = t_j + 2 b_j, is what equal stages take. Where boundaries
+cost nothing and forward is the same part of every stage's work, no schedule was found to take longer (a test
+looks for one; it is not proved), and unequal stages take up to a fifth less. A boundary, or stages of which
+only some recompute, can make it up to a tenth longer: so the formula leads searches, and proves nothing.
+
+`Schedule` is exact (`timeline`); its times come from clocks. Problems whose format defines the time by the
+formula have `Formula`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from elasticd_planner.cost.schedule_timeline import interleaved_seconds, one_f_one_b_curve, one_f_one_b_seconds
+from elasticd_planner.numeric import Floats
+from elasticd_planner.value import refuse
+
+#: The part of a stage's work that is its forward pass: two operations of six per element (Kaplan et al. 2020).
+#: So a block that runs forward once more in the backward pass takes a third longer.
+FORWARD = 1 / 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Seconds of one micro-batch on each stage, [..., stage], and between stages one way, [..., stage - 1].
+    Leading indices are pipelines with as many stages. Of an interleaved pipeline: by chunk, as they come."""
+
+    forward: Floats
+    backward: Floats
+    boundary: Floats
+
+    @property
+    def work(self) -> Floats:
+        return self.forward + self.backward
+
+    @property
+    def charged(self) -> Floats:
+        """Work, with the boundary's way there and back charged to the sender."""
+        seconds = self.work
+        seconds[..., :-1] += 2 * self.boundary
+        return seconds
+
+
+class Timing(Protocol):
+    """How long pipelines take for a step."""
+
+    @property
+    def hidden(self) -> float:
+        """The largest part of a stage's work that may run while it waits for stages after it; 0: none."""
+        ...
+
+    def seconds(self, times: Times, micro_batches: int) -> Floats:
+        """Of pipelines with these stages: [...]."""
+        ...
+
+    def curve(self, times: Times, most: int) -> Floats:
+        """The same for 1 to `most` micro-batches: [most, ...]."""
+        ...
+
+    def interleaved(self, times: Times, micro_batches: int, chunks: int) -> float:
+        """Of one interleaved pipeline, each stage of so many chunks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """The slowest stage runs without a gap, all others fill and drain. Exact for equal stages alone."""
+
+    @property
+    def hidden(self) -> float:
+        return 0.0
+
+    def seconds(self, times: Times, micro_batches: int) -> Floats:
+        found: Floats = closed(times.charged, micro_batches)
+        return found
+
+    def curve(self, times: Times, most: int) -> Floats:
+        stages = times.charged
+        counts = np.arange(most, dtype=np.float64).reshape((most,) + (1,) * (stages.ndim - 1))
+        found: Floats = counts * stages.max(-1) + stages.sum(-1)
+        return found
+
+    def interleaved(self, times: Times, micro_batches: int, chunks: int) -> float:
+        refuse("a problem in units says what equal stages take, not interleaved ones: give it model.times")
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """1F1B as it runs. `hidden`: the largest part of any stage's work that is its forward pass."""
+
+    hidden: float = FORWARD
+
+    def seconds(self, times: Times, micro_batches: int) -> Floats:
+        return one_f_one_b_seconds(times.forward, times.backward, times.boundary, micro_batches)
+
+    def curve(self, times: Times, most: int) -> Floats:
+        return one_f_one_b_curve(times.forward, times.backward, times.boundary, most)
+
+    def interleaved(self, times: Times, micro_batches: int, chunks: int) -> float:
+        return interleaved_seconds(times.forward, times.backward, times.boundary, micro_batches, chunks)
+
+
+def closed(stages: Sequence[float] | Floats, micro_batches: int) -> Floats:
+    """(m - 1) x the slowest stage + the sum of all: [..., stage] to [...]."""
+    seconds = np.asarray(stages, dtype=np.float64)
+    found: Floats = (micro_batches - 1) * seconds.max(-1) + seconds.sum(-1)
+    return found
+
+
+def at_least(times: Times, micro_batches: int) -> Floats:
+    """Seconds that 1F1B cannot beat, by the two inequalities above: [...]."""
+    work, stages = times.work, times.work.shape[-1]
+    through = times.charged
+    before = np.cumsum(through, axis=-1) - through
+    after = through.sum(-1)[..., None] - before - work
+    turns = np.minimum(micro_batches - 1, np.arange(stages - 1, -1, -1))
+    found: Floats = (before + micro_batches * work + np.maximum(0.0, after - turns * times.forward)).max(-1)
+    return found

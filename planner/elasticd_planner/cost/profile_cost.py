@@ -1,0 +1,243 @@
+"""The cost that a model's profile gives: seconds and bytes of a TP group, of a stage and of what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from elasticd_planner.cost.group_bound import Paces, by_slowest, by_speed
+from elasticd_planner.cost.model import GroupCost
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.cost.pipeline_time import Schedule, Timing
+from elasticd_planner.cost.zero_cost import Zero
+from elasticd_planner.spec.cluster import Link
+from elasticd_planner.spec.model import apportion
+from elasticd_planner.spec.plan import Plan, StatePolicy
+
+PLAIN = StatePolicy()
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileCost:
+    """The cost that a `ModelProfile` gives under one setting. recompute: whether blocks make their activations
+    again. With ZeRO (`state`) memory depends on the number of `pipelines`, time on the step's `micro_batches`
+    of all pipelines, and what replicas ask of others on the number of `members`. near: the link that the
+    measured collectives went over (None: they are what any link takes)."""
+
+    profile: ModelProfile
+    state: StatePolicy = PLAIN
+    recompute: bool = False
+    pipelines: int = 1
+    micro_batches: int = 1
+    members: int = 1
+    near: Link | None = None
+
+    def recomputing(self, on: bool) -> ProfileCost:
+        """The same cost for stages that do, or do not, make their activations again."""
+        return self if on == self.recompute else replace(self, recompute=on)
+
+    def under(self, plan: Plan) -> ProfileCost:
+        """The same cost under a plan's state policy."""
+        if not plan.state.zero and not self.state.zero:
+            return self
+        return replace(
+            self,
+            state=plan.state,
+            pipelines=len(plan.modules[0].pipelines),
+            micro_batches=plan.global_batch // plan.micro_batch,
+            members=len(plan.members),
+        )
+
+    def group(self, rates: Sequence[float], shares: Sequence[int], link: Link) -> GroupCost:
+        model, total, width = self.profile, sum(shares), len(shares)
+        wait = self.collective(width, link)
+
+        def seconds(section: SectionProfile, again: float = 1.0, once_more: float = 1.0) -> float:
+            each = model.tokens * section.seconds * section.factor(width) / total
+            spent = max(
+                rate * (section.fixed_seconds + each * share) for share, rate in zip(shares, rates, strict=True)
+            )
+            return (spent * again + section.collectives * wait * once_more) * model.pipeline_scale
+
+        return GroupCost(
+            block=seconds(model.block, self._again, self._waits),
+            embed=seconds(model.embed),
+            head=seconds(model.head),
+            forward=model.forward / self._again,
+        )
+
+    @property
+    def _again(self) -> float:
+        """How many times longer a block's computation takes, on average."""
+        return 1 + self._part * (self.profile.recompute_factor - 1)
+
+    @property
+    def _waits(self) -> float:
+        """The same for its collectives: half of them are forward's, which runs once more. (A factor of 1 is
+        what bounds hope for: stages that do not make anything again.)"""
+        return 1 + 0.5 * self._part if self._again > 1 else 1.0
+
+    @property
+    def _part(self) -> float:
+        """The part of the blocks that make their activations again."""
+        return 1.0 if self.recompute else self.profile.recomputed_part
+
+    def collective(self, width: int, link: Link) -> float:
+        """One all-reduce of a micro-batch's activation in a group: measured (over a slower link longer by what
+        the links say), else a ring's 2 (w - 1) hops."""
+        model = self.profile
+        if width == 1:
+            return 0.0
+        ring = self._ring(width, link)
+        fixed = model.collective_seconds.get(width)
+        each = model.collective_token_seconds.get(width)
+        if fixed is None and each is None:
+            return ring
+        known = (fixed or 0.0) + (each or 0.0) * model.tokens
+        if self.near is None or link == self.near:
+            return known
+        return known * max(1.0, ring / self._ring(width, self.near))
+
+    def _ring(self, width: int, link: Link) -> float:
+        size = self.profile.boundary_bytes * self.profile.tokens
+        return 2 * (width - 1) * link.seconds(size / width)
+
+    def boundary(self, link: Link) -> float:
+        size = self.profile.boundary_bytes * self.profile.tokens
+        return 2 * link.seconds(size) * self.profile.pipeline_scale
+
+    @property
+    def timing(self) -> Timing:
+        """Seconds are those of the schedule itself."""
+        return Schedule(hidden=self.profile.forward / self._again)
+
+    def memory(
+        self, layers: int, shares: Sequence[int], position: int, *, first: bool, last: bool, in_flight: int
+    ) -> float:
+        """Parameters, gradients and optimizer state (`zero.Zero` says how much of them), activations kept for
+        backward, with recomputation those of one block being made again. A tied head beside its embedding
+        shares its parameters."""
+        model, shares = self.profile, to_units(shares, self.profile.share_units)
+        units, aligned = shares[position], model.aligned(shares)
+        block = model.held_bytes(model.block, units, aligned)
+        held = layers * block
+        each = model.activation_bytes(model.block, units)
+        again = model.block.recomputed_activation * model.tokens
+        kept = layers * (each + self._part * (again - each))
+        for section, here in ((model.embed, first), (model.head, last)):
+            if here:
+                held += model.held_bytes(section, units, aligned)
+                kept += model.activation_bytes(section, units)
+        if first and last:
+            part = units / model.share_units if model.embed.cut_bytes else 1.0
+            held -= model.tied_bytes * part
+        state = self.zero.held(model, held, block)
+        return state + kept * in_flight + (each if self._part else 0.0) + model.fixed_bytes
+
+    @property
+    def zero(self) -> Zero:
+        return Zero(policy=self.state, pipelines=self.pipelines, members=self.members)
+
+    def carried(self, copies: int, devices: int) -> float:
+        return self.zero.carried(self.profile, copies, devices) + self.profile.fixed_bytes
+
+    def after(self, pipelines: int, fewest: int, link: Link, depth: int | None = None) -> float:
+        """Reduction, update and gathering by a device of the smallest pipeline, which holds a part of the model
+        on average (pieces of different stages are reduced side by side). `depth`: stages of that pipeline,
+        for what the last backward pass hides; without it no less than that can be is said."""
+        model = self.profile
+        zero = Zero(policy=self.state, pipelines=pipelines, members=max(self.members, pipelines * fewest))
+        reduction, each_time = zero.reduction(model, 1 / fewest, link)
+        times = -(-self.micro_batches // pipelines) if each_time else 1
+        if model.overlap:
+            exposed = self._exposed(reduction, fewest, depth) + (times - 1) * self._exposed(
+                reduction, fewest, 1
+            )
+        else:
+            exposed = times * reduction
+        gathered = zero.gathering(model, 1 / fewest, link)
+        update = model.optimizer_seconds * zero.owned(model, 1 / fewest)
+        return model.reduction_scale * (exposed + gathered) + update + model.overhead_seconds
+
+    def _exposed(self, reduction: float, fewest: int, depth: int | None) -> float:
+        """What is left of a stage's reduction after its last backward pass, which takes b over n layers: the
+        first layer's gradients are there last, the others are on their way by then."""
+        model = self.profile
+        if depth is None:
+            return reduction / model.layers
+        layers = max(1.0, model.layers / depth)
+        work = model.tokens * model.block.seconds * model.layers / fewest
+        backward = work * (self._again - model.forward) * model.pipeline_scale
+        return max(reduction / layers, reduction - backward * (1 - 1 / layers))
+
+    def bound(self, rates: Sequence[float], micro_batches: int) -> float:
+        """All work over all speed: a group with shares x finishes a layer no sooner than 1 / sum(1 / rate),
+        and in a step no stage is busy for longer than the step (harmonic mean, no communication)."""
+        speed = sum(1 / rate for rate in rates)
+        model, widths = self.profile, self.widths(len(rates)) or (1,)
+        work = model.layers * self._least(model.block, widths) * self._again
+        work += self._least(model.embed, widths) + self._least(model.head, widths)
+        return micro_batches * work * model.pipeline_scale / speed + model.overhead_seconds
+
+    def _least(self, section: SectionProfile, widths: Sequence[int]) -> float:
+        """Seconds of all members together, on normal devices, of the width that wastes least."""
+        return min(
+            width * section.fixed_seconds + self.profile.tokens * section.seconds * section.factor(width)
+            for width in widths
+        )
+
+    def widths(self, most: int) -> tuple[int, ...]:
+        most = min(most, self.profile.share_units)
+        listed = self.profile.widths or tuple(range(1, most + 1))
+        return tuple(width for width in listed if width <= most)
+
+    def equal(self) -> ProfileCost:
+        if not self.profile.uneven:
+            return self
+        return replace(self, profile=msgspec.structs.replace(self.profile, uneven=False))
+
+    def shares(self, rates: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+        options = share_options(rates, self.profile.share_units)
+        return options if self.profile.uneven else options[:1]
+
+    @property
+    def exact_shares(self) -> bool:
+        return not self.profile.uneven
+
+    def paces(self, rates: Sequence[float], link: Link) -> Paces:
+        """On a group of width w a block with s seconds (slowdown included), fixed seconds f and waits r takes
+        at least (s + w f) / Y + r, Y = sum(1 / rate): so 1 / block <= Y / (s + w f + r Y), and Y is at least
+        that of the slowest members. Equal shares: the slowest member's time."""
+        model, speeds = self.profile, sorted(1 / rate for rate in rates)
+        block, again, scale = model.block, self._again, model.pipeline_scale
+        waits = {
+            width: block.collectives * self.collective(width, link) * self._waits * scale
+            for width in self.widths(len(rates))
+        }
+        alone = {
+            width: (model.tokens * block.seconds * block.factor(width) + width * block.fixed_seconds)
+            * (again * scale)
+            for width in waits
+        }
+        if not model.uneven:
+            return by_slowest(
+                rates, tuple(waits), lambda width, rate: rate * alone[width] / width + waits[width]
+            )
+        return by_speed(rates, {w: 1 / (alone[w] + wait * sum(speeds[:w])) for w, wait in waits.items()})
+
+
+def share_options(rates: Sequence[float], units: int) -> tuple[tuple[int, ...], ...]:
+    """Shares worth trying for members of these rates: equal, and by inverse rate, in whole units."""
+    equal = apportion(units, (1,) * len(rates))
+    if len(set(rates)) == 1:
+        return (equal,)
+    # Integer weights with six digits: rates are rounded far coarser than that.
+    inverse = apportion(units, tuple(max(1, round(1e6 / rate)) for rate in rates))
+    return (equal, inverse) if inverse != equal else (equal,)
+
+
+def to_units(shares: Sequence[int], units: int) -> tuple[int, ...]:
+    """Shares as whole units that sum to `units`; the planner's own are already."""
+    return tuple(shares) if sum(shares) == units else apportion(units, tuple(shares))

@@ -1,0 +1,326 @@
+"""The 1F1B schedule played out: event by event with every interval, and as an exact recurrence for the search.
+
+A pipeline of p stages and m micro-batches. Each stage runs its passes in the order of 1F1B (`passes`), plain or
+interleaved. A pass begins once the stage is free and its input is there; a boundary carries one micro-batch
+after the other in each direction, beside computation; in an interleaved pipeline there is one more boundary,
+from the last stage to the first. `simulate` plays these rules with a heap of events, for times that may differ
+by micro-batch. `one_f_one_b_seconds` gives the end of the plain schedule for times that depend on the stage
+alone, `interleaved_seconds` that of the interleaved one, pass by pass. Seconds everywhere.
+
+The recurrence. Round r is the forward pass of micro-batch r on all stages and then, on stage s, the backward
+pass of micro-batch r - (p - s - 1): whatever these wait for lies in the same chain of stages or in an earlier
+round. So a round is one running maximum over stages, whatever the number of micro-batches. In (max, +) it is
+linear: once a round moves all times by one amount, so do all that follow (Baccelli et al., Synchronization
+and Linearity, 1992, section 3.7), and the rest is added at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from elasticd_planner.cost.schedule import Kind, Pass, passes
+from elasticd_planner.numeric import Floats, Ints
+from elasticd_planner.value import Value, refuse
+
+#: Times by stage, or by pipeline and stage: all pipelines of an array have as many stages.
+Times = Sequence[float] | Sequence[Sequence[float]] | Floats
+
+#: Rounds count as alike if their times moved by amounts that differ less than this, relative to the time.
+ALIKE = 1e-13
+
+
+class Work(Value, frozen=True, kw_only=True):
+    """One pass on one stage, through one of its chunks."""
+
+    kind: Kind
+    micro_batch: int
+    start: float
+    stop: float
+    chunk: int = 0
+
+
+class StageTimeline(Value, frozen=True, kw_only=True):
+    """What a stage did, in order; `end` is when it was done, its overhead included."""
+
+    work: tuple[Work, ...]
+    end: float
+
+
+class Timeline(Value, frozen=True, kw_only=True):
+    """One pipeline's step."""
+
+    seconds: float
+    stages: tuple[StageTimeline, ...]
+
+
+def simulate(
+    forward: Sequence[Sequence[float]] | Floats,
+    backward: Sequence[Sequence[float]] | Floats,
+    boundary: Sequence[float] | Floats = (),
+    overhead: Sequence[float] | Floats = (),
+    *,
+    chunks: int = 1,
+) -> Timeline:
+    """One step, event by event. forward, backward: [place][micro-batch], where a place is a stage, or with
+    `chunks` a chunk, in the order in which a micro-batch meets them; boundary: of each one between two places,
+    one way; overhead: of each stage after its last pass. Raises Invalid where shapes do not fit."""
+    ahead = np.asarray(forward, dtype=np.float64)
+    back = np.asarray(backward, dtype=np.float64)
+    if ahead.ndim != 2 or ahead.shape != back.shape or 0 in ahead.shape:
+        refuse(f"timeline: forward {ahead.shape} and backward {back.shape} must be [stage][micro-batch] alike")
+    stages = _stages(ahead.shape[0], chunks)
+    links = _each(boundary, ahead.shape[0] - 1, "boundary")
+    extra = _each(overhead, stages, "overhead")
+    if min(ahead.min(), back.min(), links.min(initial=0.0), extra.min(initial=0.0)) < 0:
+        refuse("timeline: times must not be negative")
+    return _Schedule(ahead, back, links, stages).run(extra)
+
+
+def _each(given: Sequence[float] | Floats, count: int, name: str) -> Floats:
+    times = np.asarray(given, dtype=np.float64)
+    if not times.size:
+        return np.zeros(count)
+    if times.shape != (count,):
+        refuse(f"timeline: {name} needs {count} times, not {times.shape}")
+    return times
+
+
+def _stages(places: int, chunks: int) -> int:
+    if chunks < 1 or places % chunks or (chunks > 1 and places == chunks):
+        refuse(f"timeline: {places} chunks of layers are not {chunks} on each of two stages or more")
+    return places // chunks
+
+
+class _Schedule:
+    """One simulation under way. An event is the end of a pass, or the arrival of a micro-batch. Chunk c of
+    stage s is place c x stages + s."""
+
+    def __init__(self, forward: Floats, backward: Floats, boundary: Floats, stages: int) -> None:
+        self._times = {"forward": forward, "backward": backward}
+        self._boundary = boundary
+        self._stages, (self._places, self._micro_batches) = stages, forward.shape
+        chunks = self._places // stages
+        self._todo = [list(passes(stages, s, self._micro_batches, chunks))[::-1] for s in range(stages)]
+        self._here: set[tuple[Kind, int, int]] = {("forward", 0, m) for m in range(self._micro_batches)}
+        self._free = [True] * self._stages
+        self._carries: dict[tuple[Kind, int], float] = {}
+        self._work: list[list[Work]] = [[] for _ in range(self._stages)]
+        self._heap: list[tuple[float, int, str, Kind, int, int]] = []
+        self._count = 0
+
+    def run(self, overhead: Floats) -> Timeline:
+        now = 0.0
+        for stage in range(self._stages):
+            self._begin(stage, now)
+        while self._heap:
+            now, _, what, kind, place, micro = heapq.heappop(self._heap)
+            if what == "end":
+                self._free[place % self._stages] = True
+                self._send(kind, place, micro, now)
+            else:
+                self._here.add((kind, place, micro))
+            self._begin(place % self._stages, now)
+        done = tuple(
+            StageTimeline(work=tuple(work), end=work[-1].stop + float(extra))
+            for work, extra in zip(self._work, overhead, strict=True)
+        )
+        return Timeline(seconds=max(stage.end for stage in done), stages=done)
+
+    def _place(self, stage: int, coming: Pass) -> int:
+        return coming.chunk * self._stages + stage
+
+    def _begin(self, stage: int, now: float) -> None:
+        """The stage's next pass, if it is free and the input is there."""
+        todo = self._todo[stage]
+        if not self._free[stage] or not todo:
+            return
+        kind, micro, chunk = todo[-1]
+        place = self._place(stage, todo[-1])
+        if (kind, place, micro) not in self._here:
+            return
+        todo.pop()
+        stop = now + float(self._times[kind][place, micro])
+        self._free[stage] = False
+        self._work[stage].append(Work(kind=kind, micro_batch=micro, start=now, stop=stop, chunk=chunk))
+        self._push(stop, "end", kind, place, micro)
+
+    def _send(self, kind: Kind, place: int, micro: int, now: float) -> None:
+        """To the next place; at the last one, forward turns into backward."""
+        if kind == "forward" and place == self._places - 1:
+            self._here.add(("backward", place, micro))
+            return
+        target = place + 1 if kind == "forward" else place - 1
+        if target < 0:
+            return
+        border = min(place, target)
+        link = border % self._stages  # all chunks of two stages go over one
+        arrival = max(now, self._carries.get((kind, link), 0.0)) + float(self._boundary[border])
+        self._carries[kind, link] = arrival
+        self._push(arrival, "arrival", kind, target, micro)
+
+    def _push(self, at: float, what: str, kind: Kind, place: int, micro: int) -> None:
+        heapq.heappush(self._heap, (at, self._count, what, kind, place, micro))
+        self._count += 1
+
+
+def interleaved_seconds(
+    forward: Sequence[float] | Floats,
+    backward: Sequence[float] | Floats,
+    boundary: Sequence[float] | Floats,
+    micro_batches: int,
+    chunks: int,
+) -> float:
+    """Seconds of a step of one interleaved pipeline of stages with so many chunks. forward, backward: [place],
+    of one micro-batch, places in the order in which it meets them; boundary: [place - 1], one way. Exact: what
+    `simulate` gives for the same times. Each pass is looked at once."""
+    ahead, back = np.asarray(forward, dtype=np.float64), np.asarray(backward, dtype=np.float64)
+    if micro_batches < 1 or ahead.shape != back.shape or ahead.ndim != 1:
+        refuse(f"timeline: {micro_batches} micro-batches, forward {ahead.shape} and backward {back.shape}")
+    stages, last = _stages(len(ahead), chunks), len(ahead) - 1
+    seconds: dict[Kind, list[float]] = {"forward": ahead.tolist(), "backward": back.tolist()}
+    between = _each(boundary, last, "boundary").tolist()
+    todo = [iter(passes(stages, s, micro_batches, chunks)) for s in range(stages)]
+    following = [next(order) for order in todo]
+    # When an input is there: a pass's own, by (kind, place, micro-batch).
+    here: dict[tuple[Kind, int, int], float] = {("forward", 0, m): 0.0 for m in range(micro_batches)}
+    free, carries = [0.0] * stages, {"forward": [0.0] * stages, "backward": [0.0] * stages}
+    waiting = list(range(stages))
+    while waiting:
+        s = waiting.pop()
+        kind, micro, chunk = following[s]
+        place = chunk * stages + s
+        came = here.pop((kind, place, micro), None)
+        if came is None:
+            continue  # asked again when it comes
+        end = free[s] = max(free[s], came) + seconds[kind][place]
+        waiting.append(s)
+        following[s] = next(todo[s], _OVER)
+        target = place + 1 if kind == "forward" else place - 1
+        if kind == "forward" and place == last:
+            here["backward", place, micro] = end
+        elif target >= 0:
+            border = min(place, target)
+            link = carries[kind]
+            link[border % stages] = max(end, link[border % stages]) + between[border]
+            here[kind, target, micro] = link[border % stages]
+            waiting.append(target % stages)
+    return max(free)
+
+
+#: No stage has such a pass.
+_OVER = Pass("forward", -1)
+
+
+def one_f_one_b_seconds(forward: Times, backward: Times, boundary: Times, micro_batches: int) -> Floats:
+    """Seconds of a step of one pipeline, or of each of many with as many stages.
+
+    forward, backward: [..., stage], of one micro-batch; boundary: [..., stage - 1], one way (may be empty for
+    none); the result has the leading dimensions. Exact: what `simulate` gives for the same times.
+    """
+    if micro_batches < 1:
+        refuse(f"timeline: micro_batches must be at least 1, not {micro_batches}")
+    rounds = _Rounds(forward, backward, boundary)
+    rounds.fill(micro_batches)
+    return rounds.drained()
+
+
+def one_f_one_b_curve(forward: Times, backward: Times, boundary: Times, most: int) -> Floats:
+    """The same for 1 to `most` micro-batches at once: [most, ...]. Their first rounds are the same, and they
+    drain together."""
+    if most < 1:
+        refuse(f"timeline: micro_batches must be at least 1, not {most}")
+    rounds = _Rounds(forward, backward, boundary)
+    curve = rounds.every(most)
+    return curve.drained()
+
+
+class _Rounds:
+    """The recurrence's state after a round. `free` is when each stage ends its last pass, `ahead` and `back`
+    when each boundary ends its last transfer, forward and backward. `round` counts the rounds so far, one
+    number for each leading index in a curve."""
+
+    def __init__(self, forward: Times, backward: Times, boundary: Times) -> None:
+        self.forward = np.asarray(forward, dtype=np.float64)
+        self.backward = np.asarray(backward, dtype=np.float64)
+        self.stages = self.forward.shape[-1]
+        shape = self.forward.shape
+        between = (*shape[:-1], self.stages - 1)
+        given = np.asarray(boundary, dtype=np.float64)
+        self.boundary = np.broadcast_to(given, between) if given.size else np.zeros(between)
+        if self.backward.shape != shape or not self.stages:
+            refuse(f"timeline: forward {shape} and backward {self.backward.shape} must be alike")
+        self.behind = np.arange(self.stages - 1, -1, -1)  # stages after each one
+        weights = np.empty((*shape[:-1], 2 * self.stages - 1))
+        weights[..., 0::2], weights[..., 1::2] = self.forward, self.boundary
+        self._until = np.cumsum(weights, axis=-1)
+        self._before = self._until - weights
+        self.free = np.zeros(shape)
+        self.ahead = np.zeros(between)
+        self.back = np.zeros(between)
+        self.round: Ints | int = 0
+
+    def fill(self, micro_batches: int) -> None:
+        """All rounds with a forward pass; those that only repeat are added at once."""
+        last = self._state()
+        for done in range(1, micro_batches + 1):
+            self._forward()
+            self._backward(done - 1, micro_batches)
+            state = self._state()
+            moved = state - last
+            # Before that not every stage has run backward in both rounds.
+            steady = done > self.stages
+            if steady and float(np.max(moved.max(-1) - moved.min(-1))) <= ALIKE * float(state.max()):
+                self._add(moved.mean(-1) * (micro_batches - done))
+                break
+            last = state
+        self.round = micro_batches
+
+    def every(self, most: int) -> _Rounds:
+        """The states after 1 to `most` rounds, stacked in front."""
+        states: list[tuple[Floats, Floats, Floats]] = []
+        for index in range(most):
+            self._forward()
+            self._backward(index, most)
+            states.append((self.free, self.ahead, self.back))
+        stacked = _Rounds(
+            *(np.broadcast_to(t, (most, *t.shape)) for t in (self.forward, self.backward, self.boundary))
+        )
+        stacked.free, stacked.ahead, stacked.back = (np.stack(parts) for parts in zip(*states, strict=True))
+        shape = (most,) + (1,) * self.forward.ndim
+        stacked.round = np.arange(1, most + 1).reshape(shape)
+        return stacked
+
+    def drained(self) -> Floats:
+        """The end of the last pass, after the rounds that only run backward."""
+        micro_batches = self.round
+        for more in range(self.stages - 1):
+            self._backward(micro_batches + more, micro_batches)
+        end: Floats = self.free.max(-1)
+        return end
+
+    def _forward(self) -> None:
+        """One micro-batch through all stages and boundaries: a running maximum along the chain."""
+        ready = np.empty(self._until.shape)
+        ready[..., 0::2], ready[..., 1::2] = self.free, self.ahead
+        ends = self._until + np.maximum.accumulate(ready - self._before, axis=-1)
+        self.free, self.ahead = ends[..., 0::2], ends[..., 1::2]
+
+    def _backward(self, index: Ints | int, micro_batches: Ints | int) -> None:
+        """Round `index`: on each stage the backward pass that is due, if there is one."""
+        micro = index - self.behind
+        due = (micro >= 0) & (micro < micro_batches)
+        begin = self.free.copy()
+        begin[..., :-1] = np.maximum(begin[..., :-1], self.back)
+        self.free = np.where(due, begin + self.backward, self.free)
+        sent = np.maximum(self.free[..., 1:], self.back) + self.boundary
+        self.back = np.where(due[..., 1:], sent, self.back)
+
+    def _state(self) -> Floats:
+        return np.concatenate((self.free, self.ahead, self.back), axis=-1)
+
+    def _add(self, seconds: Floats) -> None:
+        amount = np.asarray(seconds)[..., None]
+        self.free, self.ahead, self.back = self.free + amount, self.ahead + amount, self.back + amount

@@ -1,0 +1,1 @@
+"""Detection: stragglers, slow links and shifts of the data, from measured steps."""

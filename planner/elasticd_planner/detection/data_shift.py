@@ -1,0 +1,154 @@
+"""Whether the data has changed shape: a lasting change of the sequences' lengths, told apart from noise.
+
+Theory of operation. A step's batch has a mean length, and an effective one (the length of the sequence that a
+token is in): what time follows. The logarithms of both are compared with those of the reference, the lengths
+that held when the last shift was told, by the sequential test that rates are judged by, up and down. Their
+noise is that of the batches, and is measured. The reference is fixed, so that a slow drift is a shift once it
+is far enough. All devices see the same shift, so it is never taken for a slow one: residuals are over the
+fleet's cost.
+
+    learning --(settle steps)-----------> settling
+    settling --(`KEPT` steps)-----------> watching
+    any of them --(test passed)---------> learning; shift told with what the new steps are like so far
+    learning --(settle steps, it was off)-> settling; shift told once more with what was learned
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+
+import msgspec
+
+from elasticd_planner.detection.cusum import NONE, Detector, Evidence, trimmed
+from elasticd_planner.detection.fleet_baseline import noise
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.spec.sequence_lengths import Lengths
+from elasticd_planner.value import Value
+
+#: Steps whose lengths are kept, and how far the told lengths may be off before they are told again.
+KEPT = 32
+OFF = 0.1
+
+#: What new lengths must show at least, of the settings' shift: once the reference is known well, and before.
+ENOUGH = 0.75
+COARSE = 1.5
+
+#: Spread of the batches' lengths that is expected at least.
+SPREAD = 0.05
+
+
+class Shift(Value, frozen=True, kw_only=True):
+    """The lengths changed, from step `step` on at the latest; why people read."""
+
+    step: int
+    before: Lengths
+    after: Lengths
+    reason: str
+
+
+class Signal(Value, frozen=True, kw_only=True):
+    """One logarithm under test: its noise, and the evidence for a shift up and down."""
+
+    last: float | None = None
+    noise: float = 0.0
+    seen: int = 0
+    above: Evidence = NONE
+    below: Evidence = NONE
+
+    def after(self, value: float, expected: float, settings: DetectSettings) -> tuple[Signal, int]:
+        """The signal after one more step, and for how many steps it has shifted (0: not at all)."""
+        heard = noise(self.noise, self.seen, None if self.last is None else abs(value - self.last))
+        spread = max(SPREAD, heard)
+        test = Detector.of(math.log1p(settings.shift), spread, settings.false_alarms, settings.quickest)
+        above, below = test.add(self.above, value - expected), test.add(self.below, expected - value)
+        made = Signal(last=value, noise=heard, seen=self.seen + 1, above=above, below=below)
+        return made, next((each.since for each in (above, below) if test.passed(each)), 0)
+
+    def anew(self) -> Signal:
+        return Signal(last=self.last, noise=self.noise, seen=self.seen)
+
+
+class ShiftState(Value, frozen=True, kw_only=True):
+    """What the lengths are (`reference`, None until some steps were seen), whether they are known well enough
+    to stay so, and the last steps' lengths, since the last shift."""
+
+    step: int = -1
+    reference: Lengths | None = None
+    fixed: bool = False
+    recent: tuple[Lengths, ...] = ()
+    mean: Signal = Signal()
+    effective: Signal = Signal()
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """What sequences are like now, by the steps since the last shift: for planning. None where none was
+        seen."""
+        return _typical(self.recent) if self.recent else None
+
+
+def watch(
+    state: ShiftState, step: int, lengths: Lengths | None, settings: DetectSettings
+) -> tuple[ShiftState, Shift | None]:
+    """Takes in the lengths of one step (None: not measured). A step not newer than the last changes nothing."""
+    if lengths is None or step <= state.step:
+        return state, None
+    reference = state.reference or lengths
+    mean, one = state.mean.after(math.log(lengths.mean), math.log(reference.mean), settings)
+    effective, other = state.effective.after(
+        math.log(lengths.effective), math.log(reference.effective), settings
+    )
+    recent = (*state.recent, lengths)[-KEPT:]
+    state = msgspec.structs.replace(state, step=step, recent=recent, mean=mean, effective=effective)
+    since = max(one, other)
+    return _shifted(state, reference, since, settings) if since else _learned(state, settings)
+
+
+def _shifted(
+    state: ShiftState, reference: Lengths, since: int, settings: DetectSettings
+) -> tuple[ShiftState, Shift | None]:
+    """After evidence from `since` steps: told, if what they are like is different enough."""
+    state = msgspec.structs.replace(state, mean=state.mean.anew(), effective=state.effective.anew())
+    recent = state.recent[-since:]
+    found = _typical(recent)
+    enough = ENOUGH if state.fixed else COARSE
+    if not _off(reference, found, enough * settings.shift, longest=False):
+        return state, None
+    shift = Shift(step=state.step, before=reference, after=found, reason=_reason(reference, found))
+    return msgspec.structs.replace(state, reference=found, fixed=False, recent=recent), shift
+
+
+def _learned(state: ShiftState, settings: DetectSettings) -> tuple[ShiftState, Shift | None]:
+    """The reference by more steps, until there are `KEPT`: told after `settle` of them, if it was off."""
+    count, before, least = len(state.recent), state.reference, min(settings.settle, KEPT)
+    if state.fixed or count < least:
+        return state, None
+    found = _typical(state.recent)
+    state = msgspec.structs.replace(state, reference=found, fixed=count == KEPT)
+    if before is None or count != least or not _off(before, found, OFF):
+        return state, None
+    return state, Shift(step=state.step, before=before, after=found, reason=_reason(before, found))
+
+
+def _typical(recent: tuple[Lengths, ...]) -> Lengths:
+    """Of several steps; by their median where they are few, since the first may be from before the shift."""
+    middle = median if len(recent) <= 5 else trimmed
+    mean = math.exp(middle([math.log(each.mean) for each in recent]))
+    effective = math.exp(middle([math.log(each.effective) for each in recent]))
+    longest = max(each.longest for each in recent[1:] or recent)
+    effective = max(effective, mean)
+    return Lengths(mean=mean, effective=effective, longest=max(longest, effective))
+
+
+def _off(told: Lengths, found: Lengths, part: float, *, longest: bool = True) -> bool:
+    """Whether lengths are off by more than a part, up or down."""
+    most = math.log1p(part)
+    return (
+        abs(math.log(found.mean / told.mean)) > most
+        or abs(math.log(found.effective / told.effective)) > most
+        or (longest and math.log(found.longest / told.longest) > most)
+    )
+
+
+def _reason(before: Lengths, after: Lengths) -> str:
+    return f"the data's lengths shifted: {after}; before, {before}"

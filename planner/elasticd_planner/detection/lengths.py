@@ -1,0 +1,56 @@
+"""A model's profile evaluated anew for sequences of other lengths, and what attention costs by length."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.detection.fleet_baseline import Curve
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.sequence_lengths import Lengths
+from elasticd_planner.value import refuse
+
+#: What must be known of a measured curve for it to replace what the shapes say.
+KNOWN = 20.0
+
+
+def attention_rise(spec: ModelSpec, measured: Curve | None = None) -> float:
+    """By what a block's token costs more for each token of its sequence's length. As `measured`, where that is
+    known; else from shapes: causal attention takes 6 x width operations for each, and the matrices 6 x elements
+    (as in `profiles.derive`)."""
+    if measured is not None and measured.known >= KNOWN:
+        return measured.per_token
+    elements = [sum(math.prod(parameter.shape) for parameter in kind) for kind in spec.kinds]
+    return spec.width / (sum(elements[kind] for kind in spec.layers) / len(spec.layers))
+
+
+def evaluated(profile: ModelProfile, before: Lengths, after: Lengths, rise: float) -> ModelProfile:
+    """The profile of the same model for sequences like `after`, where it was made or fitted for those like
+    `before`. `rise`: by what a block's token costs more for each token of its sequence's length.
+
+    Micro-batches have as many sequences as before: their tokens follow the mean. A block's seconds follow
+    tokens and the effective length. Kept activations are those of a micro-batch of the longest sequences, since
+    it must fit too. There and back again is the profile that it was.
+    """
+    if rise < 0:
+        refuse(f"lengths: attention cannot make a token cheaper (a rise of {rise})")
+    block = profile.block
+    seconds = block.seconds * (1 + rise * after.effective) / (1 + rise * before.effective)
+    sized = profile.sized(profile.tokens * after.mean / before.mean)
+    room = (after.longest / after.mean) / (before.longest / before.mean)
+    fuller = {
+        name: msgspec.structs.replace(
+            section,
+            cut_activation=section.cut_activation * room,
+            whole_activation=section.whole_activation * room,
+            recomputed_activation=section.recomputed_activation * room,
+        )
+        for name, section in (
+            ("block", msgspec.structs.replace(block, seconds=seconds)),
+            ("embed", profile.embed),
+            ("head", profile.head),
+        )
+    }
+    return msgspec.structs.replace(sized, **fuller)

@@ -1,0 +1,210 @@
+"""The judge of one step: what a device's residual says, after those before it, of its rate.
+
+`rates` says by which rules. Of few devices each is judged by itself (`Judge.after`). Many are judged at once
+(`Judge.after_all`): the same sums are made in arrays, and then by itself only a device of which these say that
+something happens to it.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from elasticd_planner.detection.cusum import NONE, Detector, Evidence, trimmed
+from elasticd_planner.detection.device_rates import ABOVE, AGE, BELOW, OFFSET, RATE, SEEN, DeviceRate, Devices
+from elasticd_planner.detection.settings import DetectSettings
+from elasticd_planner.detection.slowness_history import MOST_KEPT, Episode
+from elasticd_planner.numeric import Bools, Floats, Ints
+from elasticd_planner.spec.cluster import NORMAL
+from elasticd_planner.value import Value
+
+Kind = Literal["slow", "slower", "faster", "recovered", "corrected"]
+
+#: Steps over which a device's own offset is learned, and how many steps the belief that it has none is worth.
+OFFSET_STEPS = 256
+OFFSET_DOUBT = 8
+
+
+class Change(Value, frozen=True, kw_only=True):
+    """A rate that changed, and why. A "corrected" one is the same condition, known better."""
+
+    device: str
+    before: float
+    after: float
+    step: int
+    reason: str
+    kind: Kind
+
+
+def rounded(ratio: float, rounding: float) -> float:
+    """A ratio as a rate: steps of `rounding` between 1 and 2, twice that between 2 and 4, and so on."""
+    if ratio <= NORMAL:
+        return NORMAL
+    step = rounding * 2 ** math.floor(math.log2(ratio))
+    return float(round(max(NORMAL, round(ratio / step) * step), 6))
+
+
+class Judge:
+    """Judges the devices of step `step`, whose residuals have this `spread`. `fleet` says to people what
+    devices are compared with."""
+
+    def __init__(self, settings: DetectSettings, spread: float, step: int, fleet: str) -> None:
+        self.settings, self.spread, self.step, self.fleet = settings, spread, step, fleet
+        self._kept, self._limit = settings.kept, math.log1p(settings.tolerance)
+        self._slow, self._moved = (
+            Detector.of(math.log(ratio), spread, settings.false_alarms, settings.quickest)
+            for ratio in (settings.slow, 1 + settings.moved)
+        )
+
+    def after(self, name: str, before: DeviceRate, residual: float) -> tuple[DeviceRate, Change | None]:
+        """A device after one more residual, and its change of rate if there is one."""
+        residuals = (*before.residuals, residual)[-self._kept :]
+        if before.rate == NORMAL:
+            return self._normal(name, before, residuals)
+        return self._known_slow(name, before, residuals)
+
+    def after_all(self, devices: Devices, residuals: Floats) -> tuple[Devices, list[Change]]:
+        """The same for the first devices at once, by their residuals [devices]; changes are in no order.
+
+        Columns in which nothing happens, which are nearly all, are counted on together. The others are judged
+        one by one."""
+        table = devices.longer(residuals, self._kept)
+        before, after = devices.table[:, : len(residuals)], table[:, : len(residuals)]
+        slow = before[RATE] != NORMAL
+        after[ABOVE], far = self._slow.add_all(before[ABOVE], residuals - before[OFFSET])
+        one_by_one = self._slow.passed_all(after[ABOVE])
+        self._learn_offsets(before, after)
+        if slow.any():
+            far &= ~slow
+            one_by_one[slow] = self._count_on_slow(np.flatnonzero(slow), before, after)
+        names = devices.names
+        spikes = {
+            names[i]: self._spiked(devices.spikes.get(names[i], ())) for i in np.flatnonzero(far).tolist()
+        }
+        known, changes = {}, list[Change]()
+        for place in np.flatnonzero(one_by_one).tolist():
+            name, residual = names[place], float(residuals[place])
+            known[name], change = self.after(name, devices.at(place), residual)
+            changes += [change] if change is not None else []
+        return devices.stepped(table, spikes).replaced(known), changes
+
+    def _learn_offsets(self, before: Floats, after: Floats) -> None:
+        """Of normal devices, as `_normal` does."""
+        limit = self._limit
+        seen = np.minimum(before[SEEN] + 1, OFFSET_STEPS)
+        cut = np.maximum(-2 * limit, np.minimum(2 * limit, after[-1]))
+        offset = before[OFFSET] + (cut - before[OFFSET]) / (seen + OFFSET_DOUBT)
+        after[SEEN], after[OFFSET] = seen, np.maximum(-limit, np.minimum(limit, offset))
+
+    def _count_on_slow(self, slow: Ints, before: Floats, after: Floats) -> Bools:
+        """Of the devices in these columns, known to be slow, as `_known_slow` does; and which of them must be
+        judged one by one."""
+        off = after[-1, slow] - np.log(before[RATE, slow])
+        above, _ = self._moved.add_all(before[ABOVE, slow], off)
+        below, _ = self._moved.add_all(before[BELOW, slow], -off)
+        age = before[AGE, slow]
+        age += age >= 0
+        for rows, values in ((ABOVE, above), (BELOW, below), (AGE, age), (SEEN, before[SEEN, slow])):
+            after[rows, slow] = values
+        after[OFFSET, slow] = before[OFFSET, slow]
+        settled = (age >= self.settings.settle) & (above[1] == 0) & (below[1] == 0)
+        found: Bools = self._moved.passed_all(above) | self._moved.passed_all(below) | settled
+        return found
+
+    def _normal(
+        self, name: str, before: DeviceRate, residuals: tuple[float, ...]
+    ) -> tuple[DeviceRate, Change | None]:
+        last = residuals[-1]
+        above = self._slow.add(before.above, last - before.offset)
+        spikes = before.spikes
+        if self._slow.clear(last - before.offset):
+            spikes = self._spiked(spikes)
+        if not self._slow.passed(above):
+            seen = min(before.seen + 1, OFFSET_STEPS)
+            limit = self._limit
+            cut = max(-2 * limit, min(2 * limit, last))
+            offset = before.offset + (cut - before.offset) / (seen + OFFSET_DOUBT)
+            return DeviceRate(
+                residuals=residuals,
+                above=above,
+                offset=max(-limit, min(limit, offset)),
+                seen=seen,
+                spikes=spikes,
+                episodes=before.episodes,
+            ), None
+        steps = self._slow.steps(above, residuals)
+        found = median(residuals[-steps:])
+        if found <= math.log(self.settings.recovered):  # not more than devices may differ
+            return msgspec.structs.replace(before, residuals=residuals, above=NONE, spikes=spikes), None
+        start = self.step - steps + 1
+        before = msgspec.structs.replace(before, spikes=tuple(spike for spike in spikes if spike < start))
+        return self.changed(name, before, residuals, found, steps, "slow")
+
+    def _spiked(self, spikes: tuple[int, ...]) -> tuple[int, ...]:
+        """A device's single slow steps with this one."""
+        return (*spikes, self.step)[-MOST_KEPT:]
+
+    def _known_slow(
+        self, name: str, before: DeviceRate, residuals: tuple[float, ...]
+    ) -> tuple[DeviceRate, Change | None]:
+        settings, believed = self.settings, math.log(before.rate)
+        off = residuals[-1] - believed
+        above, below = self._moved.add(before.above, off), self._moved.add(before.below, -off)
+        verdicts: tuple[tuple[Evidence, Kind], ...] = ((above, "slower"), (below, "faster"))
+        for passed, kind in verdicts:
+            if self._moved.passed(passed):
+                steps = self._moved.steps(passed, residuals)
+                return self.changed(name, before, residuals, median(residuals[-steps:]), steps, kind)
+        age = None if before.age is None else before.age + 1
+        if age is not None and age >= settings.settle and not (above.clear or below.clear):
+            # The first of them may have begun before the change did.
+            found = trimmed(residuals[-min(age - 1, len(residuals)) :])
+            if abs(found - believed) > settings.refine:
+                return self.changed(name, before, residuals, found, None, "corrected")
+            age = None
+        return msgspec.structs.replace(before, residuals=residuals, above=above, below=below, age=age), None
+
+    def changed(
+        self,
+        name: str,
+        before: DeviceRate,
+        residuals: tuple[float, ...],
+        found: float,
+        since: int | None,
+        kind: Kind,
+    ) -> tuple[DeviceRate, Change | None]:
+        """At another rate for the last `since` steps (None: for as long as it was thought to be at this
+        one)."""
+        ratio = math.exp(found)
+        rate = rounded(ratio, self.settings.rounding)
+        start = self.step + 1 - (since or 1)
+        episodes = before.episodes
+        if kind not in ("slow", "slower") and ratio <= self.settings.recovered:
+            kind, rate = "recovered", NORMAL
+            if episodes and episodes[-1].stop is None:
+                episodes = (*episodes[:-1], msgspec.structs.replace(episodes[-1], stop=start))
+        elif episodes and episodes[-1].stop is None:
+            episodes = (*episodes[:-1], msgspec.structs.replace(episodes[-1], rate=rate))
+        else:
+            episodes = (*episodes, Episode(start=start, stop=None, rate=rate))[-MOST_KEPT:]
+        settled = since is None or since >= self.settings.settle or rate == NORMAL
+        after = DeviceRate(
+            rate=rate,
+            residuals=residuals,
+            age=None if settled else since,
+            offset=before.offset,
+            seen=before.seen,
+            spikes=before.spikes,
+            episodes=episodes,
+        )
+        words = {"recovered": "recovered", "corrected": "is known better"}.get(kind, f"is {kind}")
+        reason = f"{name} {words}: it takes {ratio:.2f} times as long as {self.fleet} (was {before.rate:g})"
+        if rate == before.rate:
+            return after, None
+        return after, Change(
+            device=name, before=before.rate, after=rate, step=self.step, reason=reason, kind=kind
+        )

@@ -1,0 +1,1 @@
+"""TP groups inside a node: which groups its devices can form, and the best partitions of it."""

@@ -1,0 +1,285 @@
+"""From a plan to layouts: which device holds which box of each parameter, of its gradient and of its state.
+
+Parameters that are cut alike on the same stages have equal holdings: they are one family, whose holdings are
+made once, on demand, from those of each stage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from elasticd_planner.layout.optimizer_sharding import Dealer, Part
+from elasticd_planner.spec.box import Box, Holding, TensorLayout
+from elasticd_planner.spec.model import ModelSpec, Parameter, member_box
+from elasticd_planner.spec.plan import Plan, Stage
+
+Role = Literal["value", "state", "buffer"]
+
+
+class Item(NamedTuple):
+    """What is held and moves as one: a parameter's value, its master weight and optimizer state ("state"), or
+    a module's buffer. By the full name of the parameter or buffer."""
+
+    name: str
+    role: Role
+
+    def __str__(self) -> str:
+        return f"state of {self.name}" if self.role == "state" else self.name
+
+
+_Holders = tuple[Holding, ...]
+
+
+class Layouts:
+    """The layouts of one module's tensors under one plan."""
+
+    def __init__(self, spec: ModelSpec, plan: Plan, module: int = 0) -> None:
+        self.spec, self.plan, self.module = spec, plan, module
+        sections = _stages_by_section(spec, plan, module)
+        sets = {section: tuple((p, s) for p, s, _ in held) for section, held in sections.items()}
+        numbers: dict[Hashable, int] = {}
+        number = {section: numbers.setdefault(held, len(numbers)) for section, held in sets.items()}
+        owners: dict[str, list[tuple[str, Parameter]]] = {}
+        ties = dict(spec.ties)
+        for section in spec.sections(0, len(spec.layers)):
+            for parameter in spec.section(section):
+                name = f"{section}.{parameter.name}"
+                owners.setdefault(ties.get(name, name), []).append((section, parameter))
+        self._families: dict[Hashable, _Family] = {}
+        self._family: dict[str, _Family] = {}
+        stages = _Stages(spec)
+        for name, held in owners.items():
+            key = tuple((number.get(section, -1), parameter) for section, parameter in held)
+            if key not in self._families:
+                places = [(sections.get(section, []), parameter) for section, parameter in held]
+                self._families[key] = _Family(len(self._families), places, stages)
+            self._families[key].names.append(name)
+            self._family[name] = self._families[key]
+        self._layouts: dict[tuple[str, int], TensorLayout] = {}
+        self._dealt = not plan.state.zero
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Full names of all parameters in the model's order; aliases of tied ones are left out."""
+        return tuple(name for name, family in self._family.items() if family.kind != "buffer")
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Full names of the parameters that have a gradient."""
+        return tuple(name for name, family in self._family.items() if family.kind == "trained")
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """All that is held, in the model's order."""
+        return tuple(Item(name, role) for name, family in self._family.items() for role in family.roles)
+
+    def parameter(self, name: str) -> TensorLayout:
+        """Who computes with which box of a parameter or buffer."""
+        return self._layout(name, self._family[name].parameter)
+
+    def value(self, name: str) -> TensorLayout:
+        """Who holds which box of a parameter's value: who computes with it, and who keeps its state. Frozen
+        parameters and buffers have no state, and are kept where others have theirs."""
+        family = self._dealt_family(name)
+        return self._layout(name, family.parameter if family.value is None else family.value)
+
+    def state(self, name: str) -> TensorLayout:
+        """Who keeps which box of a trained parameter's master weight and optimizer state.
+
+        Without ZeRO that is the parameter's layout; else see `sharding`. A device may keep several boxes, each
+        of which lies in one box that it holds of the value."""
+        family = self._dealt_family(name)
+        return self._layout(name, family.parameter if family.state is None else family.state)
+
+    def layout(self, item: Item) -> TensorLayout:
+        return self.state(item.name) if item.role == "state" else self.value(item.name)
+
+    def family(self, item: Item) -> Hashable:
+        """Items with equal keys have equal holdings, shapes and dtypes under this plan."""
+        return self._family[item.name].number, item.role == "state"
+
+    def held(self, device: str) -> dict[Item, tuple[Box, ...]]:
+        """All that one device holds: the boxes of each item, in order."""
+        found: dict[Item, tuple[Box, ...]] = {}
+        for name in self._family:
+            family = self._dealt_family(name)
+            for role in family.roles:
+                boxes = family.boxes(role, device)
+                if boxes:
+                    found[Item(name, role)] = boxes
+        return found
+
+    def parts(self, name: str) -> tuple[Part, ...]:
+        """Under ZeRO: a parameter in disjoint parts with who computes with each and who keeps its state."""
+        return self._dealt_family(name).parts
+
+    def boxes(self, item: Item, device: str) -> tuple[Box, ...]:
+        """The boxes that one device holds of an item."""
+        return self._dealt_family(item.name).boxes(item.role, device)
+
+    def gradient(self, name: str) -> TensorLayout:
+        """Who holds which term of a parameter's gradient after the backward pass.
+
+        Replicas of one stage that hold the same gradient carry one term's name, others one of their own:
+        copies on different stages (tied parameters) and in different pipelines always add.
+        """
+        return self._layout(name, self._family[name].gradient)
+
+    def of(self, device: str) -> dict[str, Box]:
+        """The box of every parameter that one device computes with."""
+        place = self.plan.places.get(device)
+        if place is None or place.module != self.module:
+            return {}
+        stage = self.plan.stage(place)
+        return {
+            self.spec.owner(f"{section}.{parameter.name}"): member_box(
+                self.spec, parameter, stage.shares, place.position
+            )
+            for section in sections_of(self.spec, stage)
+            for parameter in self.spec.section(section)
+            if parameter.kind != "buffer"
+        }
+
+    def _layout(self, name: str, holdings: _Holders) -> TensorLayout:
+        """One value for each name and set of holdings, checked when it is first asked for."""
+        key = name, id(holdings)  # families keep their holdings as long as these layouts live
+        if key not in self._layouts:
+            rule = self._family[name].rule
+            self._layouts[key] = TensorLayout(name=name, shape=rule.shape, dtype=rule.dtype, holdings=holdings)
+        return self._layouts[key]
+
+    def _dealt_family(self, name: str) -> _Family:
+        if not self._dealt:
+            dealer = Dealer(self.plan, self.module)
+            for family in self._families.values():
+                family.deal(dealer)
+            self._dealt = True
+        return self._family[name]
+
+
+def sections_of(spec: ModelSpec, stage: Stage) -> tuple[str, ...]:
+    """The sections that a stage holds, chunk by chunk."""
+    return tuple(section for start, stop in stage.chunks for section in spec.sections(start, stop))
+
+
+def _stages_by_section(spec: ModelSpec, plan: Plan, module: int) -> dict[str, list[tuple[int, int, Stage]]]:
+    found: dict[str, list[tuple[int, int, Stage]]] = defaultdict(list)
+    for p, pipeline in enumerate(plan.modules[module].pipelines):
+        for s, stage in enumerate(pipeline.stages):
+            for section in sections_of(spec, stage):
+                found[section].append((p, s, stage))
+    return found
+
+
+class _Stages:
+    """The holdings of one parameter on one stage, by stage and rule."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._boxes: dict[tuple[Parameter, tuple[int, ...]], tuple[Box, ...]] = {}
+        self._held: dict[tuple[int, int, Parameter, bool], _Holders] = {}
+
+    def held(self, p: int, s: int, stage: Stage, parameter: Parameter, *, terms: bool = False) -> _Holders:
+        """With `terms` the terms of its gradient."""
+        key = p, s, parameter, terms
+        if key not in self._held:
+            boxes = self._members(parameter, stage.shares)
+            self._held[key] = tuple(
+                Holding(
+                    device=device,
+                    box=box,
+                    partial=_term(p, s, position, parameter) if terms else None,
+                )
+                for position, (device, box) in enumerate(zip(stage.devices, boxes, strict=True))
+            )
+        return self._held[key]
+
+    def _members(self, parameter: Parameter, shares: tuple[int, ...]) -> tuple[Box, ...]:
+        key = parameter, shares
+        if key not in self._boxes:
+            self._boxes[key] = tuple(
+                member_box(self._spec, parameter, shares, position) for position in range(len(shares))
+            )
+        return self._boxes[key]
+
+
+def _term(p: int, s: int, position: int, parameter: Parameter) -> str:
+    return f"{p}.{s}" if parameter.replicas == "same" else f"{p}.{s}.{position}"
+
+
+class _Family:
+    """Parameters that are cut alike on the same stages, and their holdings."""
+
+    def __init__(
+        self,
+        number: int,
+        places: Sequence[tuple[Sequence[tuple[int, int, Stage]], Parameter]],
+        stages: _Stages,
+    ) -> None:
+        self.number, self.rule = number, places[0][1]
+        self.kind = self.rule.kind
+        self.names: list[str] = []
+        self.parts: tuple[Part, ...] = ()
+        self.state: _Holders | None = None
+        self.value: _Holders | None = None
+        self._places, self._stages = places, stages
+        self._parameter: _Holders | None = None
+        self._gradient: _Holders | None = None
+        self._by_device: dict[Role, dict[str, tuple[Box, ...]]] = {}
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        if self.kind == "buffer":
+            return ("buffer",)
+        return ("value", "state") if self.kind == "trained" else ("value",)
+
+    @property
+    def parameter(self) -> _Holders:
+        if self._parameter is None:
+            parts = [self._stages.held(p, s, stage, parameter) for p, s, stage, parameter in self._copies()]
+            flat = [holding for part in parts for holding in part]
+            tied = len(self._places) > 1  # a device may have both sections
+            self._parameter = tuple(dict.fromkeys(flat)) if tied else tuple(flat)
+        return self._parameter
+
+    @property
+    def gradient(self) -> _Holders:
+        if self._gradient is None:
+            found: dict[tuple[str, Box], Holding] = {}
+            for p, s, stage, parameter in self._copies():
+                for holding in self._stages.held(p, s, stage, parameter, terms=True):
+                    # A device that has it in two sections (tied, one stage) holds the sum of both terms.
+                    found.setdefault((holding.device, holding.box), holding)
+            self._gradient = tuple(found.values())
+        return self._gradient
+
+    def _copies(self) -> Iterator[tuple[int, int, Stage, Parameter]]:
+        for stages, parameter in self._places:
+            for p, s, stage in stages:
+                yield p, s, stage, parameter
+
+    def deal(self, dealer: Dealer) -> None:
+        """Takes the layout of the state; who keeps a box without computing with it holds its value too."""
+        computing = self.parameter
+        own: dict[str, list[Box]] = defaultdict(list)
+        for holding in computing:
+            own[holding.device].append(holding.box)
+        self.parts = dealer.deal(computing, len(self.names))
+        self.state = dealer.kept(self.parts)
+        carried = [
+            holding
+            for holding in self.state
+            if not any(box.contains(holding.box) for box in own.get(holding.device, ()))
+        ]
+        self.value = (*computing, *carried) if carried else computing
+
+    def boxes(self, role: Role, device: str) -> tuple[Box, ...]:
+        if role not in self._by_device:
+            dealt = self.state if role == "state" else self.value
+            by_device: dict[str, tuple[Box, ...]] = {}
+            for holding in self.parameter if dealt is None else dealt:
+                by_device[holding.device] = (*by_device.get(holding.device, ()), holding.box)
+            self._by_device[role] = by_device
+        return self._by_device[role].get(device, ())

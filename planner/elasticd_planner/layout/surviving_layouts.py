@@ -1,0 +1,71 @@
+"""What is left of a plan's layouts after a fault: some devices are gone, of others the parameters are stale.
+
+Under ZeRO a device has the new parameters where it keeps their state, and gets the rest from their keepers. A
+fault between the two leaves it with boxes of two steps; what it keeps is true, the rest is lacking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator
+
+from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.box import Box, Holding, TensorLayout, subtract
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.spec.plan import Plan
+
+
+class Remains(Layouts):
+    """The layouts of `plan` without `gone`, and without what `stale` devices do not keep the state of."""
+
+    def __init__(
+        self, spec: ModelSpec, plan: Plan, *, gone: Collection[str], stale: Collection[str] = ()
+    ) -> None:
+        super().__init__(spec, plan)
+        self._gone = frozenset(gone)
+        self._stale = frozenset(stale) if plan.state.zero else frozenset()
+        self._trained = frozenset(self.trained)
+        self._left: dict[tuple[Hashable, str], TensorLayout] = {}
+
+    def layout(self, item: Item) -> TensorLayout:
+        key = self.family(item), item.name
+        if key not in self._left:
+            whole = super().layout(item)
+            holdings = tuple(self._kept(item, whole.holdings))
+            self._left[key] = TensorLayout(
+                name=whole.name, shape=whole.shape, dtype=whole.dtype, holdings=holdings
+            )
+        return self._left[key]
+
+    def boxes(self, item: Item, device: str) -> tuple[Box, ...]:
+        if device in self._gone:
+            return ()
+        if device in self._stale and self._cut(item):
+            return super().boxes(Item(item.name, "state"), device)
+        return super().boxes(item, device)
+
+    def held(self, device: str) -> dict[Item, tuple[Box, ...]]:
+        found = {item: self.boxes(item, device) for item in self.items}
+        return {item: boxes for item, boxes in found.items() if boxes}
+
+    def lost(self) -> Iterator[tuple[Item, tuple[Box, ...]]]:
+        """Of each item the boxes that nobody holds any more."""
+        known: dict[Hashable, tuple[Box, ...]] = {}
+        for item in self.items:
+            key = self.family(item)
+            if key not in known:
+                layout = self.layout(item)
+                held = sorted({holding.box for holding in layout.holdings})
+                known[key] = tuple(subtract(Box.whole(layout.shape), held))
+            if known[key]:
+                yield item, known[key]
+
+    def _cut(self, item: Item) -> bool:
+        return item.role == "value" and item.name in self._trained
+
+    def _kept(self, item: Item, holdings: Collection[Holding]) -> Iterator[Holding]:
+        for holding in holdings:
+            if holding.device not in self._gone and not (holding.device in self._stale and self._cut(item)):
+                yield holding
+        if self._cut(item):
+            for device in sorted(self._stale - self._gone):
+                yield from (Holding(device=device, box=box) for box in self.boxes(item, device))

@@ -1,0 +1,123 @@
+"""Keep the plan or replan: the saving over a horizon against the price of moving, with the reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from elasticd_planner.policy.stability import Outlook
+from elasticd_planner.value import Value, refuse
+
+
+class PolicySettings(Value, frozen=True, kw_only=True):
+    """horizon_steps: how long a plan is expected to last, where no device is restless. minimum_saving:
+    fraction of a step below which nothing is worth the trouble. bandwidth: bytes a second at which state
+    moves, and pause_seconds: what a switch costs besides the moving, both until they were measured. paused:
+    running plans stay as they are; only faults, and devices that are to be left, are answered by new ones.
+    interleave: the most chunks of layers that a stage of a pipeline may have, where that takes less time."""
+
+    horizon_steps: int = 200
+    minimum_saving: float = 0.03
+    bandwidth: float = 1e8
+    pause_seconds: float = 0.5
+    paused: bool = False
+    interleave: int = 1
+
+    def __post_init__(self) -> None:
+        if self.horizon_steps < 1:
+            refuse(f"policy: horizon_steps must be at least 1, not {self.horizon_steps}")
+        if self.interleave < 1:
+            refuse(f"policy: interleave must be at least 1 (plain stages), not {self.interleave}")
+        if not 0 <= self.minimum_saving < 1:
+            refuse(f"policy: minimum_saving is a fraction from 0 to below 1, not {self.minimum_saving}")
+        if not self.bandwidth > 0 or self.pause_seconds < 0:
+            refuse("policy: bandwidth must be positive and pause_seconds not negative")
+
+
+class Decision(Value, frozen=True, kw_only=True):
+    """Whether to replan and why; seconds saved over the horizon, and the price in seconds. again_in: steps
+    after which the answer is another if nothing changes, None where it stays."""
+
+    replan: bool
+    reason: str
+    saving_seconds: float = 0.0
+    price_seconds: float = 0.0
+    again_in: int | None = None
+
+
+class Moved(Value, frozen=True, kw_only=True):
+    """What a switch cost: bytes that its members lacked, and the longest pause of their step loops."""
+
+    number: int
+    bytes_lacking: int
+    pause_seconds: float
+
+
+class Price(Value, frozen=True, kw_only=True):
+    """Of a switch: seconds whatever moves, and bytes a second for what does."""
+
+    pause_seconds: float
+    bandwidth: float
+
+    def seconds(self, bytes_to_move: int) -> float:
+        return self.pause_seconds + bytes_to_move / self.bandwidth
+
+
+def measured_price(settings: PolicySettings, switches: Sequence[Moved]) -> Price:
+    """The price that explains the last switches: a line through (bytes, pause), by least squares. Where they
+    do not tell the two apart (one switch; as many bytes each time; a line that no switch could be on) the
+    bandwidth is the guess of the settings, or more if a switch's bytes moved faster than that, and the pause
+    is what is left, on average."""
+    found = [s for s in switches if s.pause_seconds > 0]
+    if not found:
+        return Price(pause_seconds=settings.pause_seconds, bandwidth=settings.bandwidth)
+    count = len(found)
+    mean_bytes = sum(s.bytes_lacking for s in found) / count
+    mean_pause = sum(s.pause_seconds for s in found) / count
+    spread = sum((s.bytes_lacking - mean_bytes) ** 2 for s in found)
+    if spread > 0:
+        rise = sum((s.bytes_lacking - mean_bytes) * (s.pause_seconds - mean_pause) for s in found)
+        fixed = mean_pause - rise / spread * mean_bytes
+        if rise > 0 and fixed >= 0:
+            return Price(pause_seconds=fixed, bandwidth=spread / rise)
+    bandwidth = max(settings.bandwidth, *(s.bytes_lacking / s.pause_seconds for s in found))
+    fixed = sum(s.pause_seconds - s.bytes_lacking / bandwidth for s in found) / count
+    return Price(pause_seconds=max(0.0, fixed), bandwidth=bandwidth)
+
+
+def decide(
+    settings: PolicySettings,
+    current_seconds: float | None,
+    new_seconds: float,
+    bytes_to_move: int,
+    *,
+    steps_left: int | None = None,
+    price: Price | None = None,
+    outlook: Outlook | None = None,
+) -> Decision:
+    """current_seconds: of a step under the current plan at today's rates (None: it cannot run any more).
+    steps_left: of the job, where known. price: as measured, else that of the settings. outlook: how long the
+    new plan may last, else the horizon of the settings."""
+    price = price or measured_price(settings, ())
+    outlook = outlook or Outlook(steps=settings.horizon_steps)
+    cost = price.seconds(bytes_to_move)
+    if current_seconds is None or math.isinf(current_seconds):
+        return Decision(replan=True, reason="the current plan cannot run any more", price_seconds=cost)
+    saved = current_seconds - new_seconds
+    most = settings.horizon_steps if steps_left is None else min(settings.horizon_steps, steps_left)
+    steps = min(outlook.steps, most)
+    saving = saved * steps
+    times = f"{current_seconds * 1e3:.0f} ms a step now, {new_seconds * 1e3:.0f} ms under the new plan"
+    reason = f"{times}: {saving:.1f} s saved in {steps} steps, {cost:.1f} s to move {bytes_to_move} bytes"
+    again_in = None
+    if saved <= 0 or saved < settings.minimum_saving * current_seconds:
+        reason = f"{times}: less than {settings.minimum_saving:.0%} saved"
+        replan = False
+    else:
+        replan = saving > cost and not outlook.wait
+        if not replan and saved * most > cost:
+            pays = 0 if saving > cost else math.floor(cost / saved) + 1 - outlook.age
+            again_in = max(1, outlook.wait, pays)
+            lasts = outlook.age + again_in
+            reason = f"{outlook.history}; a switch pays once this lasts {lasts} steps ({reason})"
+    return Decision(replan=replan, reason=reason, saving_seconds=saving, price_seconds=cost, again_in=again_in)

@@ -1,0 +1,1 @@
+"""Planning problems as files: the format, its conversion, and the plan written in it."""

@@ -1,0 +1,93 @@
+"""The profile that a job is given in a file: what `elasticd profile` wrote, checked to be of its model."""
+
+from __future__ import annotations
+
+import msgspec
+
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive
+from elasticd_planner.problem_files.times import RecomputeEntry, StateEntry, TimesEntry, profile_of
+from elasticd_planner.spec.model import ModelSpec
+from elasticd_planner.value import FILE_VERSION, Invalid, Value, check_file_version, refuse
+
+#: Bytes of parameters, which shapes alone decide.
+_PARAMETERS = ("cut_bytes", "grouped_bytes", "whole_bytes")
+
+
+class _Model(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`model` of a problem file; the job's own shapes say how it can be cut."""
+
+    name: str
+    layers: int
+    times: TimesEntry
+    units: int = 0
+    groups: int = 0
+    uneven_shares: bool = True
+    state: StateEntry | None = None
+    recompute: RecomputeEntry | None = None
+
+
+class _File(Value, frozen=True, kw_only=True):
+    """A profile, or a whole problem: whatever else there is of it."""
+
+    model: _Model
+    version: int = FILE_VERSION
+
+    def __post_init__(self) -> None:
+        check_file_version(self.version)
+
+
+#: Made with the module: two threads that first decode a class at one moment end the process (msgspec 0.22).
+_decoder = msgspec.json.Decoder(_File)
+
+
+def given_profile(text: bytes, spec: ModelSpec, sample_tokens: float, micro_batch: int) -> ModelProfile:
+    """The file's seconds and kept bytes for this model, whose micro-batches have `micro_batch` samples of
+    `sample_tokens`. It counts as not fitted: what workers measure later is believed more. Raises Invalid
+    where the file is no profile, or is one of another model."""
+    try:
+        model = _decoder.decode(text).model
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        raise Invalid(f"it is no profile of `elasticd profile`: {error}") from None
+    base = derive(spec, sample_tokens, micro_batch)
+    if (model.name, model.layers) != (base.name, base.layers):
+        refuse(
+            f"it is of {model.name} with {model.layers} layers, and this job trains {base.name} with "
+            f"{base.layers}: run `elasticd profile` on this model"
+        )
+    found = profile_of(
+        name=model.name,
+        layers=model.layers,
+        tokens=base.tokens,
+        times=model.times,
+        state=model.state,
+        recompute=model.recompute,
+        units=base.share_units,
+        groups=base.groups,
+    )
+    sections = {
+        name: _section(name, base, found, model.state is not None) for name in ("embed", "block", "head")
+    }
+    return msgspec.structs.replace(
+        found,
+        **sections,
+        tied_bytes=base.tied_bytes,
+        boundary_bytes=base.boundary_bytes,
+        widths=(),  # those between and beyond the measured ones are interpolated
+        fitted=False,
+    )
+
+
+def _section(name: str, base: ModelProfile, found: ModelProfile, stated: bool) -> SectionProfile:
+    """The file's section, with the model's bytes of parameters and collectives."""
+    ours: SectionProfile = getattr(base, name)
+    theirs: SectionProfile = getattr(found, name)
+    same = {field: getattr(ours, field) for field in (*_PARAMETERS, "collectives")}
+    if not stated:
+        kept = ("cut_activation", "whole_activation", "recomputed_activation")
+        same |= {field: getattr(ours, field) for field in kept}
+    elif any(getattr(theirs, field) != same[field] for field in _PARAMETERS):
+        refuse(
+            f"its {name} has {theirs.parameter_bytes:,} bytes of parameters, and that of this job's "
+            f"{base.name} {ours.parameter_bytes:,}: run `elasticd profile` on this model"
+        )
+    return msgspec.structs.replace(theirs, **same)

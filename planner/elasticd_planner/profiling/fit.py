@@ -1,0 +1,221 @@
+"""A profile fitted to what the workers measured: seconds from clocks, bytes still from shapes.
+
+The fit is calibrated: under the fitted profile the cost of the plan that was measured is what was measured.
+What the formulas do not explain is put into the fixed overhead; what they overstate scales them down.
+
+A large job's leader makes it between two messages. So it works on arrays of all steps and members, and what is
+a group's is computed once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+
+from elasticd_planner.cost.model import after_seconds, step_seconds
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile
+from elasticd_planner.cost.profile_cost import ProfileCost
+from elasticd_planner.numeric import Bools, Floats, Ints, middle
+from elasticd_planner.spec.cluster import Cluster, Rates
+from elasticd_planner.spec.plan import Plan, Seats, seats_of
+from elasticd_planner.spec.step_measurements import COLUMNS, Step
+from elasticd_planner.value import refuse
+
+#: Steps that a fit needs.
+STEPS = 10
+#: Devices whose sections and all-reduces tell what all take: those of every so many pipelines, in a job of
+#: more.
+ENOUGH = 1024
+
+
+def fit(
+    profile: ModelProfile,
+    plan: Plan,
+    steps: Sequence[Step],
+    cluster: Cluster,
+    rates: Rates | None = None,
+) -> ModelProfile:
+    """`profile` with the seconds of `steps` (at least ten, of `plan`; others are left out). `rates`: of the
+    devices while they were measured. Raises Invalid where steps are missing."""
+    rates = rates or {}
+    measured = _Measured.of(plan, steps, rates)
+    if (count := len(measured.table)) < STEPS:
+        refuse(f"profile {profile.name}: a fit needs {STEPS} steps of plan {plan.number}, not {count}")
+    some = measured.sample()
+    collectives = _collectives(profile, some)
+    by_token = profile.collective_token_seconds
+    fitted = msgspec.structs.replace(
+        profile,
+        **_sections(profile, some),
+        collective_seconds={**profile.collective_seconds, **collectives},
+        recompute_factor=_recompute_factor(profile, some),
+        collective_token_seconds={w: each for w, each in by_token.items() if w not in collectives},
+        reduction_scale=1.0,
+        pipeline_scale=1.0,
+        overhead_seconds=0.0,
+        fitted=True,
+    )
+    return _calibrated(fitted, plan, measured, cluster, rates)
+
+
+def remeasured(
+    profile: ModelProfile, plan: Plan, steps: Sequence[Step], rates: Rates | None = None
+) -> ModelProfile:
+    """A fitted profile whose computation takes what these steps of `plan` say, be they few: what is known of
+    all else stays."""
+    return msgspec.structs.replace(profile, **_sections(profile, _Measured.of(plan, steps, rates or {})))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    """Some members' measurements in steps of their plan. table [steps, members, `COLUMNS`]: zeros of a member
+    that measured no work in a step, as `known` says [steps, members]. Of a member: its group, its part of each
+    layer, and how many times longer than a normal one it takes."""
+
+    seats: Seats
+    table: Floats
+    known: Bools
+    group: Ints  # [members]; and both below
+    part: Floats
+    rate: Floats
+
+    @classmethod
+    def of(cls, plan: Plan, steps: Sequence[Step], rates: Rates) -> _Measured:
+        """All members in those steps of `plan` in which any measured work."""
+        steps = [step for step in steps if step.plan == plan.number]
+        table = np.zeros((len(steps), len(plan.places), len(COLUMNS)))
+        for found, step in zip(table, steps, strict=True):
+            seat = seats_of(plan, step.devices)
+            here = seat >= 0
+            found[seat[here]] = step.table[here]
+        known = table[:, :, COLUMNS.index("block_work")] > 0
+        table[~known] = 0.0
+        rate = np.ones(len(plan.places))
+        if rates:
+            rate[:] = [rates.get(device, 1.0) for device in plan.places]
+        some, seats = known.any(axis=1), plan.seats
+        if not some.all():
+            table, known = table[some], known[some]
+        return cls(seats=seats, table=table, known=known, group=seats.group, part=seats.part, rate=rate)
+
+    def column(self, name: str) -> Floats:
+        """One of `COLUMNS` [steps, members]."""
+        found: Floats = self.table[:, :, COLUMNS.index(name)]
+        return found
+
+    def sample(self) -> _Measured:
+        """All members of every so many pipelines: all stages and whole groups are among them."""
+        every = -(-len(self.group) // ENOUGH)
+        if every == 1:
+            return self
+        chosen = np.flatnonzero(self.seats.pipeline[self.group] % every == 0)
+        return replace(
+            self,
+            table=self.table[:, chosen],
+            known=self.known[:, chosen],
+            group=self.group[chosen],
+            part=self.part[chosen],
+            rate=self.rate[chosen],
+        )
+
+
+def _median(numbers: Floats) -> float:
+    return middle(np.sort(numbers, axis=None))
+
+
+def _sections(profile: ModelProfile, measured: _Measured) -> dict[str, SectionProfile]:
+    """The profile's sections as measured: who has no edge says nothing of it."""
+    seats, group, column = measured.seats, measured.group, measured.column
+    width, turns = seats.width[group], seats.micro_batches[group] * measured.rate
+    work = column("block_work") * measured.rate
+    edge = column("tokens") * measured.part * measured.rate
+    return {
+        "block": _section(profile.block, column("block_seconds"), width, work, turns * seats.layers[group]),
+        "embed": _section(profile.embed, column("embed_seconds"), width, edge, turns),
+        "head": _section(profile.head, column("head_seconds"), width, edge, turns),
+    }
+
+
+def _section(
+    section: SectionProfile, seconds: Floats, width: Ints, work: Floats, passes: Floats
+) -> SectionProfile:
+    """A section whose seconds, where any were measured, are those: what was known of their fixed part and of
+    the widths keeps its proportions, and all of it is scaled by the median of measured over expected.
+
+    seconds [steps, members] were spent by members of groups of these widths [members] in so many `passes`
+    [members] on `work` [steps, members]: tokens x share x rate, and passes x rate."""
+    told = (seconds > 0) & (work > 0)
+    if not told.any():
+        return section
+    if not section.seconds > 0:
+        each = _median(seconds[told] / work[told])
+        return msgspec.structs.replace(section, seconds=each, fixed_seconds=0.0, slowdown={})
+    expected = section.seconds * section.factors(width) * work + section.fixed_seconds * passes
+    scale = _median(seconds[told] / expected[told])
+    return msgspec.structs.replace(
+        section, seconds=section.seconds * scale, fixed_seconds=section.fixed_seconds * scale
+    )
+
+
+def _recompute_factor(profile: ModelProfile, measured: _Measured) -> float:
+    """How many times longer a block takes that makes its activations again: where any did, as measured."""
+    again, block = measured.column("again_seconds"), measured.column("block_seconds")
+    found = (again > 0) & (block > 0) & measured.seats.recompute[measured.group]
+    if found.any():
+        return 1 + _median(again[found] / block[found])
+    if profile.recomputed_part and again.sum() > 0:
+        return 1 + float(again.sum() / block.sum()) / profile.recomputed_part
+    return profile.recompute_factor
+
+
+def _collectives(profile: ModelProfile, measured: _Measured) -> dict[int, float]:
+    """Seconds of one all-reduce by width. Of a group's members the one that waited least counts: it came
+    last, so that its time is the collective's own."""
+    seats, group, spent = measured.seats, measured.group, measured.column("tensor_seconds")
+    count = seats.micro_batches * _collectives_of(profile, seats)
+    count[seats.width == 1] = 0
+    told = (spent > 0) & (count > 0)[group]
+    each = np.divide(spent, count[group], out=np.full_like(spent, math.inf), where=told)
+    starts = np.flatnonzero(np.diff(group, prepend=-1))
+    least = np.minimum.reduceat(each, starts, axis=1)  # [steps, groups]
+    widths, known = seats.width[group[starts]], np.isfinite(least)
+    by_width = {width: least[:, widths == width][known[:, widths == width]] for width in {*widths.tolist()}}
+    return {width: _median(by_width[width]) for width in sorted(by_width) if by_width[width].size}
+
+
+def _collectives_of(profile: ModelProfile, seats: Seats) -> Floats:
+    """All-reduces of one micro-batch in each group [groups], on average."""
+    part = np.where(seats.recompute, 1.0, profile.recomputed_part)
+    count = seats.layers * profile.block.collectives * (1 + 0.5 * part)  # forward's half runs once more
+    edges = seats.first * profile.embed.collectives + seats.last * profile.head.collectives
+    found: Floats = count + edges
+    return found
+
+
+def _calibrated(
+    fitted: ModelProfile, plan: Plan, measured: _Measured, cluster: Cluster, rates: Rates
+) -> ModelProfile:
+    """Reduction, overhead and scales such that the plan's predicted step is the measured one."""
+    total = _median(measured.column("step_seconds").max(axis=1))
+    if not total > 0:
+        return fitted
+    without = ProfileCost(msgspec.structs.replace(fitted, reduction_scale=0.0))
+    pipelines = step_seconds(plan, cluster, rates, without)
+    reduction = after_seconds(plan, cluster, ProfileCost(fitted)) - after_seconds(plan, cluster, without)
+    scale = 1.0
+    if reduction > 0:
+        # Whoever waits least in the reduction came last: its time is the reduction's own.
+        waited = np.where(measured.known, measured.column("reduce_seconds"), math.inf)
+        scale = _median(waited.min(axis=1)) / reduction
+    explained = pipelines + reduction * scale
+    shrink = min(1.0, total / explained)
+    return msgspec.structs.replace(
+        fitted,
+        reduction_scale=scale * shrink,
+        pipeline_scale=shrink,
+        overhead_seconds=max(0.0, total - explained),
+    )

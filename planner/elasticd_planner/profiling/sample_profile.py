@@ -1,0 +1,97 @@
+"""A model's profile from samples: seconds and kept bytes as measured, parameters' bytes from the shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from elasticd_planner.cost.model_profile import ModelProfile, SectionProfile, derive
+from elasticd_planner.profiling.regression import SectionFit, line, regress
+from elasticd_planner.profiling.samples import Samples, Timing, kind_name
+from elasticd_planner.value import Value, refuse
+
+#: The part of its fixed time that the tokens of the longest pass of a block must take at least.
+LEAST_GROWTH = 1e-3
+
+
+class MeasuredProfile(Value, frozen=True, kw_only=True):
+    """The profile, for micro-batches of one sample, and the fit of each section (kinds of block each by itself
+    where there are several, then "block", their mean). predicted: seconds that the fit expects of what
+    `Samples.whole` measured (None: nothing to compare with)."""
+
+    profile: ModelProfile
+    fits: tuple[SectionFit, ...]
+    predicted: float | None = None
+
+
+def measured_profile(samples: Samples) -> MeasuredProfile:
+    """Fits all that was measured. Raises Invalid where that is too little: a section that is missing, fewer
+    than two token counts, or a block whose times do not grow with tokens at all."""
+    spec = samples.model
+    base = derive(spec, samples.sample_tokens, 1)
+    names = [kind_name(spec, kind) for kind in range(len(spec.kinds))]
+    embed, *kinds, head = (regress(samples.of(name)) for name in ("embed", *names, "head"))
+    block = kinds[0] if len(kinds) == 1 else regress(samples.blocks)
+    found = block.coefficients
+    longest = max(timing.tokens * timing.share for timing in samples.blocks)
+    if not found.per_token * longest > LEAST_GROWTH * found.fixed:
+        refuse(f"{spec.name}: a block's times do not grow with tokens; measure more tokens or more repeats")
+    widths = sorted({collective.width for collective in samples.collectives})
+    among = {width: [c for c in samples.collectives if c.width == width] for width in widths}
+    lines = {width: line([(c.size / base.boundary_bytes, c.seconds) for c in among[width]]) for width in widths}
+    update = max(samples.updates, key=lambda update: update.state, default=None)
+    profile = msgspec.structs.replace(
+        base,
+        block=_section(base.block, block, samples.blocks),
+        embed=_section(base.embed, embed, samples.of("embed")),
+        head=_section(base.head, head, samples.of("head")),
+        collective_seconds={width: found[0] for width, found in lines.items()},
+        collective_token_seconds={width: found[1] for width, found in lines.items()},
+        forward=block.forward,
+        recompute_factor=block.recompute if block.recompute is not None else 1 + block.forward,
+        optimizer_seconds=update.seconds / update.state if update is not None and update.state else 0.0,
+    )
+    fits = (embed, *kinds, *(() if len(kinds) == 1 else (block,)), head)
+    return MeasuredProfile(profile=profile, fits=fits, predicted=_predicted(samples, embed, block, head))
+
+
+def _section(base: SectionProfile, fit: SectionFit, timings: Sequence[Timing]) -> SectionProfile:
+    """Seconds of the fit, and the bytes kept of a token: at each width the most of all token counts."""
+    cut, whole = _kept(base, timings)
+    again = max(timing.kept_recomputed / timing.tokens for timing in timings)
+    return msgspec.structs.replace(
+        base,
+        seconds=fit.coefficients.per_token,
+        fixed_seconds=fit.coefficients.fixed,
+        slowdown=fit.coefficients.slowdown,
+        cut_activation=cut,
+        whole_activation=whole,
+        recomputed_activation=again if again else base.recomputed_activation,
+    )
+
+
+def _kept(base: SectionProfile, timings: Sequence[Timing]) -> tuple[float, float]:
+    """Bytes of a token (cut with the share, whole): a line over the shares. With one width alone, parted as
+    the shapes would have it."""
+    most: dict[float, float] = {}
+    for timing in timings:
+        most[timing.share] = max(most.get(timing.share, 0.0), timing.kept / timing.tokens)
+    points = [(share, kept) for share, kept in most.items() if kept > 0]
+    if not points:
+        return base.cut_activation, base.whole_activation
+    if len(points) == 1:
+        share, kept = points[0]
+        total = base.cut_activation * share + base.whole_activation
+        scale = kept / total if total else 0.0
+        return (base.cut_activation * scale, base.whole_activation * scale) if total else (0.0, kept)
+    whole, cut = line(points)
+    return cut, whole
+
+
+def _predicted(samples: Samples, embed: SectionFit, block: SectionFit, head: SectionFit) -> float | None:
+    whole = samples.whole
+    if whole is None or 1 not in block.coefficients.slowdown:
+        return None
+    each = [fit.coefficients.seconds(1, 1.0, whole.tokens) for fit in (embed, block, head)]
+    return each[0] + len(samples.model.layers) * each[1] + each[2]

@@ -1,0 +1,1 @@
+"""The search: from a planning problem to the best plan, or to the reason why there is none."""

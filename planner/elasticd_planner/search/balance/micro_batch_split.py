@@ -1,0 +1,119 @@
+"""Micro-batches over unequal pipelines, exact: a pipeline's seconds are given by lines, or by a curve.
+
+By lines (`deal`, for any number of pipelines) a pipeline takes m micro-batches in min over them of
+(m - 1) o + S (steady: m o); by a curve (`split_micro_batches`) in any seconds that rise with m. The least T at
+which all pipelines together take the batch is found by bisection; what is too much then is taken from whoever
+is slowest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elasticd_planner.numeric import EQUAL, Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """The lines of one pipeline, and the least micro-batches that it must take."""
+
+    caps: Floats
+    sums: Floats
+    least: int = 1
+
+    def seconds(self, micro_batches: int, *, steady: bool) -> float:
+        if steady:
+            return float(micro_batches * self.caps.min())
+        return float(((micro_batches - 1) * self.caps + self.sums).min())
+
+    def capacity(self, limit: float, *, steady: bool) -> int:
+        """Micro-batches within `limit`; 0 where that is less than the least."""
+        if steady:
+            done = limit * (1 + EQUAL) / self.caps.min()
+        else:
+            done = float(((limit * (1 + EQUAL) - self.sums) / self.caps).max()) + 1
+        count = math.floor(done)
+        return count if count >= self.least else 0
+
+
+def deal(lines: Sequence[Line], total: int, *, steady: bool) -> tuple[int, ...] | None:
+    """Micro-batches by pipeline with the least time of the slowest; None where the least is too much."""
+    if sum(line.least for line in lines) > total:
+        return None
+    same: dict[tuple[bytes, bytes, int], list[int]] = {}
+    for index, line in enumerate(lines):
+        same.setdefault((line.caps.tobytes(), line.sums.tobytes(), line.least), []).append(index)
+    distinct = [(lines[indices[0]], len(indices)) for indices in same.values()]
+
+    def enough(limit: float) -> bool:
+        given = [(line.capacity(limit, steady=steady), count) for line, count in distinct]
+        return all(m for m, _ in given) and sum(m * count for m, count in given) >= total
+
+    high = max(line.seconds(max(total, line.least), steady=steady) for line in lines)
+    low = 0.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    given = [line.capacity(high, steady=steady) for line in lines]
+    excess = sum(given) - total
+    heap = [
+        (-round(line.seconds(m, steady=steady), 9), -index)
+        for index, (line, m) in enumerate(zip(lines, given, strict=True))
+        if m > line.least
+    ]
+    heapq.heapify(heap)
+    while excess:
+        _, negative = heapq.heappop(heap)
+        index = -negative
+        given[index] -= 1
+        excess -= 1
+        if given[index] > lines[index].least:
+            seconds = round(lines[index].seconds(given[index], steady=steady), 9)
+            heapq.heappush(heap, (-seconds, negative))
+    return tuple(given)
+
+
+def pareto(caps: Floats, sums: Floats) -> tuple[Floats, Floats]:
+    """The lines that are best for some number of micro-batches."""
+    order = np.lexsort((sums, caps))
+    caps, sums = caps[order], sums[order]
+    before = np.concatenate([[math.inf], np.minimum.accumulate(sums)[:-1]])
+    kept = sums < before * (1 - EQUAL)
+    return caps[kept], sums[kept]
+
+
+def capacity(seconds: Floats, limit: float) -> int:
+    """The most micro-batches that a pipeline with this curve finishes within `limit`."""
+    return int(np.searchsorted(seconds, limit * (1 + EQUAL), side="right"))
+
+
+def split_micro_batches(
+    curves: Sequence[Floats], total: int, least: Sequence[int] | None = None
+) -> tuple[int, ...] | None:
+    """Micro-batches by pipeline, at least one each (or `least`), with the least time of the slowest pipeline;
+    among those the last micro-batches are taken from whoever is slowest with them. None where it is
+    impossible."""
+    least = least or (1,) * len(curves)
+    if total < sum(least):
+        return None
+    values = np.unique(np.concatenate([c[np.isfinite(c)] for c in curves]))
+    low, high = 0, len(values)
+    while low < high:
+        middle = (low + high) // 2
+        given = [capacity(c, float(values[middle])) for c in curves]
+        if all(m >= n for m, n in zip(given, least, strict=True)) and sum(given) >= total:
+            high = middle
+        else:
+            low = middle + 1
+    if low == len(values):
+        return None
+    given = [capacity(c, float(values[low])) for c in curves]
+    while sum(given) > total:
+        spare = [i for i, m in enumerate(given) if m > least[i]]
+        given[max(spare, key=lambda i: (round(float(curves[i][given[i] - 1]), 9), i))] -= 1
+    return tuple(given)

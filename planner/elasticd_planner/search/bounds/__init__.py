@@ -1,0 +1,1 @@
+"""Lower bounds: proofs that no plan takes less time."""

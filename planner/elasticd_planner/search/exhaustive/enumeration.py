@@ -1,0 +1,399 @@
+"""Exact enumeration for small clusters: every way to form TP groups, stages and pipelines, idle devices too.
+
+1. Shapes: every sequence of TP groups is one pipeline; its curve (seconds by micro-batches, layers exact)
+   is computed once for each distinct multiset of stage terms. Devices count by class, never by name.
+2. Combinations: every multiset of disjoint pipelines, micro-batches exact.
+Both are pruned by the best plan so far, and by what the devices left over could do in its time at best.
+
+Where the time is the schedule's own (`timing`), curves are what a shape takes at least; what it reaches is
+known for the formula's layers. Combinations that remain are costed exactly, best first, until the least that
+one may take is more than the best plan does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elasticd_planner.cost.model import CostModel
+from elasticd_planner.grouping.tp_groups import Counts, Group, classes, groups, hop, span
+from elasticd_planner.numeric import EQUAL, Floats
+from elasticd_planner.search.balance.exact_layer_split import reached
+from elasticd_planner.search.balance.layer_split import Terms, curve
+from elasticd_planner.search.balance.micro_batch_split import capacity, split_micro_batches
+from elasticd_planner.search.exhaustive.order_bounds import Least, orders
+from elasticd_planner.search.exhaustive.pipeline_shapes import Combination, Option, Options, Shape, slowest
+from elasticd_planner.search.task import CURVE
+from elasticd_planner.spec.cluster import Cluster, Rates
+
+#: Sequences kept of one curve on one set of devices: they differ in the order of stages alone, and cost the
+#: same by the formula.
+ALIKE = 720
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pins:
+    """What a problem of the shared format fixes: size of groups on nodes of normal devices, number of
+    pipelines, at least as many micro-batches as stages, and whether fill and drain count."""
+
+    tp: int | None = None
+    dp: int | None = None
+    deep: bool = False
+    steady: bool = False
+
+
+class Exact:
+    """One enumeration. `slack`: how much worse than the best (as a fraction) a plan may be and still count;
+    `best`: seconds of a plan already known, inf for none. `budget`: shapes and combinations looked at before
+    it ends without having looked at all (`complete` says so), a curve made counting as CURVE of them; `spent`
+    of it so far."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        rates: Rates,
+        cost: CostModel,
+        *,
+        layers: int,
+        micro_batches: int,
+        slack: float = 0.0,
+        best: float = math.inf,
+        pins: Pins | None = None,
+        budget: float = math.inf,
+    ) -> None:
+        self.budget, self.complete = budget, True
+        self.cluster, self.cost, self.layers, self.micro_batches = cluster, cost, layers, micro_batches
+        self.slack, self.best, self.candidates, self._made = slack, best, 0, 0
+        self.pins = pins or Pins()
+        self.alike = classes(cluster, rates)
+        devices: Counts = tuple(len(a.devices) for a in self.alike)
+        # Where a pipeline has as many micro-batches as stages at least, these are a resource like devices:
+        # each pipeline takes its depth of them.
+        self.full: Counts = (*devices, micro_batches) if self.pins.deep else devices
+        self.groups = tuple(group for group in groups(self.alike, cluster, cost) if self._allowed(group))
+        self.shapes: dict[Counts, list[Shape]] = {}
+        self.curves: dict[Counts, Floats] = {}
+        self.above: dict[Counts, Floats] = {}
+        self._count = np.arange(1, micro_batches + 1)
+        self._by_terms: dict[tuple[int, ...], Floats] = {}
+        self._by_formula: dict[tuple[int, ...], Floats] = {}
+        self._formula: dict[Counts, Floats] = {}
+        self._kept: Counter[tuple[Counts, tuple[int, ...]]] = Counter()
+        self._terms: dict[tuple[int, float, int, int], tuple[int, Terms]] = {}
+        self._ids: dict[Terms, int] = {}
+        self._spare: dict[tuple[Counts, float], int] = {}
+        #: What the schedule hides; the formula, and the steady figure, hide nothing.
+        self.hidden = 0.0 if self.pins.steady else cost.timing.hidden
+        self._least_of = Least.of(self.groups, cluster, cost, layers, self.hidden)
+        self._options = Options(layers=layers, timing=None if not self.hidden else cost.timing)
+        self._least_hop = min(cost.boundary(link) for link in cluster.links)
+        count = max(1, sum(devices))
+        numbers = range(1, count + 1) if self.pins.dp is None else (self.pins.dp,)
+        self._least_after = min(
+            cost.after(d, max(1, count // d), link) for d in numbers for link in cluster.links
+        )
+
+    def run(self) -> list[Combination]:
+        """All combinations within the slack of the best, best first; empty where nothing fits. Shallow
+        pipelines first: they are few, and give the best plan against which the deep ones are pruned."""
+        depth = min(sum(self._devices(self.full)), self.layers)
+        if self.pins.deep:
+            depth = min(depth, self.micro_batches)
+        found: list[Combination] = []
+        for stages in range(1, depth + 1):
+            for chosen in self._multisets(stages, 0, self._devices(self.full)):
+                if self._ended():
+                    break
+                self._add(chosen)
+            if stages in (1, 2, depth):
+                more = list(self._combinations())
+                if self.hidden:
+                    more = self._costed(more)
+                found = more if self.complete else [*found, *more]
+        limit = self.best * (1 + self.slack) * (1 + EQUAL)
+        kept = [combination for combination in found if combination.seconds <= limit]
+        return sorted(kept, key=lambda c: (round(c.seconds, 12), len(c.parts), c.parts))
+
+    def _devices(self, counts: Counts) -> Counts:
+        return counts[: len(self.alike)]
+
+    def _allowed(self, group: Group) -> bool:
+        """Whether the pins let a group be: nodes of normal devices have groups of one size."""
+        if self.pins.tp in (None, group.width):
+            return True
+        here = [a for a in self.alike if a.node == group.node]
+        whole = next(len(node.devices) for node in self.cluster.nodes if node.name == group.node)
+        return any(a.rate > 1 for a in here) or sum(len(a.devices) for a in here) < whole
+
+    # Shapes.
+
+    def _multisets(self, stages: int, first: int, left: Counts) -> Iterator[tuple[int, ...]]:
+        """Indices of `stages` groups, not descending, that `left` devices suffice for."""
+        if stages == 0:
+            yield ()
+            return
+        for index in range(first, len(self.groups)):
+            group = self.groups[index]
+            if group.width * stages > sum(left):
+                return  # groups come narrow ones first
+            if all(a <= b for a, b in zip(group.counts, left, strict=True)):
+                rest = tuple(b - a for a, b in zip(group.counts, left, strict=True))
+                for others in self._multisets(stages - 1, index, rest):
+                    yield (index, *others)
+
+    def _add(self, chosen: tuple[int, ...]) -> None:
+        """Adds the shapes of all orders of these groups, unless no order can be of use."""
+        used = [self.groups[index] for index in chosen]
+        counts = tuple(map(sum, zip(*(group.counts for group in used), strict=True)))
+        if self.pins.deep:
+            counts = (*counts, len(used))
+        least = self._least(used)
+        if not self._useful(counts, least):
+            return
+        for order in self._possible(chosen, counts):
+            items = [self._term(order, position) for position in range(len(order))]
+            key = tuple(sorted(index for index, _ in items))
+            terms = tuple(term for _, term in items)
+            if key not in self._by_terms:
+                self._by_terms[key] = self._curve(terms)
+            seconds = self._by_terms[key]
+            if self._kept[counts, key] >= ALIKE or not self._useful(counts, seconds):
+                continue
+            self._kept[counts, key] += 1
+            shape = Shape(groups=tuple(self.groups[i] for i in order), terms=terms, seconds=seconds)
+            self.shapes.setdefault(counts, []).append(shape)
+            self.curves[counts] = np.minimum(self.curves.get(counts, np.inf), seconds)
+            self._reach(counts, key, terms, seconds)
+
+    def _reach(self, counts: Counts, key: tuple[int, ...], terms: Sequence[Terms], seconds: Floats) -> None:
+        """Notes what a shape reaches. In the schedule's time that is not looked at again where the formula says
+        no better of it than of one before."""
+        if self.hidden:
+            if key not in self._by_formula:
+                self._by_formula[key] = curve(terms, self.layers, self.micro_batches)
+            formula, known = self._by_formula[key], self._formula.get(counts, np.full(1, np.inf))
+            if not (formula < known * (1 - EQUAL)).any():
+                return
+            self._formula[counts] = np.minimum(known, formula)
+            seconds = reached(terms, self.layers, self.micro_batches, self.cost.timing)
+        self.above[counts] = np.minimum(self.above.get(counts, np.inf), seconds)
+        if self.pins.dp in (None, 1):
+            self._improve(float(seconds[-1]) + self._after((counts,)))
+
+    def _possible(self, chosen: tuple[int, ...], counts: Counts) -> Iterator[tuple[int, ...]]:
+        """The orders of these groups that may be of use."""
+        listed = list(orders(chosen))
+        self.candidates += len(listed)
+        if not self.hidden or len(listed) == 1:
+            yield from listed
+            return
+        bar, least = self._bar(counts)
+        seconds = self._least_of.seconds(np.array(listed), self.micro_batches)
+        possible = np.flatnonzero((seconds <= bar)[:, least - 1 :].any(axis=1))
+        yield from (listed[index] for index in possible.tolist())
+
+    def _curve(self, terms: Sequence[Terms]) -> Floats:
+        """Seconds by micro-batches, at least; fewer than a pipeline must take cost as much as those."""
+        steady, hidden = self.pins.steady, self.hidden
+        self._made += len(terms)  # one for each number of micro-batches under way
+        seconds = curve(terms, self.layers, self.micro_batches, steady=steady, hidden=hidden)
+        if self.pins.deep:
+            seconds[: len(terms) - 1] = seconds[len(terms) - 1]
+        return seconds
+
+    def _least(self, used: Sequence[Group]) -> Floats:
+        """Seconds that no order and no assignment of layers beats: the slowest stage takes at least all
+        layers over all speed, and at least its own one layer."""
+        blocks = [group.cost.block for group in used]
+        slowest = max(self.layers / sum(1 / block for block in blocks), *blocks, 0.0)
+        if self.pins.steady:
+            return np.asarray(self._count * slowest, dtype=np.float64)
+        through = sum(blocks) + (self.layers - len(blocks)) * min(blocks)
+        edges = min(group.cost.embed for group in used) + min(group.cost.head for group in used)
+        hops = (len(used) - 1) * self._least_hop
+        again = (self._count - 1) - self.hidden * np.minimum(self._count - 1, len(used) - 1)
+        return np.asarray(again * slowest + through + edges + hops, dtype=np.float64)
+
+    def _useful(self, counts: Counts, seconds: Floats) -> bool:
+        """Whether a pipeline on these devices with (at best) these seconds can be part of a plan within the
+        slack."""
+        bar, least = self._bar(counts)
+        return bool((seconds <= bar)[least - 1 :].any())
+
+    def _bar(self, counts: Counts) -> tuple[Floats, int]:
+        """Seconds by micro-batches that a pipeline on these devices must not exceed, not to lose to a known
+        one, and the least micro-batches that it must do: the other devices do the rest at best."""
+        least = max(1, self.micro_batches - self._capacity_of_others(counts))
+        bar = np.full(self.micro_batches, self._limit())
+        known = self.above.get(counts)
+        if known is not None:
+            bar = np.minimum(bar, known * (1 + self.slack))
+        return bar * (1 + EQUAL), least
+
+    def _term(self, order: tuple[int, ...], position: int) -> tuple[int, Terms]:
+        """The terms of a stage, with a number that equal terms share."""
+        group, last = self.groups[order[position]], position == len(order) - 1
+        between = (
+            0.0 if last else self.cost.boundary(hop(group, self.groups[order[position + 1]], self.cluster))
+        )
+        key = (order[position], between, position, len(order))
+        if key not in self._terms:
+            fixed = (group.cost.embed if position == 0 else 0.0) + (group.cost.head if last else 0.0)
+            most = tuple(
+                self._most(group, position == 0, last, min(count, len(order) - position))
+                for count in range(1, len(order) + 1)
+            )
+            terms = Terms(
+                block=group.cost.block, fixed=fixed, most=most, hop=between, forward=group.cost.forward
+            )
+            self._terms[key] = (self._ids.setdefault(terms, len(self._ids)), terms)
+        return self._terms[key]
+
+    def _most(self, group: Group, first: bool, last: bool, in_flight: int) -> int:
+        """The most layers that fit into the memory of every member (need is linear in the layers)."""
+        most = self.layers
+        for index, position in group.positions:
+            none, one = (
+                self.cost.memory(n, group.shares, position, first=first, last=last, in_flight=in_flight)
+                for n in (0, 1)
+            )
+            room = self.alike[index].memory - none
+            if room < 0:
+                return 0
+            if one > none:
+                most = min(most, math.floor(room / (one - none) * (1 + EQUAL)))
+        return most
+
+    # Combinations.
+
+    def _combinations(self) -> Iterator[Combination]:
+        parts = sorted(self.curves, key=lambda counts: (-sum(counts), counts))
+        yield from self._combine(parts, 0, (), self.full)
+
+    def _combine(
+        self, parts: Sequence[Counts], first: int, chosen: tuple[Counts, ...], left: Counts
+    ) -> Iterator[Combination]:
+        for index in range(first, len(parts)):
+            if len(chosen) in (self.micro_batches, self.pins.dp) or self._ended():
+                return
+            counts = parts[index]
+            if any(a > b for a, b in zip(counts, left, strict=True)):
+                continue
+            now = (*chosen, counts)
+            rest = tuple(b - a for a, b in zip(counts, left, strict=True))
+            capable = [capacity(self.curves[part], self._limit()) for part in now]
+            if not all(capable):
+                continue
+            done = sum(capable)
+            if done >= self.micro_batches and self.pins.dp in (None, len(now)):
+                yield from self._combination(now)
+            if done + self._capacity(rest) >= self.micro_batches:
+                yield from self._combine(parts, index, now, rest)
+
+    def _combination(self, parts: tuple[Counts, ...]) -> Iterator[Combination]:
+        self.candidates += 1
+        after = self._after(parts)
+        curves = [self.curves[part] for part in parts]
+        limit = self.best * (1 + self.slack) - after
+        if sum(capacity(seconds, limit) for seconds in curves) < self.micro_batches:
+            return
+        least = [part[-1] for part in parts] if self.pins.deep else None
+        given = split_micro_batches(curves, self.micro_batches, least)
+        if given is None:
+            return
+        seconds = slowest(curves, given) + after
+        above = [self.above[part] for part in parts]
+        known = split_micro_batches(above, self.micro_batches, least) if self.hidden else given
+        if known is not None:
+            self._improve(slowest(above, known) + after)
+        yield Combination(parts=parts, micro_batches=given, seconds=seconds, after=after)
+
+    def _costed(self, combinations: Sequence[Combination]) -> list[Combination]:
+        """The combinations within the slack of the best under their exact time, those first that may take
+        least."""
+        found = []
+        for combination in sorted(combinations, key=lambda c: (c.seconds, len(c.parts), c.parts)):
+            limit = self.best * (1 + self.slack) * (1 + EQUAL)
+            if combination.seconds > limit:
+                break
+            exact = self._exactly(combination, limit - combination.after)
+            if exact is not None:
+                self._improve(exact.seconds)
+                found.append(exact)
+        return found
+
+    def _exactly(self, combination: Combination, limit: float) -> Combination | None:
+        """The combination with micro-batches and seconds that are exact; None beyond the limit. Of a part only
+        the numbers of micro-batches count that it can do, and that the others leave to it."""
+        parts, total = combination.parts, self.micro_batches
+        able = [capacity(self.curves[part], limit) for part in parts]
+        curves = []
+        for part, most in zip(parts, able, strict=True):
+            least = max(1, total - sum(able) + most)
+            seconds = np.full(total, np.inf)
+            seconds[: least - 1] = 0.0
+            for count in range(least, most + 1):
+                options = self.options(part, count, limit)
+                if not options:
+                    break
+                seconds[count - 1] = options[0].seconds
+            curves.append(np.maximum.accumulate(seconds))
+        given = split_micro_batches(curves, total)
+        if given is None:
+            return None
+        seconds_now = slowest(curves, given) + combination.after
+        return Combination(parts=parts, micro_batches=given, seconds=seconds_now, after=combination.after)
+
+    def options(self, part: Counts, micro_batches: int, limit: float) -> list[Option]:
+        """The shapes on these devices that do so many micro-batches within `limit` seconds, best first."""
+        found = self._options(self.shapes[part], part, micro_batches, self._limit() * (1 + EQUAL))
+        return [option for option in found if option.seconds <= limit]
+
+    # What prunes.
+
+    @property
+    def spent(self) -> int:
+        return self.candidates + CURVE * self._made
+
+    def _ended(self) -> bool:
+        """Whether the budget is spent."""
+        if self.spent > self.budget:
+            self.complete = False
+        return not self.complete
+
+    def _improve(self, seconds: float) -> None:
+        if seconds < self.best:
+            self.best = seconds
+
+    def _limit(self) -> float:
+        """Seconds that a pipeline may take at most, with the least after it that can be."""
+        return self.best * (1 + self.slack) - self._least_after
+
+    def _after(self, parts: Sequence[Counts]) -> float:
+        used = {i for part in parts for i, n in enumerate(self._devices(part)) if n}
+        link = span((self.alike[i] for i in sorted(used)), self.cluster)
+        return self.cost.after(len(parts), min(sum(self._devices(part)) for part in parts), link)
+
+    def _capacity_of_others(self, counts: Counts) -> int:
+        return self._capacity(tuple(b - a for a, b in zip(counts, self.full, strict=True)))
+
+    def _capacity(self, counts: Counts) -> int:
+        """The most micro-batches that these devices can do in the time of the best plan, by the bound."""
+        counts = self._devices(counts)
+        if not any(counts):
+            return 0
+        limit = self.best * (1 + self.slack) * (1 + EQUAL)
+        if not math.isfinite(limit):
+            return self.micro_batches
+        if (counts, limit) not in self._spare:
+            rates = [self.alike[i].rate for i, count in enumerate(counts) for _ in range(count)]
+            low, high = 0, self.micro_batches
+            while low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if self.cost.bound(rates, middle) <= limit else (low, middle - 1)
+            self._spare[counts, limit] = low
+        return self._spare[counts, limit]

@@ -1,0 +1,261 @@
+"""Interleaved stages where they take less time: a plan's pipelines with their layers in several chunks.
+
+The search makes plans of plain stages: the best one, and where stages may be interleaved the best ones with
+more pipelines and with fewer, since deep ones cost less then. Here each of their pipelines keeps its groups,
+their order, and how many layers each of them has; only which layers those are changes: with v chunks, filling
+and draining take a v-th. In turn each micro-batch crosses v times as many boundaries, and more activations are
+kept, so the schedule itself is asked (`cost.pipeline_seconds`), and memory. What a pipeline needs depends on no
+other, so that each has the number of chunks that is best for it. Deterministic; what is equal has fewer chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import msgspec
+
+from elasticd_planner.cost.model import (
+    memory_by_device,
+    pipeline_memory,
+    pipeline_seconds,
+    reach,
+    steady_seconds,
+    step_seconds,
+)
+from elasticd_planner.numeric import EQUAL
+from elasticd_planner.placement.state_movement import bytes_to_move, strategy
+from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.search.options import Setting, alive, current_setting, listed, task_of
+from elasticd_planner.search.task import Task
+from elasticd_planner.spec.cluster import rate_of
+from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
+from elasticd_planner.spec.plan_summary import describe
+
+
+def flattened(pipelines: Sequence[Pipeline]) -> tuple[Pipeline, ...]:
+    """The same groups and numbers of layers, each stage's layers in one run."""
+    return tuple(_flat(pipeline) if pipeline.chunks > 1 else pipeline for pipeline in pipelines)
+
+
+def plain(plan: Plan) -> Plan:
+    """The same plan without interleaved stages; itself where it has none."""
+    if plan.version == 1:
+        return plan
+    module = plan.modules[0]
+    return plan.replace(strategies=(strategy(flattened(module.pipelines), module.module),))
+
+
+def _flat(pipeline: Pipeline) -> Pipeline:
+    starts = (0, *accumulate(stage.layers for stage in pipeline.stages))
+    return msgspec.structs.replace(
+        pipeline,
+        stages=tuple(
+            msgspec.structs.replace(stage, start=a, stop=b, later=())
+            for stage, (a, b) in zip(pipeline.stages, pairwise(starts), strict=True)
+        ),
+    )
+
+
+def chunked(pipeline: Pipeline, chunks: int) -> Iterator[Pipeline]:
+    """A plain pipeline with its stages' layers in so many chunks, as even as they can be: what is left over in
+    the first ones, or in the last. None where a stage has not so many layers, or nothing to take turns with."""
+    if len(pipeline.stages) == 1 or min(stage.layers for stage in pipeline.stages) < chunks:
+        return
+    made = [_dealt(pipeline, chunks, last=False)]
+    if any(stage.layers % chunks for stage in pipeline.stages):
+        made.append(_dealt(pipeline, chunks, last=True))
+    yield from made
+
+
+def _dealt(pipeline: Pipeline, chunks: int, *, last: bool) -> Pipeline:
+    def size(layers: int, chunk: int) -> int:
+        more = chunk >= chunks - layers % chunks if last else chunk < layers % chunks
+        return layers // chunks + more
+
+    stages, depth = pipeline.stages, len(pipeline.stages)
+    borders = (0, *accumulate(size(stage.layers, chunk) for chunk in range(chunks) for stage in stages))
+    spans = list(pairwise(borders))
+    return msgspec.structs.replace(
+        pipeline,
+        stages=tuple(
+            msgspec.structs.replace(stage, start=own[0][0], stop=own[0][1], later=tuple(own[1:]))
+            for stage, own in ((stage, spans[s::depth]) for s, stage in enumerate(stages))
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interleaving:
+    """Chunks for the pipelines of one task, `most` at most to a stage."""
+
+    task: Task
+    most: int
+    _known: dict[object, tuple[int, int]] = field(default_factory=dict)
+
+    def plan(self, given: Plan) -> Plan:
+        """A plan of plain stages with those of its pipelines interleaved that are quicker so, and fit."""
+        module = given.modules[0]
+        cost = self.task.cost.under(given)
+        room = {device.name: device.memory for device in self.task.cluster.devices}
+
+        def improved(pipeline: Pipeline) -> Pipeline:
+            options = {
+                (chunks, which): option
+                for chunks in range(2, self.most + 1)
+                for which, option in enumerate(chunked(pipeline, chunks))
+            }
+            key = self._key(pipeline, room)
+            if key not in self._known:
+                best, chosen = self.seconds(pipeline), (1, 0)
+                for at, option in options.items():
+                    needs = pipeline_memory(option, cost)
+                    if all(size <= room[name] for name, size in needs.items()):
+                        seconds = self.seconds(option)
+                        if seconds < best * (1 - EQUAL):
+                            best, chosen = seconds, at
+                self._known[key] = chosen
+            return options.get(self._known[key], pipeline)
+
+        made = tuple(improved(pipeline) for pipeline in module.pipelines)
+        return given if made == module.pipelines else given.replace(strategies=(strategy(made, module.module),))
+
+    def seconds(self, pipeline: Pipeline) -> float:
+        return pipeline_seconds(pipeline, self.task.cluster, self.task.rates, self.task.cost)
+
+    def _key(self, pipeline: Pipeline, room: dict[str, int]) -> object:
+        """What makes pipelines alike: micro-batches, and of each stage rates, memory, shares, layers, links."""
+        task, stages = self.task, pipeline.stages
+        around = (*stages, stages[0])
+        return (
+            pipeline.micro_batches,
+            tuple(reach(task.cluster, (*a.devices, *b.devices)) for a, b in pairwise(around)),
+            tuple(
+                (
+                    tuple((rate_of(task.rates, name), room[name]) for name in stage.devices),
+                    (stage.shares, stage.layers, stage.recompute),
+                    reach(task.cluster, stage.devices),
+                )
+                for stage in stages
+            ),
+        )
+
+
+def plain_problem(problem: Problem) -> Problem:
+    """What is searched: the same problem, near the running plan without its interleaved stages."""
+    current = problem.current
+    if current is None or plain(current) is current:
+        return problem
+    return msgspec.structs.replace(problem, current=plain(current))
+
+
+def other_numbers(problem: Problem, found: Answer) -> Iterator[Problem]:
+    """What is searched besides, where stages may be interleaved: other numbers of pipelines near the best, and
+    that of the running plan."""
+    if problem.freedom.interleave == 1 or problem.freedom.dp is not None or found.plan is None:
+        return
+    count = len(found.plan.modules[0].pipelines)
+    most = min(len(alive(problem)), found.plan.global_batch // found.plan.micro_batch)
+    numbers = {count // 2, count - 1, count + 1, count * 2}
+    if problem.current is not None:
+        numbers.add(len(problem.current.modules[0].pipelines))
+    for number in sorted(numbers - {count}):
+        if 1 <= number <= most:
+            freedom = msgspec.structs.replace(problem.freedom, dp=number)
+            yield msgspec.structs.replace(plain_problem(problem), freedom=freedom)
+
+
+def best(problem: Problem, found: Sequence[Answer], tolerance: float, *, steady: bool) -> Answer:
+    """The best answer that plans of plain stages lead to, the first of them being that of `plain_problem`; of
+    near-equal ones the one that moves least."""
+    answers = [_answer(problem, one, tolerance, steady=steady) for one in found]
+    first = answers[0]
+    made = [(one.plan.prediction.step_seconds, one.plan) for one in answers if one.plan and one.plan.prediction]
+    if len(made) < 2:
+        return first
+    near = min(made, key=lambda each: each[0])[0] * _slack(problem, tolerance)
+    moves = [
+        (_moved(problem, option), round(seconds, 12), at)
+        for at, (seconds, option) in enumerate(made)
+        if seconds <= near
+    ]
+    return msgspec.structs.replace(
+        first, plan=made[min(moves)[2]][1], candidates=sum(one.candidates for one in answers)
+    )
+
+
+def _slack(problem: Problem, tolerance: float) -> float:
+    return (1 + (tolerance if problem.current is not None else 0.0)) * (1 + EQUAL)
+
+
+def _moved(problem: Problem, option: Plan) -> int:
+    return bytes_to_move(problem.profile, problem.current, option) if problem.current is not None else 0
+
+
+def _answer(problem: Problem, found: Answer, tolerance: float, *, steady: bool) -> Answer:
+    """The answer to a problem whose stages may be interleaved, from the one of `plain_problem`: of near-equal
+    plans the one that moves least. (`steady` has no filling and draining, and nothing to gain.)"""
+    current, most = problem.current, problem.freedom.interleave
+    running = current is not None and plain(current) is not current
+    if not running and (most == 1 or steady):
+        return found
+    now = found.current_seconds
+    if running and now is not None:
+        assert current is not None
+        now = _seconds(current, _task(problem, current, steady=steady))
+    if found.plan is None or found.plan.prediction is None or most == 1 or steady:
+        return msgspec.structs.replace(found, current_seconds=now)
+    task = _task(problem, found.plan, steady=steady)
+    options = [found.plan, Interleaving(task=task, most=most).plan(found.plan)]
+    if running and current is not None and _is_chunked(found.plan, current, most):
+        options.append(found.plan.replace(strategies=current.strategies))
+    seconds = [_seconds(option, task) for option in options]
+    near = min(seconds) * _slack(problem, tolerance)
+    moves = [_moved(problem, option) for option in options]
+    close = [at for at, spent in enumerate(seconds) if spent <= near]
+    chosen = min(close, key=lambda at: (moves[at], seconds[at]))
+    prediction = Prediction(
+        step_seconds=seconds[chosen],
+        bound_seconds=min(found.plan.prediction.bound_seconds, seconds[chosen], _least(problem)),
+        memory=memory_by_device(options[chosen], task.cost),
+    )
+    reason = describe(options[chosen], problem.rates)
+    return msgspec.structs.replace(
+        found,
+        plan=options[chosen].replace(prediction=prediction, reason=reason),
+        current_seconds=now,
+        candidates=found.candidates + len(options) - 1,
+    )
+
+
+def _is_chunked(made: Plan, current: Plan, most: int) -> bool:
+    """Whether a plan is what the running one is without its interleaved stages, which it may still have."""
+    pipelines = current.modules[0].pipelines
+    allowed = max(pipeline.chunks for pipeline in pipelines) <= most
+    return allowed and made.modules[0].pipelines == flattened(pipelines)
+
+
+def _task(problem: Problem, plan: Plan, *, steady: bool) -> Task:
+    """The task of the setting that a plan was made under."""
+    setting = current_setting(msgspec.structs.replace(problem, current=plan))
+    assert setting is not None
+    return task_of(setting.problem(problem), steady=steady)
+
+
+def _seconds(plan: Plan, task: Task) -> float:
+    measure = steady_seconds if task.steady else step_seconds
+    return measure(plan, task.cluster, task.rates, task.cost)
+
+
+def _least(problem: Problem) -> float:
+    """Seconds that no plan can beat, interleaved or not: all work over all speed. What bounds plain stages
+    besides is how they fill and drain."""
+
+    def least(setting: Setting) -> float:
+        task = task_of(setting.problem(problem), hopeful=True)
+        rates = (rate_of(task.rates, device.name) for device in task.cluster.devices)
+        return task.cost.bound([rate for rate in rates if math.isfinite(rate)], task.micro_batches)
+
+    return min(map(least, listed(problem)))

@@ -1,0 +1,399 @@
+"""The planner's entry point: a problem in, the best plan or the reason why there is none out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice, product
+
+import msgspec
+
+from elasticd_planner.cost.model import CostModel, memory_by_device, stage_times, steady_seconds, step_seconds
+from elasticd_planner.layout.optimizer_sharding import with_carriers
+from elasticd_planner.numeric import EQUAL, Floats
+from elasticd_planner.placement.share_rebalance import BETWEEN, WHOLE, shared_again
+from elasticd_planner.placement.state_movement import bytes_to_move, strategy
+from elasticd_planner.placement.stay_close import nearest
+from elasticd_planner.placement.tp_rank_order import lined_up, loosened
+from elasticd_planner.problem import Answer, Problem
+from elasticd_planner.search import infeasible_table, interleave
+from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
+from elasticd_planner.search.exhaustive.device_assignment import Outline, place
+from elasticd_planner.search.exhaustive.enumeration import Exact, Pins
+from elasticd_planner.search.exhaustive.pipeline_shapes import Combination
+from elasticd_planner.search.infeasible import explain
+from elasticd_planner.search.large import Wide
+from elasticd_planner.search.option_order import Form, Walk, form
+from elasticd_planner.search.options import Setting, Settings, alive, current_setting, task_of
+from elasticd_planner.search.recompute import Selective, flagged
+from elasticd_planner.search.refine import Finisher
+from elasticd_planner.search.task import ENUMERATED, ENUMERATED_SETTINGS, EXACT_DEVICES, Chained, Group, Task
+from elasticd_planner.spec.cluster import rate_of
+from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
+from elasticd_planner.spec.plan_summary import describe
+
+#: Plans this close to the best (as a fraction) count as equal; the one that moves the fewest bytes is taken.
+TOLERANCE = 0.005
+
+#: Of near-equal plans, how many are placed and compared by bytes: of one combination, and in all.
+COMPARED_EACH, COMPARED = 64, 400
+
+#: How often a plan is made again with fewer members to spread replicas over.
+AGAIN = 4
+
+
+def plan(
+    problem: Problem,
+    number: int = 0,
+    tolerance: float = TOLERANCE,
+    stop: Callable[[], bool] | None = None,
+    *,
+    steady: bool = False,
+) -> Answer:
+    """The plan with the least step time (`steady`: without fill and drain), under the best of the settings that
+    the problem's freedom allows; within `tolerance` of it, the one nearest to the current plan.
+    Up to EXACT_DEVICES devices the least of all; beyond, the best that the search finds, `stop` being asked now
+    and then whether to end with that. Where its stages may be interleaved, it is what the best plan of plain
+    ones becomes with them (`interleave`). A refusal says what does not fit and what would help."""
+    found = [_plain(interleave.plain_problem(problem), number, tolerance, stop, steady=steady)]
+    if not steady and not (stop is not None and stop()):
+        others = interleave.other_numbers(problem, found[0])
+        found += [_plain(other, number, tolerance, stop, steady=steady) for other in others]
+    return interleave.best(problem, found, tolerance, steady=steady)
+
+
+def _plain(
+    problem: Problem, number: int, tolerance: float, stop: Callable[[], bool] | None, *, steady: bool
+) -> Answer:
+    """The plan of stages that are not interleaved."""
+    if all(math.isinf(rate_of(problem.rates, device.name)) for device in problem.cluster.devices):
+        return Answer(plan=None, refusal="no device to plan for: every device is dead; add a node")
+    settings = Settings(problem, steady=steady)
+    slack = tolerance if problem.current is not None else 0.0
+    made: list[_Made] = []
+    refused: list[Answer] = []
+    # What enumerations may still look at, of all settings together.
+    left = [ENUMERATED if len(settings.listed) == 1 else ENUMERATED_SETTINGS]
+
+    def evaluate(setting: Setting, like: Form | None) -> tuple[float, Form | None]:
+        given = setting.problem(problem)
+        planning = _Planning(
+            problem=given,
+            number=number,
+            tolerance=tolerance,
+            steady=steady,
+            like=like,
+            known=_least(made),
+            left=left,
+        )
+        planning, answer = planning.fitting(stop)
+        if answer.plan is None or answer.plan.prediction is None:
+            refused.append(answer)
+            return math.inf, None
+        seconds = answer.plan.prediction.step_seconds
+        moved = planning.distance(answer.plan)[:2] if problem.current is not None else (0, False)
+        listed = settings.listed.index(setting)
+        made.append(_Made(answer=answer, seconds=seconds, moved=moved, place=listed))
+        return seconds, form(answer.plan)
+
+    walk = Walk(settings, evaluate, slack=slack, stop=stop)
+    if len(settings.listed) == 1:
+        evaluate(settings.listed[0], None)
+    elif len(alive(problem)) > EXACT_DEVICES or not walk.every(lambda: left[0] <= 0):
+        walk.some()
+    tried = sum(answer.candidates for answer in (*refused, *(one.answer for one in made)))
+    running = current_setting(problem)
+    now = _Planning(problem=running.problem(problem), steady=steady).now() if running is not None else None
+    if not made:
+        return Answer(
+            plan=None,
+            refusal=settings.refusal(refused),
+            current_seconds=now,
+            candidates=tried,
+        )
+    limit = _least(made) * (1 + slack) * (1 + EQUAL)
+    near = [one for one in made if one.seconds <= limit]
+    chosen = min(near, key=lambda one: (one.moved, round(one.seconds, 12), one.place))
+    return msgspec.structs.replace(settings.closed(chosen.answer, tried), current_seconds=now)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """The best plan of one setting: what it moves, and the setting's place in the order of preference."""
+
+    answer: Answer
+    seconds: float
+    moved: tuple[int, bool]
+    place: int
+
+
+def _least(made: Sequence[_Made]) -> float:
+    return min((one.seconds for one in made), default=math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Planning:
+    """One problem being planned. known: seconds of a plan of another setting, which one of this must beat.
+    left: what enumerations may still look at, in one place for all settings."""
+
+    problem: Problem
+    number: int = 0
+    tolerance: float = TOLERANCE
+    members: int | None = None
+    steady: bool = False
+    like: Form | None = None
+    known: float = math.inf
+    left: list[int] = field(default_factory=lambda: [ENUMERATED])
+
+    @property
+    def cost(self) -> CostModel:
+        return self.task.cost
+
+    @property
+    def micro_batches(self) -> int:
+        return self.problem.global_batch // self.problem.micro_batch
+
+    def fitting(self, stop: Callable[[], bool] | None) -> tuple[_Planning, Answer]:
+        """The answer, with recomputation off where memory allows; made again with fewer members to spread
+        replicas over where it leaves so many devices idle that these do not fit."""
+        planning = self
+        few = len(alive(self.problem)) <= EXACT_DEVICES
+        for _ in range(AGAIN):
+            answer = planning.answer(stop) if few and self.left[0] > 0 else planning.wide(stop)
+            if answer.plan is None:
+                return planning, answer
+            if self.problem.freedom.recompute is True:
+                kept = Selective(task=planning.task).pipelines(answer.plan.modules[0].pipelines)
+                answer = msgspec.structs.replace(
+                    answer, plan=planning.finished(planning.made(kept, chosen=True))
+                )
+            assert answer.plan is not None
+            if planning.fits(answer.plan):
+                return planning, answer
+            planning = replace(planning, members=len(answer.plan.members))
+        return planning, Answer(
+            plan=None,
+            refusal="does not fit: replicas of the state find no room beside it; add a node",
+            current_seconds=answer.current_seconds,
+            candidates=answer.candidates,
+        )
+
+    def answer(self, stop: Callable[[], bool] | None) -> Answer:
+        """The answer for few devices: of all plans, or of those that the search finds too, where there are too
+        many to look at all."""
+        current = self.current()
+        known = self.seconds(current) if current is not None and self.fits(current) else math.inf
+        exact = Exact(
+            self.problem.cluster,
+            self.problem.rates,
+            self.cost,
+            layers=self.problem.profile.layers,
+            micro_batches=self.micro_batches,
+            slack=self.tolerance if current is not None else 0.0,
+            best=min(known, self.known),
+            pins=Pins(tp=self.task.tp, dp=self.task.dp, steady=self.steady),
+            budget=self.left[0],
+        )
+        combinations = exact.run()
+        self.left[0] -= exact.spent
+        now = self.now()
+        found = list(islice(self.candidates(exact, combinations, current), COMPARED))
+        if not exact.complete:
+            searched = self.wide(stop).plan
+            found += [searched] if searched is not None else []
+        if not found:
+            refusal = explain(self.problem, self.task)
+            return Answer(plan=None, refusal=refusal, current_seconds=now, candidates=exact.candidates)
+        best = min(self.seconds(candidate) for candidate in found)
+        limit = best * (1 + (self.tolerance if current is not None else 0.0)) * (1 + EQUAL)
+        near = [candidate for candidate in found if self.seconds(candidate) <= limit]
+        chosen = min(near, key=self.distance) if current is not None else near[0]
+        return Answer(plan=self.finished(chosen), current_seconds=now, candidates=exact.candidates + len(found))
+
+    @cached_property
+    def task(self) -> Task:
+        return task_of(self.problem, steady=self.steady, members=self.members)
+
+    def wide(self, stop: Callable[[], bool] | None) -> Answer:
+        """The answer for any number of devices."""
+        search = Wide(self.task, stop)
+        found = search.run(self.like, brief=self.like is not None)
+        finisher = Finisher(self.task)
+        listed = [finisher.pipelines(one.pipelines) for one in search.near()] if found is not None else []
+        current, now = self.current(), self.now()
+        options = list(self._kept(current, finisher)) if current is not None else []
+        for best in (pipelines for pipelines in listed if pipelines is not None):
+            near = nearest(best, search.kinds, self.problem.profile, self.problem.current)
+            options += [self.made(near)]
+        if not options:
+            return Answer(
+                plan=None,
+                refusal=infeasible_table.explain(self.task),
+                current_seconds=now,
+                candidates=search.candidates,
+            )
+        slack = self.tolerance if current is not None else 0.0
+        limit = min(map(self.seconds, options)) * (1 + slack) * (1 + EQUAL)
+        close = [option for option in options if self.seconds(option) <= limit]
+        chosen = min(close, key=self.distance) if current is not None else close[0]
+        return Answer(plan=self.finished(chosen), current_seconds=now, candidates=search.candidates)
+
+    def _kept(self, current: Plan, finisher: Finisher) -> Iterator[Plan]:
+        """The current plan's groups in their places: as they are, or with shares by their rates; with other
+        micro-batches, and with other layers."""
+
+        def plans(base: Plan, *, layers: bool = True) -> Iterator[Plan]:
+            layered = finisher.pipelines(self._chains(base), keep=True) if layers else None
+            made = [base, self.split_again(base), self.made(layered) if layered is not None else None]
+            yield from (plan for plan in made if plan is not None and self.fits(plan))
+
+        yield from plans(current)
+        job, seen = self.problem, [current]
+        for part in (*WHOLE, *BETWEEN):
+            other = self.made(shared_again(current.modules[0].pipelines, job.rates, job.profile, part))
+            if other not in seen:
+                seen.append(other)
+                yield from plans(other, layers=part in WHOLE)
+                groups = other.modules[0].pipelines
+                loose = self.made(loosened(groups, job.cluster, job.rates, job.profile, current))
+                if job.profile.uneven and loose != other:
+                    yield from plans(loose, layers=False)
+
+    def _chains(self, plan: Plan) -> list[Chained]:
+        room = {device.name: device.memory for device in self.problem.cluster.devices}
+        return [
+            Chained(
+                groups=tuple(
+                    Group(devices=s.devices, shares=s.shares, memory=tuple(room[name] for name in s.devices))
+                    for s in pipeline.stages
+                ),
+                micro_batches=pipeline.micro_batches,
+            )
+            for pipeline in plan.modules[0].pipelines
+        ]
+
+    def current(self) -> Plan | None:
+        """The current plan under this problem's setting, if it is one of this problem: its members alive,
+        batch, layers and number of pipelines equal."""
+        plan = self.problem.current
+        if plan is None or plan.modules[0].pipelines[0].layers != self.problem.profile.layers:
+            return None
+        if self.task.dp not in (None, len(plan.modules[0].pipelines)):
+            return None
+        alive = {
+            device.name
+            for device in self.problem.cluster.devices
+            if math.isfinite(rate_of(self.problem.rates, device.name))
+        }
+        same = (plan.global_batch, plan.micro_batch) == (self.problem.global_batch, self.problem.micro_batch)
+        if not (same and alive.issuperset(plan.members)):
+            return None
+        pipelines = plan.modules[0].pipelines
+        return self.made(pipelines if self.problem.freedom.recompute else flagged(pipelines, on=False))
+
+    def now(self) -> float | None:
+        """Seconds of the current plan as it is, if it is one of this problem, and fits."""
+        plan = self.problem.current
+        if plan is None or self.current() is None or not self.fits(plan):
+            return None
+        return self.seconds(plan)
+
+    def candidates(
+        self, exact: Exact, combinations: Sequence[Combination], current: Plan | None
+    ) -> Iterator[Plan]:
+        """Plans near the best: first those made from the current one, which move the least."""
+        if current is not None and self.fits(current):
+            yield current
+            split = self.split_again(current)
+            if split is not None and self.fits(split):
+                yield split
+        slack = self.tolerance if current is not None else 0.0
+        limit = exact.best * (1 + slack) * (1 + EQUAL)
+        for combination in combinations:
+            ranked = [
+                exact.options(part, m, limit - combination.after)
+                for part, m in zip(combination.parts, combination.micro_batches, strict=True)
+            ]
+            for options in islice(product(*ranked), COMPARED_EACH):
+                outlines = [
+                    Outline(shape=option.shape, layers=option.layers, micro_batches=m)
+                    for option, m in zip(options, combination.micro_batches, strict=True)
+                ]
+                yield self.made(place(outlines, exact.alike, self.problem.profile, self.problem.current))
+
+    def split_again(self, plan: Plan) -> Plan | None:
+        """The same stages with the micro-batches divided anew: nothing moves."""
+        curves, known = [], dict[tuple[bytes, ...], Floats]()
+        for pipeline in plan.modules[0].pipelines:
+            times = stage_times(pipeline, self.problem.cluster, self.problem.rates, self.cost)
+            key = tuple(part.tobytes() for part in (times.forward, times.backward, times.boundary))
+            if key not in known:  # most pipelines of a large job are alike
+                known[key] = self.cost.timing.curve(times, self.micro_batches)
+            curves.append(known[key])
+        given = split_micro_batches(curves, self.micro_batches)
+        if given is None:
+            return None
+        return self.made(
+            [
+                msgspec.structs.replace(pipeline, micro_batches=count)
+                for pipeline, count in zip(plan.modules[0].pipelines, given, strict=True)
+            ]
+        )
+
+    def made(self, pipelines: Sequence[Pipeline], *, chosen: bool = False) -> Plan:
+        """A plan of these pipelines. Where the setting is to recompute, all their stages do if none does,
+        unless that was `chosen`."""
+        job = self.problem
+        pipelines = lined_up(pipelines, job.cluster, job.rates, job.profile, job.current)
+        used = {name for pipeline in pipelines for stage in pipeline.stages for name in stage.devices}
+        if (
+            self.problem.freedom.recompute
+            and not chosen
+            and not any(s.recompute for p in pipelines for s in p.stages)
+        ):
+            pipelines = flagged(pipelines, on=True)
+        plan = Plan(
+            number=self.number,
+            strategies=(strategy(pipelines),),
+            state=self.problem.freedom.states[0],
+            micro_batch=self.problem.micro_batch,
+            global_batch=self.problem.global_batch,
+            idle=tuple(d.name for d in self.problem.cluster.devices if d.name not in used),
+        )
+        return with_carriers(plan) if plan.state.replicas else plan
+
+    def seconds(self, plan: Plan) -> float:
+        measure = steady_seconds if self.steady else step_seconds
+        return measure(plan, self.problem.cluster, self.problem.rates, self.cost)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether every member's memory suffices."""
+        room = {device.name: device.memory for device in self.problem.cluster.devices}
+        return all(size <= room[name] for name, size in memory_by_device(plan, self.cost).items())
+
+    def distance(self, plan: Plan) -> tuple[int, bool, float]:
+        """What near-equal plans are compared by: bytes to move, then whether anything changes, then seconds."""
+        current = self.problem.current
+        moved = bytes_to_move(self.problem.profile, current, plan)
+        same = current is not None and plan.modules[0].pipelines == current.modules[0].pipelines
+        return moved, not same, round(self.seconds(plan), 9)
+
+    def finished(self, chosen: Plan) -> Plan:
+        """The chosen plan with its number, prediction and reason."""
+        made = self.made(chosen.modules[0].pipelines, chosen=True).replace(number=self.number)
+        seconds = self.seconds(made)
+        prediction = Prediction(
+            step_seconds=seconds,
+            bound_seconds=min(self.lower(), seconds),
+            memory=memory_by_device(made, self.cost),
+        )
+        return made.replace(prediction=prediction, reason=describe(made, self.problem.rates))
+
+    def lower(self) -> float:
+        """Seconds that no plan of this setting can beat."""
+        task = task_of(self.problem, steady=self.steady, members=self.members, hopeful=True)
+        rates = [rate_of(task.rates, device.name) for device in task.cluster.devices]
+        alive = [rate for rate in rates if math.isfinite(rate)]
+        return max(task.cost.bound(alive, task.micro_batches), Wide(task).lower())

@@ -1,0 +1,250 @@
+"""All pipelines that a set of TP groups can form, at once: arrays over counts of equal groups.
+
+A pipeline is a vector of counts by type of group, its stages in a canonical order of types or two. For a cap o
+on a stage's seconds every stage may have floor((o - fixed) / block) layers, or what its memory at that position
+allows; the layers go to the cheapest stages first. So each pipeline has a few lines (o, S): it takes m
+micro-batches in (m - 1) o + S. The caps tried are those at which some stage gains a layer, just above the
+real-valued optimum, and coarser ones far above it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from elasticd_planner.grouping.group_types import NEVER, Column, Rules
+from elasticd_planner.numeric import EQUAL, Floats, Ints
+from elasticd_planner.search.pools.memory_orders import Ordering, caps_of
+
+#: Caps tried: so many values of each type from the real-valued optimum on, the nearest of all of them, and
+#: multiples of that optimum.
+VALUES, NEAREST = 3, 18
+MULTIPLES = (1.08, 1.2, 1.35, 1.6, 2.0, 2.6, 3.5, 5.0)
+
+#: Of other orders of stages than the canonical ones, caps up to so many times the least cap of those count.
+NEAR = 1.1
+
+#: Lines kept of a pipeline.
+LINES = 6
+
+Order = tuple[int, ...]
+
+
+def orders(columns: Sequence[Column]) -> list[Order]:
+    """Orders of stages, by column: those with the most memory for their load come first, or those that are
+    slowest. Which is better where memory binds depends on how floors fall; both have slow groups first."""
+    middle = [column.most[min(2, len(column.most) - 1)] for column in columns]
+    indices = range(len(columns))
+    by_load = sorted(indices, key=lambda i: (-columns[i].block * middle[i], -columns[i].block, i))
+    by_block = sorted(indices, key=lambda i: (-columns[i].block, i))
+    return [tuple(by_load)] if by_load == by_block else [tuple(by_load), tuple(by_block)]
+
+
+class Shapes:
+    """The lines of every pipeline of at most `counts` groups of each column. `pipelines`: where memory binds,
+    every order of stages is looked at, under the caps that so many pipelines may come to (None: canonical
+    orders alone). `listed`: of these pipelines alone, [column, pipeline]. `others`: so many pipelines must find
+    memory in the groups that one leaves."""
+
+    def __init__(
+        self,
+        columns: Sequence[Column],
+        counts: Sequence[int],
+        rules: Rules,
+        pipelines: int | None = None,
+        listed: Ints | None = None,
+        others: int = 0,
+    ) -> None:
+        self.orders = orders(columns)
+        self.columns, self.counts, self.rules = tuple(columns), tuple(counts), rules
+        self.dims = tuple(count + 1 for count in counts)
+        grid = np.indices(self.dims).reshape(len(self.dims), -1) if listed is None else listed
+        self.grid: Ints = grid.astype(np.int64)
+        self.depth: Ints = self.grid.sum(axis=0)
+        self.binding = False
+        devices = np.array([column.width for column in columns]) @ self.grid
+        allowed = (self.depth >= 1) & (self.depth <= rules.layers) & (devices >= rules.fewest)
+        room = np.array([max(*column.most, *column.most_first) for column in columns])
+        held = room @ self.grid
+        allowed &= held >= rules.layers
+        if others:
+            allowed &= room @ np.array(counts) - held >= others * rules.layers
+        self.rows = np.flatnonzero(allowed)
+        lines = [self._lines(self.orders[0])]
+        self._ordering: Ordering | None = None
+        if self.binding:
+            lines += [self._lines(order) for order in self.orders[1:]]
+            if pipelines is not None:
+                least = np.min([caps.min(axis=1) for caps, _ in lines], axis=0)
+                lines.append(self._ordered(pipelines, least))
+        self._starts = np.cumsum([0, *(caps.shape[1] for caps, _ in lines)])
+        caps = np.concatenate([caps for caps, _ in lines], axis=1)
+        sums = np.concatenate([sums for _, sums in lines], axis=1)
+        self.caps, self.sums, self.tried = _useful(caps, sums, 1 if rules.steady else LINES)
+
+    def _ordered(self, pipelines: int, known: Floats) -> tuple[Floats, Floats]:
+        """(o, S) with stages in the orders in which memory holds the most, under caps that are
+        not far above the least `known` of each pipeline."""
+        caps = caps_of(self.columns, self.counts, self.rules, pipelines)
+        self._ordering = Ordering(self.columns, self.counts, self.rules, caps)
+        holds = self._ordering.total[self.rows] >= self.rules.layers
+        rows, which = np.nonzero(holds & (caps < known[:, None] * NEAR))
+        sums = np.full(holds.shape, np.inf)
+        sums[rows, which] = self._ordering.sums(self.rows[rows], which)
+        return np.where(np.isfinite(sums), caps, np.inf), sums
+
+    def order(self, row: int, line: int) -> Order:
+        """The columns of the stages of one line, from the first to the last."""
+        tried = int(self.tried[row, line])
+        which = int(np.searchsorted(self._starts, tried, side="right")) - 1
+        if which < len(self.orders):
+            have = self.grid[:, self.rows[row]]
+            return tuple(index for index in self.orders[which] for _ in range(have[index]))
+        assert self._ordering is not None
+        return self._ordering.order(int(self.rows[row]), tried - int(self._starts[which]))
+
+    def _lines(self, order: Order) -> tuple[Floats, Floats]:
+        """(o, S) by pipeline (row) and cap tried, stages in this order; inf where impossible."""
+        rows, rules = self.rows, self.rules
+        have = self.grid[:, rows]
+        caps = self._candidates(have)
+        limits = [self._room(have, order, index, caps) for index in range(len(self.columns))]
+        total = np.zeros_like(caps)
+        possible = np.ones(caps.shape, dtype=bool)
+        for index, room in enumerate(limits):
+            total += room
+            possible &= room >= have[index][:, None]
+        possible &= total >= rules.layers
+        if rules.steady:  # how the layers are filled does not matter
+            return np.where(possible, caps, np.inf), np.where(possible, 0.0, np.inf)
+        left = np.broadcast_to((rules.layers - self.depth[rows])[:, None], caps.shape).astype(np.float64)
+        sums = self._fixed(have, order)[:, None] + np.zeros_like(caps)
+        for index in sorted(range(len(self.columns)), key=lambda i: self.columns[i].block):
+            base = have[index][:, None]
+            more = np.minimum(np.maximum(limits[index] - base, 0), left)
+            left = left - more
+            sums += (more + base) * self.columns[index].block
+        return np.where(possible, caps, np.inf), np.where(possible, sums, np.inf)
+
+    def _candidates(self, have: Ints) -> Floats:
+        """Caps to try: stages gain a layer there; coarser ones far above, where memory binds."""
+        rules = self.rules
+        inverse = np.array([1 / column.block for column in self.columns])
+        least = rules.layers / (inverse @ have)
+        parts = []
+        for index, column in enumerate(self.columns):
+            first = np.ceil(least / column.block * (1 - EQUAL))
+            values = (first[:, None] + np.arange(VALUES)) * column.block
+            away = np.where(have[index] > 0, 0.0, np.inf)[:, None]
+            parts.append(values + rules.hop + away)
+            for fixed in column.ends(rules.hop) - {rules.hop}:
+                parts.append(values[:, :2] + fixed + away)
+        near = np.concatenate(parts, axis=1)
+        if near.shape[1] > NEAREST:
+            near = np.partition(near, NEAREST - 1, axis=1)[:, :NEAREST]
+        return np.concatenate([near, least[:, None] * np.array(MULTIPLES) + rules.hop], axis=1)
+
+    def _room(self, have: Ints, order: Order, index: int, caps: Floats) -> Floats:
+        """Layers that the stages of one column may have in all under each cap."""
+        column, rules = self.columns[index], self.rules
+        count = have[index]
+        at = order.index(index)
+        behind = have[list(order[at + 1 :])].sum(axis=0)  # their positions from the end start here
+        before = have[list(order[:at])].sum(axis=0)
+        finite = np.where(np.isfinite(caps), caps, 0.0)
+        each = np.floor((finite - rules.hop) / column.block * (1 + EQUAL))
+        each = np.clip(each, 0, rules.layers)
+        most = np.array(column.most)
+        deepest = int((behind + count).max(initial=0))
+        if int(each.max(initial=0)) <= int(most[: max(1, deepest)].min()):
+            room = count[:, None] * each
+        else:
+            near = each[:, : -len(MULTIPLES)]
+            self.binding |= bool((near > most[: max(1, deepest)].min()).any())
+            room = self._table(index, int(count.max(initial=0)), deepest)[
+                each.astype(np.int64), np.minimum(behind, deepest)[:, None], count[:, None]
+            ].astype(np.float64)
+        first = (count > 0) & (before == 0)
+        last = (count > 0) & (behind == 0)
+        top = np.maximum(behind + count - 1, 0)
+        fixed_first = column.embed + np.where(top == 0, column.head, rules.hop)
+        own = np.clip(np.floor((finite - fixed_first[:, None]) / column.block * (1 + EQUAL)), 0, rules.layers)
+        own = np.minimum(own, np.array(column.most_first)[top][:, None])
+        room = room + np.where(first[:, None], own - np.minimum(each, most[top][:, None]), 0.0)
+        if column.head != rules.hop:
+            tail = np.floor((finite - column.head) / column.block * (1 + EQUAL))
+            tail = np.minimum(np.clip(tail, 0, rules.layers), most[0])
+            other = last & ~(first & (top == 0))
+            room = room + np.where(other[:, None], tail - np.minimum(each, most[0]), 0.0)
+        none = np.concatenate([[0], np.cumsum(most < 1)])
+        if none[-1]:
+            # Of a first stage the table for first stages counts, the others must each hold a layer.
+            start, stop = behind, np.maximum(behind + count - first, behind)
+            blocked = none[stop] > none[start]
+            blocked |= first & (np.array(column.most_first)[top] < 1)
+            room = np.where(blocked[:, None], -1.0, room)
+        return np.where((count > 0)[:, None], room, 0.0)
+
+    def _table(self, index: int, count: int, deepest: int) -> Ints:
+        """[layers under the cap, stages behind, how many] -> the sum of min(layers, memory by position)."""
+        most = np.array(self.columns[index].most)
+        layers = np.arange(self.rules.layers + 1)
+        positions = np.minimum(np.arange(deepest + 1)[:, None] + np.arange(count), len(most) - 1)
+        each = np.minimum(layers[:, None, None], most[positions][None])
+        table = np.zeros((len(layers), deepest + 1, count + 1), dtype=np.int64)
+        np.cumsum(each, axis=2, out=table[:, :, 1:])
+        return table
+
+    def _fixed(self, have: Ints, order: Order) -> Floats:
+        """Seconds besides blocks: embed of the first stage, head of the last, hops between."""
+        ordered = list(order)
+        used = have[ordered] > 0
+        first = used.argmax(axis=0)
+        last = len(self.columns) - 1 - used[::-1].argmax(axis=0)
+        embed = np.array([column.embed for column in self.columns])[ordered]
+        head = np.array([column.head for column in self.columns])[ordered]
+        return np.asarray(embed[first] + head[last] + self.rules.hop * (have.sum(axis=0) - 1), dtype=np.float64)
+
+    def micro_batches(self, limit: float) -> Ints:
+        """By counts (one axis a column): how many micro-batches the pipeline does within `limit`; NEVER where
+        it does not do the least that it must."""
+        rules = self.rules
+        with np.errstate(invalid="ignore"):
+            if rules.steady:
+                done = np.floor(limit * (1 + EQUAL) / self.caps)
+            else:
+                done = np.floor((limit * (1 + EQUAL) - self.sums) / self.caps) + 1
+        best = np.nan_to_num(done, nan=NEVER, neginf=NEVER).max(axis=1, initial=NEVER)
+        least = self.depth[self.rows] if rules.deep else 1
+        found = np.full(self.grid.shape[1], NEVER, dtype=np.int64)
+        best = np.minimum(best, rules.each)
+        found[self.rows] = np.where(best >= least, best, NEVER)
+        return found.reshape(self.dims)
+
+
+def _useful(caps: Floats, sums: Floats, most: int) -> tuple[Floats, Floats, Ints]:
+    """Of each row the lines that are best for some number of micro-batches: a larger cap must pay by a
+    smaller sum. At most `most`, those of the smallest caps; and which of those given they are."""
+    if most == 1:
+        best = caps.argmin(axis=1)[:, None]
+        return np.take_along_axis(caps, best, axis=1), np.take_along_axis(sums, best, axis=1), best
+    order = np.argsort(caps, axis=1, kind="stable")
+    caps, sums = np.take_along_axis(caps, order, axis=1), np.take_along_axis(sums, order, axis=1)
+    before = np.minimum.accumulate(sums, axis=1)
+    better = np.isfinite(caps)
+    better[:, 1:] &= sums[:, 1:] < before[:, :-1] * (1 - EQUAL)
+    rank = np.cumsum(better, axis=1) - 1
+    kept_caps = np.full((len(caps), most), np.inf)
+    kept_sums = np.full((len(caps), most), np.inf)
+    rows, columns = np.nonzero(better & (rank < most))
+    kept = np.zeros((len(caps), most), dtype=np.int64)
+    kept_caps[rows, rank[rows, columns]] = caps[rows, columns]
+    kept_sums[rows, rank[rows, columns]] = sums[rows, columns]
+    kept[rows, rank[rows, columns]] = order[rows, columns]
+    return kept_caps, kept_sums, kept
+
+
+def size(counts: Sequence[int]) -> int:
+    return math.prod(count + 1 for count in counts)

@@ -1,0 +1,172 @@
+"""Recomputation only where memory demands it: a plan that recomputes everywhere, with it switched off again.
+
+For each pipeline, stages are switched off one at a time, the one that helps most first, layers being divided
+anew each time; then micro-batches are dealt anew. Deterministic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+
+from elasticd_planner.cost.model import reach, stage_times
+from elasticd_planner.grouping.group_types import most_layers
+from elasticd_planner.grouping.node_partitions import GroupType
+from elasticd_planner.numeric import EQUAL, Floats
+from elasticd_planner.search.balance.exact_layer_split import best_layers
+from elasticd_planner.search.balance.layer_split import Terms, split_layers
+from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
+from elasticd_planner.search.task import MANY, Task
+from elasticd_planner.spec.cluster import rate_of
+from elasticd_planner.spec.plan import Pipeline, Stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selective:
+    """Switches recomputation off in pipelines of one task."""
+
+    task: Task
+
+    def pipelines(self, given: Sequence[Pipeline]) -> tuple[Pipeline, ...]:
+        """The same groups and orders of stages, recomputing where it pays; never slower than given."""
+        known: dict[object, Pipeline] = {}
+        made = []
+        for pipeline in given:
+            key = self._key(pipeline)
+            if key not in known:
+                known[key] = self._improved(pipeline)
+            made.append(_named(known[key], pipeline))
+        curves = [self._curve(pipeline) for pipeline in made]
+        counts = split_micro_batches(curves, self.task.micro_batches)
+        if counts is None:
+            return tuple(made)
+        return tuple(
+            msgspec.structs.replace(pipeline, micro_batches=count)
+            for pipeline, count in zip(made, counts, strict=True)
+        )
+
+    def _key(self, pipeline: Pipeline) -> object:
+        """What makes pipelines alike: micro-batches, and of each stage rates, memory, shares and links."""
+        task = self.task
+        stages = pipeline.stages
+        links = [reach(task.cluster, (*a.devices, *b.devices)) for a, b in pairwise(stages)]
+        room = {device.name: device.memory for device in task.cluster.devices}
+        return (
+            pipeline.micro_batches,
+            tuple(links),
+            tuple(
+                (
+                    tuple((rate_of(task.rates, name), room[name]) for name in stage.devices),
+                    stage.shares,
+                    reach(task.cluster, stage.devices),
+                    stage.layers,
+                )
+                for stage in stages
+            ),
+        )
+
+    def _improved(self, pipeline: Pipeline) -> Pipeline:
+        best, seconds = pipeline, self._seconds(pipeline)
+        while True:
+            options = []
+            for index, stage in enumerate(best.stages):
+                if stage.recompute:
+                    option = self._without(best, index, seconds)
+                    if option is not None:
+                        options.append((self._seconds(option), index, option))
+            if not options:
+                return best
+            found, _, option = min(options, key=lambda entry: (round(entry[0], 12), entry[1]))
+            if found > seconds * (1 + EQUAL):
+                return best
+            best, seconds = option, found
+
+    def _without(self, pipeline: Pipeline, index: int, limit: float) -> Pipeline | None:
+        """The pipeline with one more stage that does not recompute; None: slower, or no room."""
+        stages = list(pipeline.stages)
+        stages[index] = msgspec.structs.replace(stages[index], recompute=False)
+        layers = self._layers(self._terms(stages, pipeline.micro_batches), pipeline.micro_batches, limit)
+        if layers is None:
+            return None
+        made = []
+        start = 0
+        for stage, count in zip(stages, layers, strict=True):
+            made.append(msgspec.structs.replace(stage, start=start, stop=start + count))
+            start += count
+        return Pipeline(stages=tuple(made), micro_batches=pipeline.micro_batches)
+
+    def _layers(self, terms: Sequence[Terms], micro_batches: int, limit: float) -> tuple[int, ...] | None:
+        task = self.task
+        if task.steady:
+            try:
+                return split_layers(terms, task.layers, MANY)
+            except ValueError:
+                return None
+        found = best_layers([terms], task.layers, micro_batches, limit, task.cost.timing)[0]
+        return found.layers if found is not None else None
+
+    def _terms(self, stages: Sequence[Stage], micro_batches: int) -> list[Terms]:
+        task, depth = self.task, len(stages)
+        room = {device.name: device.memory for device in task.cluster.devices}
+        terms = []
+        for position, stage in enumerate(stages):
+            cost = task.cost.recomputing(stage.recompute)
+            rates = [rate_of(task.rates, name) for name in stage.devices]
+            group = cost.group(rates, stage.shares, reach(task.cluster, stage.devices))
+            fixed = group.embed if position == 0 else 0.0
+            hop = 0.0
+            if position == depth - 1:
+                fixed += group.head
+            else:
+                following = stages[position + 1].devices
+                hop = task.cost.boundary(reach(task.cluster, (*stage.devices, *following)))
+            most = most_layers(
+                cost,
+                GroupType(cost=group, shares=stage.shares, memory=tuple(room[name] for name in stage.devices)),
+                task.layers,
+                first=position == 0,
+                last=position == depth - 1,
+                in_flight=min(micro_batches, depth - position),
+            )
+            terms.append(
+                Terms(block=group.block, fixed=fixed, most=(most,) * depth, hop=hop, forward=group.forward)
+            )
+        return terms
+
+    def _seconds(self, pipeline: Pipeline) -> float:
+        times = stage_times(pipeline, self.task.cluster, self.task.rates, self.task.cost)
+        if self.task.steady:
+            return pipeline.micro_batches * float(times.charged.max())
+        return float(self.task.cost.timing.seconds(times, pipeline.micro_batches))
+
+    def _curve(self, pipeline: Pipeline) -> Floats:
+        """Seconds by micro-batches; where more of them were in flight than memory is known to hold, never."""
+        times = stage_times(pipeline, self.task.cluster, self.task.rates, self.task.cost)
+        curve = self.task.cost.timing.curve(times, self.task.micro_batches)
+        if pipeline.micro_batches < len(pipeline.stages):
+            curve[pipeline.micro_batches :] = math.inf
+        return curve
+
+
+def _named(like: Pipeline, pipeline: Pipeline) -> Pipeline:
+    """The layers and recomputation of one pipeline on the devices of another that is alike."""
+    stages = tuple(
+        msgspec.structs.replace(stage, devices=own.devices)
+        for stage, own in zip(like.stages, pipeline.stages, strict=True)
+    )
+    return Pipeline(stages=stages, micro_batches=pipeline.micro_batches)
+
+
+def flagged(pipelines: Sequence[Pipeline], *, on: bool) -> tuple[Pipeline, ...]:
+    """The same pipelines with recomputation on, or off, in every stage."""
+    return tuple(
+        msgspec.structs.replace(
+            pipeline,
+            stages=tuple(msgspec.structs.replace(stage, recompute=on) for stage in pipeline.stages),
+        )
+        for pipeline in pipelines
+    )

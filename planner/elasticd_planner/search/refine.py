@@ -1,0 +1,283 @@
+"""From groups to a plan: the order of stages, exact layers and exact micro-batches under the whole cost.
+
+The search keeps to a canonical order and to links between nodes; here each pipeline's orders are compared with
+real hops, edges and memory by position, pipelines that are alike once. Where the time is the schedule's own,
+what the formula found is the guess that `polish` goes on from, and micro-batches are dealt by exact curves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from elasticd_planner.cost.model import reach
+from elasticd_planner.grouping.group_types import most_layers
+from elasticd_planner.grouping.node_partitions import GroupType
+from elasticd_planner.numeric import EQUAL, Floats
+from elasticd_planner.search.balance.layer_split import Terms, fill, split_layers
+from elasticd_planner.search.balance.micro_batch_split import Line, deal, pareto, split_micro_batches
+from elasticd_planner.search.balance.stage_swaps import Board, Placed, improved
+from elasticd_planner.search.task import Chained, Group, Task
+from elasticd_planner.spec.cluster import Link, rate_of
+from elasticd_planner.spec.plan import Pipeline, Stage
+
+#: Orders are improved by swaps in pipelines of at most so many stages, in plans of so many pipelines.
+SWAPPED_STAGES, SWAPPED_PIPELINES = 12, 8
+
+#: In the schedule's time orders are improved in plans of so many different pipelines, and micro-batches are
+#: dealt anew so often.
+POLISHED, DEALT = 8, 3
+
+#: What makes two groups alike in a pipeline: rates, shares, memory, and which node of the pipeline it is on.
+Alike = tuple[tuple[float, ...], tuple[int, ...], tuple[int, ...], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ordered:
+    """Groups in the order of stages, with the terms and lines that follow."""
+
+    order: tuple[int, ...]
+    terms: tuple[Terms, ...]
+    caps: Floats
+    sums: Floats
+
+    def seconds(self, micro_batches: int, *, steady: bool) -> float:
+        if not len(self.caps):
+            return float("inf")
+        if steady:
+            return float(self.caps.min() * micro_batches)
+        return float(((micro_batches - 1) * self.caps + self.sums).min())
+
+
+class Finisher:
+    """Orders and divides the pipelines of one task."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._orders: dict[tuple[tuple[Alike, ...], int, bool], Ordered] = {}
+        self._types: dict[tuple[tuple[float, ...], tuple[int, ...], tuple[int, ...], Link], GroupType] = {}
+        self._most: dict[tuple[GroupType, bool, int], int] = {}
+        #: Whether the time is the schedule's own.
+        self.exact = task.cost.timing.hidden > 0 and not task.steady
+
+    def pipelines(self, found: Sequence[Chained], *, keep: bool = False) -> tuple[Pipeline, ...] | None:
+        """Pipelines with names; None where the groups cannot hold the layers after all. `keep`: in the order
+        of stages that they have."""
+        task = self.task
+        swap = len(found) <= SWAPPED_PIPELINES
+        if keep:
+            ordered = [self._lined(chained, tuple(range(len(chained.groups)))) for chained in found]
+        else:
+            ordered = [self._ordered(chained, swap) for chained in found]
+        if not all(len(one.caps) for one in ordered):
+            return None
+        lines = [
+            Line(caps=one.caps, sums=one.sums, least=len(one.order) if task.deep else 1) for one in ordered
+        ]
+        given = deal(lines, task.micro_batches, steady=task.steady)
+        if given is None:
+            return None
+        placed = [self._placed(one, m) for one, m in zip(ordered, given, strict=True)]
+        if self.exact:
+            placed, given = self._scheduled(found, placed, given, keep=keep)
+        made = zip(found, placed, given, strict=True)
+        return tuple(self._pipeline(chained, one, m) for chained, one, m in made)
+
+    def _placed(self, one: Ordered, micro_batches: int) -> Placed:
+        """The formula's layers."""
+        task = self.task
+        if task.steady:  # the least largest stage; among those the shortest way through
+            layers = split_layers(one.terms, task.layers, 10**6)
+        else:
+            layers = split_layers(one.terms, task.layers, max(micro_batches, len(one.order)))
+        return Placed(order=one.order, layers=layers)
+
+    def _pipeline(self, chained: Chained, placed: Placed, micro_batches: int) -> Pipeline:
+        stages = []
+        start = 0
+        for index, count in zip(placed.order, placed.layers, strict=True):
+            group = chained.groups[index]
+            stages.append(Stage(start=start, stop=start + count, devices=group.devices, shares=group.shares))
+            start += count
+        return Pipeline(stages=tuple(stages), micro_batches=micro_batches)
+
+    def _ordered(self, chained: Chained, swap: bool) -> Ordered:
+        """The best order of stages for the micro-batches that the search thought of."""
+        groups = self._alike(chained)
+        key = (groups, chained.micro_batches, swap)
+        if key not in self._orders:
+            self._orders[key] = self._best(chained, swap and len(groups) <= SWAPPED_STAGES)
+        return self._orders[key]
+
+    def _alike(self, chained: Chained) -> tuple[Alike, ...]:
+        """What makes two pipelines alike."""
+        nodes: dict[str, int] = {}
+        keys = []
+        for group in chained.groups:
+            node = nodes.setdefault(group.devices[0].rpartition("/")[0], len(nodes))
+            keys.append((self._rates(group), group.shares, group.memory, node))
+        return tuple(keys)
+
+    # The schedule's time.
+
+    def _scheduled(
+        self, found: Sequence[Chained], placed: Sequence[Placed], given: Sequence[int], *, keep: bool
+    ) -> tuple[list[Placed], tuple[int, ...]]:
+        """Places and micro-batches improved under the schedule's time: never slower than what was given."""
+        task, timing = self.task, self.task.cost.timing
+        alike = [self._alike(chained) for chained in found]
+        boards = {key: self._board(chained) for key, chained in dict(zip(alike, found, strict=True)).items()}
+        swap = not keep and len(boards) <= POLISHED
+        most = min(task.micro_batches, max(given) + max(8, max(given) // 4))
+        curves: dict[tuple[tuple[Alike, ...], Placed], Floats] = {}
+        better: dict[tuple[tuple[Alike, ...], Placed, int], Placed] = {}
+
+        def curve(key: tuple[Alike, ...], one: Placed) -> Floats:
+            if (key, one) not in curves:
+                times = boards[key].times(np.array(one.order), np.array(one.layers))
+                curves[key, one] = timing.curve(times, most)
+            return curves[key, one]
+
+        def slowest(places: Sequence[Placed], counts: Sequence[int]) -> float:
+            rows = zip(alike, places, counts, strict=True)
+            return max(float(curve(key, one)[m - 1]) for key, one, m in rows)
+
+        best, counts = list(placed), tuple(given)
+        for _ in range(DEALT):
+            now = []
+            for key, chained, one, m in zip(alike, found, best, counts, strict=True):
+                if (key, one, m) not in better:
+                    guesses = [one] if keep else [one, *self._guesses(chained, boards[key], one)]
+                    wide = swap and len(one.order) <= SWAPPED_STAGES
+                    better[key, one, m] = improved(boards[key], guesses, m, timing, swap=wide)
+                now.append(better[key, one, m])
+            dealt = split_micro_batches(
+                [curve(key, one) for key, one in zip(alike, now, strict=True)], task.micro_batches
+            )
+            if dealt is None or slowest(now, dealt) >= slowest(best, counts) * (1 - EQUAL):
+                break
+            best, counts = now, dealt
+        return best, counts
+
+    def _guesses(self, chained: Chained, board: Board, placed: Placed) -> Iterator[Placed]:
+        """Other orders with the layers that the groups have, where they fit."""
+        layers = dict(zip(placed.order, placed.layers, strict=True))
+        for order in self._candidates(chained):
+            guess = Placed(order=order, layers=tuple(layers[index] for index in order))
+            if board.fits(np.array(order), np.array(guess.layers)):
+                yield guess
+
+    def _board(self, chained: Chained) -> Board:
+        cluster, cost = self.task.cluster, self.task.cost
+        kinds = [self.type_of(group) for group in chained.groups]
+        depth = len(kinds)
+        return Board(
+            block=np.array([kind.block for kind in kinds]),
+            embed=np.array([kind.cost.embed for kind in kinds]),
+            head=np.array([kind.cost.head for kind in kinds]),
+            forward=np.array([kind.cost.forward for kind in kinds]),
+            hop=np.array(
+                [
+                    [cost.boundary(reach(cluster, (*a.devices, *b.devices))) for b in chained.groups]
+                    for a in chained.groups
+                ]
+            ),
+            most=np.array([[self._most_layers(k, j == 0, depth - j) for j in range(depth)] for k in kinds]),
+        )
+
+    def _best(self, chained: Chained, swap: bool) -> Ordered:
+        def value(one: Ordered) -> tuple[float, tuple[int, ...]]:
+            return round(one.seconds(chained.micro_batches, steady=self.task.steady), 12), one.order
+
+        best = min((self._lined(chained, order) for order in self._candidates(chained)), key=value)
+        improved = swap and not self._settled(chained, best)
+        while improved:
+            improved = False
+            for order in _swaps(best.order):
+                other = self._lined(chained, order)
+                if value(other)[0] < value(best)[0] * (1 - EQUAL):
+                    best, improved = other, True
+        return best
+
+    def _settled(self, chained: Chained, best: Ordered) -> bool:
+        """Whether no order can be better: nothing at the ends or between, and as quick as without any limit
+        of memory."""
+        if any(term.charged for term in best.terms):
+            return False
+        free = [Terms(block=t.block, fixed=0.0, most=(self.task.layers,) * len(best.terms)) for t in best.terms]
+        caps, given = fill(free, self.task.layers, len(free))
+        sums = given @ np.array([t.block for t in free])
+        least = Ordered(order=best.order, terms=tuple(free), caps=caps, sums=sums)
+        steady, m = self.task.steady, chained.micro_batches
+        return best.seconds(m, steady=steady) <= least.seconds(m, steady=steady) * (1 + EQUAL)
+
+    def _candidates(self, chained: Chained) -> list[tuple[int, ...]]:
+        groups = [self.type_of(group) for group in chained.groups]
+        load = [kind.block * self._most_layers(kind, False, 3) for kind in groups]
+        indices = range(len(groups))
+
+        def ranked(key: Callable[[int], tuple[float, ...]]) -> tuple[int, ...]:
+            return tuple(sorted(indices, key=key))
+
+        found = [
+            tuple(indices),
+            ranked(lambda i: (-load[i], -groups[i].block, i)),
+            ranked(lambda i: (-groups[i].block, i)),
+            ranked(lambda i: (load[i], groups[i].block, i)),
+        ]
+        return list(dict.fromkeys(found))
+
+    def _lined(self, chained: Chained, order: tuple[int, ...]) -> Ordered:
+        terms = self._terms(chained, order)
+        caps, given = fill(terms, self.task.layers, len(order))
+        if not len(caps):
+            return Ordered(order=order, terms=terms, caps=np.zeros(0), sums=np.zeros(0))
+        sums = given @ np.array([t.block for t in terms]) + sum(t.charged for t in terms)
+        caps, sums = pareto(caps, sums)
+        return Ordered(order=order, terms=terms, caps=caps, sums=sums)
+
+    def _terms(self, chained: Chained, order: tuple[int, ...]) -> tuple[Terms, ...]:
+        task, depth = self.task, len(order)
+        terms = []
+        for position, index in enumerate(order):
+            group = chained.groups[index]
+            kind = self.type_of(group)
+            fixed, hop = (kind.cost.embed if position == 0 else 0.0), 0.0
+            if position == depth - 1:
+                fixed += kind.cost.head
+            else:
+                following = chained.groups[order[position + 1]].devices
+                hop = task.cost.boundary(reach(task.cluster, (*group.devices, *following)))
+            most = self._most_layers(kind, position == 0, depth - position)
+            terms.append(Terms(block=kind.block, fixed=fixed, most=(most,) * depth, hop=hop))
+        return tuple(terms)
+
+    def _most_layers(self, kind: GroupType, first: bool, in_flight: int) -> int:
+        key = (kind, first, in_flight)
+        if key not in self._most:
+            self._most[key] = most_layers(
+                self.task.cost, kind, self.task.layers, first=first, last=in_flight == 1, in_flight=in_flight
+            )
+        return self._most[key]
+
+    def type_of(self, group: Group) -> GroupType:
+        """What a group costs and holds."""
+        link = reach(self.task.cluster, group.devices)
+        key = (self._rates(group), group.shares, group.memory, link)
+        if key not in self._types:
+            cost = self.task.cost.group(key[0], group.shares, link)
+            self._types[key] = GroupType(cost=cost, shares=group.shares, memory=group.memory)
+        return self._types[key]
+
+    def _rates(self, group: Group) -> tuple[float, ...]:
+        return tuple(rate_of(self.task.rates, device) for device in group.devices)
+
+
+def _swaps(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    for i in range(len(order)):
+        for j in range(i + 1, len(order)):
+            swapped = list(order)
+            swapped[i], swapped[j] = swapped[j], swapped[i]
+            yield tuple(swapped)

@@ -1,0 +1,63 @@
+"""What the search is given, and what it hands to those who finish its plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elasticd_planner.cost.model import CostModel
+from elasticd_planner.spec.cluster import Cluster, Rates
+
+#: The most devices for which every plan is enumerated.
+EXACT_DEVICES = 8
+
+#: Of these so many shapes and combinations are looked at; where there are more, the search for any number of
+#: devices goes on. A shape whose curve is made counts as so many.
+ENUMERATED, CURVE = 3_000_000, 50
+
+#: The same of all settings together, where there are several.
+ENUMERATED_SETTINGS = 1_000_000
+
+#: So many micro-batches that nothing but the slowest stage counts.
+MANY = 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is to be planned, in the terms of the search. tp: size of groups on nodes of normal devices (None:
+    searched); dp: number of pipelines (None: searched). deep: as many micro-batches as stages at least."""
+
+    cluster: Cluster
+    rates: Rates
+    cost: CostModel
+    layers: int
+    micro_batches: int
+    steady: bool = False
+    deep: bool = False
+    tp: int | None = None
+    dp: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """A TP group with names: devices and their shares, in the order of the plan."""
+
+    devices: tuple[str, ...]
+    shares: tuple[int, ...]
+    memory: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chained:
+    """A pipeline: its groups in order, and its micro-batches."""
+
+    groups: tuple[Group, ...]
+    micro_batches: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The pipelines, the seconds that the search gives them, combinations looked at."""
+
+    pipelines: tuple[Chained, ...]
+    seconds: float
+    candidates: int

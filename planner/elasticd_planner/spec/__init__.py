@@ -1,0 +1,1 @@
+"""The vocabulary of a plan: cluster, box, model, plan, batch, and what a step measured."""

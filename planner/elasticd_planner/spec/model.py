@@ -1,0 +1,199 @@
+"""Tensor-parallel rules: which dimension of a parameter is cut, in which units, and what its replicas hold.
+
+A model is described by its parameters section by section (embed, blocks, head) with a rule each. Shares
+become units per rule by largest remainder, so any cut is legal: TP 3 over 8 heads is 3 + 3 + 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Literal
+
+from elasticd_planner.spec.box import Box
+from elasticd_planner.value import Value, refuse
+
+
+class Units(Value, frozen=True, kw_only=True):
+    """A kind of unit that a dimension is cut in: query heads, kv-heads, ffn columns, vocabulary rows.
+
+    With `follows`, a member holds the units that its units of that other kind need: kv-heads follow heads,
+    each kv-head serving count(heads) / count(kv_heads) of them; one at a cut is held by both sides.
+    """
+
+    kind: str
+    count: int
+    follows: str | None = None
+
+
+class Cut(Value, frozen=True, kw_only=True):
+    """The dimension of a parameter that is cut, and the kind of its units (equal slices of the dimension)."""
+
+    dim: int
+    units: str
+
+
+class Parameter(Value, frozen=True, kw_only=True, omit_defaults=True):
+    """One parameter of a section, by its name inside the section.
+
+    kind: "trained"; "frozen", which has a value and neither gradient nor optimizer state; or "buffer", a
+    module's persistent buffer, whole and the same wherever its section is.
+    replicas: what the copies inside one TP group hold as gradient: "same" (each the whole gradient: count
+    once) or "add" (each a term of it, as a kv projection replicated because the group cuts its kv-head).
+    fused: the dimension that counts the parts of a fused parameter, which its module has as one with the next.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    cut: Cut | None = None
+    replicas: Literal["same", "add"] = "same"
+    kind: Literal["trained", "frozen", "buffer"] = "trained"
+    fused: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind == "buffer" and self.cut is not None:
+            refuse(f"{self.name}: a buffer is whole on every holder of its section and cannot be cut")
+
+
+class ModelSpec(Value, frozen=True, kw_only=True):
+    """A model as the planner and the migration see it: no tensors, only names, shapes and rules.
+
+    `kinds` are the distinct kinds of block, `layers[i]` the index into it of block i. `ties` maps an alias
+    (full name) to the parameter that it shares (full name): a tied head has ("head.output.weight",
+    "embed.tokens.weight"). `width` is the number of elements per token of the one activation tensor that
+    passes between blocks; `collectives` how many TP all-reduces of it one block makes in forward (as many
+    again in backward).
+    """
+
+    name: str
+    embed: tuple[Parameter, ...]
+    kinds: tuple[tuple[Parameter, ...], ...]
+    layers: tuple[int, ...]
+    head: tuple[Parameter, ...]
+    units: tuple[Units, ...] = ()
+    ties: tuple[tuple[str, str], ...] = ()
+    width: int = 1
+    dtype: str = "float32"
+    collectives: int = 2
+
+    def __post_init__(self) -> None:
+        known = {units.kind: units for units in self.units}
+        if any(kind >= len(self.kinds) or kind < 0 for kind in self.layers) or not self.layers:
+            refuse(f"model {self.name}: layers must name one of its {len(self.kinds)} kinds of block each")
+        for units in self.units:
+            lead = known.get(units.follows) if units.follows else None
+            if units.follows and (lead is None or lead.follows or lead.count % units.count):
+                refuse(f"model {self.name}: {units.count} {units.kind} cannot follow {units.follows}")
+        for parameter in (*self.embed, *(p for kind in self.kinds for p in kind), *self.head):
+            rule = parameter.cut
+            if rule is None:
+                continue
+            if rule.units not in known:
+                refuse(f"model {self.name}: {parameter.name} is cut in unknown units {rule.units!r}")
+            if rule.dim >= len(parameter.shape) or parameter.shape[rule.dim] % known[rule.units].count:
+                refuse(
+                    f"model {self.name}: dimension {rule.dim} of {parameter.name} {parameter.shape} does not "
+                    f"divide into {known[rule.units].count} {rule.units}"
+                )
+            if known[rule.units].follows and parameter.replicas != "add":
+                refuse(
+                    f"model {self.name}: {parameter.name} follows {known[rule.units].follows}, so that members "
+                    "see other terms of its gradient: its replicas must be 'add'"
+                )
+        self._check_ties()
+
+    def _check_ties(self) -> None:
+        """Tied parameters are one tensor: both exist and are cut alike."""
+        sections = {"embed": self.embed, "head": self.head}
+        sections |= {f"blocks.{i}": self.kinds[kind] for i, kind in enumerate(self.layers)}
+        named = {f"{section}.{p.name}": p for section, held in sections.items() for p in held}
+        for names in self.ties:
+            for name in names:
+                if name not in named:
+                    refuse(f"model {self.name}: tied parameter {name!r} is not in the model")
+            a, b = (named[name] for name in names)
+            if (a.shape, a.dtype, a.cut, a.kind) != (b.shape, b.dtype, b.cut, b.kind):
+                refuse(
+                    f"model {self.name}: tied parameters {names[0]} and {names[1]} must be alike in shape, "
+                    "dtype, cut and kind"
+                )
+
+    def section(self, name: str) -> tuple[Parameter, ...]:
+        """The parameters of "embed", "head" or "blocks.N"."""
+        if name == "embed":
+            return self.embed
+        if name == "head":
+            return self.head
+        return self.kinds[self.layers[int(name.removeprefix("blocks."))]]
+
+    def sections(self, start: int, stop: int) -> Iterator[str]:
+        """The sections of a stage with the blocks [start, stop): the first has embed, the last head."""
+        if start == 0:
+            yield "embed"
+        for layer in range(start, stop):
+            yield f"blocks.{layer}"
+        if stop == len(self.layers):
+            yield "head"
+
+    @property
+    def fused(self) -> dict[str, int]:
+        """The fused parameters by full name: the dimension of their parts."""
+        return {
+            f"{section}.{parameter.name}": parameter.fused
+            for section in self.sections(0, len(self.layers))
+            for parameter in self.section(section)
+            if parameter.fused is not None
+        }
+
+    def owner(self, name: str) -> str:
+        """The parameter that a full name stands for, ties resolved."""
+        return dict(self.ties).get(name, name)
+
+    def units_of(self, kind: str) -> Units:
+        for units in self.units:
+            if units.kind == kind:
+                return units
+        return refuse(f"model {self.name} has no units of kind {kind!r}")
+
+
+@lru_cache(maxsize=4096)
+def apportion(count: int, shares: tuple[int, ...]) -> tuple[int, ...]:
+    """`count` units divided in proportion to `shares` by largest remainder, at least one for each member."""
+    if count < len(shares):
+        refuse(f"{count} units cannot be cut for a TP group of {len(shares)}: use a narrower group")
+    total = sum(shares)
+    given = [max(1, count * share // total) for share in shares]
+    while sum(given) < count:
+        given[max(range(len(shares)), key=lambda i: (count * shares[i] / total - given[i], -i))] += 1
+    while sum(given) > count:  # only where the floor of one unit gave too much
+        spare = [i for i in range(len(shares)) if given[i] > 1]
+        given[max(spare, key=lambda i: (given[i] - count * shares[i] / total, -i))] -= 1
+    return tuple(given)
+
+
+def unit_range(spec: ModelSpec, kind: str, shares: Sequence[int], position: int) -> range:
+    """The units of `kind` that the member at `position` of a group with `shares` holds."""
+    units = spec.units_of(kind)
+    if units.follows is None:
+        given = apportion(units.count, tuple(shares))
+        start = sum(given[:position])
+        return range(start, start + given[position])
+    lead = spec.units_of(units.follows)
+    led = unit_range(spec, units.follows, shares, position)
+    per = lead.count // units.count
+    return range(led.start // per, -(-led.stop // per))
+
+
+def member_box(spec: ModelSpec, parameter: Parameter, shares: Sequence[int], position: int) -> Box:
+    """The box of `parameter` that the member at `position` of a TP group with `shares` holds."""
+    whole = Box.whole(parameter.shape)
+    if parameter.cut is None:
+        return whole
+    dim, kind = parameter.cut.dim, parameter.cut.units
+    size = parameter.shape[dim] // spec.units_of(kind).count
+    units = unit_range(spec, kind, shares, position)
+    return Box(
+        start=(*whole.start[:dim], units.start * size, *whole.start[dim + 1 :]),
+        stop=(*whole.stop[:dim], units.stop * size, *whole.stop[dim + 1 :]),
+    )

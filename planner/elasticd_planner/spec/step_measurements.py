@@ -1,0 +1,115 @@
+"""A step as all of its members measured it, in columns: what detection and the fit of a profile read of it.
+
+Reports of a step come one by one, and each is packed into a `Row` when it comes. When the last of ten thousand
+comes, all that is left to do is to join the rows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from elasticd_planner.numeric import Floats
+from elasticd_planner.spec.measurement import Measurement
+from elasticd_planner.spec.sequence_lengths import Lengths, lengths_of, packed
+from elasticd_planner.value import Value, refuse
+
+#: The fields of a measurement that are kept: those that detection reads come first.
+STARTS = ("block_seconds", "block_work", "tokens", "squares")
+COLUMNS = (
+    *STARTS,
+    "micro_batches",
+    "embed_seconds",
+    "head_seconds",
+    "again_seconds",
+    "tensor_seconds",
+    "reduce_seconds",
+    "step_seconds",
+)
+_numbers = attrgetter(*COLUMNS)
+_START = struct.Struct(f"<{len(STARTS)}d")
+_ROW = struct.Struct(f"<{len(COLUMNS)}d")
+
+
+class Row(NamedTuple):
+    """What is kept of one measurement: the numbers of `COLUMNS`, and its sequences (`sequences.packed`)."""
+
+    numbers: bytes
+    sequences: bytes
+
+
+def row_of(measurement: Measurement) -> Row:
+    """Raises OverflowError for a number that no float is as large as."""
+    return Row(_ROW.pack(*_numbers(measurement)), packed(measurement))
+
+
+class Step(Value, frozen=True, kw_only=True):
+    """What members measured of one step under one plan. numbers: those of `columns`, device by device, as
+    little-endian floats. lengths: of its sequences (None: not measured)."""
+
+    plan: int
+    step: int
+    devices: tuple[str, ...]
+    numbers: bytes
+    lengths: Lengths | None = None
+    columns: tuple[str, ...] = COLUMNS
+
+    @classmethod
+    def gathered(cls, plan: int, step: int, devices: tuple[str, ...], rows: Sequence[Row]) -> Step:
+        """From a row of each device, in their order."""
+        return cls(
+            plan=plan,
+            step=step,
+            devices=devices,
+            numbers=b"".join([row.numbers for row in rows]),
+            lengths=lengths_of([row.sequences for row in rows]),
+        )
+
+    @classmethod
+    def of(cls, measurements: Iterable[Measurement]) -> Step:
+        """From measurements; of several of one device the last one counts. Raises Invalid unless they are of
+        one step."""
+        found = {each.device: each for each in measurements}
+        numbers = sorted({(each.plan, each.step) for each in found.values()})
+        if len(numbers) != 1:
+            refuse(f"rates: measurements of one step at a time, not of (plan, step) {numbers}")
+        ((plan, step),) = numbers
+        return cls.gathered(plan, step, tuple(found), [row_of(each) for each in found.values()])
+
+    @classmethod
+    def timed(
+        cls, plan: int, step: int, devices: tuple[str, ...], seconds: Sequence[float], work: Sequence[float]
+    ) -> Step:
+        """Where nothing else was measured than how long each device computed, and how much."""
+        nothing = [0.0] * len(devices)
+        numbers = np.array((seconds, work, nothing, nothing), "<f8").T.tobytes()
+        return cls(plan=plan, step=step, devices=devices, numbers=numbers, columns=STARTS)
+
+    @property
+    def table(self) -> Floats:
+        """All numbers [devices, `COLUMNS`]; zeros where another release has not kept them."""
+        table: Floats = np.frombuffer(self.numbers, "<f8").reshape(len(self.devices), len(self.columns))
+        if self.columns == COLUMNS:
+            return table
+        found = np.zeros((len(self.devices), len(COLUMNS)))
+        for place, name in enumerate(COLUMNS):
+            if name in self.columns:
+                found[:, place] = table[:, self.columns.index(name)]
+        return found
+
+    def column(self, name: str) -> Floats:
+        """One of `COLUMNS` [devices]."""
+        found: Floats = self.table[:, COLUMNS.index(name)]
+        return found
+
+    @property
+    def rows(self) -> list[tuple[float, float, float, float]]:
+        """What detection reads, device by device: the numbers of `STARTS`."""
+        if self.columns[: len(STARTS)] != STARTS:  # of another release
+            return [tuple(row) for row in self.table[:, : len(STARTS)].tolist()]
+        size = 8 * len(self.columns)
+        return [_START.unpack_from(self.numbers, at) for at in range(0, len(self.numbers), size)]

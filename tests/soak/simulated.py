@@ -1,0 +1,156 @@
+"""The soak in the simulator: the same scripts against the real state machines, over thousands of seeds.
+
+    python -m tests.soak.simulated --seeds 2000
+
+Each seed draws a script, plays it on a small modelled cluster, and checks what must hold of the records and of
+the steps. Without noise, so that one planner's answers serve many seeds.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+import traceback
+from collections import Counter
+from itertools import pairwise
+
+import click
+from elasticd_planner.value import Value
+
+from elasticd.chaos.fault_script import Faults
+from elasticd.simulator.planning import Planner
+from elasticd.simulator.run import KEYS, Simulation
+from elasticd.simulator.scenarios.model_shapes import Shapes
+from elasticd.simulator.scenarios.scenario import ClusterShape, Scenario, Times, Training
+from elasticd.store.memory import MemoryStore
+from elasticd.store.protocol import WatchEvent, WatchItem
+from tests.soak.history import History
+from tests.soak.random_faults import WEIGHTS, Soaking, draw
+
+#: What may cost workers their place; a node whose agent alone is cut off or gone trains on.
+HARMFUL = ("kill", "freeze", "partition")
+#: Steps after the last fault.
+REST_STEPS = 20
+#: Quick, and with much to happen while little time passes.
+TIMES = Times(planning=0.2, planning_per_device=0.0, prepare=1.0, pause=0.2, patience=60.0, noise=0.0)
+
+
+class Play(Value, frozen=True, kw_only=True):
+    """What became of a seed: `stopped` says why the job did not go on, if it did not."""
+
+    seed: int
+    faults: int
+    steps: int
+    plans: int
+    fences: int
+    restarts: int
+    stopped: str
+    wrong: tuple[str, ...]
+
+
+def cluster(nodes: int, devices: int) -> ClusterShape:
+    """Devices that hold the whole model each."""
+    return ClusterShape(nodes=nodes, devices=devices, memory=2**30, flops=1e12, assumed=1.3e12)
+
+
+def scenario(script: Faults, shape: ClusterShape, seed: int) -> Scenario:
+    """The script on a small model, every step played."""
+    shapes = Shapes(layers=4, width=256, heads=4, kv_heads=2, hidden=704)
+    model = Training(name="soak", shapes=shapes, tokens=512, global_batch=8)
+    faults = tuple(script)
+    steps = max((fault.step or 0 for fault in faults), default=0) + REST_STEPS
+    return Scenario(
+        name="soak", cluster=shape, model=model, seed=seed, steps=steps, settle=None, faults=faults, times=TIMES
+    )
+
+
+def play(given: Scenario, planner: Planner | None = None) -> Play:
+    """One run, checked. An error of the simulation, or of a machine in it, is among what is wrong."""
+    seen: list[WatchEvent] = []
+    wrong: list[str] = []
+    simulation = Simulation(given, planner=planner)
+
+    def see(item: WatchItem) -> None:
+        if isinstance(item, WatchEvent):
+            seen.append(item)
+        else:
+            wrong.append("the store forgot records before they were read")
+
+    MemoryStore(simulation.server).watch(KEYS.root, 1, see)
+    try:
+        simulation.run()
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        wrong.append(f"{type(error).__name__}: {error} ({where.filename.rpartition('/')[2]}:{where.lineno})")
+    history = History(KEYS)
+    history.read(seen)
+    wrong += history.wrong
+    wrong += _steps(simulation, history, given) if not wrong else []
+    return Play(
+        seed=given.seed,
+        faults=len(given.faults),
+        steps=simulation.gang.step,
+        plans=sum(len(job.plans) for job in history.jobs.values()),
+        fences=sum(len(job.gone) for job in history.jobs.values()),
+        restarts=simulation.operator.restarts,
+        stopped=simulation.stopped if not wrong else "",
+        wrong=tuple(wrong),
+    )
+
+
+def _steps(simulation: Simulation, history: History, given: Scenario) -> list[str]:
+    """Every step once, in order, under the plan that is recorded for it; a job that ended has made all."""
+    wrong = []
+    for before, after in pairwise(simulation.stretches):
+        if after.start_number == before.start_number and after.first_step != before.first_step + before.steps:
+            wrong.append(f"step {after.first_step} follows on step {before.first_step + before.steps - 1}")
+    for stretch in simulation.stretches:
+        job = "job" if stretch.start_number == 1 else f"job-{stretch.start_number}"
+        plans = history.jobs[job].plans
+        first = stretch.first_step - (plans[0][1] if stretch.start_number > 1 else 0)
+        in_force = [number for number, step in plans if step <= stretch.first_step]
+        if first >= 0 and in_force and in_force[-1] != stretch.plan:
+            wrong.append(f"step {stretch.first_step} ran under plan {stretch.plan}, recorded is {in_force[-1]}")
+    harmless = not {fault.kind for fault in given.faults} & set(HARMFUL)
+    if harmless and any(job.gone for job in history.jobs.values()):
+        wrong.append("somebody was fenced off though every worker lived and reached every other")
+    if not simulation.stopped and simulation.gang.step != given.steps:
+        wrong.append(f"the job ended after {simulation.gang.step} of {given.steps} steps")
+    return wrong
+
+
+@click.command()
+@click.option("--first", type=click.IntRange(min=0), help="The first seed (default: any, printed).")
+@click.option("--seeds", type=click.IntRange(min=1), default=200, show_default=True, help="How many.")
+@click.option("--faults", type=click.IntRange(min=1), default=12, show_default=True, help="Of each script.")
+@click.option("--nodes", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--devices", type=click.IntRange(min=1), default=2, show_default=True, help="Of each node.")
+@click.option("--only", multiple=True, help="Draw these kinds alone.")
+def command(
+    first: int | None, seeds: int, faults: int, nodes: int, devices: int, only: tuple[str, ...]
+) -> None:
+    """Plays random scripts of faults in the simulator, and checks what must hold."""
+    first = secrets.randbelow(1_000_000) if first is None else first
+    print(f"simulated soak: --first {first} --seeds {seeds} --faults {faults}", flush=True)
+    shape, planner, began = cluster(nodes, devices), Planner(TIMES), time.monotonic()
+    names = [device.name for device in shape.cluster().devices]
+    soaking = Soaking(count=faults, most=8, weights={kind: WEIGHTS[kind] for kind in only or WEIGHTS})
+    plays: list[Play] = []
+    for seed in range(first, first + seeds):
+        script = draw(soaking, names, seed)
+        plays.append(play(scenario(script, shape, seed), planner))
+        for line in plays[-1].wrong[:3]:
+            print(f"WRONG: seed {seed}: {line}", flush=True)
+    wrong = [one.seed for one in plays if one.wrong]
+    ends = Counter("stopped" if one.stopped else "finished" for one in plays if not one.wrong)
+    print(
+        f"{seeds} seeds, {sum(one.faults for one in plays)} faults, {sum(one.plans for one in plays)} plans, "
+        f"{sum(one.fences for one in plays)} fences, {sum(one.restarts for one in plays)} restarts in "
+        f"{time.monotonic() - began:.0f} s; {dict(ends)}; {len(wrong)} seeds with something wrong: {wrong[:20]}"
+    )
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    command(prog_name="python -m tests.soak.simulated")

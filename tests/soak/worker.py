@@ -1,0 +1,125 @@
+"""What the soak trains: a tiny decoder in float64, every process with a ledger of its own.
+
+    torchrun --rdzv-backend=elasticd --rdzv-id=soak .../soaking.py FOLDER --steps 2000
+    python -m tests.soak.worker FOLDER --steps 2000 --plain
+
+Every rank writes every step that it was given, to FOLDER/ledger-DEVICE-PID.jsonl: `elasticd.chaos` reads them
+together. With --plain one process of plain torch makes the same updates: what all layouts are compared with.
+It looks for faults of the user's code in FOLDER (`elasticd.testing.script_faults`): in its loss, its dataset
+and the body of its loop. In float64 sums taken in another order stay far below what a lost or repeated sample
+would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from elasticd_planner.spec.batch import Sampler
+from elasticd_planner.spec.box import Box
+
+from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.runtime.api.job import Job
+from elasticd.runtime.data.loader import pad
+from elasticd.testing.script_faults import Finder
+
+CONFIG = DecoderConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=24, dtype=torch.float64)
+BATCH, SEED, CLIP = 8, 5, 1.0
+
+
+class Ladders:
+    """Sequences that climb by a fixed amount, of unequal length: something that so small a model can learn."""
+
+    def __init__(self, finder: Finder | None = None) -> None:
+        self._finder = finder
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if self._finder is not None:
+            self._finder.at("loader")
+        ids = (index + torch.arange(9 + index % 5) * (1 + index % 7)) % CONFIG.vocabulary
+        return {"inputs": ids[:-1], "targets": ids[1:]}
+
+
+def optimizer(named: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-3, weight_decay=0.1)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the ledgers go")
+    parser.add_argument("--steps", type=int, required=True, help="updates to make")
+    parser.add_argument("--zero", type=int, default=0, help="ZeRO's stage, with two replicas (default 0: none)")
+    parser.add_argument("--plain", action="store_true", help="one process of plain torch, the same batches")
+    return parser.parse_args()
+
+
+def write(ledger: TextIO, **line: object) -> None:
+    ledger.write(json.dumps(line) + "\n")
+    ledger.flush()
+
+
+def train(options: argparse.Namespace) -> None:
+    with torch.device("meta"):
+        model = Decoder(CONFIG).describe()
+    finder = Finder(options.folder)
+
+    def loss(output: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        finder.at("loss")
+        return next_token_loss(output, batch)
+
+    job = Job(
+        model=model,
+        loss=loss,
+        optimizer=optimizer,
+        dataset=Ladders(finder),
+        global_batch=BATCH,
+        seed=SEED,
+        clip=CLIP,
+        zero=options.zero,
+        replicas=2 if options.zero else None,
+    )
+    finder.know(job.device)
+    name = f"ledger-{job.device.replace('/', ':')}-{os.getpid()}.jsonl"
+    with (options.folder / name).open("w") as ledger:
+        for step in job.steps(options.steps):
+            write(ledger, step=step.index, loss=step.loss, samples=step.samples, plan=step.plan)
+            finder.at("script")
+        write(ledger, end=options.steps)
+
+
+def train_plainly(options: argparse.Namespace) -> None:
+    data = Ladders()
+    sampler = Sampler(size=len(data), global_batch=BATCH, seed=SEED)
+    decoder = Decoder(CONFIG)
+    first = decoder.describe().first_value
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(first(name, Box.whole(parameter.shape), SEED))
+    update = optimizer(decoder.named_parameters())
+    with (options.folder / "plain.jsonl").open("w") as ledger:
+        for index in range(options.steps):
+            taken = sampler.samples(index)
+            batch = pad([data[i] for i in taken])
+            total, count = next_token_loss(decoder(batch), batch)
+            update.zero_grad()
+            (total / count).backward()
+            torch.nn.utils.clip_grad_norm_(decoder.parameters(), CLIP)
+            update.step()
+            write(ledger, step=index, loss=float(total.detach()) / count, samples=taken)
+
+
+def main() -> None:
+    options = arguments()
+    (train_plainly if options.plain else train)(options)
+
+
+if __name__ == "__main__":
+    main()
