@@ -22,7 +22,7 @@ from tests.soak.soak import Report
 
 ROOT = RESULTS.parent.parent
 #: What a soak measures.
-MEASURED = ("elasticd", "agent", "migration", "planner")
+MEASURED = ("elasticd", "agent", "migration", "planner", "tests/soak")
 #: Faults of all runs together, and how far a loss may be from that of the undisturbed run.
 FAULTS, APART = 1000, 1e-9
 #: The row of those faults.

@@ -25,12 +25,12 @@ from elasticd_planner.detection.stragglers import Change, RateState, observe
 from elasticd_planner.spec.cluster import Link
 from elasticd_planner.spec.step_measurements import Step
 
-from tests.simulation.generated_traces import Data, Grid, SlowLink, Trace, Trouble
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from _shifting import shifting  # noqa: E402
+
+from tests.simulation.generated_traces import Data, Grid, SlowLink, Trace, Trouble  # noqa: E402
 
 SETTINGS = DetectSettings()
 #: Seeds from here on were not used to set any threshold.

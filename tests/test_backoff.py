@@ -43,7 +43,7 @@ def test_processes_that_were_seeded_alike_wait_for_different_times_and_keep_thei
 @pytest.mark.parametrize("folder", ["elasticd", "agent"])
 def test_no_wait_between_attempts_is_a_constant(folder: str) -> None:
     paths = sorted((ROOT / folder).rglob("*.py"))
-    alone = {"writer.py"}  # one leader writes, and none beside it
+    alone = {"store_writer.py"}  # one leader writes, and none beside it
     found = [
         f"{path.relative_to(ROOT)}: {text}"
         for path in paths

@@ -17,7 +17,7 @@ from elasticd.wire.snapshots import Held
 #: A receiver in a process of its own, which dies once some of the bytes came.
 DYING = """
 import os, signal, sys
-from elasticd_agent import streams
+from elasticd_agent.snapshots import transfer
 from elasticd_agent.snapshots.tls import Identity
 from elasticd_agent.snapshots.store import Vault
 identity = Identity.make("n1")
@@ -28,7 +28,7 @@ def pwrite(fd, data, at):
     return real(fd, data, at)
 os.pwrite = pwrite
 trusted = sys.stdin.read()
-server = streams.Server("127.0.0.1", identity, Vault("n1", 1 << 30), lambda: {"n0": trusted}, lambda *_: None)
+server = transfer.Server("127.0.0.1", identity, Vault("n1", 1 << 30), lambda: {"n0": trusted}, lambda *_: None)
 print(server.port, flush=True)
 print(identity.certificate, flush=True)
 print("END", flush=True)

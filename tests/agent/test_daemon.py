@@ -44,16 +44,16 @@ from tests.agent.support import CLUSTER, Leader, Node, closing_all, spec, until
 KEYS = Keys(cluster=CLUSTER)
 WORKER = """
 import os, select, sys
-from elasticd import messages, packets
-sock = packets.connect(sys.argv[1], 20)
+from elasticd.wire import messages, unix_socket
+sock = unix_socket.connect(sys.argv[1], 20)
 data = sys.stdin.buffer.readline()
 hello = messages.from_worker(data)
 import msgspec
-packets.send(sock, messages.encode(msgspec.structs.replace(hello, pid=os.getpid())))
-print(packets.receive(sock).decode(), flush=True)
+unix_socket.send(sock, messages.encode(msgspec.structs.replace(hello, pid=os.getpid())))
+print(unix_socket.receive(sock).decode(), flush=True)
 if sys.stdin.buffer.readline().strip() == b"goodbye":
     select.select([sock], [], [], 20)  # a ping has come, and is never read
-    packets.send(sock, messages.encode(messages.Goodbye()))
+    unix_socket.send(sock, messages.encode(messages.Goodbye()))
 """
 
 

@@ -13,8 +13,8 @@ from elasticd.wire.unix_socket import SLOT_VARIABLE
 
 CHILD = """
 import os, time
-from elasticd.runtime import parent
-parent.end_with(os.getppid())
+from elasticd.runtime.control import parent_death
+parent_death.end_with(os.getppid())
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
