@@ -118,7 +118,7 @@ async def agent(
 
 
 def _client(**options: Any) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(trust_env=False, verify=Credentials().verifying(), **options)
+    return httpx2.AsyncClient(trust_env=False, timeout=60, verify=Credentials().verifying(), **options)
 
 
 async def get(coordinator: Coordinator, path: str) -> tuple[int, Any]:

@@ -62,7 +62,7 @@ async def ask(
     content: Any = None,
 ) -> httpx2.Response:
     async with httpx2.AsyncClient(
-        base_url=coordinator.url, trust_env=False, verify=known.verifying()
+        base_url=coordinator.url, trust_env=False, timeout=60, verify=known.verifying()
     ) as client:
         return await client.request(method, path, headers=known.headers() | (headers or {}), content=content)
 

@@ -39,7 +39,7 @@ def samples(text: str) -> Samples:
 
 
 async def scrape(coordinator: Coordinator) -> Samples:
-    async with httpx2.AsyncClient(trust_env=False, verify=Credentials().verifying()) as client:
+    async with httpx2.AsyncClient(trust_env=False, timeout=60, verify=Credentials().verifying()) as client:
         answer = await client.get(f"{coordinator.url}/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     return samples(answer.text)

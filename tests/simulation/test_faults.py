@@ -289,5 +289,5 @@ def test_a_day_of_all_faults_is_the_same_in_every_process(tmp_path: Path) -> Non
     assert len({run.seconds for run in here.totals}) == 1
     command = (sys.executable, "-m", "elasticd", "simulate", str(path), "--json")
     env = {**os.environ, "PYTHONHASHSEED": "5"}
-    done = subprocess.run(command, capture_output=True, env=env, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, env=env, timeout=400, check=True)
     assert done.stdout.strip() == here.to_json().strip()
