@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.state.events import AgentUp, Drained, Send
 from elasticd.machines.job.state.job_state import Phase
@@ -14,7 +15,7 @@ from tests.machines.world import World
 def nodes_of(world: World) -> set[str]:
     plan = world.plan()
     assert plan is not None
-    return {device.rpartition("/")[0] for device in plan.members}
+    return {node_of(device) for device in plan.members}
 
 
 def drain(world: World, node: str, on: bool = True) -> None:

@@ -11,6 +11,7 @@ import pytest
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem
 from elasticd_planner.search.planner import plan as search
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.simulator.devices.device_model import Truth
@@ -121,7 +122,7 @@ def _shifted(plan: Plan, rng: np.random.Generator) -> Plan:
 def _random(rng: np.random.Generator, names: tuple[str, ...], layers: int, batch: int) -> Plan:
     """Groups inside nodes, dealt to pipelines."""
     groups: list[tuple[str, ...]] = []
-    for node in sorted({name.partition("/")[0] for name in names}):
+    for node in sorted({node_of(name) for name in names}):
         left = [name for name in names if name.startswith(f"{node}/")]
         rng.shuffle(left)
         while left:

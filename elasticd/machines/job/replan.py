@@ -15,7 +15,7 @@ from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import outlook, settled
 from elasticd_planner.problem import Freedom, Problem
 from elasticd_planner.profiling.fit import fit
-from elasticd_planner.spec.cluster import Cluster, Device, Node
+from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Invalid
@@ -362,7 +362,7 @@ def _rates(turn: Turn, devices: tuple[Device, ...]) -> dict[str, float]:
 def _cluster(turn: Turn, devices: tuple[Device, ...]) -> Cluster:
     nodes: dict[str, list[Device]] = {}
     for device in devices:
-        nodes.setdefault(device.name.rpartition("/")[0], []).append(device)
+        nodes.setdefault(node_of(device.name), []).append(device)
     return Cluster(
         nodes=tuple(Node(name=name, devices=tuple(held)) for name, held in nodes.items()),
         inside=turn.settings.inside,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from elasticd_planner.cost.model_profile import ModelProfile
-from elasticd_planner.spec.cluster import Cluster, Link
+from elasticd_planner.spec.cluster import Cluster, Link, node_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 from elasticd_planner.value import refuse
 
@@ -97,7 +97,7 @@ def _boundary(line: Pipeline, s: int, profile: ModelProfile, cluster: Cluster) -
 
 
 def _reach(cluster: Cluster, devices: Sequence[str]) -> Link:
-    nodes = {name.rpartition("/")[0] for name in devices}
+    nodes = {node_of(name) for name in devices}
     return cluster.between if len(nodes) > 1 else cluster.inside
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from elasticd_planner.cost.group_bound import Paces
 from elasticd_planner.cost.pipeline_time import FORWARD, Times, Timing
 from elasticd_planner.cost.schedule import most_alive
-from elasticd_planner.spec.cluster import Cluster, Link, Rates, rate_of
+from elasticd_planner.spec.cluster import Cluster, Link, Rates, node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 
 
@@ -213,7 +213,7 @@ def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
     for pipeline in plan.modules[0].pipelines:
         needed |= pipeline_memory(pipeline, cost)
     if plan.carriers:
-        nodes = [len({name.rpartition("/")[0] for name in names}) for names in (plan.places, plan.carriers)]
+        nodes = [len({node_of(name) for name in names}) for names in (plan.places, plan.carriers)]
         copies = min((plan.state.replicas or 0) - nodes[0], nodes[1])
         carried = math.ceil(cost.carried(max(0, copies), len(plan.carriers)))
         needed |= dict.fromkeys(plan.carriers, carried)

@@ -18,7 +18,7 @@ from elasticd_planner.problem_files.file_format import Objective, Planned, Table
 from elasticd_planner.problem_files.solve import figures, solve, task_of
 from elasticd_planner.search.planner import TOLERANCE
 from elasticd_planner.search.task import Task
-from elasticd_planner.spec.cluster import rate_of
+from elasticd_planner.spec.cluster import node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
 from elasticd_planner.spec.plan_summary import describe
 from elasticd_planner.value import Value, refuse
@@ -85,14 +85,14 @@ def _allowed(given: TableProblem, task: Task, current: Plan) -> bool:
         return False
     if given.batch.micro_batch not in (None, current.micro_batch):
         return False
-    slow = {name.rpartition("/")[0] for name, rate in task.rates.items() if rate > 1}
-    normal = {len(s.devices) for s in stages if not slow & {name.rpartition("/")[0] for name in s.devices}}
+    slow = {node_of(name) for name, rate in task.rates.items() if rate > 1}
+    normal = {len(s.devices) for s in stages if not slow & {node_of(name) for name in s.devices}}
     return pins.tp is None or normal <= {pins.tp}
 
 
 def _usable(task: Task, current: Plan) -> bool:
     """Whether its members live and have the memory."""
-    room = {device.name: device.memory for device in task.cluster.devices}
+    room = task.cluster.memory
     if any(name not in room or math.isinf(rate_of(task.rates, name)) for name in current.members):
         return False
     return all(size <= room[name] for name, size in memory_by_device(current, task.cost).items())

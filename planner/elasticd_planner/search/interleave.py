@@ -99,7 +99,7 @@ class Interleaving:
         """A plan of plain stages with those of its pipelines interleaved that are quicker so, and fit."""
         module = given.modules[0]
         cost = self.task.cost.under(given)
-        room = {device.name: device.memory for device in self.task.cluster.devices}
+        room = self.task.cluster.memory
 
         def improved(pipeline: Pipeline) -> Pipeline:
             options = {

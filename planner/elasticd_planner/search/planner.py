@@ -262,7 +262,7 @@ class _Planning:
                     yield from plans(loose, layers=False)
 
     def _chains(self, plan: Plan) -> list[Chained]:
-        room = {device.name: device.memory for device in self.problem.cluster.devices}
+        room = self.problem.cluster.memory
         return [
             Chained(
                 groups=tuple(
@@ -370,7 +370,7 @@ class _Planning:
 
     def fits(self, plan: Plan) -> bool:
         """Whether every member's memory suffices."""
-        room = {device.name: device.memory for device in self.problem.cluster.devices}
+        room = self.problem.cluster.memory
         return all(size <= room[name] for name, size in memory_by_device(plan, self.cost).items())
 
     def distance(self, plan: Plan) -> tuple[int, bool, float]:

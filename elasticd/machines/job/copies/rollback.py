@@ -8,6 +8,7 @@ some to come: torchrun starts them again, or somebody starts torchrun again unde
 from __future__ import annotations
 
 from elasticd_planner.layout.optimizer_sharding import with_carriers
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 
@@ -143,7 +144,7 @@ def _source(turn: Turn, option: _Option, plan: Plan) -> Source | str:
     copies = job.snapshots.copies(option.moment, option.old, there)
     readers = stand_ins(option.old, copies, plan.members)
     if readers is None:
-        hosts = {device.rpartition("/")[0] for device in plan.members}
+        hosts = {node_of(device) for device in plan.members}
         away = {node for nodes in copies.values() if not hosts & {*nodes} for node in nodes}
         return f"no worker on node {', '.join(sorted(away))} reads its part of {option.words}"
     used = {*readers.values()}
