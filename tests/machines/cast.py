@@ -159,7 +159,7 @@ def measurement(
 ) -> Measurement:
     """As a device of this rate would make it: 1 ms for a token in a whole layer, sequences of `length`."""
     place = plan.places[device]
-    stage, pipeline = plan.stage(place), plan.modules[0].pipelines[place.pipeline]
+    stage, pipeline = plan.stage(place), plan.pipeline(place)
     samples = plan.micro_batch * pipeline.micro_batches
     tokens = length * samples
     work = tokens * stage.layers * stage.fraction(place.position)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.state.events import AgentUp, Drained, Send
 from elasticd.machines.job.state.job_state import Phase
@@ -12,10 +11,10 @@ from tests.machines.test_coordinator_faults import ROOM
 from tests.machines.world import World
 
 
-def nodes_of(world: World) -> set[str]:
+def nodes_of(world: World) -> frozenset[str]:
     plan = world.plan()
     assert plan is not None
-    return {node_of(device) for device in plan.members}
+    return plan.nodes
 
 
 def drain(world: World, node: str, on: bool = True) -> None:

@@ -88,10 +88,10 @@ class Parted(World):
     def fences(self) -> int:
         return self.kinds().count("fenced")
 
-    def used(self) -> set[str]:
+    def used(self) -> frozenset[str]:
         plan = self.plan()
         assert plan is not None
-        return {node_of(device) for device in plan.members}
+        return plan.nodes
 
 
 def running(nodes: tuple[str, ...] = NODES, memory: int = ROOM, *, loud: bool = True) -> Parted:
@@ -270,7 +270,7 @@ def test_a_checkpoint_is_gone_back_to_where_no_such_set_holds_all_state() -> Non
     world.train(30)
     found = [proposal for proposal in world.proposals if saved.name in proposal.checkpoints]
     assert found, world.job.reason
-    assert len({node_of(device) for device in found[-1].plan.members}) == 1
+    assert len(found[-1].plan.nodes) == 1
 
 
 @pytest.mark.parametrize("how", ["their agents reach each other", "older agents", "mute agents"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.state.job_state import Phase
 from elasticd.wire.messages import Bereft
@@ -61,7 +60,7 @@ def split() -> World:
     world = running(memory=3_000_000)  # no room for replicas
     plan = world.plan()
     assert plan is not None
-    assert {node_of(device) for device in plan.members} == {"alpha", "beta"}
+    assert plan.nodes == {"alpha", "beta"}
     world.cut = {"beta"}
     world.disconnect("beta")
     for device in plan.members:

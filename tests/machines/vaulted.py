@@ -3,7 +3,6 @@ whole."""
 
 from __future__ import annotations
 
-from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job.state.events import AgentUp, Effect, Received, Send
@@ -57,7 +56,7 @@ class Vaulted(World):
         plan = next((p for p in self._plans() if p.number == self._running()), None)
         if plan is None:
             return
-        nodes = sorted({node_of(device) for device in plan.members})
+        nodes = sorted(plan.nodes)
         for device in plan.members:
             worker = self.workers[device]
             if worker.alive and worker.plan == plan.number:
@@ -99,7 +98,7 @@ class Vaulted(World):
         plan = next(
             plan for known in self.brought.values() for plan in known.values() if plan.number == whole.plan
         )
-        least = 2 if len({node_of(device) for device in plan.members}) > 1 else 1
+        least = 2 if len(plan.nodes) > 1 else 1
         if not self.lost_nodes:
             assert all(len(holders.get(device, ())) >= least for device in plan.members), "it is whole"
         vault = self.vaults[node]

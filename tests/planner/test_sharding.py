@@ -35,7 +35,7 @@ def masks(layout: TensorLayout) -> dict[str, np.ndarray]:
 @given(plans(1))
 def test_every_element_is_kept_by_r_devices_on_r_nodes_where_there_are_so_many(made: Plan) -> None:
     layouts = Layouts(SPEC, made)
-    nodes = {node_of(device) for device in made.members}
+    nodes = made.nodes
     for name in layouts.trained:
         kept = masks(layouts.state(name))
         if not made.state.zero:
@@ -77,7 +77,7 @@ def test_a_device_has_the_value_of_all_whose_state_it_keeps_and_nothing_else_bey
 @given(plans(1, least=2))
 def test_with_two_replicas_no_node_takes_state_or_values_along(made: Plan) -> None:
     layouts = Layouts(SPEC, made)
-    nodes = {node_of(device) for device in made.members}
+    nodes = made.nodes
     if len(nodes) < 2:
         return
     for item in layouts.items:

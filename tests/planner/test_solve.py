@@ -33,7 +33,7 @@ def check(problem: TableProblem, planned: Planned) -> None:
     model, memory = problem.model, problem.model.memory
     rates = rates_of(problem)
     steady = step = 0.0
-    for pipeline in planned.plan.modules[0].pipelines:
+    for pipeline in planned.plan.pipelines:
         depth = len(pipeline.stages)
         assert pipeline.micro_batches >= depth
         times = []
@@ -188,7 +188,7 @@ def test_a_group_that_fits_in_no_node_crosses_them() -> None:
     text["model"]["tp_slowdown"] = {"8": 1.0}
     planned = solve(load(json.dumps(text)), ideal=False)
     assert planned.plan is not None
-    assert {len(s.devices) for p in planned.plan.modules[0].pipelines for s in p.stages} == {8}
+    assert {len(stage.devices) for _, _, stage in planned.plan.walk()} == {8}
 
 
 def test_a_node_that_lost_a_device_is_divided_freely_where_sizes_are_pinned() -> None:
@@ -196,7 +196,7 @@ def test_a_node_that_lost_a_device_is_divided_freely_where_sizes_are_pinned() ->
     text["rates"] = {"n0/0": None}
     planned = solve(load(json.dumps(text)), ideal=False)
     assert planned.plan is not None
-    used = {node_of(device) for device in planned.plan.members}
+    used = planned.plan.nodes
     assert "n0" in used
     assert "n0/0" in planned.plan.idle
 

@@ -105,7 +105,7 @@ def _shifted(plan: Plan, rng: np.random.Generator) -> Plan:
     """A layer of each pipeline given to a neighbouring stage: with the slowest stage first or last the schedule
     hides some of what the formula of a step counts."""
     pipelines = []
-    for line in plan.modules[0].pipelines:
+    for line in plan.pipelines:
         stages = list(line.stages)
         if len(stages) > 1:
             s = int(rng.integers(0, len(stages) - 1))

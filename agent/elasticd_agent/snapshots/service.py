@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import psutil
-from elasticd_planner.spec.cluster import node_of
 
 from elasticd.backoff import Backoff
 from elasticd.config.tree import AgentSection
@@ -179,7 +178,7 @@ class Keeper:
 
     def _copy(self, held: Held) -> None:
         record = self._state().plans.get(held.job)
-        nodes = None if record is None else {node_of(device) for device in record.plan.members}
+        nodes = None if record is None else record.plan.nodes
         ring = self._peers.ring(nodes)
         revoked = self._vault.lend(held)
         if revoked is None:

@@ -127,7 +127,7 @@ def _fit(turn: Turn, plan: Plan) -> None:
     except Invalid as error:  # what the workers measured makes no sense
         turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
         return
-    turn.set(profile=profile, taught_by=plan.number, rehearsed=turn.job.rehearsed - _widths(plan))
+    turn.set(profile=profile, taught_by=plan.number, rehearsed=turn.job.rehearsed - plan.tp_widths)
     text = f"profile fitted from {len(sampled)} steps of plan {plan.number}"
     turn.note("fitted", text, number=plan.number, block_seconds=profile.block.seconds)
 
@@ -138,13 +138,7 @@ def _teaches(turn: Turn, plan: Plan, profile: ModelProfile) -> bool:
     if not profile.fitted:
         return True
     known = profile.collective_seconds.keys() - turn.job.rehearsed
-    return profile.block.collectives > 0 and not _widths(plan) <= known
-
-
-def _widths(plan: Plan) -> set[int]:
-    """How wide a plan's TP groups are, those of one device left out."""
-    stages = [stage for pipeline in plan.modules[0].pipelines for stage in pipeline.stages]
-    return {len(stage.devices) for stage in stages} - {1}
+    return profile.block.collectives > 0 and not plan.tp_widths <= known
 
 
 def request(turn: Turn) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from elasticd_planner.problem import Problem
-from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.coordinator.store_transactions import Ledger, Sweep
@@ -64,7 +63,7 @@ class Known:
 
 
 def _member_away(plan: Plan | None, nodes: Mapping[str, NodeState]) -> bool:
-    names = {node_of(member) for member in plan.members} if plan is not None else ()
+    names = plan.nodes if plan is not None else ()
     return any((node := nodes.get(name)) is None or not node.connected for name in names)
 
 

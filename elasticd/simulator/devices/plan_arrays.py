@@ -41,7 +41,7 @@ class Compiled:
 
 def compiled(plan: Plan, profile: ModelProfile, cluster: Cluster, index: Mapping[str, int]) -> Compiled:
     """`index`: each device's place in the cluster."""
-    pipelines = plan.modules[0].pipelines
+    pipelines = plan.pipelines
     if any(line.chunks > 1 for line in pipelines):
         refuse(f"plan {plan.number} has interleaved stages: the simulator plays plain ones alone")
     stages = [(p, s, stage) for p, line in enumerate(pipelines) for s, stage in enumerate(line.stages)]

@@ -204,9 +204,7 @@ class Still(Run):
             if fault.kind == "join":
                 self._again(0.0, self.dead())
             return
-        hit = {node_of(name) for name in self.plan.members} & {
-            fault.node or node_of(fault.device)
-        }
+        hit = (fault.node or node_of(fault.device)) in self.plan.nodes
         if fault.kind == "kill" and hit:
             self._again(patience if fault.node else 0.0, self.dead())
         elif fault.kind == "partition" and hit and fault.lasts > patience:

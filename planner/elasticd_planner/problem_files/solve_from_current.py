@@ -64,10 +64,10 @@ def solve_near(given: TableProblem, objective: Objective, current: Plan) -> Near
 
 
 def _check(given: TableProblem, current: Plan) -> None:
-    layers = current.modules[0].pipelines[0].layers
+    layers = current.pipelines[0].layers
     if layers != given.model.layers:
         refuse(f"the current plan has {layers} layers, the problem {given.model.layers}")
-    if given.model.times is None and any(p.chunks > 1 for p in current.modules[0].pipelines):
+    if given.model.times is None and any(p.chunks > 1 for p in current.pipelines):
         refuse("the current plan has interleaved stages, of which units know no time: give model.times")
     if current.global_batch != given.batch.global_batch:
         refuse(
@@ -78,7 +78,7 @@ def _check(given: TableProblem, current: Plan) -> None:
 
 def _allowed(given: TableProblem, task: Task, current: Plan) -> bool:
     """Whether the problem and its pins let the plan be one of its own."""
-    pins, pipelines = given.pins, current.modules[0].pipelines
+    pins, pipelines = given.pins, current.pipelines
     stages = [stage for pipeline in pipelines for stage in pipeline.stages]
     widths = {len(stage.devices) for stage in stages}
     if not widths <= set(task.cost.widths(max(widths))) or pins.dp not in (None, len(pipelines)):
@@ -115,7 +115,7 @@ def _near_units(given: TableProblem, objective: Objective, current: Plan, task: 
     options = [current] if usable else []
     for plan in (best.plan, alike.plan):
         if plan is not None:
-            pipelines = nearest(plan.modules[0].pipelines, forms, profile, current)
+            pipelines = nearest(plan.pipelines, forms, profile, current)
             pipelines = lined_up(pipelines, task.cluster, task.rates, profile, current)
             options.append(_with(plan, pipelines, task))
     limit = min(_value(option, task, objective) for option in options) * (1 + TOLERANCE)

@@ -8,7 +8,6 @@ some to come: torchrun starts them again, or somebody starts torchrun again unde
 from __future__ import annotations
 
 from elasticd_planner.layout.optimizer_sharding import with_carriers
-from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 
@@ -144,8 +143,7 @@ def _source(turn: Turn, option: _Option, plan: Plan) -> Source | str:
     copies = job.snapshots.copies(option.moment, option.old, there)
     readers = stand_ins(option.old, copies, plan.members)
     if readers is None:
-        hosts = {node_of(device) for device in plan.members}
-        away = {node for nodes in copies.values() if not hosts & {*nodes} for node in nodes}
+        away = {node for nodes in copies.values() if plan.nodes.isdisjoint(nodes) for node in nodes}
         return f"no worker on node {', '.join(sorted(away))} reads its part of {option.words}"
     used = {*readers.values()}
     recovery = Recovery(
