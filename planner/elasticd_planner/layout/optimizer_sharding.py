@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from elasticd_planner.spec.box import Box, Holding, cut
+from elasticd_planner.spec.box import Box, Holding, cells
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 
@@ -55,13 +55,9 @@ class Dealer:
 
     def deal(self, holdings: Sequence[Holding], count: int) -> tuple[Part, ...]:
         """The parts of a parameter that is held so; `count` such parameters are dealt alike."""
-        devices: dict[Box, list[str]] = defaultdict(list)
-        for holding in holdings:
-            devices[holding.box].append(holding.device)
         parts: list[Part] = []
-        for cell in cut(tuple(devices)):
-            among = {d for box, held in devices.items() if box.contains(cell) for d in held}
-            holders = tuple(sorted(among, key=self._rank.__getitem__))
+        for cell, held in cells(holdings):
+            holders = tuple(sorted({holding.device for holding in held}, key=self._rank.__getitem__))
             for box, first in self._parts(cell, holders):
                 keepers = tuple(sorted(self._keepers(first, holders), key=self._rank.__getitem__))
                 parts.append(Part(box, holders, keepers))
