@@ -351,14 +351,14 @@ def _timed(where: Shared, count: int) -> float:
 
 HANGS = """
 import re, socket, sys
-from elasticd import messages, packets
+from elasticd.wire import messages, unix_socket
 from elasticd.runtime.telemetry.main_thread import Shared
 from elasticd.wire.main_thread import LOSS, Whereabouts
 where = Shared()
 end = socket.socket(fileno=int(sys.argv[1]))
 where.begin(3, 1)
 where.at(LOSS)
-packets.send(end, messages.encode(Whereabouts(signal=where.signal)), where.fd)
+unix_socket.send(end, messages.encode(Whereabouts(signal=where.signal)), where.fd)
 def held():
     re.match("(a+)+$", "a" * 64 + "b")  # for longer than the universe, in C, with the interpreter's lock
 held()
