@@ -19,6 +19,7 @@ from elasticd.config.tree import EmulateSection
 from elasticd.records import DoneRecord, Keys, MemberRecord, NodeRecord, PlanRecord, Proposal, decode, encode
 from elasticd.store.memory import MemoryStore
 from elasticd.store.state_file import Mark, StateFile
+from elasticd.testing.waiting import until
 from elasticd.wire import messages, unix_socket
 from elasticd.wire.agent_orders import Drain, End
 from elasticd.wire.messages import (
@@ -42,7 +43,7 @@ from elasticd.wire.messages import (
     WorkerLost,
 )
 from elasticd.wire.node_health import Health
-from tests.agent.support import CLUSTER, Leader, Node, closing_all, spec, until
+from tests.agent.support import CLUSTER, Leader, Node, closing_all, spec
 
 KEYS = Keys(cluster=CLUSTER)
 WORKER = """
