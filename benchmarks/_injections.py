@@ -24,7 +24,8 @@ from elasticd.client import Api
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.records import Keys
 from elasticd.testing.network_namespaces import HOST, Namespaces, namespaces
-from tests.integration.fleet import CLUSTER, Fleet, Step, job_by, until
+from elasticd.testing.waiting import until
+from tests.integration.fleet import CLUSTER, Fleet, Step, job_by
 from tests.integration.trio import NAMES, Trio
 from tests.soak import ledger
 from tests.soak.history import History
@@ -103,7 +104,7 @@ class Trained:
             now = self.binding(api)
             return len(now) == len(self.nodes) and all(now[device] != others[device] for device in others)
 
-        until(there, self.fleet.said, 240, SELDOM)
+        until(there, self.fleet.said, seconds=240, pause=SELDOM)
 
     def pid(self, device: str) -> int:
         members = self.fleet.job()["members"]

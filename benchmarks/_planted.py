@@ -14,7 +14,7 @@ from _results import Row, row
 
 from elasticd.coordinator.events.event_log import EventRecord
 from elasticd.testing.script_faults import Place, Planted, plant, taken, withdraw
-from tests.integration.fleet import until
+from elasticd.testing.waiting import until
 
 #: Seconds of a hang: several times what may pass until it is known.
 HANG = 8.0
@@ -79,7 +79,7 @@ def pauses(nodes: Sequence[str], times: int) -> Iterator[tuple[str, int, float]]
                     mark = events[-1].id if events else 0
                     since = time.monotonic()
                     fault(node)
-                    until(lambda: time.monotonic() > since + LONG, job.fleet.said, 2 * LONG, 1.0)  # noqa: B023
+                    until(lambda: time.monotonic() > since + LONG, job.fleet.said, seconds=2 * LONG, pause=1.0)  # noqa: B023
                     job.fleet.advanced(10)
                     longest = max(longest, job.fleet.largest_gap(since))
                     fences += sum(event.kind == "fenced" for event in api.events(mark))

@@ -13,8 +13,9 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.chaos.client import Chaos
 from elasticd.client import Api, JobStatus
+from elasticd.testing.waiting import until
 from tests.integration import train_shifting
-from tests.integration.cluster import JOB, Cluster, until
+from tests.integration.cluster import JOB, Cluster
 
 #: Bytes of a device: two replicas fit with windows of 512 tokens, with 2,048 only half of the model does.
 MEMORY = 9_200_000
@@ -51,7 +52,7 @@ class Run:
 
     def until(self, condition: Callable[[], object]) -> None:
         """Returns when it is true."""
-        until(condition, PATIENCE, lambda: [event["text"] for event in self.cluster.events()])
+        until(condition, lambda: [event["text"] for event in self.cluster.events()], seconds=PATIENCE)
 
     def shift(self, tokens: int) -> int:
         """Orders it; returns the first step that is read so."""

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticd.testing.waiting import until
 from tests import forkserver
-from tests.integration.cluster import until
 from tests.liveness import ended
 
 

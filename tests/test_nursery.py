@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticd.testing.waiting import until
 from tests import forkserver, nursery
 from tests.forkserver import Forked
-from tests.integration.cluster import until
 from tests.liveness import ended
 
 
@@ -38,7 +38,7 @@ class Program:
             lines = self.printed.read_text().splitlines() if self.printed.exists() else []
             return next((line for line in lines if line.startswith(word)), "")
 
-        return until(look, what=self.printed.read_text).removeprefix(word).strip()
+        return until(look, self.printed.read_text).removeprefix(word).strip()
 
 
 @pytest.fixture

@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import psutil
 import pytest
 
 from elasticd.system.child_processes import ProcessError, Processes
+from elasticd.testing.waiting import until
 
 DEADLINE = 60.0
 
@@ -57,13 +57,6 @@ try:
 except p.Interrupted:
     sys.exit(130)
 """
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, "this never became true"
-        time.sleep(0.02)
 
 
 @contextmanager

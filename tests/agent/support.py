@@ -7,7 +7,6 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,15 +47,6 @@ DEADLINE = 120.0
 CLUSTER = "test"
 T = TypeVar("T")
 M = TypeVar("M", bound=messages.Message)
-
-
-def until(condition: Callable[[], T], seconds: float = DEADLINE) -> T:
-    """The first true value of `condition`; fails when none comes in time."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "this never became true"
-        time.sleep(0.01)
-    return value
 
 
 def spec(job: str) -> JobSpec:

@@ -19,10 +19,10 @@ from elasticd_agent.worker_admission import Admission
 from elasticd_agent.worker_socket import Ears, Workers
 
 from elasticd.machines.agent.state import Event
+from elasticd.testing.waiting import until
 from elasticd.wire import messages, unix_socket
 from elasticd.wire.messages import Rejected
 from elasticd.wire.unix_socket import NoAgent, SocketTaken
-from tests.agent.support import until
 
 STRANGER = 4_000_000
 GROUP = 4_000_001

@@ -14,7 +14,8 @@ import pytest
 from elasticd.records import Keys
 from elasticd.store.protocol import Identity
 from elasticd.store.state_file import StateFile
-from tests.agent.support import DEADLINE, Trainer, until
+from elasticd.testing.waiting import until
+from tests.agent.support import DEADLINE, Trainer
 from tests.etcds import SharedEtcd
 
 COMMAND = [sys.executable, "-m", "elasticd_agent"]

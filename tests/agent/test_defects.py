@@ -35,10 +35,11 @@ from elasticd.machines.agent.state import (
 )
 from elasticd.records import DoneRecord, Keys, NodeRecord, PlanRecord, encode
 from elasticd.store.protocol import StoreError
+from elasticd.testing.waiting import until
 from elasticd.wire import messages, unix_socket
 from elasticd.wire.agent_orders import Drain
 from elasticd.wire.messages import Down, Hello, Join, Joined, Kept, Leave, Pace, Rejected, Shutdown, StoreCall
-from tests.agent.support import CLUSTER, Leader, Node, Trainer, closing_all, until
+from tests.agent.support import CLUSTER, Leader, Node, Trainer, closing_all
 from tests.agent.test_daemon import lost, plan
 from tests.machines.agent_scene import hello, join, run, said
 from tests.machines.hostile import Hostile

@@ -18,9 +18,10 @@ from elasticd_agent.snapshots.store import NoRoom
 from elasticd_agent.snapshots.tls import Identity
 from elasticd_agent.snapshots.transfer import Sender
 
+from elasticd.testing.waiting import until
 from elasticd.wire import messages
 from tests.agent.snapshots import held, snapshot
-from tests.agent.support import closing_all, until
+from tests.agent.support import closing_all
 from tests.agent.test_streams import Pair, known
 from tests.descriptors import few_descriptors
 
@@ -48,7 +49,7 @@ def threads() -> int:
 def arrives(pair: Pair, step: int = 1) -> None:
     """As a peer does it: what fails, as behind many strangers on a busy machine, is tried again."""
     pair.came.clear()
-    until(lambda: _sent(pair, step), 120.0)
+    until(lambda: _sent(pair, step))
     assert pair.came.wait(60.0)
 
 
@@ -73,7 +74,7 @@ def test_port_outlives_the_end_of_descriptors(pair: Pair, caplog: pytest.LogCapt
         return "took no connection" in caplog.text
 
     with few_descriptors(spare=24):
-        until(full, 60.0)
+        until(full)
         for one in (*noise, *sockets):
             one.close()
     assert len(noise) > 3
@@ -102,7 +103,7 @@ def test_strangers_take_so_many_threads_and_a_peer_comes_in_meanwhile(pair: Pair
     with contextlib.ExitStack() as stack:
         for _ in range(3 * entrance.MOST_STRANGERS):
             stack.enter_context(connected(pair))
-        until(lambda: threads() == entrance.MOST_STRANGERS, 60.0)
+        until(lambda: threads() == entrance.MOST_STRANGERS)
         arrives(pair)
         assert threads() <= entrance.MOST_STRANGERS + 1
 
@@ -110,7 +111,7 @@ def test_strangers_take_so_many_threads_and_a_peer_comes_in_meanwhile(pair: Pair
 def test_room_is_made_by_the_address_that_has_the_most(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entrance, "MOST_STRANGERS", 3)
     with connected(pair, "127.0.0.2") as first, contextlib.ExitStack() as stack:
-        until(lambda: threads() == 1, 60.0)
+        until(lambda: threads() == 1)
         for _ in range(6):
             stack.enter_context(connected(pair, "127.0.0.3"))
         first.settimeout(0.5)
@@ -131,7 +132,7 @@ def test_strangers_get_one_line_of_the_log(pair: Pair, caplog: pytest.LogCapture
             one.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with contextlib.suppress(OSError):
                 one.recv(100)
-    until(lambda: threads() == 0, 60.0)
+    until(lambda: threads() == 0)
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1
     assert "no other agent's" in warnings[0].getMessage()
@@ -205,7 +206,7 @@ def test_streams_of_one_node_are_so_many(
     other = Identity.make("c")
     pair = register(Pair(lambda identity: {"n0": identity.certificate, "n2": other.certificate}))
     with spoken_to(pair, pair.mine), spoken_to(pair, pair.mine):
-        until(lambda: sum(bool(guest.nodes) for guest in pair.server._entrance._guests) == 2, 60.0)
+        until(lambda: sum(bool(guest.nodes) for guest in pair.server._entrance._guests) == 2)
         with pytest.raises(StreamFailed):
             pair.send(snapshot())
         sender = Sender(other)

@@ -14,11 +14,12 @@ from msgspec.structs import replace
 from elasticd.config.tree import AgentSection, ClusterSection, Config
 from elasticd.records import DoneRecord, Keys, NodeRecord, PlanRecord, decode, encode
 from elasticd.store.memory import MemoryStore
+from elasticd.testing.waiting import until
 from elasticd.wire.messages import Hello, Recorded, Welcome
 from elasticd.wire.snapshots import Fetch, Fetched, Freed, Held, Keeps, Snapped, Whole
 from tests import sizes
 from tests.agent.snapshots import dying_agent, memory, plan_of, read
-from tests.agent.support import CLUSTER, Leader, Node, RunningAgent, Trainer, closing_all, spec, until
+from tests.agent.support import CLUSTER, Leader, Node, RunningAgent, Trainer, closing_all, spec
 from tests.descriptors import open_descriptors
 
 KEYS = Keys(cluster=CLUSTER)
@@ -35,7 +36,7 @@ class Scene(Node):
             section = AgentSection(node=node, socket=self.at(node), devices=2, memory=1 << 20, snapshot_mib=mib)
             config = Config(cluster=ClusterSection(name=CLUSTER), agent=section)
             running.append(self.register(RunningAgent(config, MemoryStore(self.server), 60)))
-            until(lambda node=node: self.store.get(KEYS.node(node)), WAIT)
+            until(lambda node=node: self.store.get(KEYS.node(node)))
         return running
 
     def at(self, node: str) -> str:
@@ -98,7 +99,7 @@ def latest(leader: Leader, node: str) -> Keeps | None:
 
 
 def kept(leader: Leader, node: str, *expected: tuple[str, int]) -> None:
-    until(lambda: told(leader, node) == sorted(expected), WAIT)
+    until(lambda: told(leader, node) == sorted(expected))
 
 
 def test_snapshot_is_kept_here_and_on_the_next_node_and_both_say_so(scene: Scene) -> None:
@@ -230,7 +231,7 @@ def test_end_of_the_job_frees_everything(scene: Scene) -> None:
     kept(leader, "n1", ("n0/0", 1))
     scene.store.put(KEYS.job(JOB, "done"), encode(DoneRecord(step=9, epoch=leader.epoch)))
     for node in ("n0", "n1"):
-        until(lambda node=node: getattr(latest(leader, node), "snapshots", None) == (), WAIT)
+        until(lambda node=node: getattr(latest(leader, node), "snapshots", None) == ())
     worker.snap(2)
     heard = [worker.trainer.hear() for _ in range(3)]
     assert Freed(plan=1, step=1) in heard
@@ -286,7 +287,7 @@ def test_new_incarnation_on_the_device_is_told_when_the_old_ones_memory_is_free(
     old.snap(1)
     kept(leader, "n0", ("n0/0", 1))
     old.trainer.close()
-    until(lambda: scene.store.get(KEYS.member(JOB, "n0/0")) is None, WAIT)
+    until(lambda: scene.store.get(KEYS.member(JOB, "n0/0")) is None)
     new = scene.worker("n0")
     new.snap(2)
     leader.send(Whole(job=JOB, plan=1, step=2))
@@ -315,7 +316,7 @@ def test_snapshot_without_its_memory_is_given_back(scene: Scene) -> None:
 def test_records_of_the_nodes_say_where_and_by_what_they_are_known(scene: Scene) -> None:
     leader = scene.leader()
     scene.start("n0")
-    until(lambda: leader.heard, WAIT)
+    until(lambda: leader.heard)
     found = scene.store.get(KEYS.node("n0"))
     assert found is not None
     record = decode(found.value, NodeRecord)
@@ -339,7 +340,7 @@ def test_descriptors_do_not_grow_over_many_snapshots(scene: Scene) -> None:
     def take(step: int) -> None:
         worker.snap(step, os.urandom(50_000))
         try:
-            until(lambda: both(step), WAIT)
+            until(lambda: both(step))
         except AssertionError as error:
             raise AssertionError(f"step {step}: {[told(leader, node) for node in ('n0', 'n1')]}") from error
         leader.send(Whole(job=JOB, plan=1, step=step))
@@ -351,4 +352,4 @@ def test_descriptors_do_not_grow_over_many_snapshots(scene: Scene) -> None:
     settled = len(open_descriptors())
     for step in range(11, sizes.number(full=211, quick=51)):
         take(step)
-    until(lambda: len(open_descriptors()) <= settled + sizes.number(full=4, quick=2), WAIT)
+    until(lambda: len(open_descriptors()) <= settled + sizes.number(full=4, quick=2))

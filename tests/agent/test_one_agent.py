@@ -9,8 +9,9 @@ import pytest
 from elasticd_agent.registration import NodeTaken
 
 from elasticd.records import Keys, NodeRecord, decode, encode
+from elasticd.testing.waiting import until
 from elasticd.wire import unix_socket
-from tests.agent.support import CLUSTER, Node, closing_all, until
+from tests.agent.support import CLUSTER, Node, closing_all
 
 KEYS = Keys(cluster=CLUSTER)
 

@@ -15,8 +15,9 @@ from elasticd_agent import orphans
 from elasticd_agent.orphans import Torchruns
 
 from elasticd.system import process_mark
+from elasticd.testing.waiting import until
 from elasticd.wire.unix_socket import SOCKET_VARIABLE
-from tests.agent.support import closing_all, until
+from tests.agent.support import closing_all
 from tests.agent.test_torchrun import Nodes
 from tests.torchruns import environment
 
@@ -42,10 +43,10 @@ def test_a_worker_that_still_imports_does_not_outlive_its_torchrun(tmp_path: Pat
         torchrun = subprocess.Popen(command, env=environment(), start_new_session=True)
         marks: list[str | None] = []
         try:
-            marks += [process_mark.mark(pid) for pid in until(lambda: _both(tmp_path / "out"), 60)]
+            marks += [process_mark.mark(pid) for pid in until(lambda: _both(tmp_path / "out"))]
             torchrun.kill()
             torchrun.wait()
-            until(lambda: not any(mark and process_mark.alive(mark) for mark in marks), 60)
+            until(lambda: not any(mark and process_mark.alive(mark) for mark in marks))
         finally:
             torchrun.kill()
             torchrun.wait()

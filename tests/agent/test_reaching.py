@@ -12,9 +12,10 @@ from elasticd_agent import peer_reachability
 from elasticd_agent.peer_reachability import Reaching, unreached
 
 from elasticd.records import Keys, NodeRecord, decode
+from elasticd.testing.waiting import until
 from elasticd.wire.agent_orders import TryReach
 from elasticd.wire.probes import Unreached
-from tests.agent.support import CLUSTER, Node, closing_all, until
+from tests.agent.support import CLUSTER, Node, closing_all
 
 
 def full() -> tuple[socket.socket, list[socket.socket]]:

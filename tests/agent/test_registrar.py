@@ -12,7 +12,7 @@ from elasticd_agent.registration import Registrar
 from elasticd.records import Keys, NodeRecord
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Compare, Op, OutcomeUnknown, Put, StoreRefused, TransactResult
-from tests.agent.support import until
+from elasticd.testing.waiting import until
 
 KEYS = Keys(cluster="test")
 LARGE, SMALL = KEYS.root + "large", KEYS.root + "small"

@@ -13,9 +13,10 @@ from elasticd_agent import restart_rendezvous
 from elasticd.records import Keys
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import Watch
+from elasticd.testing.waiting import until
 from elasticd.wire.messages import Rejected
 from elasticd.wire.rendezvous import Attend, Attending, Present, ReadRound, RoundAnswer, WriteRound
-from tests.agent.support import CLUSTER, Node, Trainer, closing_all, until
+from tests.agent.support import CLUSTER, Node, Trainer, closing_all
 
 KEYS = Keys(cluster=CLUSTER)
 
@@ -83,7 +84,7 @@ def test_torchrun_that_hangs_up_at_once_leaves_no_watch(node: Node, watched: lis
         torchrun.close()
     attending(node, "job").close()
     of_job = [watch for prefix, watch in watched if prefix == KEYS.rendezvous("job")]
-    until(lambda: all(watch.cancelled for watch in of_job), 60.0)
+    until(lambda: all(watch.cancelled for watch in of_job))
 
 
 def test_torchrun_that_writes_again_and_again_does_not_fill_the_store(

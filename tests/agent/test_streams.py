@@ -15,9 +15,9 @@ from elasticd_agent.snapshots.store import NoRoom, Snapshot, Vault
 from elasticd_agent.snapshots.tls import Identity
 from elasticd_agent.snapshots.transfer import Sender, Server
 
+from elasticd.testing.waiting import until
 from elasticd.wire.snapshots import Held
 from tests.agent.snapshots import content, dying_agent, plan_of, snapshot
-from tests.agent.support import until
 
 
 class Pair:
@@ -138,7 +138,7 @@ def test_what_is_revoked_while_it_is_sent_does_not_arrive(
             return False
         return True
 
-    until(room, 60.0)  # what it was to have is free again
+    until(room)  # what it was to have is free again
 
 
 def test_memory_file_that_is_too_short_does_not_arrive(make: Callable[..., Pair]) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from elasticd.config.tree import AgentSection, ClusterSection, Config
 from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.testing.waiting import until
 from elasticd.wire.messages import Goodbye, Hello, Join, Leave, WorkerLost
-from tests.agent.support import CLUSTER, Leader, RunningAgent, closing_all, until
+from tests.agent.support import CLUSTER, Leader, RunningAgent, closing_all
 from tests.torchruns import UNSET, Torchrun
 
 pytestmark = pytest.mark.slow
@@ -165,7 +166,7 @@ def test_script_that_cannot_start_ends_torchrun_with_two_lines_of_ours_and_no_tr
 def test_killed_torchrun_takes_its_leave_through_its_agent(cluster: Callable[[int], Nodes]) -> None:
     nodes = cluster(2)
     alone = nodes.torchrun("alpha")
-    until(lambda: nodes.leader.bodies(Join), seconds=60)
+    until(lambda: nodes.leader.bodies(Join))
     alone.process.kill()
     code, _ = alone.ended()
     assert code != 0

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.runtime.control.agent_client import Control
+from elasticd.testing.waiting import until
 from elasticd.wire import messages, unix_socket
 from elasticd.wire.messages import Goodbye, Hello, Recorded, ToWorker, Welcome
 from elasticd.wire.snapshots import Fetched, Freed, Held, Snapped, Whole
 from tests.agent.snapshots import memory, plan_of, read
-from tests.agent.support import Node, closing_all, spec, until
+from tests.agent.support import Node, closing_all, spec
 from tests.descriptors import open_descriptors
 from tests.etcds import SharedEtcd
 
@@ -43,7 +45,7 @@ class Worker:
 
     def held(self, step: int, size: int) -> Held:
         me = self.control.welcome
-        node = me.device.rpartition("/")[0]
+        node = node_of(me.device)
         return Held(
             job="job",
             device=me.device,
@@ -79,9 +81,9 @@ def test_snapshot_goes_to_the_agent_and_comes_back(tmp_path: Path, register: Cal
     held = worker.snap(4, data)
     assert worker.fetch(held) == data
     worker.snap(5, data)
-    until(lambda: leader.keeps and len(leader.keeps[-1][1].snapshots) == 2, WAIT)
+    until(lambda: leader.keeps and len(leader.keeps[-1][1].snapshots) == 2)
     leader.send(Whole(job="job", plan=1, step=5))
-    until(lambda: Freed(plan=1, step=4) in worker.heard, WAIT)
+    until(lambda: Freed(plan=1, step=4) in worker.heard)
     with pytest.raises(OSError, match="no snapshot of n0/0 at step 4 of plan 1 is kept on node n0"):
         worker.control.fetch(held, WAIT)
 
@@ -124,7 +126,7 @@ def test_agent_that_hangs_or_ends_fails_what_is_fetched(
     worker = Worker(agent.path)
     register(worker)
     held = worker.held(1, 5)
-    until(lambda: agent.ends, WAIT)
+    until(lambda: agent.ends)
     before = open_descriptors()
     with pytest.raises(TimeoutError):
         worker.control.fetch(held, 0.1)
@@ -132,7 +134,7 @@ def test_agent_that_hangs_or_ends_fails_what_is_fetched(
     unix_socket.send(agent.ends[0], messages.encode(Fetched(held=held)), fd)  # too late: nobody waits for it
     os.close(fd)
     unix_socket.send(agent.ends[0], messages.encode(Recorded(number=7)))
-    until(lambda: worker.heard, WAIT)
+    until(lambda: worker.heard)
     assert open_descriptors() <= before
 
     def hang_up() -> None:
@@ -152,7 +154,7 @@ def test_snapshots_wait_for_an_agent_that_is_slow_to_read(
     register(agent)
     worker = Worker(agent.path)
     register(worker)
-    until(lambda: agent.ends, WAIT)
+    until(lambda: agent.ends)
     before = open_descriptors()
     for step in range(500):  # more than the socket takes without a reader
         worker.snap(step, str(step).encode())
@@ -162,7 +164,7 @@ def test_snapshots_wait_for_an_agent_that_is_slow_to_read(
         assert b'"step":%d,' % step in data
         assert fd is not None
         assert read(fd) == str(step).encode()
-    until(lambda: open_descriptors() <= before, WAIT)
+    until(lambda: open_descriptors() <= before)
 
 
 def test_worker_hears_of_a_new_connection_and_goes_on(tmp_path: Path, shared_etcd: SharedEtcd) -> None:
@@ -190,7 +192,7 @@ def test_worker_hears_of_a_new_connection_and_goes_on(tmp_path: Path, shared_etc
             processes[0].send_signal(signal.SIGKILL)
             processes[0].wait()
             processes.append(agent())
-            until(lambda: any(isinstance(word, Welcome) for word in worker.heard), WAIT)
+            until(lambda: any(isinstance(word, Welcome) for word in worker.heard))
             with pytest.raises(OSError, match="no snapshot"):
                 worker.control.fetch(first, WAIT)
             second = worker.snap(2, b"two")

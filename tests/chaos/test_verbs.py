@@ -16,8 +16,9 @@ from elasticd.cli.app import elasticd
 from elasticd.client import Api, CannotReach
 from elasticd.machines.job.state.job_state import Settings
 from elasticd.store.memory import MemoryStore
+from elasticd.testing.waiting import until
 from tests.integration import train
-from tests.integration.cluster import Cluster, until
+from tests.integration.cluster import Cluster
 from tests.integration.test_switches import plan_of, stage
 
 SCRIPT = Path(train.__file__)
@@ -59,7 +60,7 @@ def test_signals_reach_the_worker_that_is_meant(cluster: Cluster) -> None:
         until(lambda: status(cluster, "b/0") != psutil.STATUS_STOPPED)
         chaos.kill("b/0")
         assert cluster.workers["b/0"].wait(60) == -signal.SIGKILL
-        until(lambda: cluster.events("fenced"), 60)
+        until(lambda: cluster.events("fenced"))
         assert cluster.workers["a/0"].poll() is None
     assert [event["data"]["how"] for event in cluster.events("chaos")] == ["freeze", "thaw", "kill"]
 
@@ -82,17 +83,17 @@ def test_a_cut_agent_is_away_until_it_is_healed_and_its_worker_trains_on(cluster
     before = cluster.job()["step"]
     until(lambda: (cluster.job()["step"] or 0) > before + 3)
     key = cluster.coordinator.keys.node("b")
-    until(lambda: MemoryStore(cluster.server).get(key) is None, 60)
+    until(lambda: MemoryStore(cluster.server).get(key) is None)
     with Api(url) as api:
         with pytest.raises(CannotReach, match="is cut already"):
             Chaos(api).cut("b")
         with pytest.raises(CannotReach, match="cannot be reached"):
             Chaos(api).kill("b/0")
         Chaos(api).heal("b")
-        until(lambda: connected(cluster, "b"), 60)
+        until(lambda: connected(cluster, "b"))
         with pytest.raises(CannotReach, match="nothing to heal"):
             Chaos(api).heal("b")
-    until(lambda: MemoryStore(cluster.server).get(key), 60)
+    until(lambda: MemoryStore(cluster.server).get(key))
     assert not cluster.events("fenced")
     assert all(worker.poll() is None for worker in cluster.workers.values())
 
@@ -101,8 +102,8 @@ def test_a_cut_agent_is_away_until_it_is_healed_and_its_worker_trains_on(cluster
 def test_a_cut_ends_after_its_seconds(cluster: Cluster) -> None:
     with Api(cluster.coordinator.url) as api:
         Chaos(api).cut("b", 0.5)
-    until(lambda: cluster.events("node_down"), 60)
-    until(lambda: connected(cluster, "b"), 60)
+    until(lambda: cluster.events("node_down"))
+    until(lambda: connected(cluster, "b"))
 
 
 def test_places_that_cannot_be_meant_are_refused_before_anybody_is_asked() -> None:

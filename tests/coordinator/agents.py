@@ -53,7 +53,9 @@ async def coordinating(
         store.close()
 
 
-async def until(reached: Callable[[], bool], seconds: float = 60.0) -> None:
+async def until(reached: Callable[[], bool], seconds: float = 180.0) -> None:
+    """Lets the other tasks of this loop run until something is true (`elasticd.testing.waiting` waits for other
+    threads and processes)."""
     deadline = time.monotonic() + seconds
     while not reached():
         assert time.monotonic() < deadline, "it never came"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
-from collections.abc import Callable
 
 import psutil
 import pytest
@@ -16,6 +14,7 @@ from elasticd_planner.spec.cluster import Cluster, Node
 from elasticd.coordinator import planner_process as module
 from elasticd.coordinator.planner_process import COMMAND, PlannerFailed, Planning, ask, ended, start
 from elasticd.machines.job.state.events import Planned
+from tests.coordinator.agents import until
 from tests.liveness import living
 from tests.machines.cast import model, node_record
 
@@ -31,13 +30,6 @@ def problem() -> Problem:
 def children(what: str = "time.sleep(60)") -> list[psutil.Process]:
     """Of this process, those that live and have this in their command line."""
     return living(psutil.Process().children(), what)
-
-
-async def until(reached: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < deadline, "it never came"
-        await asyncio.sleep(0.01)
 
 
 async def asked(command: tuple[str, ...] = COMMAND) -> Answer:
@@ -130,12 +122,12 @@ def test_a_child_that_was_started_ahead_answers_one_request_after_another() -> N
         (ahead,) = started()
         for token in (1, 2):
             planning.request("demo", token, problem())
-            await until(lambda: len(answers) == token, 180)  # noqa: B023
+            await until(lambda: len(answers) == token)  # noqa: B023
             assert started() == [ahead]
         ahead.kill()
         await until(lambda: not started())
         planning.request("demo", 3, problem())
-        await until(lambda: len(answers) == 3, 180)
+        await until(lambda: len(answers) == 3)
         assert len(started()) == 1
         await planning.close()
         return answers
@@ -154,7 +146,7 @@ def test_of_two_children_that_answered_one_waits_for_the_next_request() -> None:
         planning.request("one", 1, problem())
         planning.request("two", 1, problem())
         await until(lambda: len(started()) == 2)
-        await until(lambda: len(answers) == 2, 180)
+        await until(lambda: len(answers) == 2)
         await until(lambda: len(started()) == 1)
         await planning.close()
         return answers
@@ -171,7 +163,7 @@ def test_a_child_that_a_search_made_large_gives_way_to_another(monkeypatch: pyte
         await until(lambda: len(started()) == 1)
         (large,) = started()
         planning.request("demo", 1, problem())
-        await until(lambda: bool(answers), 180)
+        await until(lambda: bool(answers))
         await until(lambda: len(started()) == 1 and large not in started())
         await planning.close()
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from elasticd.store.etcd import EtcdStore
 from elasticd.store.memory import MemoryServer, MemoryStore
 from elasticd.store.protocol import Store
 from elasticd.store.session import EtcdOptions
+from elasticd.testing.waiting import PATIENCE, until
 from elasticd.wire import messages, unix_socket
 from elasticd.wire.messages import Join, Joined
 from tests import forkserver
@@ -40,22 +41,9 @@ JOB = "job"
 T = TypeVar("T")
 #: Steps of a job that ends when its test says so.
 MANY = 100_000
-
-
 #: How many times slower a device is made. Beside other processes a step of these tiny models takes several
 #: times as long as its blocks are said to take, and most of the slowness is lost in that.
 SLOW = 6.0
-#: Seconds that any condition has at least: a busy machine takes half a minute to start a worker.
-LEAST = 180.0
-
-
-def until(condition: Callable[[], T], seconds: float = 60.0, what: Callable[[], object] = str) -> T:
-    """The first true value of `condition`; fails with `what()` when none comes in time."""
-    deadline = time.monotonic() + max(seconds, LEAST)
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"this never became true: {what()}"
-        time.sleep(0.05)
-    return value
 
 
 class Cluster:
@@ -200,7 +188,7 @@ class Cluster:
     def finish(self) -> int:
         """Lets the job end a few steps from now; how many steps it makes in all. For `train.py`."""
         (self.folder / "end").touch()
-        until(lambda: (self.folder / "last").exists(), what=self.events)
+        until(lambda: (self.folder / "last").exists(), self.events)
         return int((self.folder / "last").read_text())
 
     def rejoin(self, node: str) -> None:
@@ -241,7 +229,7 @@ class Cluster:
 
     def wait(self, seconds: float = 90.0) -> dict[str, int]:
         """The workers' exit codes, once all have ended."""
-        deadline = time.monotonic() + max(seconds, LEAST)
+        deadline = time.monotonic() + max(seconds, PATIENCE)
         codes = {}
         for device, worker in self.workers.items():
             try:
@@ -285,11 +273,15 @@ class Cluster:
             recorded = [e["data"]["step"] for e in self.events("recorded") if e["data"]["number"] == number]
             return bool(recorded) and (job.get("step") or 0) >= recorded[0] + steps
 
-        until(there, seconds, lambda: f"plan {number}; events: {[e['text'] for e in self.events()]}")
+        until(
+            there,
+            lambda: f"plan {number}; events: {[e['text'] for e in self.events()]}",
+            seconds=max(seconds, PATIENCE),
+        )
 
 
 def plan_from(strategies: Any, **fields: Any) -> Plan:
     return Plan(number=0, strategies=strategies, **fields)
 
 
-__all__: Sequence[str] = ["JOB", "Cluster", "plan_from", "until"]
+__all__: Sequence[str] = ["JOB", "Cluster", "plan_from"]

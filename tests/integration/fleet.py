@@ -11,9 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import psutil
@@ -27,6 +27,7 @@ from elasticd.models import DecoderConfig
 from elasticd.store.leader import Leader, read_leader
 from elasticd.store.protocol import StoreError, WatchEvent
 from elasticd.system.parent_death_signal import ending_with_us
+from elasticd.testing.waiting import until
 from tests import forkserver, sizes
 from tests.etcds import SharedEtcd
 from tests.forkserver import Forked
@@ -37,7 +38,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = "test"
 PATIENCE = 120.0
 SCRIPT = Path(train_ledger.__file__)
-T = TypeVar("T")
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,19 +48,6 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     samples: list[int]
     time: float
-
-
-def until(
-    condition: Callable[[], T], what: Callable[[], object], seconds: float = PATIENCE, pause: float = 0.05
-) -> T:
-    """The first true value of `condition`; fails with `what()` when none comes in time. Most conditions ask a
-    coordinator or etcd: those that take long are asked less often than every `pause` seconds."""
-    began = time.monotonic()
-    while not (value := condition()):
-        waited = time.monotonic() - began
-        assert waited < seconds, f"this never became true: {what()}"
-        time.sleep(min(pause + waited / 10, 1.0))
-    return value
 
 
 def job_by(api: Api) -> dict[str, Any]:
@@ -302,7 +289,7 @@ class Fleet:
         def missing() -> str:
             return f"step {goal}, at {self.steps()}\n{self.said()}"
 
-        until(lambda: self.steps() >= goal, missing, seconds, pause)
+        until(lambda: self.steps() >= goal, missing, seconds=seconds, pause=pause)
 
     def largest_gap(self, since: float) -> float:
         """The longest that any worker that lived all the time until now waited for its next step."""

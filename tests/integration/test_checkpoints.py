@@ -14,10 +14,11 @@ import torch
 from elasticd_planner.spec.box import Box
 
 from elasticd.checkpoints.folder import damages, scan
+from elasticd.testing.waiting import until
 from tests import forkserver
 from tests.forkserver import Forked
 from tests.integration import train
-from tests.integration.cluster import JOB, ROOT, Cluster, until
+from tests.integration.cluster import JOB, ROOT, Cluster
 from tests.integration.test_switches import plan_of, stage
 
 SCRIPT = Path(train.__file__)
@@ -47,7 +48,6 @@ def killed(cluster: Cluster, folder: Path, steps: int) -> int:
     cluster.run(SCRIPT, steps=100_000, job=options(folder))
     until(
         lambda: any(item.step >= steps for item in scan(folder)),
-        90,
         lambda: [event["text"] for event in cluster.events()] + [cluster.log(d) for d in cluster.workers],
     )
     for worker in cluster.workers.values():
@@ -208,18 +208,18 @@ def torchrun(cluster: Cluster, workers: int, **options: Any) -> Forked:
 def test_under_real_torchruns_too(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with Cluster({"a": 2}) as cluster:
-        until(lambda: Path(cluster.socket("a")).exists(), 20)
+        until(lambda: Path(cluster.socket("a")).exists())
         process = torchrun(cluster, 2, steps=100_000, job=options(folder))
         try:
             log = cluster.folder / "torchrun.log"
-            until(lambda: any(item.step >= 8 for item in scan(folder)), 90, log.read_text)
+            until(lambda: any(item.step >= 8 for item in scan(folder)), log.read_text)
         finally:
             process.kill()  # its workers end with it
             process.wait()
         step = scan(folder)[0].step
     steps = step + 5
     with Cluster({"a": 1}) as cluster:
-        until(lambda: Path(cluster.socket("a")).exists(), 20)
+        until(lambda: Path(cluster.socket("a")).exists())
         process = torchrun(cluster, 1, steps=steps, job=options(folder))
         try:
             assert process.wait(240) == 0, (cluster.folder / "torchrun.log").read_text()[-3000:]

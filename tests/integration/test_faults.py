@@ -12,9 +12,10 @@ from elasticd_planner.spec.batch import Sampler
 from elasticd.checkpoints.folder import scan
 from elasticd.client import Api
 from elasticd.machines.job.state.job_state import Settings
+from elasticd.testing.waiting import until
 from tests import sizes
 from tests.integration import train
-from tests.integration.cluster import SLOW, Cluster, until
+from tests.integration.cluster import SLOW, Cluster
 from tests.integration.test_switches import check_exactness, plan_of, stage
 
 SCRIPT = Path(train.__file__)
@@ -53,7 +54,7 @@ def test_a_worker_killed_in_the_midst_of_training_costs_one_device() -> None:
         cluster.runs(1, steps=5)
         pids = {device: worker.pid for device, worker in cluster.workers.items()}
         cluster.workers["b/0"].kill()
-        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))
         assert {member["pid"] for member in cluster.job()["members"]} == {pids["a/0"], pids["a/1"]}
         gone_on(cluster)
 
@@ -64,7 +65,7 @@ def test_the_last_survivor_goes_on_alone() -> None:
         cluster.run(SCRIPT)
         cluster.runs(1, steps=5)
         cluster.workers["b/0"].kill()
-        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))
         gone_on(cluster)
 
 
@@ -80,7 +81,6 @@ def test_a_worker_killed_at_any_moment_of_a_switch_costs_one_device(moment: str)
         cluster.pace("a/1", SLOW)
         until(
             lambda: cluster.events("fenced") and cluster.job()["phase"] in ("running", "done"),
-            60,
             lambda: str([event["text"] for event in cluster.events()]),
         )
         gone_on(cluster)
@@ -96,7 +96,7 @@ def sample_of(step: int) -> int:
 def test_an_exception_on_one_device_costs_it_and_nothing_else() -> None:
     with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT, fail=("raise", sample_of(5), "b.sock"))
-        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))
         steps = cluster.finish()
         codes = cluster.wait(120)
         assert codes == {"a/0": 0, "b/0": 1}, {device: cluster.log(device)[-3000:] for device in codes}
@@ -112,7 +112,7 @@ def test_an_exception_in_the_body_of_the_loop_costs_its_device_and_nothing_else(
     """The interpreter drops what the loop runs over before anybody hears of the exception."""
     with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT, fail_after=5)
-        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))
         steps = cluster.finish()
         codes = cluster.wait(120)
         assert codes == {"a/0": 0, "b/0": 1}, {device: cluster.log(device)[-3000:] for device in codes}
@@ -151,7 +151,7 @@ def test_a_main_thread_that_hangs_in_the_loss_costs_one_device(how: str) -> None
     """With "lock" no other thread of the worker runs either, so that it answers nobody."""
     with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT, fail=(how, sample_of(12), "b.sock"))
-        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))
         (told,) = cluster.events("halted")
         assert "worker b/0 stands still in the loss of step 12 for " in told["text"]
         assert ", while a/0 (in " in told["text"]
@@ -172,11 +172,11 @@ def test_a_hang_in_a_jobs_first_step_is_named_and_costs_a_device_at_the_configur
     limited = Settings(retry_seconds=0.5, detect=DetectSettings(outside_seconds=15.0))
     with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=limited) as cluster:
         cluster.run(SCRIPT, fail=(how, sample_of(0), "b.sock"))
-        until(lambda: "waits for" in cluster.job()["reason"], 90, lambda: str(cluster.events()))
+        until(lambda: "waits for" in cluster.job()["reason"], lambda: str(cluster.events()))
         said = cluster.job()["reason"]
         assert said.startswith("waits for worker b/0, which is in the loss (in its plan's first steps) for 1")
         assert not cluster.events("fenced")
-        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))
         (told,) = cluster.events("halted")
         assert "in fail" in told["data"]["stack"]
         assert cluster.events("fenced")[0]["data"]["gone"] == ["b/0"]
@@ -192,9 +192,9 @@ def test_an_agent_that_is_started_again_gets_its_workers_back() -> None:
         cluster.runs(1, steps=12)
         before = cluster.job()["members"]
         cluster.restart_agent("a")
-        until(lambda: cluster.events("agent_restarted"), 30, lambda: str(cluster.events()))
+        until(lambda: cluster.events("agent_restarted"), lambda: str(cluster.events()))
         cluster.pace("a/1", SLOW)
-        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))
         after = cluster.job()["members"]
         assert [(m["device"], m["incarnation"]) for m in after] == [
             (m["device"], m["incarnation"]) for m in before
@@ -214,10 +214,10 @@ def test_an_agent_that_is_started_again_before_the_first_plan_gets_its_workers_b
     cluster._planner = ("/bin/sh", "-c", waiting, "planner", *cluster._planner)
     with cluster:
         cluster.run(SCRIPT)
-        until(lambda: cluster.job().get("phase") == "planning", 60, lambda: str(cluster.events()))
+        until(lambda: cluster.job().get("phase") == "planning", lambda: str(cluster.events()))
         before = [(member["device"], member["pid"]) for member in cluster.job()["members"]]
         cluster.restart_agent("a")
-        until(lambda: cluster.events("agent_restarted"), 60, lambda: str(cluster.events()))
+        until(lambda: cluster.events("agent_restarted"), lambda: str(cluster.events()))
         let.touch()
         cluster.runs(1, steps=5)
         assert [(member["device"], member["pid"]) for member in cluster.job()["members"]] == before
@@ -235,7 +235,7 @@ def test_a_frozen_worker_is_left_behind_and_joins_again_when_it_thaws() -> None:
         frozen = cluster.workers["b/0"]
         frozen.send_signal(signal.SIGSTOP)
         try:
-            until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+            until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))
             fence = cluster.events("fenced")[-1]
             assert fence["data"]["gone"] == ["b/0"]
             assert "worker b/0 is frozen: it is stopped" in fence["text"]
@@ -243,7 +243,6 @@ def test_a_frozen_worker_is_left_behind_and_joins_again_when_it_thaws() -> None:
             frozen.send_signal(signal.SIGCONT)
         until(
             lambda: any(event["data"].get("device") == "b/0" for event in cluster.events("joined")),
-            60,
             lambda: str(cluster.events()),
         )
         assert frozen.poll() is None, "it stands by, in the same process"
@@ -256,7 +255,7 @@ def test_a_drained_node_is_left_in_the_midst_of_training() -> None:
         cluster.runs(1, steps=5)
         with Api(cluster.coordinator.url) as api:
             api.drain("b", on=True)
-            until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+            until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))
             node = next(node for node in api.status().nodes if node.node == "b")
             assert (node.draining, node.members) == (True, 0)
         assert not cluster.events("fenced")

@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from tests.integration.cluster import SLOW, Cluster, until
+from elasticd.testing.waiting import until
+from tests.integration.cluster import SLOW, Cluster
 from tests.integration.test_older import (
     SCRIPT,
     SETTINGS,
@@ -43,10 +44,10 @@ def test_one_killed_in_the_midst_of_a_move_in_place_costs_the_steps_since_the_sn
         whole_snapshot(cluster, 4)
         survivors = {device: cluster.workers[device].pid for device in ("a/0", "c/0")}
         cluster.pace("a/0", SLOW)
-        until(lambda: cluster.workers["b/0"].poll() is not None, 240, lambda: said(cluster))
+        until(lambda: cluster.workers["b/0"].poll() is not None, lambda: said(cluster), seconds=240)
         assert cluster.workers["b/0"].returncode == -signal.SIGKILL, said(cluster)
         assert proposed_in_place(cluster), said(cluster)
-        until(lambda: len(cluster.events("recorded")) == 2, 240, lambda: said(cluster))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: said(cluster), seconds=240)
         back = recorded_from(cluster)
         assert back >= 4
         assert back % 2 == 0, "nobody has a whole copy: all go back to a snapshot"
@@ -64,7 +65,7 @@ def test_state_that_does_not_fit_twice_moves_in_place_and_training_stays_exact()
         cluster.run(SCRIPT, job={"snapshot_every": 2}, round=ROUND)
         whole_snapshot(cluster, 4)
         cluster.pace("a/0", SLOW)
-        until(lambda: len(cluster.events("recorded")) == 2, 240, lambda: said(cluster))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: said(cluster), seconds=240)
         assert proposed_in_place(cluster), said(cluster)
         back = recorded_from(cluster)
         steps = cluster.finish()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from elasticd.machines.job.state.job_state import Settings
+from elasticd.testing.waiting import until
 from tests import sizes
 from tests.integration import train
-from tests.integration.cluster import Cluster, until
+from tests.integration.cluster import Cluster
 from tests.integration.test_faults import PLANS
 from tests.integration.test_switches import check_exactness, plan_of, stage
 
@@ -41,7 +42,7 @@ def test_one_that_is_told_to_go_leaves_and_nothing_is_lost_or_done_twice(holder:
         pids = {device: worker.pid for device, worker in cluster.workers.items()}
         cluster.workers["b/0"].send_signal(signal.SIGTERM)
         assert cluster.workers["b/0"].wait(180) == 0, cluster.log("b/0")[-3000:]
-        until(lambda: cluster.events("worker_lost"), 60, lambda: texts(cluster))
+        until(lambda: cluster.events("worker_lost"), lambda: texts(cluster))
         (lost,) = cluster.events("worker_lost")
         assert lost["data"]["clean"]
         assert "it was told to go, and the job goes on without it" in lost["text"]
@@ -73,7 +74,7 @@ def test_all_that_are_told_to_go_end_the_job_which_says_so(how: str) -> None:
         assert set(codes.values()) == {1}
         why = "all workers were told to go (SIGTERM)" if how == "SIGTERM" else "stopped by alice@host"
         assert f"{why}, after step" in cluster.log("a/0")
-        until(lambda: cluster.job()["phase"] == "stopped", 60, lambda: texts(cluster))
+        until(lambda: cluster.job()["phase"] == "stopped", lambda: texts(cluster))
 
 
 @pytest.mark.slow
@@ -83,7 +84,7 @@ def test_one_that_cannot_wait_is_a_loss_like_any_other() -> None:
         cluster.run(SCRIPT, **{"b/0": {"job": {"grace": 0.0}}})
         cluster.runs(1, steps=5)
         cluster.workers["b/0"].send_signal(signal.SIGTERM)
-        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: texts(cluster))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: texts(cluster))
         steps = cluster.finish()
         codes = cluster.wait(120)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-3000:] for device in codes}

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from elasticd.testing.waiting import until
 from tests.etcds import SharedEtcd
 from tests.integration import train
-from tests.integration.fleet import Fleet, exact, until
+from tests.integration.fleet import Fleet, exact
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

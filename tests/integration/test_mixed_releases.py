@@ -15,8 +15,9 @@ import pytest
 
 import elasticd
 from elasticd.store.leader import Leader
+from elasticd.testing.waiting import until
 from tests.etcds import SharedEtcd
-from tests.integration.fleet import Fleet, exact, until
+from tests.integration.fleet import Fleet, exact
 from tests.releases import kept
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

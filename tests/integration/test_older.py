@@ -11,9 +11,10 @@ import torch
 from elasticd_planner.spec.box import Box
 
 from elasticd.machines.job.state.job_state import Settings
+from elasticd.testing.waiting import until
 from tests import sizes
 from tests.integration import train
-from tests.integration.cluster import Cluster, until
+from tests.integration.cluster import Cluster
 from tests.integration.test_switches import plan_of, stage
 
 SCRIPT = Path(train.__file__)
@@ -63,7 +64,7 @@ def recorded_from(cluster: Cluster) -> int:
 
 
 def whole_snapshot(cluster: Cluster, least: int) -> None:
-    until(lambda: (cluster.job().get("snapshot") or 0) >= least, 120, lambda: said(cluster))
+    until(lambda: (cluster.job().get("snapshot") or 0) >= least, lambda: said(cluster))
 
 
 @pytest.mark.slow
@@ -73,7 +74,7 @@ def test_survivors_go_back_to_the_dead_ones_snapshot() -> None:
         whole_snapshot(cluster, 4)
         survivor = cluster.workers["a/0"].pid
         cluster.workers["b/0"].kill()
-        until(lambda: len(cluster.events("recorded")) == 2, 120, lambda: said(cluster))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: said(cluster))
         back = recorded_from(cluster)
         assert back >= 4
         assert back % 2 == 0
@@ -89,9 +90,9 @@ def test_survivors_go_back_to_a_checkpoint(tmp_path: Path) -> None:
     with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
         folder = {"checkpoint": str(tmp_path / "kept"), "checkpoint_every": 3}
         cluster.run(SCRIPT, job=folder)
-        until(lambda: len(cluster.events("checkpoint")) >= 2, 120, lambda: said(cluster))
+        until(lambda: len(cluster.events("checkpoint")) >= 2, lambda: said(cluster))
         cluster.workers["b/0"].kill()
-        until(lambda: len(cluster.events("recorded")) == 2, 120, lambda: said(cluster))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: said(cluster))
         back = recorded_from(cluster)
         assert back >= 3
         assert back % 3 == 0
@@ -111,12 +112,12 @@ def test_a_job_whose_workers_all_die_waits_and_goes_on_from_its_snapshot_when_th
         whole_snapshot(cluster, 4)
         cluster.workers["a/0"].kill()
         if apart:  # the job waits for capacity already, as there is no plan for what is left
-            until(lambda: "no plan for" in cluster.job()["reason"], 120, lambda: said(cluster))
+            until(lambda: "no plan for" in cluster.job()["reason"], lambda: said(cluster))
         cluster.workers["b/0"].kill()
-        until(lambda: "no worker is left" in cluster.job()["reason"], 120, lambda: said(cluster))
+        until(lambda: "no worker is left" in cluster.job()["reason"], lambda: said(cluster))
         assert "the state is safe in snapshots of step" in cluster.job()["reason"]
         again(cluster, options)
-        until(lambda: len(cluster.events("recorded")) == 2, 120, lambda: said(cluster))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: said(cluster))
         back = recorded_from(cluster)
         steps = cluster.finish()
         assert set(cluster.wait(120).values()) == {0}, said(cluster)
@@ -129,7 +130,7 @@ def test_without_any_older_state_the_job_stops_and_names_what_is_lost() -> None:
         cluster.run(SCRIPT)
         cluster.runs(1, steps=5)
         cluster.workers["b/0"].kill()
-        until(lambda: cluster.events("stopped"), 120, lambda: said(cluster))
+        until(lambda: cluster.events("stopped"), lambda: said(cluster))
         assert "state is lost: " in cluster.job()["reason"]
         assert "no snapshot or checkpoint to go back to" in cluster.job()["reason"]
         assert cluster.wait(60)["a/0"] == 1

@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from elasticd.store.leader import Leader
+from elasticd.testing.waiting import until
 from tests import sizes
 from tests.integration import train
-from tests.integration.fleet import Fleet, exact, until
+from tests.integration.fleet import Fleet, exact
 from tests.integration.trio import NAMES, Relay, Trio
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -202,7 +203,7 @@ def test_all_of_etcd_is_down_and_comes_back(job: Fleet) -> None:
     longest, revision = calm(job), job.revision()
     since = time.monotonic()
     job.etcd.kill(*NAMES)
-    until(lambda: time.monotonic() > since + DOWN_SECONDS, job.said, DOWN_SECONDS + 60)
+    until(lambda: time.monotonic() > since + DOWN_SECONDS, job.said, seconds=DOWN_SECONDS + 60)
     job.advanced(10)
     job.etcd.start(*NAMES)
     leads_all(job)
@@ -273,7 +274,7 @@ def test_death_while_all_of_etcd_is_down_waits_for_it_and_is_dealt_with_then(job
     job.etcd.kill(*NAMES)
     victim.kill()
     until(lambda: job.job_at(leader.value).get("phase") == "recovering", job.said)
-    until(lambda: time.monotonic() > since + DOWN_SECONDS, job.said, DOWN_SECONDS + 60)
+    until(lambda: time.monotonic() > since + DOWN_SECONDS, job.said, seconds=DOWN_SECONDS + 60)
     stood = job.steps()
     assert job.job_at(leader.value).get("phase") == "recovering", "nothing is decided without etcd"
     job.etcd.start(*NAMES)

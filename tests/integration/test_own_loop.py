@@ -13,8 +13,9 @@ from elasticd_planner.spec.batch import Sampler
 
 from elasticd.checkpoints.folder import damages, scan
 from elasticd.machines.job.state.job_state import Settings
+from elasticd.testing.waiting import until
 from tests.integration import train, train_loop
-from tests.integration.cluster import ROOT, Cluster, until
+from tests.integration.cluster import ROOT, Cluster
 from tests.integration.test_checkpoints import ledger as all_lines
 from tests.integration.test_switches import check_exactness, plan_of, stage
 

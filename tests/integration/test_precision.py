@@ -12,9 +12,10 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Plan, StatePolicy, Strategy
 from msgspec import structs
 
+from elasticd.testing.waiting import until
 from tests.integration import test_faults as faults
 from tests.integration import train
-from tests.integration.cluster import SLOW, Cluster, until
+from tests.integration.cluster import SLOW, Cluster
 from tests.integration.test_switches import SCRIPT, SETTINGS, plan_of, stage
 
 
@@ -58,7 +59,7 @@ def test_a_worker_killed_in_float16_costs_its_device_and_no_step() -> None:
         cluster.run(SCRIPT, zero=1, replicas=2, job={"precision": "fp16"})
         cluster.runs(1, steps=5)
         cluster.workers["b/0"].kill()
-        until(lambda: len(cluster.events("recorded")) == 2, 60, lambda: str(cluster.events()))
+        until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))
         steps = cluster.finish()
         codes = cluster.wait(120)
         assert codes.pop("b/0") == -signal.SIGKILL

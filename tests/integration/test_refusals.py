@@ -14,9 +14,10 @@ from elasticd_agent.daemon import Agent
 from elasticd.config.tree import with_overrides
 from elasticd.coordinator.leader import Refused
 from elasticd.store.memory import MemoryStore
+from elasticd.testing.waiting import until
 from tests import forkserver
 from tests.integration import train
-from tests.integration.cluster import JOB, Cluster, until
+from tests.integration.cluster import JOB, Cluster
 from tests.integration.test_switches import SETTINGS, plan_of, stage
 
 SCRIPT = Path(train.__file__)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from elasticd.store.server import EtcdServer
+from elasticd.testing.waiting import until
 from tests import sizes
 from tests.etcds import SharedEtcd
-from tests.integration.cluster import until
 from tests.integration.torchruns import EXAMPLES, RestartJob
 from tests.liveness import living
 from tests.torchruns import end
@@ -71,7 +71,7 @@ def test_torchrun_killed_takes_its_workers_along_and_the_others_go_on(shared_etc
         b = job.start("b")
         job.runs(2)
         orphans = b.kill()
-        until(lambda: not living(orphans), 60)
+        until(lambda: not living(orphans))
         job.runs(1)
 
 
@@ -89,7 +89,7 @@ def test_etcd_that_is_killed_and_started_again_restarts_nobody() -> None:
         assert [run.workers() for run in runs] == workers
         # And a death is still seen, and all start again in a round that is made in the new one.
         os.kill(workers[1][0], signal.SIGKILL)
-        until(lambda: runs[0].workers() and runs[0].workers() != workers[0], 60, job.said)
+        until(lambda: runs[0].workers() and runs[0].workers() != workers[0], job.said)
         job.runs(2)
 
 
@@ -103,7 +103,7 @@ def test_agent_that_is_started_again_restarts_nobody(shared_etcd: SharedEtcd) ->
         assert [run.workers() for run in runs] == workers
         # And it is attended to again: a death is still seen.
         os.kill(workers[1][0], signal.SIGKILL)
-        until(lambda: runs[0].workers() and runs[0].workers() != workers[0], 60, job.said)
+        until(lambda: runs[0].workers() and runs[0].workers() != workers[0], job.said)
         job.runs(2)
 
 
@@ -122,7 +122,7 @@ def test_watch_tells_the_straggler_apart_though_all_wait_for_it(script: Path, sh
     with RestartJob(shared_etcd, {"a": 1, "b": 1}, WATCHED, *options, nnodes="2") as job:
         job.start("a")
         job.start("b", "--pause=0.4")
-        until(lambda: "slow" in {event["kind"] for event in job.cluster.events()}, 120, job.said)
+        until(lambda: "slow" in {event["kind"] for event in job.cluster.events()}, job.said)
         shown = job.status()
         slow, fast = shown["devices"]["b/0"], shown["devices"]["a/0"]
         assert slow["ratio"] > 3, shown
@@ -141,9 +141,9 @@ def test_slow_node_is_left_out_where_going_on_without_it_is_faster_and_stands_by
     with RestartJob(shared_etcd, {"a": 1, "b": 1, "c": 1}, WATCHED, *options, nnodes="1:3") as job:
         runs = {node: job.start(node) for node in "ac"}
         slow = job.start("b", "--pause=1.5")
-        until(lambda: job.cluster.events("excluded"), 200, job.said)
+        until(lambda: job.cluster.events("excluded"), job.said, seconds=200)
         job.runs(2, steps=20)
-        until(lambda: "this node stands by" in slow.said, 60, job.said)
+        until(lambda: "this node stands by" in slow.said, job.said)
         assert slow.workers() == []
         assert slow.process.poll() is None
         codes = [run.wait() for run in (*runs.values(), slow)]

@@ -11,8 +11,9 @@ from elasticd_planner.detection.settings import DetectSettings
 from elasticd.chaos.client import Chaos
 from elasticd.client import Api, CannotReach
 from elasticd.machines.job.state.job_state import Settings
+from elasticd.testing.waiting import until
 from tests.integration import train, train_shifting
-from tests.integration.cluster import JOB, Cluster, until
+from tests.integration.cluster import JOB, Cluster
 
 SCRIPT = Path(train_shifting.__file__)
 #: Bytes of a device: two replicas fit with windows of 512 tokens, with 2,048 only half of the model does.
@@ -40,7 +41,7 @@ class Shifting:
             Chaos(api).shift(JOB, tokens)
 
     def told(self, kind: str, times: int) -> None:
-        until(lambda: len(self.cluster.events(kind)) >= times, 300, self.events)
+        until(lambda: len(self.cluster.events(kind)) >= times, self.events, seconds=300)
 
     def becomes(self, shape: list[int], sequence: int) -> dict[str, Any]:
         def there() -> bool:
@@ -48,7 +49,7 @@ class Shifting:
                 assert worker.poll() in (None, 0), f"{device}: {self.cluster.log(device)[-3000:]}"
             return bool(self.plan()) and (self.shape(), self.plan()["sequence"]) == (shape, sequence)
 
-        until(there, 300, self.events)
+        until(there, self.events, seconds=300)
         return self.plan()
 
     def events(self) -> str:
@@ -67,7 +68,7 @@ def test_a_job_switches_when_its_data_shifts_and_back_and_never_for_a_shift_that
         job.shift(512)
         job.becomes([1, 1], 512)
         job.told("shifted", 1)
-        until(lambda: len(cluster.events("kept_plan")) > kept, 300, job.events)
+        until(lambda: len(cluster.events("kept_plan")) > kept, job.events, seconds=300)
         assert job.shape() == [1, 1]
         proposed = len(cluster.events("proposed"))
 

@@ -12,9 +12,10 @@ from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.machines.job.state.job_state import Settings
+from elasticd.testing.waiting import until
 from tests import sizes
 from tests.integration import train
-from tests.integration.cluster import SLOW, Cluster, until
+from tests.integration.cluster import SLOW, Cluster
 
 SCRIPT = Path(train.__file__)
 SETTINGS = Settings(retry_seconds=0.5)
@@ -83,7 +84,7 @@ def until_third(cluster: Cluster) -> None:
         plan = cluster.job().get("plan")
         return bool(plan) and plan["number"] >= 3 and "a/2" in plan["binding"]
 
-    until(there, 180, lambda: f"a/2 joins again: {[e['text'] for e in cluster.events()]}")
+    until(there, lambda: f"a/2 joins again: {[e['text'] for e in cluster.events()]}")
 
 
 def check_exactness(cluster: Cluster, steps: int, plans: int = 3) -> None:
@@ -119,8 +120,8 @@ def test_a_plan_that_one_rank_refuses_is_given_up_and_training_goes_on_exactly(m
         cluster.run(SCRIPT, **{"b/0": {"refuse": moment}})
         cluster.runs(1, steps=12)
         cluster.pace("a/1", SLOW)
-        until(lambda: cluster.events("aborted"), 60, lambda: str([e["text"] for e in cluster.events()]))
-        until(lambda: cluster.job()["phase"] == "running", 30)
+        until(lambda: cluster.events("aborted"), lambda: str([e["text"] for e in cluster.events()]))
+        until(lambda: cluster.job()["phase"] == "running")
         assert cluster.job()["plan"]["number"] == 1
         steps = cluster.finish()
         codes = cluster.wait()

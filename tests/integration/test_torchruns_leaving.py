@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from elasticd.testing.waiting import until
 from tests.etcds import SharedEtcd
 from tests.integration import train
-from tests.integration.fleet import Fleet, until
+from tests.integration.fleet import Fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,7 +34,7 @@ def job(shared_etcd: SharedEtcd) -> Iterator[Fleet]:
             fleet.agent(node, 1)
         for node in NODES:
             fleet.run(node, 1, str(len(NODES)), FOREVER, micro_batch=train.BATCH // len(NODES))
-        until(lambda: len(binding(fleet)) == len(NODES), fleet.said, 300)
+        until(lambda: len(binding(fleet)) == len(NODES), fleet.said, seconds=300)
         fleet.advanced(10)
         yield fleet
 

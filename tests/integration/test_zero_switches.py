@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from elasticd_planner.spec.plan import StatePolicy
 
-from tests.integration.cluster import SLOW, Cluster, until
+from elasticd.testing.waiting import until
+from tests.integration.cluster import SLOW, Cluster
 from tests.integration.test_switches import SCRIPT, SETTINGS, check_exactness, plan_of, stage
 
 PLANS = {
@@ -42,14 +43,14 @@ def test_state_policies_switch_in_place_and_training_stays_that_of_one_process()
         cluster.runs(1, steps=12, seconds=150)
         assert cluster.job()["plan"]["state"] == {"zero": 1, "replicas": 2}
         cluster.pace("a/1", SLOW)
-        carried = until(lambda: with_carriers(cluster), 90, lambda: [e["text"] for e in cluster.events()])
+        carried = until(lambda: with_carriers(cluster), lambda: [e["text"] for e in cluster.events()])
         assert carried["carriers"] == ("b/0", "b/1")
         assert set(carried["binding"]) == {"a/0", "a/1", "a/2", "b/0", "b/1"}
         cluster.runs(carried["number"], steps=3, seconds=90)
         cluster.pace("a/0", SLOW)
         cluster.pace("a/1", 1.0)
         until(
-            lambda: cluster.job()["plan"]["carriers"] == (), 60, lambda: [e["text"] for e in cluster.events()]
+            lambda: cluster.job()["plan"]["carriers"] == (), lambda: [e["text"] for e in cluster.events()]
         )
         steps = cluster.finish()
         codes = cluster.wait(300)

@@ -13,8 +13,9 @@ import msgspec
 
 from elasticd.config.tree import with_overrides
 from elasticd.store.server import EtcdServer
+from elasticd.testing.waiting import until
 from tests.etcds import SharedEtcd
-from tests.integration.cluster import ROOT, Cluster, until
+from tests.integration.cluster import ROOT, Cluster
 from tests.torchruns import Torchrun
 
 EXAMPLES = ROOT / "examples"
@@ -125,7 +126,7 @@ class RestartJob:
             return sum(run.said.count(f"world {world} loss") for run in self.torchruns)
 
         before = count()
-        until(lambda: count() >= before + steps, seconds, self.said)
+        until(lambda: count() >= before + steps, self.said, seconds=seconds)
 
     def losses(self) -> dict[int, set[str]]:
         """What each step's loss was said to be; a step that was made again says it again."""

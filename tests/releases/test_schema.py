@@ -19,9 +19,10 @@ from elasticd.coordinator.election import CannotLead
 from elasticd.records import SCHEMA_VERSION, Keys, SchemaRecord, decode, encode
 from elasticd.store.leader import RECORD_VERSION, LeaderRecord, campaign, read_leader
 from elasticd.store.memory import MemoryServer, MemoryStore
+from elasticd.testing.waiting import until
 from elasticd.version import __version__
 from elasticd.wire.messages import Closed, Shutdown
-from tests.agent.support import CLUSTER, Node, closing_all, until
+from tests.agent.support import CLUSTER, Node, closing_all
 from tests.coordinator.agents import config, coordinating
 
 KEYS = Keys(cluster="test")

@@ -32,6 +32,7 @@ from elasticd.rendezvous.agent_requests import Asking
 from elasticd.rendezvous.live_mode import AgentCalls, Refusal
 from elasticd.runtime.control.agent_client import Control, RejectedByAgent
 from elasticd.store.protocol import KeyValue
+from elasticd.testing.waiting import until
 from elasticd.version import __version__
 from elasticd.wire import messages, unix_socket
 from elasticd.wire.batching import all_to_leader
@@ -50,7 +51,7 @@ from elasticd.wire.messages import (
     Welcome,
 )
 from elasticd.wire.rendezvous import Attend, Attending, RoundAnswer, Torchrun, Watching
-from tests.agent.support import CLUSTER, Node, closing_all, spec, until
+from tests.agent.support import CLUSTER, Node, closing_all, spec
 from tests.coordinator.agents import coordinating
 from tests.coordinator.agents import until as eventually
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from elasticd_migration.local_state import LocalState, NotElementWise
 from elasticd.runtime.checkpoint.staging import share
 from elasticd.runtime.snapshot.memory_file import read
 from elasticd.runtime.snapshot.snapshotter import Snapper
+from elasticd.testing.waiting import until
 from elasticd.wire.messages import Message, Welcome
 from elasticd.wire.snapshots import Held, Snapped
 from tests.checkpoints.support import THREE
@@ -52,13 +52,6 @@ def state(steps: int) -> LocalState:
 def snapper(agent: Agent, every: int = 1, welcome: Welcome | None = None) -> Snapper:
     me = welcome or Welcome(device=DEVICE, incarnation="aa", address="127.0.0.1")
     return Snapper(every, "job", lambda: me, agent)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def ready(snapper: Snapper, step: int) -> bool:

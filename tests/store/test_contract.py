@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -25,6 +24,7 @@ from elasticd.store.protocol import (
     WatchReset,
     asyncio_sink,
 )
+from elasticd.testing.waiting import until
 
 PATIENCE = 15.0
 
@@ -37,13 +37,6 @@ def next_event(watch: Watch) -> WatchEvent:
 
 def values(watch: Watch, count: int) -> list[bytes]:
     return [next_event(watch).item.value for _ in range(count)]
-
-
-def until(condition, what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def test_a_key_remembers_who_created_and_who_last_changed_it(store, world):
@@ -290,7 +283,7 @@ def test_a_sink_may_use_the_store_and_may_fail_without_losing_what_follows(store
     store.watch(world.prefix + "in/", store.identity().revision + 1, sink)
     for value in (b"1", b"2", b"3"):
         store.put(world.prefix + "in/a", value)
-    until(lambda: len(store.snapshot(world.prefix + "out/").items) == 3, "the sink wrote three keys")
+    until(lambda: len(store.snapshot(world.prefix + "out/").items) == 3)
     assert seen == [b"1", b"2", b"3"]
 
 
@@ -377,7 +370,7 @@ def test_a_change_whose_answer_is_lost_is_unknown_and_settled_by_reading_back(st
     lossy = world.client_that_loses_an_answer()
     with pytest.raises(OutcomeUnknown):
         lossy.transact([Compare.absent(key)], [Put(key, b"first")])
-    until(lambda: store.get(key) is not None, "the change was carried out")
+    until(lambda: store.get(key) is not None)
     revision = store.get(key).mod_revision
 
     lossy = world.client_that_loses_an_answer()

@@ -138,7 +138,7 @@ def timed_task(given: TableProblem, objective: Objective, plan: Plan | None = No
         micro_batch=plan.micro_batch if plan is not None else given.batch.size,
         state=plan.state if plan is not None else problem.freedom.states[0],
         recompute=False,
-        pipelines=len(plan.modules[0].pipelines) if plan is not None else given.pins.dp,
+        pipelines=len(plan.pipelines) if plan is not None else given.pins.dp,
     )
     return task_of(setting.problem(problem), steady=objective == "steady")
 

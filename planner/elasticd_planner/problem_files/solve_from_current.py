@@ -18,7 +18,7 @@ from elasticd_planner.problem_files.file_format import Objective, Planned, Table
 from elasticd_planner.problem_files.solve import figures, solve, task_of
 from elasticd_planner.search.planner import TOLERANCE
 from elasticd_planner.search.task import Task
-from elasticd_planner.spec.cluster import rate_of
+from elasticd_planner.spec.cluster import node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
 from elasticd_planner.spec.plan_summary import describe
 from elasticd_planner.value import Value, refuse
@@ -64,10 +64,10 @@ def solve_near(given: TableProblem, objective: Objective, current: Plan) -> Near
 
 
 def _check(given: TableProblem, current: Plan) -> None:
-    layers = current.modules[0].pipelines[0].layers
+    layers = current.pipelines[0].layers
     if layers != given.model.layers:
         refuse(f"the current plan has {layers} layers, the problem {given.model.layers}")
-    if given.model.times is None and any(p.chunks > 1 for p in current.modules[0].pipelines):
+    if given.model.times is None and any(p.chunks > 1 for p in current.pipelines):
         refuse("the current plan has interleaved stages, of which units know no time: give model.times")
     if current.global_batch != given.batch.global_batch:
         refuse(
@@ -78,21 +78,21 @@ def _check(given: TableProblem, current: Plan) -> None:
 
 def _allowed(given: TableProblem, task: Task, current: Plan) -> bool:
     """Whether the problem and its pins let the plan be one of its own."""
-    pins, pipelines = given.pins, current.modules[0].pipelines
+    pins, pipelines = given.pins, current.pipelines
     stages = [stage for pipeline in pipelines for stage in pipeline.stages]
     widths = {len(stage.devices) for stage in stages}
     if not widths <= set(task.cost.widths(max(widths))) or pins.dp not in (None, len(pipelines)):
         return False
     if given.batch.micro_batch not in (None, current.micro_batch):
         return False
-    slow = {name.rpartition("/")[0] for name, rate in task.rates.items() if rate > 1}
-    normal = {len(s.devices) for s in stages if not slow & {name.rpartition("/")[0] for name in s.devices}}
+    slow = {node_of(name) for name, rate in task.rates.items() if rate > 1}
+    normal = {len(s.devices) for s in stages if not slow & {node_of(name) for name in s.devices}}
     return pins.tp is None or normal <= {pins.tp}
 
 
 def _usable(task: Task, current: Plan) -> bool:
     """Whether its members live and have the memory."""
-    room = {device.name: device.memory for device in task.cluster.devices}
+    room = task.cluster.memory
     if any(name not in room or math.isinf(rate_of(task.rates, name)) for name in current.members):
         return False
     return all(size <= room[name] for name, size in memory_by_device(current, task.cost).items())
@@ -115,7 +115,7 @@ def _near_units(given: TableProblem, objective: Objective, current: Plan, task: 
     options = [current] if usable else []
     for plan in (best.plan, alike.plan):
         if plan is not None:
-            pipelines = nearest(plan.modules[0].pipelines, forms, profile, current)
+            pipelines = nearest(plan.pipelines, forms, profile, current)
             pipelines = lined_up(pipelines, task.cluster, task.rates, profile, current)
             options.append(_with(plan, pipelines, task))
     limit = min(_value(option, task, objective) for option in options) * (1 + TOLERANCE)

@@ -33,9 +33,8 @@ class Evaluate(Protocol):
 
 def form(plan: Plan) -> Form:
     """How many pipelines a plan has, and the size of most of its devices' groups."""
-    pipelines = plan.modules[0].pipelines
-    sizes = Counter(len(stage.devices) for p in pipelines for stage in p.stages for _ in stage.devices)
-    return len(pipelines), sizes.most_common(1)[0][0]
+    sizes = Counter(len(stage.devices) for _, _, stage in plan.walk() for _ in stage.devices)
+    return len(plan.pipelines), sizes.most_common(1)[0][0]
 
 
 class Walk:
