@@ -13,9 +13,8 @@ import msgspec
 from elasticd_planner.cost.model import CostModel, memory_by_device, stage_times, steady_seconds, step_seconds
 from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.numeric import EQUAL, Floats
-from elasticd_planner.placement.share_rebalance import BETWEEN, WHOLE, shared_again
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
-from elasticd_planner.placement.stay_close import nearest
+from elasticd_planner.placement.stay_close import BETWEEN, WHOLE, nearest, rebalance_shares
 from elasticd_planner.placement.tp_rank_order import lined_up, loosened
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.search import infeasible_table, interleave
@@ -25,8 +24,7 @@ from elasticd_planner.search.exhaustive.enumeration import Exact, Pins
 from elasticd_planner.search.exhaustive.pipeline_shapes import Combination
 from elasticd_planner.search.infeasible import explain
 from elasticd_planner.search.large import Wide
-from elasticd_planner.search.option_order import Form, Walk, form
-from elasticd_planner.search.options import Setting, Settings, alive, current_setting, task_of
+from elasticd_planner.search.options import Form, Setting, Settings, Walk, alive, current_setting, form, task_of
 from elasticd_planner.search.recompute import Selective, flagged
 from elasticd_planner.search.refine import Finisher
 from elasticd_planner.search.task import ENUMERATED, ENUMERATED_SETTINGS, EXACT_DEVICES, Chained, Group, Task
@@ -252,7 +250,7 @@ class _Planning:
         yield from plans(current)
         job, seen = self.problem, [current]
         for part in (*WHOLE, *BETWEEN):
-            other = self.made(shared_again(current.modules[0].pipelines, job.rates, job.profile, part))
+            other = self.made(rebalance_shares(current.modules[0].pipelines, job.rates, job.profile, part))
             if other not in seen:
                 seen.append(other)
                 yield from plans(other, layers=part in WHOLE)

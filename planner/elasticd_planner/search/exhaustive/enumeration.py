@@ -22,8 +22,7 @@ import numpy as np
 from elasticd_planner.cost.model import CostModel
 from elasticd_planner.grouping.tp_groups import Counts, Group, classes, groups, hop, span
 from elasticd_planner.numeric import EQUAL, Floats
-from elasticd_planner.search.balance.exact_layer_split import reached
-from elasticd_planner.search.balance.layer_split import Terms, curve
+from elasticd_planner.search.balance.layer_split import Terms, curve, reached
 from elasticd_planner.search.balance.micro_batch_split import capacity, split_micro_batches
 from elasticd_planner.search.exhaustive.order_bounds import Least, orders
 from elasticd_planner.search.exhaustive.pipeline_shapes import Combination, Option, Options, Shape, slowest

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from elasticd_planner.cost.pipeline_time import Timing
 from elasticd_planner.grouping.tp_groups import Counts, Group
 from elasticd_planner.numeric import Floats
-from elasticd_planner.search.balance.exact_layer_split import best_layers
-from elasticd_planner.search.balance.layer_split import Terms, split_layers
+from elasticd_planner.search.balance.layer_split import Terms, best_layers, split_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
