@@ -31,7 +31,7 @@ from elasticd_planner.problem_files.convert import (
 from elasticd_planner.problem_files.file_format import Figures, Objective, Planned, TableProblem
 from elasticd_planner.search.exhaustive.enumeration import Exact, Pins
 from elasticd_planner.search.exhaustive.pipeline_shapes import Combination
-from elasticd_planner.search.infeasible_table import explain
+from elasticd_planner.search.infeasible import explain_infeasible
 from elasticd_planner.search.large import Wide
 from elasticd_planner.search.options import form
 from elasticd_planner.search.planner import TOLERANCE
@@ -92,7 +92,7 @@ def solve(
     wide = Wide(task, stop)
     pipelines, candidates, proved = _pipelines(task, wide, like)
     if pipelines is None:
-        return Planned(plan=None, objective=objective, refusal=explain(task), candidates=candidates)
+        return Planned(plan=None, objective=objective, refusal=explain_infeasible(task), candidates=candidates)
     used = {device for pipeline in pipelines for stage in pipeline.stages for device in stage.devices}
     made = Plan(
         number=number,

@@ -28,7 +28,7 @@ import msgspec
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.problem import Answer, Freedom, Problem
-from elasticd_planner.search.infeasible import explain, readable, shortage
+from elasticd_planner.search.infeasible import explain_infeasible, shortage
 from elasticd_planner.search.large import DEEPEST, Wide
 from elasticd_planner.search.task import Task
 from elasticd_planner.spec.cluster import Device, rate_of
@@ -211,15 +211,11 @@ class Settings:
             lean = setting.micro_batch == size and setting.recompute == again
             if lean and (setting.pipelines or 1) == fewest:
                 problem = setting.problem(self.problem)
-                short = shortage(problem, task_of(problem, steady=self.steady))
-                found += [(*short, str(setting))] if short is not None else []
-        if not found:
-            return explain(self.problem, task_of(self.listed[0].problem(self.problem), steady=self.steady))
-        missing, device, words = min(found)
-        if missing <= 0:
-            return f"no plan was found within the search's limits, even with {words}; unpin tp or dp"
-        lacking = f"{readable(missing)} more on {device}"
-        return f"does not fit: the smallest plan needs {lacking}, with {words}; add a node"
+                short = shortage(task_of(problem, steady=self.steady))
+                found += [(*short, str(setting), setting)] if short is not None else []
+        nearest = min(found, key=lambda entry: entry[:3])[3] if found else self.listed[0]
+        task = task_of(nearest.problem(self.problem), steady=self.steady)
+        return explain_infeasible(task, setting=str(nearest))
 
 
 def roomy(task: Task, pipelines: int) -> bool:

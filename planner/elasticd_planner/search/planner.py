@@ -17,12 +17,12 @@ from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.placement.stay_close import BETWEEN, WHOLE, nearest, rebalance_shares
 from elasticd_planner.placement.tp_rank_order import lined_up, loosened
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.search import infeasible_table, interleave
+from elasticd_planner.search import interleave
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
 from elasticd_planner.search.exhaustive.device_assignment import Outline, place
 from elasticd_planner.search.exhaustive.enumeration import Exact, Pins
 from elasticd_planner.search.exhaustive.pipeline_shapes import Combination
-from elasticd_planner.search.infeasible import explain
+from elasticd_planner.search.infeasible import explain_infeasible
 from elasticd_planner.search.large import Wide
 from elasticd_planner.search.options import Form, Setting, Settings, Walk, alive, current_setting, form, task_of
 from elasticd_planner.search.recompute import Selective, flagged
@@ -202,8 +202,7 @@ class _Planning:
             searched = self.wide(stop).plan
             found += [searched] if searched is not None else []
         if not found:
-            refusal = explain(self.problem, self.task)
-            return Answer(plan=None, refusal=refusal, current_seconds=now, candidates=exact.candidates)
+            return Answer(plan=None, refusal=self.refusal(), current_seconds=now, candidates=exact.candidates)
         best = min(self.seconds(candidate) for candidate in found)
         limit = best * (1 + (self.tolerance if current is not None else 0.0)) * (1 + EQUAL)
         near = [candidate for candidate in found if self.seconds(candidate) <= limit]
@@ -228,7 +227,7 @@ class _Planning:
         if not options:
             return Answer(
                 plan=None,
-                refusal=infeasible_table.explain(self.task),
+                refusal=self.refusal(),
                 current_seconds=now,
                 candidates=search.candidates,
             )
@@ -388,6 +387,9 @@ class _Planning:
             memory=memory_by_device(made, self.cost),
         )
         return made.replace(prediction=prediction, reason=describe(made, self.problem.rates))
+
+    def refusal(self) -> str:
+        return explain_infeasible(self.task, micro_batch=self.problem.micro_batch)
 
     def lower(self) -> float:
         """Seconds that no plan of this setting can beat."""
