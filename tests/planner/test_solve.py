@@ -10,9 +10,9 @@ from itertools import product
 import elasticd_planner
 import msgspec
 import pytest
-from elasticd_planner.problem_files.convert import rates_of
+from elasticd_planner.problem_files.convert import rates_of, task_of
 from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem, load
-from elasticd_planner.problem_files.solve import figures, solve, task_of
+from elasticd_planner.problem_files.solve import figures, solve
 from elasticd_planner.search.large import Wide
 from elasticd_planner.value import Invalid
 

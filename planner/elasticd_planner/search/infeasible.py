@@ -78,15 +78,16 @@ def shortage(task: Task) -> Shortage | None:
     for width in task.cost.widths(max(map(len, places))):
         if task.tp not in (None, width):
             continue
-        groups = [devices[at : at + width] for devices in places for at in range(0, len(devices), width)]
-        groups = [group for group in groups if len(group) in task.cost.widths(width)]
-        each = len(groups) // pipelines
-        depth = min(each, task.layers)
-        if task.deep:
-            depth = min(depth, task.micro_batches // pipelines)
-        if depth:
-            chains = (tuple(groups[p * each : p * each + depth]) for p in range(pipelines))
-            found.append(max(_chain_shortage(chain, task) for chain in chains))
+        every = [devices[at : at + width] for devices in places for at in range(0, len(devices), width)]
+        for least in (1, width):  # with what is left of nodes in narrower groups, and without it
+            groups = [g for g in every if len(g) >= least and len(g) in task.cost.widths(width)]
+            each = len(groups) // pipelines
+            depth = min(each, task.layers)
+            if task.deep:
+                depth = min(depth, task.micro_batches // pipelines)
+            if depth:
+                chains = (tuple(groups[p * each : p * each + depth]) for p in range(pipelines))
+                found.append(max(_chain_shortage(chain, task) for chain in chains))
     return min(found, default=None)
 
 

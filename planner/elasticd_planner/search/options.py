@@ -25,12 +25,13 @@ from typing import Protocol
 
 import msgspec
 
+from elasticd_planner.cost.model import CostModel
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.problem import Answer, Freedom, Problem
 from elasticd_planner.search.infeasible import explain_infeasible, shortage
 from elasticd_planner.search.large import DEEPEST, Wide
-from elasticd_planner.search.task import Task
+from elasticd_planner.search.task import Task, UnitProblem
 from elasticd_planner.spec.cluster import Device, rate_of
 from elasticd_planner.spec.plan import Plan, StatePolicy
 
@@ -92,15 +93,20 @@ def task_of(
     if hopeful and freedom.recompute is True:
         profile = msgspec.structs.replace(profile, recompute_factor=1.0)
     micro_batches = problem.global_batch // problem.micro_batch
-    cost = ProfileCost(
-        profile,
-        state=freedom.states[0],
-        recompute=bool(freedom.recompute),
-        pipelines=freedom.dp or 1,
-        micro_batches=micro_batches,
-        members=members or len(alive(problem)),
-        near=problem.cluster.within or problem.cluster.inside,
-    )
+    units = isinstance(problem, UnitProblem)
+    cost: CostModel
+    if isinstance(problem, UnitProblem):
+        cost = problem.table
+    else:
+        cost = ProfileCost(
+            profile,
+            state=freedom.states[0],
+            recompute=bool(freedom.recompute),
+            pipelines=freedom.dp or 1,
+            micro_batches=micro_batches,
+            members=members or len(alive(problem)),
+            near=problem.cluster.within or problem.cluster.inside,
+        )
     return Task(
         cluster=problem.cluster,
         rates=problem.rates,
@@ -108,6 +114,7 @@ def task_of(
         layers=profile.layers,
         micro_batches=micro_batches,
         steady=steady,
+        deep=units,
         tp=freedom.tp,
         dp=freedom.dp,
     )

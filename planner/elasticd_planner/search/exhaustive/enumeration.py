@@ -88,7 +88,8 @@ class Exact:
         #: What the schedule hides; the formula, and the steady figure, hide nothing.
         self.hidden = 0.0 if self.pins.steady else cost.timing.hidden
         self._least_of = Least.of(self.groups, cluster, cost, layers, self.hidden)
-        self._options = Options(layers=layers, timing=None if not self.hidden else cost.timing)
+        timing = cost.timing if self.hidden else None
+        self._options = Options(layers=layers, timing=timing, steady=self.pins.steady)
         self._least_hop = min(cost.boundary(link) for link in cluster.links)
         count = max(1, sum(devices))
         numbers = range(1, count + 1) if self.pins.dp is None else (self.pins.dp,)
