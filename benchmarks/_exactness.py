@@ -53,7 +53,7 @@ def schedule_rows() -> list[Row]:
 def _played(made: Plan, cluster: Cluster, rates: dict[str, float], profile: ModelProfile) -> float:
     """Seconds of the slowest pipeline by events, and of the reduction after it."""
     ends = []
-    pipelines = made.modules[0].pipelines
+    pipelines = made.pipelines
     for pipeline in pipelines:
         ahead, back = zip(*(_passes(stage, cluster, rates, profile) for stage in pipeline.stages), strict=True)
         hops = []

@@ -147,7 +147,7 @@ def straggler_rows() -> Iterator[Row]:
 def lightened(plan: Plan, slow: str) -> Iterator[Plan]:
     """The plan with a smaller share for one device of a group, layers given to or taken from its stage, and a
     micro-batch fewer in its pipeline or not."""
-    pipelines = list(plan.modules[0].pipelines)
+    pipelines = list(plan.pipelines)
     p, s = next(
         (p, s)
         for p, line in enumerate(pipelines)
@@ -196,7 +196,7 @@ def varied(*plans: Plan) -> Iterator[Plan]:
     for plan in plans:
         yield plan
         for _ in range(400):
-            pipelines = list(plan.modules[0].pipelines)
+            pipelines = list(plan.pipelines)
             for _ in range(rng.randint(1, 3)):
                 pipelines = rng.choice(changes)(rng, pipelines)
             try:

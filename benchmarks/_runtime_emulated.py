@@ -45,7 +45,7 @@ WARM = 2
 
 def simulated(plan: Plan) -> float:
     """Seconds of a step of the slowest pipeline, fed with the table."""
-    return max(_pipeline(pipeline) for pipeline in plan.modules[0].pipelines)
+    return max(_pipeline(pipeline) for pipeline in plan.pipelines)
 
 
 def _pipeline(pipeline: Pipeline) -> float:

@@ -40,7 +40,7 @@ def their_step(scene: str, rank: int, plan: Plan, data: Text) -> StepOf:
         return ddp(rank, CONFIG, data, drawn, size)
     if scene == "TP":
         return tensor_parallel(rank, ranks, CONFIG, data, drawn, size)
-    return pipelined(scene, rank, ranks, CONFIG, data, drawn, plan.modules[0].pipelines[0].micro_batches)
+    return pipelined(scene, rank, ranks, CONFIG, data, drawn, plan.pipelines[0].micro_batches)
 
 
 def main(folder: Path, rank: int, address: str, scene: str, pairs: int) -> dict[str, object]:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from elasticd_planner.problem import Problem
+from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import Plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,17 @@ from elasticd.coordinator.http.chaos import ChaosRequest
 from elasticd.store.leader import Leader
 from elasticd.store.protocol import KeyValue
 from elasticd.wire import batching, messages, unix_socket
-from elasticd.wire.messages import AgentHello, Down, Pace, Rejected, StoreAnswer, StoreCall, Up
+from elasticd.wire.messages import (
+    AgentHello,
+    Down,
+    Pace,
+    PassedReport,
+    Rejected,
+    Report,
+    StoreAnswer,
+    StoreCall,
+    Up,
+)
 from tests.descriptors import open_descriptors
 from tests.machines.cast import node_record, spec
 from tests.sizes import examples
@@ -91,6 +102,18 @@ JSON = st.recursive(
 SCALARS = st.sampled_from([0, -1, 1 << 63, 1 << 200, 0.0, -1.5, 1e308, "", "a/b", "\x00", [], {}, None, True])
 
 
+MEASURED = Measurement(device="alpha/0", plan=1, step=1, tokens=1, block_seconds=1.0, block_work=1.0)
+OF = {"client": "c", "job": "j", "device": "alpha/0", "incarnation": "i"}
+#: What numbers and texts of a report may become.
+ODD = [b"1e400", b"-", b'"\xff"', b'"\\ud800"', b'"type":"prepared",', b"[" * 80, b"null", b"1" * 50, b"\\"]
+
+
+def passed(report: bytes) -> bytes | None:
+    """What an agent sends of a worker's report; None where it has to decode it first."""
+    raw = messages.passed_report(report)
+    return None if raw is None else messages.encode(PassedReport(**OF, body=raw))
+
+
 def tried(data: bytes) -> None:
     for decode in DECODERS:
         with contextlib.suppress(msgspec.DecodeError):
@@ -125,6 +148,21 @@ def test_any_damage_to_the_bytes_of_a_true_message_is_a_value_or_a_refusal(
         if not raw:
             break
     tried(bytes(raw))
+
+
+@settings(max_examples=examples(200))
+@given(st.data())
+def test_whatever_report_an_agent_passes_on_costs_its_leader_that_report_alone(data: st.DataObject) -> None:
+    report = messages.encode(Report(measurement=MEASURED, loss=2.5))
+    assert passed(report) == messages.encode(Up(**OF, body=Report(measurement=MEASURED, loss=2.5)))
+    raw = bytearray(report)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(len('{"type":"report",'), len(raw) - 1))
+        raw[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=4) | st.sampled_from(ODD))
+    if (up := passed(bytes(raw))) is not None:
+        others = [messages.encode(Up(**OF, body=StoreCall(id=n, op="get", key="k"))) for n in range(2)]
+        heard = batching.all_to_leader(batching.together([others[0], up, others[1]]))
+        assert [m.body.id for m in heard if isinstance(m, Up) and isinstance(m.body, StoreCall)] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ if not orphan:
 COMMAND = """
 import sys
 from pathlib import Path
-from elasticd import processes as p
+from elasticd.system import child_processes as p
 p.GRACE = 0.5
 folder = Path(sys.argv[1])
 tree = (sys.executable, str(folder / "tree.py"))

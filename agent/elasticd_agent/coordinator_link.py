@@ -22,7 +22,7 @@ from elasticd.machines.agent.state import Drained, Event, Heard, LinkDown, LinkU
 from elasticd.wire import messages
 from elasticd.wire.agent_orders import Drain, End, Harm, TryReach
 from elasticd.wire.batching import together
-from elasticd.wire.messages import Report, ToAgent, ToLeader, Up
+from elasticd.wire.messages import FromAgent, PassedReport, Report, ToAgent, Up
 from elasticd.wire.snapshots import Whole
 from elasticd_agent.internal_errors import outlived
 
@@ -60,7 +60,7 @@ class Link:
         self._url: str | None = None
         self._moved = asyncio.Event()
         self._hung_up = False
-        self._outgoing: asyncio.Queue[ToLeader] | None = None
+        self._outgoing: asyncio.Queue[FromAgent] | None = None
         self._task = asyncio.create_task(self._run(), name="link to the leader")
 
     def follow(self, url: str | None) -> None:
@@ -73,7 +73,7 @@ class Link:
         """Answers a `LinkUp` of which nothing could be made: another connection is tried, a little later."""
         self._hung_up = True
 
-    def send(self, message: ToLeader) -> None:
+    def send(self, message: FromAgent) -> None:
         """Queue a message on the present connection; without one it is dropped."""
         if self._outgoing is not None:
             self._outgoing.put_nowait(message)
@@ -152,7 +152,7 @@ class Link:
         self._said = said
         _log.log(level, "%s", said)
 
-    async def _serve(self, connection: ClientConnection, outgoing: asyncio.Queue[ToLeader]) -> None:
+    async def _serve(self, connection: ClientConnection, outgoing: asyncio.Queue[FromAgent]) -> None:
         """Until the connection ends or the leader moves."""
         parts = [
             asyncio.create_task(self._read(connection)),
@@ -197,7 +197,7 @@ class Link:
         else:
             self._emit(Heard(message=message))
 
-    async def _write(self, connection: ClientConnection, outgoing: asyncio.Queue[ToLeader]) -> None:
+    async def _write(self, connection: ClientConnection, outgoing: asyncio.Queue[FromAgent]) -> None:
         while True:
             waiting = [await outgoing.get()]
             # The node's other workers report the same step now, and a message costs the leader more than what
@@ -223,7 +223,7 @@ class Link:
             return
 
 
-def _encoded(message: ToLeader) -> bytes | None:
+def _encoded(message: FromAgent) -> bytes | None:
     """None for a message that cannot be sent, with a line in the log: it costs none of the others."""
     try:
         return messages.encode(message)
@@ -232,5 +232,5 @@ def _encoded(message: ToLeader) -> bytes | None:
         return None
 
 
-def _is_report(message: ToLeader) -> bool:
-    return isinstance(message, Up) and isinstance(message.body, Report)
+def _is_report(message: FromAgent) -> bool:
+    return isinstance(message, PassedReport) or (isinstance(message, Up) and isinstance(message.body, Report))

@@ -79,4 +79,4 @@ def _busy(state: State) -> set[str]:
     """The nodes that a plan uses, in force or open."""
     plans = [record.plan for job, record in state.plans.items() if job not in state.done]
     plans += [p.plan for job, p in state.proposals.items() if p.status == "open" and job not in state.done]
-    return {device.rpartition("/")[0] for plan in plans for device in plan.members}
+    return {node for plan in plans for node in plan.nodes}

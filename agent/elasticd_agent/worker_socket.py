@@ -260,8 +260,9 @@ class _Connection:
         if data is None:
             self._end_of_stream()
             return
+        report = messages.passed_report(data) if isinstance(self._opening, Hello) else None
         try:
-            body = messages.from_worker(data, first=self._opening is None)
+            body = report or messages.from_worker(data, first=self._opening is None)
         except msgspec.MsgspecError as error:
             _close(fd)
             self._refuse(f"the agent does not understand this message ({error}): use one release everywhere")
@@ -274,13 +275,13 @@ class _Connection:
         try:
             self._hear(body, fd)
         except Exception as error:
-            what = f"{type(body).__name__} of a client"
+            what = f"{type(body).__name__ if report is None else 'Report'} of a client"
             why = outlived(what, error)
             if self._opening is None or isinstance(body, Hello | Join):  # it waits for an answer
                 self._refuse(f"elasticd failed on {what} ({why}): please report it with the agent's log")
 
-    def _hear(self, body: FromWorker | ToAgentAlone, fd: int | None) -> None:
-        """One message, with the descriptor that came with it."""
+    def _hear(self, body: FromWorker | ToAgentAlone | msgspec.Raw, fd: int | None) -> None:
+        """One message, with the descriptor that came with it; a worker's report may be undecoded."""
         if isinstance(body, Snapped | Fetch) and self._opening is not None:
             self._ears.snapshots(self._name, body, fd)
             return
@@ -288,7 +289,9 @@ class _Connection:
             self._ears.whereabouts(self._name, body, fd)
             return
         _close(fd)
-        if isinstance(body, Snapped | Fetch | Whereabouts):
+        if isinstance(body, msgspec.Raw):
+            self._ears.events(Said(client=self._name, body=body))
+        elif isinstance(body, Snapped | Fetch | Whereabouts):
             self._refuse(f"the first message must be Hello or Join, not {type(body).__name__}")
         elif isinstance(body, Pong):
             self._ears.pongs(self._name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value, refuse
 
 #: What each kind needs, beside when: "place" (a device or a node), "device", "node", or nothing; and a key of
@@ -159,7 +160,7 @@ class Fault(Value, frozen=True, kw_only=True):
 
     def devices(self, names: Sequence[str]) -> list[str]:
         """Those of the cluster's devices that it is about."""
-        return [name for name in names if name == self.device or name.rpartition("/")[0] == self.node]
+        return [name for name in names if name == self.device or node_of(name) == self.node]
 
     def ending(self, now: float) -> Fault | None:
         """What follows by itself once it has lasted, where it does; `now`: seconds, when it happens."""

@@ -135,8 +135,8 @@ class Difference:
 
 def difference(old: Answered, new: Answered) -> Difference:
     """Raises Invalid where the plans are of different models."""
-    layers = new.plan.modules[0].pipelines[0].layers
-    if old.plan.modules[0].pipelines[0].layers != layers:
+    layers = new.plan.pipelines[0].layers
+    if old.plan.pipelines[0].layers != layers:
         refuse("--diff: the two plans are of models with different numbers of layers")
     weighs = new.state_bytes or old.state_bytes
     units = weighs.units if weighs is not None else PARTS

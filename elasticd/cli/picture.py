@@ -30,7 +30,7 @@ Loads = Sequence[Sequence[float | None]]
 def picture(plan: Plan, rates: Mapping[str, float], times: StageTimes | None = None) -> RenderableType:
     """The plan's pipelines and what stands idle. With `times`, each stage shows how busy it is of the time
     that the busiest stage of the plan takes for its micro-batches."""
-    pipelines = plan.modules[0].pipelines
+    pipelines = plan.pipelines
     parts: list[RenderableType] = [_Pipelines(plan, rates, _loads(plan, times))]
     if len(pipelines) > SHOWN:
         parts.append(Text(f"and {len(pipelines) - SHOWN} more pipelines"))
@@ -50,7 +50,7 @@ def picture(plan: Plan, rates: Mapping[str, float], times: StageTimes | None = N
 
 
 def _loads(plan: Plan, times: StageTimes | None) -> Loads:
-    pipelines = plan.modules[0].pipelines
+    pipelines = plan.pipelines
     if times is None:
         return [[None] * len(pipeline.stages) for pipeline in pipelines]
     busy = [
@@ -65,7 +65,7 @@ class _Pipelines:
     """Stages beside each other where the terminal is wide enough, else below each other."""
 
     def __init__(self, plan: Plan, rates: Mapping[str, float], loads: Loads) -> None:
-        self._shown = plan.modules[0].pipelines[:SHOWN]
+        self._shown = plan.pipelines[:SHOWN]
         self._rates, self._loads = rates, loads
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -107,7 +107,7 @@ def _solve(
         write_json(found)
         return
     task = convert.task_of(given, objective, planned.plan)
-    pipelines = planned.plan.modules[0].pipelines
+    pipelines = planned.plan.pipelines
     times = [stage_seconds(pipeline, task.cluster, task.rates, task.cost) for pipeline in pipelines]
     console.print(picture(planned.plan, task.rates, times))
     for line in _figures(planned.figures, objective, planned.unit, seconds):

@@ -163,7 +163,7 @@ def _restarting(job: RestartStatus) -> Iterator[RenderableType]:
 
 def plan_table(plan: Plan) -> Table:
     """Pipelines down, stages across."""
-    pipelines = plan.modules[0].pipelines
+    pipelines = plan.pipelines
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 2))
     table.add_column("pipeline")
     table.add_column("micro-batches", justify="right")

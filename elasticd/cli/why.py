@@ -211,13 +211,10 @@ def device(
 
 def _use(made: Plan, name: str) -> str:
     """What a plan does with a device, in a few words."""
-    for index, pipeline in enumerate(made.modules[0].pipelines):
-        for stage in pipeline.stages:
-            if name in stage.devices:
-                share = stage.shares[stage.devices.index(name)]
-                count = pipeline.micro_batches
-                return (
-                    f"pipeline {index}, layers {stage.named}, "
-                    f"{share} of {sum(stage.shares)} shares, {count} micro-batch{'es' * (count > 1)} a step"
-                )
+    if place := made.places.get(name):
+        stage, count = made.stage(place), made.pipeline(place).micro_batches
+        return (
+            f"pipeline {place.pipeline}, layers {stage.named}, {stage.shares[place.position]} of "
+            f"{sum(stage.shares)} shares, {count} micro-batch{'es' * (count > 1)} a step"
+        )
     return "state alone" if name in made.carriers else "idle" if name in made.idle else "no part of it"

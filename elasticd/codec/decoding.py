@@ -230,8 +230,8 @@ class Reader(Generic[T]):
             )
             return True
         try:
-            decoded(msgspec.json.decode, data)
-        except msgspec.DecodeError:  # no JSON, where the envelope was not looked at
+            decoded(bytes.decode, data)
+        except msgspec.DecodeError:  # no JSON: the text of fields that the envelope lacks was not looked at
             return False
         if first:
             return False

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from elasticd_planner.detection.slowness_history import Slowness
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.coordinator.api_types import (
     ClusterStatus,
@@ -101,7 +102,7 @@ def _members(state: State) -> Counter[str]:
     """How many devices of each node plans use, in force or proposed."""
     jobs = [job for job in state.jobs.values() if job.phase in LIVE]
     used = {device for job in jobs for plan in job.candidates for device in plan.members}
-    return Counter(device.rpartition("/")[0] for device in used)
+    return Counter(node_of(device) for device in used)
 
 
 def _job(job: JobState, at: float, limit: float) -> JobStatus:

@@ -150,7 +150,7 @@ def work(made: Plan, device: str) -> float:
     place = made.places.get(device)
     if place is None:
         return 0.0
-    pipeline = made.modules[place.module].pipelines[place.pipeline]
+    pipeline = made.pipeline(place)
     stage = pipeline.stages[place.stage]
     total = pipeline.layers * made.global_batch / made.micro_batch
     return stage.layers * stage.fraction(place.position) * pipeline.micro_batches / total
@@ -158,8 +158,7 @@ def work(made: Plan, device: str) -> float:
 
 def unequal(made: Plan) -> bool:
     """Whether a TP group of this plan has unequal shares."""
-    stages = [stage for pipeline in made.modules[0].pipelines for stage in pipeline.stages]
-    return any(len(set(stage.shares)) > 1 for stage in stages)
+    return any(len(set(stage.shares)) > 1 for _, _, stage in made.walk())
 
 
 # -- speeds --------------------------------------------------------------------------------------------------
@@ -220,14 +219,8 @@ def _speed(record: Record, phase: str, number: int, steps: Sequence[StepRecord])
         noise=spread / middle,
         steps=len(steps),
         guessed=entry is not None
-        and not _widths(entry.plan) <= entry.problem.profile.collective_seconds.keys(),
+        and not entry.plan.tp_widths <= entry.problem.profile.collective_seconds.keys(),
     )
-
-
-def _widths(made: Plan) -> set[int]:
-    """How wide a plan's TP groups are, those of one device left out."""
-    stages = [stage for pipeline in made.modules[0].pipelines for stage in pipeline.stages]
-    return {len(stage.devices) for stage in stages} - {1}
 
 
 # -- switches ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 import psutil
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import refuse
 
 from elasticd.chaos.fault import Fault
@@ -231,12 +232,12 @@ class Live:
     def _sides(self, kept: set[str]) -> list[set[str]]:
         """The members of each set that may be all that is left: of nodes that are apart, one goes on without
         the other."""
-        return [kept, *({d for d in kept if d.rpartition("/")[0] != node} for node in self._severed.nodes)]
+        return [kept, *({d for d in kept if node_of(d) != node} for node in self._severed.nodes)]
 
     def _met(self, job: JobStatus, node: str) -> set[str]:
         """The healthy members that a new leader would meet, though the agent of `node` goes away."""
         away = {*self._away, node}
-        return {device for device in self._healthy(job) if device.rpartition("/")[0] not in away}
+        return {device for device in self._healthy(job) if node_of(device) not in away}
 
     def _busy(self, device: str) -> str:
         """Why nothing can be planted there now."""
@@ -371,7 +372,7 @@ class Live:
             self._judge(pause)
 
     def _judge(self, pause: Pause) -> None:
-        node = pause.device.rpartition("/")[0]
+        node = node_of(pause.device)
         struck = max(self._struck.get(pause.device, 0.0), self._struck.get(node, 0.0))
         fences = [decode(each, Fence) for each in self._written("fence")]
         if found := pause.false(fences, struck):
@@ -380,7 +381,7 @@ class Live:
     def _pids(self, node: str) -> list[int]:
         job = self._cluster.job()
         members = job.members if job is not None else ()
-        return [member.pid for member in members if member.device.rpartition("/")[0] == node]
+        return [member.pid for member in members if node_of(member.device) == node]
 
     def _thaw(self) -> None:
         """Until it is seen to go on: an order is lost where its agent or the leader ends before it is carried

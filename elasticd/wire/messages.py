@@ -13,7 +13,7 @@ import msgspec
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.value import Value
 
-from elasticd.codec.decoding import Reader, decoded_as, tag_of, version_refusal
+from elasticd.codec.decoding import Reader, decoded_as, decoder_of, tag_of, version_refusal
 from elasticd.codec.message import WIRE_VERSION as WIRE_VERSION
 from elasticd.codec.message import Message as Message
 from elasticd.records import JobSpec, NodeRecord, Proposal, Vote
@@ -36,6 +36,8 @@ from elasticd.wire.snapshots import Fetched, Freed, Keeps, OfSnapshots, Whole
 
 #: Before a device's name: the address in `Down` of whoever drives that device, now or later.
 DEVICE_PREFIX = "device:"
+#: Bytes of a report that is passed on undecoded, and objects and arrays in it.
+MOST_PASSED, MOST_NESTED = 64 << 10, 64
 #: Characters that are told of why a message cannot be decoded.
 MOST_WHY = 200
 
@@ -377,6 +379,17 @@ class Up(Message, frozen=True, kw_only=True, tag="from-client"):
     body: FromWorker
 
 
+class PassedReport(msgspec.Struct, frozen=True, kw_only=True, tag=tag_of(Up)):
+    """How an agent encodes an `Up` around a worker's `Report`, which it passes on as it came, undecoded."""
+
+    version: int = WIRE_VERSION
+    client: str
+    job: str
+    device: str
+    incarnation: str
+    body: msgspec.Raw
+
+
 class WorkerLost(Message, frozen=True, kw_only=True, tag="worker-lost"):
     """A worker's process ended; `clean` if it had said goodbye, and then `how` is the reason that it gave."""
 
@@ -414,6 +427,8 @@ class Unread(Value, frozen=True, kw_only=True, tag="unread-opening"):
 
 
 ToLeader = AgentHello | Up | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps | Lapped
+#: What an agent sends to a leader.
+FromAgent = ToLeader | PassedReport
 ToAgent = Down | Whole | AgentRejected | Harm | Drain | End | TryReach
 
 
@@ -422,6 +437,9 @@ def protocol_refusal(what: str, hello: Hello | Join | Attend | Watching | AgentH
     return version_refusal(what, hello.version, WIRE_VERSION, hello.release)
 
 
+#: What an encoded report begins with.
+_REPORT = f'{{"type":"{tag_of(Report)}",'.encode()
+_as_it_came = decoder_of(msgspec.Raw).decode
 _encoder = msgspec.json.Encoder()
 _from_worker: Reader[FromWorker | ToAgentAlone] = Reader(FromWorker | ToAgentAlone, "a worker or torchrun")
 _to_worker: Reader[ToWorker] = Reader(ToWorker, "the agent")
@@ -429,7 +447,7 @@ _to_leader: Reader[ToLeader | Unread] = Reader(ToLeader, "an agent", lambda data
 _to_agent: Reader[ToAgent] = Reader(ToAgent, "the leader")
 
 
-def encode(message: Message) -> bytes:
+def encode(message: Message | PassedReport) -> bytes:
     """A message as JSON."""
     return _encoder.encode(message)
 
@@ -442,6 +460,20 @@ def encode(message: Message) -> bytes:
 def from_worker(data: bytes, *, first: bool = False) -> FromWorker | ToAgentAlone | None:
     """What a worker or torchrun said to its agent."""
     return _from_worker.one(data, first=first)
+
+
+def passed_report(data: bytes) -> msgspec.Raw | None:
+    """Returns a worker's report as it came, for a `PassedReport`; or None for what is to be decoded first:
+    another message, and bytes that a leader could not skip alone (no JSON, too large, too deeply nested)."""
+    if not data.startswith(_REPORT) or len(data) > MOST_PASSED:
+        return None
+    if data.count(b"{") + data.count(b"[") > MOST_NESTED:
+        return None
+    try:
+        data.decode()  # a decoder does not look at the text of what it skips
+        return _as_it_came(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return None
 
 
 def to_worker(data: bytes, *, first: bool = False) -> ToWorker | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from elasticd_planner.layout.layouts import Item, Layouts, Role
 from elasticd_planner.layout.optimizer_sharding import union
-from elasticd_planner.spec.box import Box, Holding, TensorLayout, cut, lacking, subtract
+from elasticd_planner.spec.box import Box, TensorLayout, cells, lacking, subtract
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value, refuse
 
@@ -280,21 +280,17 @@ def _counted(before: TensorLayout | None, after: TensorLayout) -> dict[str, int]
 def _lack(before: TensorLayout, after: TensorLayout) -> _Lack:
     found: dict[Box, list[tuple[Box, int, tuple[str, ...]]]] = {}  # replicas lack the same boxes
     lost: dict[Box, None] = {}
-    cells: list[_Cell] = []
+    missing: list[_Cell] = []
     for destination, boxes in lacking(before, after).items():
         for box in boxes:
             if box not in found:
-                found[box] = [(cell, cell.size, holders) for cell, holders in _cells(box, before.holdings)]
+                found[box] = [
+                    (cell, cell.size, tuple(dict.fromkeys(holding.device for holding in held)))
+                    for cell, held in cells(before.holdings, box)
+                ]
                 lost.update(dict.fromkeys(subtract(box, sorted({holding.box for holding in before.holdings}))))
-            cells += [_Cell(destination, cell, size, holders) for cell, size, holders in found[box]]
-    return _Lack(tuple(cells), tuple(lost))
-
-
-def _cells(box: Box, holdings: Sequence[Holding]) -> Iterator[tuple[Box, tuple[str, ...]]]:
-    """`box`, as far as it is held, in parts that each have one set of holders, with those holders."""
-    overlaps = [(part, held.device) for held in holdings if (part := box.overlap(held.box)) is not None]
-    for cell in cut([part for part, _ in overlaps]):
-        yield cell, tuple(dict.fromkeys(device for part, device in overlaps if part.contains(cell)))
+            missing += [_Cell(destination, cell, size, holders) for cell, size, holders in found[box]]
+    return _Lack(tuple(missing), tuple(lost))
 
 
 def _parts(box: Box, shares: Sequence[Share]) -> Iterator[tuple[str, Box]]:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from heapq import heappop, heapreplace
 from typing import NamedTuple
 
+from elasticd_planner.spec.cluster import node_of
+
 from elasticd_migration.flow_balance import Class, balance
 
 #: Bytes below which a want is not divided, and that a part of one has at least.
@@ -120,10 +122,6 @@ def loads(wants: Sequence[Want], chosen: Sequence[Sequence[Share]]) -> Loads:
                 found.out_of_node[node] += share.size
                 found.into_node[home] += share.size
     return found
-
-
-def node_of(device: str) -> str:
-    return device.rpartition("/")[0]
 
 
 class _Cursor:

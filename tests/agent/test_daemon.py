@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from elasticd_agent.daemon import AgentError
+from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
+from elasticd.codec import decoding
 from elasticd.config.tree import EmulateSection
 from elasticd.records import DoneRecord, Keys, MemberRecord, NodeRecord, PlanRecord, Proposal, decode, encode
 from elasticd.store.memory import MemoryStore
@@ -32,6 +34,7 @@ from elasticd.wire.messages import (
     Pace,
     Propose,
     Rejected,
+    Report,
     Shutdown,
     StoreAnswer,
     StoreCall,
@@ -44,16 +47,16 @@ from tests.agent.support import CLUSTER, Leader, Node, closing_all, spec, until
 KEYS = Keys(cluster=CLUSTER)
 WORKER = """
 import os, select, sys
-from elasticd import messages, packets
-sock = packets.connect(sys.argv[1], 20)
+from elasticd.wire import messages, unix_socket
+sock = unix_socket.connect(sys.argv[1], 20)
 data = sys.stdin.buffer.readline()
 hello = messages.from_worker(data)
 import msgspec
-packets.send(sock, messages.encode(msgspec.structs.replace(hello, pid=os.getpid())))
-print(packets.receive(sock).decode(), flush=True)
+unix_socket.send(sock, messages.encode(msgspec.structs.replace(hello, pid=os.getpid())))
+print(unix_socket.receive(sock).decode(), flush=True)
 if sys.stdin.buffer.readline().strip() == b"goodbye":
     select.select([sock], [], [], 20)  # a ping has come, and is never read
-    packets.send(sock, messages.encode(messages.Goodbye()))
+    unix_socket.send(sock, messages.encode(messages.Goodbye()))
 """
 
 
@@ -161,6 +164,32 @@ def test_words_that_are_none_end_the_connection_with_the_reason(node: Node) -> N
         assert reason in answer.reason
         assert trainer.hear() is None
     assert node.trainer().welcomed(0)
+
+
+def test_report_reaches_the_leader_as_it_came_and_a_wrong_one_costs_itself_alone(
+    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "_logged", set())
+    monkeypatch.setattr(decoding, "_next_look", {})
+    leader = node.leader()
+    running = node.agent()
+    trainer = node.trainer()
+    trainer.welcomed(0)
+    until(lambda: leader.bodies(Hello))
+    measured = Measurement(device="n0/0", plan=1, step=1, tokens=1, block_seconds=1.0, block_work=1.0)
+    good = messages.encode(Report(measurement=measured, loss=2.5))
+    for wrong in (b'"one"', b"1e400", b"[" * 100 + b"]" * 100):
+        unix_socket.send(trainer.sock, good.replace(b'"step":1', b'"step":' + wrong))
+    unix_socket.send(trainer.sock, good.replace(b'"loss":2.5', b'"colour":"red","loss":2.5'))
+    trainer.say(Finished(step=1))
+    until(lambda: leader.bodies(Finished))
+    assert leader.bodies(Report) == [Report(measurement=measured, loss=2.5)]
+    assert len(leader.connections) == 1
+    text = caplog.text
+    assert "'from-client' has a field 'body.colour'" in text, "an agent does not look into a report"
+    assert text.count("sent a message 'report' in a message 'from-client' whose content") == 1
+    assert running.error is None
+    trainer.close()
 
 
 def test_killed_worker_is_lost_at_once_and_its_key_goes(

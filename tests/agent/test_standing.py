@@ -16,6 +16,7 @@ import pytest
 from elasticd_agent.hangs import stack_dump
 from elasticd_agent.hangs.heartbeat import BEAT
 from elasticd_agent.hangs.main_thread_watch import Halt, Standing, told_of
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.agent.state import LinkDown, LinkUp, Stood
 from elasticd.machines.job.faults.hangs import awaited
@@ -235,7 +236,7 @@ def test_what_hangs_in_a_plans_first_step_is_named_and_given_up_at_the_limit_alo
             for halt in rank.beats(BEAT)[0]:
                 told, worker = told_of(halt, "its stack"), world.workers[device]
                 told = msgspec.structs.replace(told, job=JOB, device=device, incarnation=worker.incarnation)
-                world.say(Received(node=device.rpartition("/")[0], message=told))
+                world.say(Received(node=node_of(device), message=told))
         if beat * BEAT > 15.0 and not fences and "fenced" not in world.kinds():
             said = awaited(world.job, world.now)
             assert said.startswith(f"waits for worker {hung}, which is in {where}")
@@ -350,14 +351,14 @@ def _timed(where: Shared, count: int) -> float:
 
 HANGS = """
 import re, socket, sys
-from elasticd import messages, packets
+from elasticd.wire import messages, unix_socket
 from elasticd.runtime.telemetry.main_thread import Shared
 from elasticd.wire.main_thread import LOSS, Whereabouts
 where = Shared()
 end = socket.socket(fileno=int(sys.argv[1]))
 where.begin(3, 1)
 where.at(LOSS)
-packets.send(end, messages.encode(Whereabouts(signal=where.signal)), where.fd)
+unix_socket.send(end, messages.encode(Whereabouts(signal=where.signal)), where.fd)
 def held():
     re.match("(a+)+$", "a" * 64 + "b")  # for longer than the universe, in C, with the interpreter's lock
 held()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.runtime.control.agent_client import Control
 from elasticd.wire import messages, unix_socket
@@ -43,7 +44,7 @@ class Worker:
 
     def held(self, step: int, size: int) -> Held:
         me = self.control.welcome
-        node = me.device.rpartition("/")[0]
+        node = node_of(me.device)
         return Held(
             job="job",
             device=me.device,

@@ -103,11 +103,11 @@ async def joined(this: Agent) -> None:
 
 async def started(server: MemoryServer, agents: list[Agent]) -> list[FakeWorker]:
     """A job of two nodes with four workers, under the plan that the real planner made for it."""
-    await asyncio.gather(*(joined(this) for this in agent_socket))
+    await asyncio.gather(*(joined(this) for this in agents))
     world = World()
     pairs = [
         (this, FakeWorker(device=device.name, incarnation=f"i-{device.name}"))
-        for this in agent_socket
+        for this in agents
         for device in this.record.devices
     ]
     for this, worker in pairs:

@@ -38,7 +38,7 @@ KEYS = Keys(cluster="test")
 VICTIM = """
 import os, sys
 import msgspec
-from elasticd import messages
+from elasticd.wire import messages
 from tests.agent.support import Trainer
 from tests.coordinator.test_outage import switch
 hello = msgspec.structs.replace(messages.from_worker(sys.argv[2].encode()), pid=os.getpid())

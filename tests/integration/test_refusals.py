@@ -133,10 +133,11 @@ def second_agent(cluster: Cluster) -> str:
 
 JOIN = """
 import os, sys
-from elasticd import messages, packets
-sock = packets.connect(sys.argv[1], 5)
-packets.send(sock, messages.encode(messages.Join(job=sys.argv[2], min_nodes=1, max_nodes=1, pid=os.getpid())))
-answer = messages.to_worker(packets.receive(sock))
+from elasticd.wire import messages, unix_socket
+sock = unix_socket.connect(sys.argv[1], 5)
+join = messages.Join(job=sys.argv[2], min_nodes=1, max_nodes=1, pid=os.getpid())
+unix_socket.send(sock, messages.encode(join))
+answer = messages.to_worker(unix_socket.receive(sock))
 assert isinstance(answer, messages.Rejected), answer
 print(answer.reason)
 """

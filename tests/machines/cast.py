@@ -10,7 +10,7 @@ from elasticd_planner.cost.model_profile import ModelProfile, derive
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Answer, Problem
 from elasticd_planner.search.planner import plan as search
-from elasticd_planner.spec.cluster import Cluster, Device, Node
+from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
 from elasticd_planner.spec.measurement import Measurement
 from elasticd_planner.spec.model import Cut, ModelSpec, Parameter, Units
 from elasticd_planner.spec.plan import Plan
@@ -122,7 +122,7 @@ class FakeWorker:
 
     @property
     def node(self) -> str:
-        return self.device.rpartition("/")[0]
+        return node_of(self.device)
 
     def up(self, body: FromWorker) -> Up:
         return Up(
@@ -159,7 +159,7 @@ def measurement(
 ) -> Measurement:
     """As a device of this rate would make it: 1 ms for a token in a whole layer, sequences of `length`."""
     place = plan.places[device]
-    stage, pipeline = plan.stage(place), plan.modules[0].pipelines[place.pipeline]
+    stage, pipeline = plan.stage(place), plan.pipeline(place)
     samples = plan.micro_batch * pipeline.micro_batches
     tokens = length * samples
     work = tokens * stage.layers * stage.fraction(place.position)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.coordinator.store_writer import stored
 from elasticd.machines.agent.state import CheckpointsRead, LinkDown, LinkUp, Note, ProposalRead
@@ -182,7 +183,7 @@ def test_what_is_no_part_of_the_jobs_history_is_not_published(who: str) -> None:
     elif who == "a job that is over":
         world.finish()
         world.settle()
-    world.say(Received(node=device.rpartition("/")[0], message=up))
+    world.say(Received(node=node_of(device), message=up))
     world.settle()
     assert record(world) is None
 

@@ -44,7 +44,7 @@ def test_steps_that_were_measured_are_believed_more(monkeypatch: object) -> None
     assert profile.fitted
     plan = made.plan()
     assert plan is not None
-    stage = plan.modules[0].pipelines[0].stages[0]
+    stage = plan.pipelines[0].stages[0]
     block, part = profile.block, stage.fraction(0)
     found = block.fixed_seconds + profile.tokens * block.seconds * block.factor(len(stage.devices)) * part
     truth = TRUTH.tokens * TRUTH.block.seconds * part

@@ -11,10 +11,10 @@ from tests.machines.test_coordinator_faults import ROOM
 from tests.machines.world import World
 
 
-def nodes_of(world: World) -> set[str]:
+def nodes_of(world: World) -> frozenset[str]:
     plan = world.plan()
     assert plan is not None
-    return {device.rpartition("/")[0] for device in plan.members}
+    return plan.nodes
 
 
 def drain(world: World, node: str, on: bool = True) -> None:

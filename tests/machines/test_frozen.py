@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from elasticd_planner.spec.cluster import node_of
+
 from elasticd.machines.job.state.events import Received
 from elasticd.machines.job.state.job_state import Phase, Settings
 from elasticd.wire.probes import Frozen
@@ -15,7 +17,7 @@ HOW = "it is stopped"
 def freeze(world: World, device: str, how: str = HOW) -> None:
     worker = world.workers[device]
     told = Frozen(job=JOB, device=device, incarnation=worker.incarnation, how=how)
-    world.say(Received(node=device.rpartition("/")[0], message=told))
+    world.say(Received(node=node_of(device), message=told))
     world.settle()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.faults.hangs import MOST_STACK, awaited
 from elasticd.machines.job.state.events import Received
@@ -29,7 +30,7 @@ def told(world: World, device: str, **changes: object) -> Halted:
 
 
 def say(world: World, message: Halted) -> None:
-    world.say(Received(node=message.device.rpartition("/")[0], message=message))
+    world.say(Received(node=node_of(message.device), message=message))
 
 
 def hangs(world: World, device: str, seconds: float = 3.0) -> None:

@@ -24,7 +24,7 @@ def started(monkeypatch: Any, memory: int = ENOUGH, **said: Any) -> World:
 def recomputing(made: World) -> set[bool]:
     plan = made.plan()
     assert plan is not None
-    return {stage.recompute for pipeline in plan.modules[0].pipelines for stage in pipeline.stages}
+    return {stage.recompute for _, _, stage in plan.walk()}
 
 
 def test_a_job_may_ask_for_recomputation_everywhere(monkeypatch: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.faults.network_partition import HEALING_SECONDS, MOST_REGROUPS
 from elasticd.machines.job.state.events import AgentUp, Effect, Received, Send
@@ -67,7 +68,7 @@ class Parted(World):
             self.outcome(worker, Refused(number=proposal.number, reason="connection refused"))
 
     def _broken(self, devices: tuple[str, ...]) -> bool:
-        nodes = {device.rpartition("/")[0] for device in devices}
+        nodes = {node_of(device) for device in devices}
         return any(one in nodes and other in nodes for one, other in self.apart)
 
     def train(self, steps: int = 1) -> None:
@@ -87,10 +88,10 @@ class Parted(World):
     def fences(self) -> int:
         return self.kinds().count("fenced")
 
-    def used(self) -> set[str]:
+    def used(self) -> frozenset[str]:
         plan = self.plan()
         assert plan is not None
-        return {device.rpartition("/")[0] for device in plan.members}
+        return plan.nodes
 
 
 def running(nodes: tuple[str, ...] = NODES, memory: int = ROOM, *, loud: bool = True) -> Parted:
@@ -269,7 +270,7 @@ def test_a_checkpoint_is_gone_back_to_where_no_such_set_holds_all_state() -> Non
     world.train(30)
     found = [proposal for proposal in world.proposals if saved.name in proposal.checkpoints]
     assert found, world.job.reason
-    assert len({device.rpartition("/")[0] for device in found[-1].plan.members}) == 1
+    assert len(found[-1].plan.nodes) == 1
 
 
 @pytest.mark.parametrize("how", ["their agents reach each other", "older agents", "mute agents"])

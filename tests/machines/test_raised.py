@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.faults.user_exceptions import MOST_TRACEBACK, alike
 from elasticd.machines.job.state.job_state import Phase
@@ -297,7 +298,7 @@ def test_devices_that_a_new_leader_never_met_may_try_the_step() -> None:
     """Their agent is started again while the leader dies."""
     world = running()
     devices = members(world)
-    assert {device.rpartition("/")[0] for device in devices} == {"alpha", "beta"}
+    assert {node_of(device) for device in devices} == {"alpha", "beta"}
     away = world.records.pop("alpha")
     world.cut, world.deaf = {"alpha"}, {device for device in devices if device.startswith("alpha/")}
     world.kill("beta/0")

@@ -95,7 +95,7 @@ def test_steps_teach_what_was_only_rehearsed() -> None:
     world.train(1)
     plan = world.plan()
     assert plan is not None
-    widths = {len(stage.devices) for line in plan.modules[0].pipelines for stage in line.stages}
+    widths = {len(stage.devices) for _, _, stage in plan.walk()}
     world.train(world.settings.fit_steps + 3)
     assert world.job.profile is not None
     assert world.job.profile.fitted

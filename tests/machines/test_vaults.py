@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,7 +36,7 @@ def held(device: str, moment: Moment = NOW, incarnation: str = "") -> Held:
         incarnation=incarnation or f"i-{device}",
         plan=moment.plan,
         step=moment.step,
-        node=device.rpartition("/")[0],
+        node=node_of(device),
         size=1,
     )
 
@@ -60,11 +61,11 @@ def test_a_set_is_whole_when_each_share_is_on_two_nodes_or_there_is_no_second(
     for node, found in kept.items():
         words = [held(name, incarnation="" if true else "another") for name, true in dict(found).items()]
         snapshots = snapshots.replaced(node, words, ())
-    homes = {name.rpartition("/")[0] for name in devices}
+    homes = {node_of(name) for name in devices}
 
     def safe(device: str) -> bool:
         nodes = {node for node, found in kept.items() if dict(found).get(device)}
-        others = (homes & takers) - {device.rpartition("/")[0]}
+        others = (homes & takers) - {node_of(device)}
         return len(nodes) >= (2 if others else 1)
 
     assert snapshots.is_whole(NOW, made, takers) == all(safe(device) for device in devices)

@@ -56,7 +56,7 @@ class Vaulted(World):
         plan = next((p for p in self._plans() if p.number == self._running()), None)
         if plan is None:
             return
-        nodes = sorted({device.rpartition("/")[0] for device in plan.members})
+        nodes = sorted(plan.nodes)
         for device in plan.members:
             worker = self.workers[device]
             if worker.alive and worker.plan == plan.number:
@@ -98,7 +98,7 @@ class Vaulted(World):
         plan = next(
             plan for known in self.brought.values() for plan in known.values() if plan.number == whole.plan
         )
-        least = 2 if len({device.rpartition("/")[0] for device in plan.members}) > 1 else 1
+        least = 2 if len(plan.nodes) > 1 else 1
         if not self.lost_nodes:
             assert all(len(holders.get(device, ())) >= least for device in plan.members), "it is whole"
         vault = self.vaults[node]

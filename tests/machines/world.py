@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.coordinator.store_transactions import Ledger, Sweep
@@ -120,9 +121,9 @@ class World(Checked):
         self.inbox.append(event)
 
     def up(self, device: str, body: FromWorker) -> None:
-        if device.rpartition("/")[0] in self.cut:
+        if node_of(device) in self.cut:
             return
-        self.say(Received(node=device.rpartition("/")[0], message=self.workers[device].up(body)))
+        self.say(Received(node=node_of(device), message=self.workers[device].up(body)))
 
     def tick(self, seconds: float = 0.5) -> None:
         self.now += seconds
@@ -382,11 +383,11 @@ class World(Checked):
     def leave_cleanly(self, device: str, reason: str) -> None:
         self.workers[device].alive = False
         gone = self.lost(self.workers[device], clean=True, how=reason)
-        self.say(Received(node=device.rpartition("/")[0], message=gone))
+        self.say(Received(node=node_of(device), message=gone))
 
     def kill(self, device: str) -> None:
         self.workers[device].alive = False
-        self.say(Received(node=device.rpartition("/")[0], message=self.lost(self.workers[device])))
+        self.say(Received(node=node_of(device), message=self.lost(self.workers[device])))
 
     def finish(self) -> None:
         """The last step's vote: every member says so."""

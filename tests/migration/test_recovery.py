@@ -8,6 +8,7 @@ from elasticd_migration.migrate import Moved, migrate
 from elasticd_migration.reshard import Lost, bytes_lacking, reshard
 from elasticd_migration.transport import MemoryTransport
 from elasticd_planner.layout.layouts import Item, Layouts
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -25,18 +26,14 @@ def one_thread_each() -> None:
     torch.set_num_threads(1)
 
 
-def node(device: str) -> str:
-    return device.partition("/")[0]
-
-
 @settings(max_examples=examples(60))
 @given(plans(1, least=2), st.integers(0, 10_000), st.sampled_from(["n0", "n1", "n2"]))
 def test_any_node_may_be_lost(before: Plan, seed: int, gone: str) -> None:
-    assume(len({node(device) for device in before.members}) > 1)
-    left = [device for device in DEVICES if node(device) != gone]
+    assume(len(before.nodes) > 1)
+    left = [device for device in DEVICES if node_of(device) != gone]
     after = random_plan(seed, 2, left)
     old, new = Layouts(SPEC, before), Layouts(SPEC, after)
-    lost = {device for device in before.members if node(device) == gone}
+    lost = {device for device in before.members if node_of(device) == gone}
     survivors = [device for device in members(before, after) if device not in lost]
     ends = MemoryTransport.connect(survivors)
 

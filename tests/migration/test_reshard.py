@@ -16,6 +16,7 @@ from elasticd_migration.reshard import (
 )
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.spec.box import Box
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
@@ -25,10 +26,6 @@ from tests.migration.plans import DEVICES, LAYERS, SPEC, alone, plan, plans
 from tests.sizes import examples
 
 SIZES = {item: {"value": 4, "state": 8, "buffer": 2}[item.role] for item in Layouts(SPEC, alone()).items}
-
-
-def node(device: str) -> str:
-    return device.split("/")[0]
 
 
 def each(transfers: Sequence[Transfer]) -> list[tuple[Item, Transfer]]:
@@ -87,12 +84,12 @@ def test_every_device_gets_exactly_what_it_lacks_from_who_has_it(
 def test_another_node_sends_only_what_no_neighbour_holds(before: Plan, after: Plan) -> None:
     old, new = Layouts(SPEC, before), Layouts(SPEC, after)
     for item, transfer in each(reshard(old, new, SIZES)):
-        if node(transfer.source) == node(transfer.destination):
+        if node_of(transfer.source) == node_of(transfer.destination):
             continue
         near = [
             holding
             for holding in old.layout(item).holdings
-            if node(holding.device) == node(transfer.destination)
+            if node_of(holding.device) == node_of(transfer.destination)
         ]
         assert not any(holding.box.overlap(transfer.box) for holding in near)
 

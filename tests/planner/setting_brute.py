@@ -28,7 +28,7 @@ def every(problem: Problem) -> Iterator[Plan]:
     for size in freedom.micro_batches or (problem.micro_batch,):
         for plan in brute.every(msgspec.structs.replace(problem, micro_batch=size)):
             for state in freedom.states:
-                for pipelines in _flagged(plan.modules[0].pipelines, problem):
+                for pipelines in _flagged(plan.pipelines, problem):
                     yield Plan(
                         number=0,
                         strategies=(Strategy(modules=(ModulePlan(module="m", pipelines=pipelines),)),),
@@ -77,7 +77,7 @@ def link(problem: Problem, devices: tuple[str, ...]) -> Link:
 
 def seconds(plan: Plan, problem: Problem) -> float:
     model = problem.profile
-    pipelines = plan.modules[0].pipelines
+    pipelines = plan.pipelines
     slowest = 0.0
     for pipeline in pipelines:
         work, forward, hops = [], [], []
@@ -123,10 +123,10 @@ def _section(
 
 
 def after(plan: Plan, problem: Problem) -> float:
-    model, count = problem.profile, len(plan.modules[0].pipelines)
+    model, count = problem.profile, len(plan.pipelines)
     replicas = plan.state.replicas or count
     over, extra = min(replicas, count), max(0, replicas - count)
-    fewest = min(sum(len(s.devices) for s in p.stages) for p in plan.modules[0].pipelines)
+    fewest = min(sum(len(s.devices) for s in p.stages) for p in plan.pipelines)
     hop = link(problem, plan.members)
     gradients, parameters = model.parameter_bytes * model.gradient_factor, model.parameter_bytes
     reduce = (count - 1 + over - 1) * hop.seconds(gradients / fewest / count)
@@ -143,12 +143,12 @@ def fits(plan: Plan, problem: Problem) -> bool:
 
 
 def memory(plan: Plan, problem: Problem) -> dict[str, int]:
-    model, count = problem.profile, len(plan.modules[0].pipelines)
+    model, count = problem.profile, len(plan.pipelines)
     policy: StatePolicy = plan.state
     replicas = policy.replicas or count
     part, extra = min(1.0, replicas / count), max(0, replicas - count)
     needed = {}
-    for pipeline in plan.modules[0].pipelines:
+    for pipeline in plan.pipelines:
         depth = len(pipeline.stages)
         for index, stage in enumerate(pipeline.stages):
             alive = min(pipeline.micro_batches, depth - index)

@@ -35,7 +35,7 @@ def test_each_sample_is_in_one_micro_batch_of_the_planned_size(made: Plan) -> No
     batch = batch_plan(made, 3, samples)
     assert batch.samples() == samples
     assert (batch.step, batch.plan) == (3, made.number)
-    for pipeline, micro in zip(made.modules[0].pipelines, batch.modules[0], strict=True):
+    for pipeline, micro in zip(made.pipelines, batch.modules[0], strict=True):
         assert [len(part) for part in micro] == [made.micro_batch] * pipeline.micro_batches
 
 

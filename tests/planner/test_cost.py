@@ -37,7 +37,7 @@ PLAN = plan((3, [(1, ["n0/0", "n0/1"], [6, 2]), (3, ["n0/2"], [1])]))
 def test_a_group_is_as_slow_as_its_slowest_share() -> None:
     quiet = cluster(3, inside=SILENT)
     cost = ProfileCost(FREE)
-    first, last = stage_seconds(PLAN.modules[0].pipelines[0], quiet, {"n0/1": 3.0, "n0/2": 2.0}, cost)
+    first, last = stage_seconds(PLAN.pipelines[0], quiet, {"n0/1": 3.0, "n0/2": 2.0}, cost)
     assert first == pytest.approx(0.75 * 1.1)  # 6/8 of a normal device, and 2/8 x 3, alike
     assert last == pytest.approx(2 * (3 + 0.2))
     # Three micro-batches; while the first is on the last stage, the first stage goes ahead with the second.
@@ -52,7 +52,7 @@ def test_a_step_takes_as_long_as_its_slowest_pipeline_and_what_follows(
     """However many pipelines are alike, and counted at once."""
     here, cost = cluster(*[8] * 8), ProfileCost(profile())
     rates = {made.members[place % len(made.members)]: rate for place, rate in slow.items()}
-    each = [pipeline_seconds(pipeline, here, rates, cost) for pipeline in made.modules[0].pipelines]
+    each = [pipeline_seconds(pipeline, here, rates, cost) for pipeline in made.pipelines]
     assert step_seconds(made, here, rates, cost) == max(each) + after_seconds(made, here, cost)
 
 

@@ -119,7 +119,7 @@ def plainly(
     blocks, embeds, least = [], [], dict[tuple[int, Stage], float]()
     for m in (m for step in measured for m in step if m.block_work > 0):
         place = made.places[m.device]
-        stage, pipeline = made.stage(place), made.modules[0].pipelines[place.pipeline]
+        stage, pipeline = made.stage(place), made.pipeline(place)
         rate, width = rates.get(m.device, 1.0), len(stage.devices)
         blocks.append(m.block_seconds / (model.block.seconds * model.block.factor(width) * m.block_work * rate))
         if m.embed_seconds > 0:
@@ -163,7 +163,7 @@ def test_arrays_say_what_a_loop_over_the_measurements_does(made: Plan, start: in
     assert fitted.collective_seconds == pytest.approx(expected.collectives)
     again = remeasured(model, made, [Step.of(step) for step in measured], rates)
     assert again == msgspec.structs.replace(model, block=fitted.block, embed=fitted.embed, head=fitted.head)
-    if len(made.modules[0].pipelines) > 1:
+    if len(made.pipelines) > 1:
         without = msgspec.structs.replace(fitted, reduction_scale=0.0)
         costs = [after_seconds(made, everybody, ProfileCost(each)) for each in (fitted, without)]
         assert (costs[0] - costs[1]) / fitted.pipeline_scale == pytest.approx(expected.reduction)
@@ -177,7 +177,7 @@ def test_widths_known_before_are_kept() -> None:
 
 def test_blocks_that_make_their_activations_again_teach_how_long_that_takes() -> None:
     """Their block's seconds and collectives are those of any plan; what was not measured stays."""
-    pipelines = flagged(TWO_BY_TWO.modules[0].pipelines, on=True)
+    pipelines = flagged(TWO_BY_TWO.pipelines, on=True)
     strategy = Strategy(modules=(ModulePlan(module="model", pipelines=pipelines),))
     again = TWO_BY_TWO.replace(strategies=(strategy,))
     plain, fitted = (fit(profile(), p, steps(p), CLUSTER) for p in (TWO_BY_TWO, again))

@@ -231,7 +231,7 @@ def test_a_search_proposes_interleaved_stages_where_it_may_and_they_are_quicker(
     before = found(plan(msgspec.structs.replace(job, freedom=Freedom(dp=1))))
     after = found(plan(job))
     assert before.version == 1
-    assert after.modules[0].pipelines[0].chunks == 2
+    assert after.pipelines[0].chunks == 2
     assert "2 layers in 2 chunks" in after.reason
     first, second = before.prediction, after.prediction
     assert first is not None
@@ -252,7 +252,7 @@ def test_no_other_even_chunks_are_quicker() -> None:
     assert after.prediction is not None
     task = task_of(job)
     options = []
-    for pipeline in plain(after).modules[0].pipelines:
+    for pipeline in plain(after).pipelines:
         options.append([pipeline, *(o for n in range(2, 5) for o in chunked(pipeline, n))])
     best = min(step_seconds(made(*chosen), job.cluster, rates, task.cost) for chosen in product(*options))
     assert after.prediction.step_seconds == pytest.approx(best, rel=1e-9)
@@ -266,7 +266,7 @@ def test_fewer_and_deeper_pipelines_are_looked_at_since_they_fill_in_less_time()
     def best(**freedom: Any) -> tuple[float, int]:
         made = found(plan(msgspec.structs.replace(job, freedom=Freedom(**freedom))))
         assert made.prediction is not None
-        return made.prediction.step_seconds, len(made.modules[0].pipelines)
+        return made.prediction.step_seconds, len(made.pipelines)
 
     flat, count = best()
     free, fewer = best(interleave=4)
@@ -285,7 +285,7 @@ def test_none_is_proposed_where_nobody_asked_where_links_are_slow_and_where_memo
     tight = max(flat.prediction.memory.values())
     short = found(plan(problem(memory=tight)))
     assert short.version == 1, "more activations would have to be kept than there is room for"
-    for option in chunked(short.modules[0].pipelines[0], 2):
+    for option in chunked(short.pipelines[0], 2):
         assert max(memory_by_device(made(option), task_of(job).cost).values()) > tight
 
 
@@ -306,7 +306,7 @@ def test_a_slow_device_is_planned_for_beside_interleaved_stages() -> None:
     running = found(plan(msgspec.structs.replace(job, rates={})))
     after = plan(msgspec.structs.replace(job, current=running))
     assert after.current_seconds is not None
-    slow = next(s for s in found(after).modules[0].pipelines[0].stages if s.devices == ("n2/0",))
+    slow = next(s for s in found(after).pipelines[0].stages if s.devices == ("n2/0",))
     assert slow.layers < 4
     prediction = found(after).prediction
     assert prediction is not None

@@ -47,7 +47,7 @@ def test_a_straggler_gives_away_no_more_than_its_pipelines_micro_batches_ask(
 def test_shares_by_a_part_of_the_rate_lie_between_equal_ones_and_those_by_the_rate() -> None:
     names = ["n0/0", "n0/1", "n0/2", "n0/3"]
     model = profile(share_units=24, layers=4)
-    given = plan((1, [(4, names, [6, 6, 6, 6])])).modules[0].pipelines
+    given = plan((1, [(4, names, [6, 6, 6, 6])])).pipelines
     slow = [rebalance_shares(given, {"n0/1": 4.0}, model, part)[0].stages[0].shares[1] for part in (0, 0.5, 1)]
     assert slow == [6, 3, 2]
     even = msgspec.structs.replace(model, uneven=False)

@@ -17,7 +17,7 @@ def test_every_pipeline_covers_every_parameter(made: Plan) -> None:
     layouts = Layouts(SPEC, made)
     for name in layouts.names:
         layout = layouts.parameter(name)
-        for pipeline in made.modules[0].pipelines:
+        for pipeline in made.pipelines:
             members = {device for stage in pipeline.stages for device in stage.devices}
             covered = np.zeros(layout.shape, dtype=bool)
             for holding in layout.holdings:

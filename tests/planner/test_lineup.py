@@ -48,13 +48,13 @@ def on(made: Plan, pipelines: tuple[Pipeline, ...]) -> Plan:
 
 
 def lined(made: Plan, current: Plan, rates: dict[str, float]) -> Plan:
-    return on(made, lined_up(made.modules[0].pipelines, CLUSTER, rates, MODEL, current))
+    return on(made, lined_up(made.pipelines, CLUSTER, rates, MODEL, current))
 
 
 def orders(made: Plan, index: int, current: Plan, rates: dict[str, float]) -> list[Plan]:
     """The plan with one stage's members in all orders and with all shares of those alike, as far as members
     that held some of its layers stay in the order of that, and others in the order of their names."""
-    pipeline = made.modules[0].pipelines[0]
+    pipeline = made.pipelines[0]
     stage, had = pipeline.stages[index], holders(current, UNITS)
 
     def old(name: str) -> bool:
@@ -86,7 +86,7 @@ def test_no_order_of_members_and_shares_lacks_less(seed: int) -> None:
     least = bytes_to_move(MODEL, old, made)
     for index in range(2):
         for other in orders(new, index, old, rates):
-            stage = other.modules[0].pipelines[0].stages[index]
+            stage = other.pipelines[0].stages[index]
             theirs, ours = (
                 sum(size for name, size in bytes_by_member(MODEL, old, each).items() if name in stage.devices)
                 for each in (other, made)
@@ -116,12 +116,12 @@ def test_no_other_shares_that_keep_a_group_as_fast_lack_less(seed: int) -> None:
     names = NAMES[: rng.randint(2, 4)]
     old, new = (plan((1, [(LAYERS, names, shares(rng, len(names)))])) for _ in range(2))
     rates = {name: rng.choice([1.0, 1.5, 2.57]) for name in NAMES}
-    found = loosened(new.modules[0].pipelines, CLUSTER, rates, MODEL, old)
+    found = loosened(new.pipelines, CLUSTER, rates, MODEL, old)
 
     def slowest(units: tuple[int, ...]) -> float:
         return max(rates[name] * share for name, share in zip(names, units, strict=True))
 
-    (stage,), (line,) = new.modules[0].pipelines[0].stages, new.modules[0].pipelines
+    (stage,), (line,) = new.pipelines[0].stages, new.pipelines
     assert slowest(found[0].stages[0].shares) <= slowest(stage.shares) * (1 + 1e-9)
     least = min(
         bytes_to_move(MODEL, old, on(new, (msgspec.structs.replace(line, stages=(other,)),)))
@@ -138,7 +138,7 @@ def test_those_on_both_sides_take_what_a_slow_member_leaves() -> None:
     new = plan((1, [(LAYERS, names, [6, 6, 5, 2, 5])]))
     rates = dict.fromkeys(NAMES, 1.0) | {names[3]: 3.0}
     made = lined(new, old, rates)
-    stage = made.modules[0].pipelines[0].stages[0]
+    stage = made.pipelines[0].stages[0]
     assert (stage.devices, stage.shares[3]) == (tuple(names), 2)
     assert bytes_to_move(MODEL, old, made) < 0.8 * bytes_to_move(MODEL, old, new)
 
@@ -147,6 +147,6 @@ def test_who_stands_in_takes_the_place_of_the_one_that_left() -> None:
     old = plan((1, [(LAYERS, ["n0/0", "n0/1", "n0/2", "n0/3"], [6, 6, 6, 6])]))
     new = plan((1, [(LAYERS, ["n0/0", "n0/2", "n0/3", "n0/4"], [6, 6, 6, 6])]))
     made = lined(new, old, dict.fromkeys(NAMES, 1.0))
-    assert made.modules[0].pipelines[0].stages[0].devices == ("n0/0", "n0/4", "n0/2", "n0/3")
+    assert made.pipelines[0].stages[0].devices == ("n0/0", "n0/4", "n0/2", "n0/3")
     lacks = bytes_by_member(MODEL, old, made)
     assert [name for name, size in lacks.items() if size] == ["n0/4"]

@@ -39,7 +39,7 @@ def planned(given: Problem, **options: float) -> Plan:
 
 
 def shape(made: Plan) -> list[list[tuple[int, tuple[int, ...]]]]:
-    return [[(s.layers, s.shares) for s in p.stages] for p in made.modules[0].pipelines]
+    return [[(s.layers, s.shares) for s in p.stages] for p in made.pipelines]
 
 
 def seconds(made: Plan) -> float:
@@ -50,7 +50,7 @@ def seconds(made: Plan) -> float:
 def test_healthy_devices_form_two_equal_pipelines_across_the_nodes() -> None:
     made = planned(problem(2, 2))
     assert shape(made) == [[(5, (4, 4))], [(5, (4, 4))]]
-    assert [p.micro_batches for p in made.modules[0].pipelines] == [5, 5]
+    assert [p.micro_batches for p in made.pipelines] == [5, 5]
     assert made.idle == ()
     assert made.binding == {}
 
@@ -67,7 +67,7 @@ def test_a_slow_device_is_worth_more_than_none_and_gets_a_smaller_share() -> Non
     slow = answer.plan.stage(answer.plan.places["n0/1"])
     assert slow.devices == ("n0/0", "n0/1")
     assert slow.shares == (6, 2)
-    assert len({s.layers for p in answer.plan.modules[0].pipelines for s in p.stages}) > 1
+    assert len({s.layers for p in answer.plan.pipelines for s in p.stages}) > 1
     assert "n0/1 3x" in answer.plan.reason
 
 
@@ -121,7 +121,7 @@ def test_everything_moves_where_nothing_was_held() -> None:
     made = planned(problem(2, 2))
     whole = replica_bytes(SMALL) * (SMALL.state_factor - 1) / SMALL.state_factor
     lacking = bytes_to_move(SMALL, None, made)
-    copies = len(made.modules[0].pipelines)
+    copies = len(made.pipelines)
     uncut = copies * 5 * SMALL.block.whole_bytes * (SMALL.state_factor - 1)
     assert lacking == pytest.approx(copies * whole + uncut)
 
@@ -220,7 +220,7 @@ def test_of_many_devices_a_replan_moves_less_than_a_plan_that_knows_no_current_o
 def test_of_many_devices_a_straggler_is_answered_in_its_own_group_where_that_is_near_the_best() -> None:
     healthy = problem(8, 8, part=0.12, batch=32, model=profile(layers=8))
     old = planned(healthy)
-    group = next(s for p in old.modules[0].pipelines for s in p.stages if len(s.devices) > 1)
+    group = next(s for p in old.pipelines for s in p.stages if len(s.devices) > 1)
     slowed = msgspec.structs.replace(healthy, rates={group.devices[1]: 2.57})
     fresh = planned(slowed)
     near = planned(msgspec.structs.replace(slowed, current=old), tolerance=0.02)

@@ -166,7 +166,7 @@ def test_recomputation_is_where_memory_demands_it_and_the_bound_holds(seed: int)
     assert setting_brute.fits(made, problem)
     assert least * (1 - 1e-9) <= made.prediction.step_seconds <= least * 1.35
     assert made.prediction.bound_seconds <= least * (1 + 1e-9)
-    for p, pipeline in enumerate(made.modules[0].pipelines):  # no stage can simply be switched off
+    for p, pipeline in enumerate(made.pipelines):  # no stage can simply be switched off
         for s, stage in enumerate(pipeline.stages):
             if stage.recompute:
                 assert not setting_brute.fits(_without(made, p, s), problem)
@@ -214,10 +214,10 @@ def test_zero_makes_room_for_more_pipelines() -> None:
     # Parameters, gradients and activations of all layers, and half of the moments: 4 x 1000 x 3 + 400.
     tight = 4000 * 3 + 400
     plain = found(plan(uniform(2, tight)))
-    assert len(plain.modules[0].pipelines) == 1
+    assert len(plain.pipelines) == 1
     freedom = Freedom(states=(StatePolicy(), StatePolicy(zero=1, replicas=1)))
     sharded = found(plan(uniform(2, tight, freedom=freedom)))
-    assert len(sharded.modules[0].pipelines) == 2
+    assert len(sharded.pipelines) == 2
     assert sharded.state == StatePolicy(zero=1, replicas=1)
     assert "ZeRO 1, 1 replica of" in sharded.reason
     assert sharded.prediction is not None
@@ -240,11 +240,11 @@ def test_larger_micro_batches_are_chosen_where_each_costs_a_fixed_time() -> None
 def test_recomputation_is_chosen_only_where_nothing_fits_without() -> None:
     free = Freedom(recompute=True)
     roomy = found(plan(uniform(1, 1e6, freedom=free)))
-    assert not any(stage.recompute for p in roomy.modules[0].pipelines for stage in p.stages)
+    assert not any(stage.recompute for p in roomy.pipelines for stage in p.stages)
     tight = 4000 * 4 + 4 * 10 + 100  # what recomputation keeps, and one block
     assert plan(uniform(1, tight)).plan is None
     made = found(plan(uniform(1, tight, freedom=free)))
-    assert all(stage.recompute for p in made.modules[0].pipelines for stage in p.stages)
+    assert all(stage.recompute for p in made.pipelines for stage in p.stages)
     assert "recomputing" in made.reason
 
 
@@ -273,11 +273,11 @@ def test_groups_stay_in_islands_while_the_link_between_them_is_slow() -> None:
         )
         problem = Problem(cluster=cluster, profile=model, global_batch=2, micro_batch=1)
         made = found(plan(problem))
-        for pipeline in made.modules[0].pipelines:
+        for pipeline in made.pipelines:
             for stage in pipeline.stages:
                 if len(stage.devices) == 2:  # a pair lies in one island
                     assert len({int(name[-1]) // 2 for name in stage.devices}) == 1
-        return {len(stage.devices) for p in made.modules[0].pipelines for stage in p.stages}
+        return {len(stage.devices) for p in made.pipelines for stage in p.stages}
 
     assert widths(1e9) == {4}
     assert widths(1e6) == {2}
@@ -357,7 +357,7 @@ def test_a_plan_that_runs_under_another_setting_is_judged_as_it_is_and_kept_wher
     again = plan(uniform(2, 1e9, freedom=free, current=first))
     assert first.prediction is not None
     assert again.current_seconds == pytest.approx(first.prediction.step_seconds)
-    assert found(again).modules[0].pipelines == first.modules[0].pipelines
+    assert found(again).pipelines == first.pipelines
     other = found(plan(uniform(2, 1e9, freedom=Freedom(micro_batches=(4,), states=STATES[3:]))))
     judged = plan(uniform(2, 1e9, freedom=free, current=other))
     assert judged.current_seconds == pytest.approx(setting_brute.seconds(other, uniform(2, 1e9)))

@@ -10,6 +10,7 @@ import pytest
 from elasticd_planner.layout.layouts import Item, Layouts
 from elasticd_planner.layout.optimizer_sharding import divided, joined, with_carriers
 from elasticd_planner.spec.box import Box, TensorLayout
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan, StatePolicy
 from elasticd_planner.value import Invalid
 from hypothesis import given, settings
@@ -19,10 +20,6 @@ from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
 from tests.migration.plans import LAYERS, SPEC, plans
 from tests.planner.models import plan
 from tests.sizes import beside, examples
-
-
-def node(device: str) -> str:
-    return device.split("/")[0]
 
 
 def masks(layout: TensorLayout) -> dict[str, np.ndarray]:
@@ -38,7 +35,7 @@ def masks(layout: TensorLayout) -> dict[str, np.ndarray]:
 @given(plans(1))
 def test_every_element_is_kept_by_r_devices_on_r_nodes_where_there_are_so_many(made: Plan) -> None:
     layouts = Layouts(SPEC, made)
-    nodes = {node(device) for device in made.members}
+    nodes = made.nodes
     for name in layouts.trained:
         kept = masks(layouts.state(name))
         if not made.state.zero:
@@ -49,7 +46,7 @@ def test_every_element_is_kept_by_r_devices_on_r_nodes_where_there_are_so_many(m
         assert (sum(kept.values()) == min(replicas, len(made.members))).all()
         by_node: dict[str, np.ndarray] = {}
         for device, mask in kept.items():
-            by_node[node(device)] = by_node.get(node(device), False) | mask.astype(bool)
+            by_node[node_of(device)] = by_node.get(node_of(device), False) | mask.astype(bool)
         assert (sum(mask.astype(int) for mask in by_node.values()) == min(replicas, len(nodes))).all()
 
 
@@ -80,13 +77,13 @@ def test_a_device_has_the_value_of_all_whose_state_it_keeps_and_nothing_else_bey
 @given(plans(1, least=2))
 def test_with_two_replicas_no_node_takes_state_or_values_along(made: Plan) -> None:
     layouts = Layouts(SPEC, made)
-    nodes = {node(device) for device in made.members}
+    nodes = made.nodes
     if len(nodes) < 2:
         return
     for item in layouts.items:
         held = masks(layouts.layout(item))
         for gone in nodes:
-            left = [mask for device, mask in held.items() if node(device) != gone]
+            left = [mask for device, mask in held.items() if node_of(device) != gone]
             assert np.logical_or.reduce(left).all(), (item, gone)
 
 

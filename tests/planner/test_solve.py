@@ -14,6 +14,7 @@ from elasticd_planner.problem_files.convert import rates_of, task_of
 from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem, load
 from elasticd_planner.problem_files.solve import figures, solve
 from elasticd_planner.search.large import Wide
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Invalid
 
 from tests import sizes
@@ -32,14 +33,14 @@ def check(problem: TableProblem, planned: Planned) -> None:
     model, memory = problem.model, problem.model.memory
     rates = rates_of(problem)
     steady = step = 0.0
-    for pipeline in planned.plan.modules[0].pipelines:
+    for pipeline in planned.plan.pipelines:
         depth = len(pipeline.stages)
         assert pipeline.micro_batches >= depth
         times = []
         for position, stage in enumerate(pipeline.stages):
             width = len(stage.devices)
             assert width in model.tp_slowdown
-            assert len({device.rpartition("/")[0] for device in stage.devices}) == 1
+            assert len({node_of(device) for device in stage.devices}) == 1
             parts = [share / sum(stage.shares) for share in stage.shares]
             worst = max(part * rates.get(d, 1.0) for part, d in zip(parts, stage.devices, strict=True))
             if not model.uneven_shares:
@@ -49,9 +50,7 @@ def check(problem: TableProblem, planned: Planned) -> None:
                 table = memory.layer_mib_by_stage
                 size = table[max(0, len(table) - (depth - position))] * stage.layers
                 size += memory.embedding_mib if position in (0, depth - 1) else 0
-                (room,) = {
-                    n.memory_mib for n in problem.cluster.nodes if n.name == stage.devices[0].rpartition("/")[0]
-                }
+                (room,) = {n.memory_mib for n in problem.cluster.nodes if n.name == node_of(stage.devices[0])}
                 needed = size * model.tp_full * max(parts) + memory.fixed_mib
                 assert needed <= (room - memory.reserve_mib) * (1 + 1e-6)
         steady = max(steady, pipeline.micro_batches * max(times))
@@ -187,7 +186,7 @@ def test_a_group_that_fits_in_no_node_crosses_them() -> None:
     text["model"]["tp_slowdown"] = {"8": 1.0}
     planned = solve(load(json.dumps(text)), ideal=False)
     assert planned.plan is not None
-    assert {len(s.devices) for p in planned.plan.modules[0].pipelines for s in p.stages} == {8}
+    assert {len(stage.devices) for _, _, stage in planned.plan.walk()} == {8}
 
 
 def test_a_node_that_lost_a_device_is_divided_freely_where_sizes_are_pinned() -> None:
@@ -195,7 +194,7 @@ def test_a_node_that_lost_a_device_is_divided_freely_where_sizes_are_pinned() ->
     text["rates"] = {"n0/0": None}
     planned = solve(load(json.dumps(text)), ideal=False)
     assert planned.plan is not None
-    used = {device.rpartition("/")[0] for device in planned.plan.members}
+    used = planned.plan.nodes
     assert "n0" in used
     assert "n0/0" in planned.plan.idle
 

@@ -25,7 +25,7 @@ def measure(
     rates, wild = rates or {}, wild or {}
     rng = np.random.default_rng([step, plan.number])
     made = []
-    for pipeline in plan.modules[0].pipelines:
+    for pipeline in plan.pipelines:
         tokens = TOKENS * pipeline.micro_batches
         for stage in pipeline.stages:
             first, last = stage.start == 0, stage.stop == pipeline.layers

@@ -179,7 +179,7 @@ def test_every_sample_is_dealt_once(name: str, size: int) -> None:
         *range(size)
     ]
     for each in dealt:
-        for pipeline, micro in zip(plan.modules[0].pipelines, each, strict=True):
+        for pipeline, micro in zip(plan.pipelines, each, strict=True):
             assert len(micro) <= pipeline.micro_batches
             assert all(len(samples) <= plan.micro_batch for samples in micro)
 

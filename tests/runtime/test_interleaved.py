@@ -104,7 +104,7 @@ def test_an_interleaved_layout_trains_like_one_process(
             assert worst < 1e-10, f"{device} {parameter}: {worst}"
             seen.add(parameter)
         place = plan.places[device]
-        pipeline = plan.modules[0].pipelines[place.pipeline]
+        pipeline = plan.pipeline(place)
         promised = most_alive(len(pipeline.stages), place.stage, pipeline.micro_batches, (1,) * pipeline.chunks)
         assert result["alive"] == promised, f"{device}: activations as the schedule promises"
         # What a device did counts once for a micro-batch, whatever its chunks.

@@ -118,7 +118,7 @@ def trained(device: str, plan: Plan, fabric: Fabric) -> dict[str, Any]:
     done = [engine.step(step, lambda: 0, lambda: 0) for step in range(STEPS)]
     assert engine.runner is not None
     place = plan.places[device]
-    pipeline = plan.modules[0].pipelines[place.pipeline]
+    pipeline = plan.pipeline(place)
     return {
         "losses": [d.outcome.loss for d in done],
         "norms": [d.outcome.norm for d in done],

@@ -11,6 +11,7 @@ import pytest
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.problem import Problem
 from elasticd_planner.search.planner import plan as search
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
 from elasticd.simulator.devices.device_model import Truth
@@ -104,7 +105,7 @@ def _shifted(plan: Plan, rng: np.random.Generator) -> Plan:
     """A layer of each pipeline given to a neighbouring stage: with the slowest stage first or last the schedule
     hides some of what the formula of a step counts."""
     pipelines = []
-    for line in plan.modules[0].pipelines:
+    for line in plan.pipelines:
         stages = list(line.stages)
         if len(stages) > 1:
             s = int(rng.integers(0, len(stages) - 1))
@@ -121,7 +122,7 @@ def _shifted(plan: Plan, rng: np.random.Generator) -> Plan:
 def _random(rng: np.random.Generator, names: tuple[str, ...], layers: int, batch: int) -> Plan:
     """Groups inside nodes, dealt to pipelines."""
     groups: list[tuple[str, ...]] = []
-    for node in sorted({name.partition("/")[0] for name in names}):
+    for node in sorted({node_of(name) for name in names}):
         left = [name for name in names if name.startswith(f"{node}/")]
         rng.shuffle(left)
         while left:

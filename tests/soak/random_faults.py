@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value, refuse
 
 from elasticd.chaos.fault import WAYS
@@ -63,7 +64,7 @@ def draw(settings: Soaking, devices: Sequence[str], seed: int) -> Faults:
     rng = np.random.default_rng([seed, 3])
     kinds = sorted(kind for kind, weight in settings.weights.items() if weight > 0)
     shares = np.array([settings.weights[kind] for kind in kinds])
-    nodes = sorted({device.rpartition("/")[0] for device in devices})
+    nodes = sorted({node_of(device) for device in devices})
     script, step = Faults(), settings.first
     for _ in range(settings.count):
         kind = str(rng.choice(kinds, p=shares / shares.sum()))

@@ -178,7 +178,7 @@ class Keeper:
 
     def _copy(self, held: Held) -> None:
         record = self._state().plans.get(held.job)
-        nodes = None if record is None else {device.rpartition("/")[0] for device in record.plan.members}
+        nodes = None if record is None else record.plan.nodes
         ring = self._peers.ring(nodes)
         revoked = self._vault.lend(held)
         if revoked is None:

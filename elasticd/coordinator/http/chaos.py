@@ -11,6 +11,7 @@ import contextlib
 import math
 from typing import Annotated, Literal, Protocol
 
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value
 from msgspec import Meta
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -133,7 +134,7 @@ def order(leading: Leading, cuts: Cuts, body: ChaosRequest) -> None:
         leading.pace(body.action, body.device, body.factor)
     elif body.action in TO_DEVICES:
         leading.know_device(body.device)
-        _harm(leading, body.device.rpartition("/")[0], Harm(how=body.action, device=body.device))  # type: ignore[arg-type]
+        _harm(leading, node_of(body.device), Harm(how=body.action, device=body.device))  # type: ignore[arg-type]
     elif body.action in TO_NODES and body.other:
         _data(leading, body)
     elif body.action == "cut":

@@ -82,12 +82,14 @@ from elasticd.wire.messages import (
     AgentRejected,
     Closed,
     Fenced,
+    FromAgent,
     FromWorker,
     Goodbye,
     Hello,
     Join,
     Leave,
     Pace,
+    PassedReport,
     Propose,
     Published,
     Recorded,
@@ -96,7 +98,6 @@ from elasticd.wire.messages import (
     Shutdown,
     StoreAnswer,
     StoreCall,
-    ToLeader,
     ToWorker,
     Up,
     Welcome,
@@ -256,7 +257,7 @@ def _said(state: State, event: Said, now: float) -> Result:
             )
         call = Call(call=body, deadline=now + body.seconds + GRACE_SECONDS)
         return replace(state, calls={**state.calls, (client.id, body.id): call}), _up(state, client, body)
-    if isinstance(body, Report):
+    if isinstance(body, Report | msgspec.Raw):
         if state.phase is Phase.LINKED:
             return state, _up(state, client, body)
         return replace(state, reports=(*state.reports, _wrap(client, body))[-MOST_REPORTS:]), ()
@@ -314,7 +315,7 @@ def _ended(state: State, event: Ended, now: float) -> Result:
 
 
 def _link_up(state: State, event: LinkUp, now: float) -> Result:
-    words: list[ToLeader] = [AgentHello(record=state.record, release=__version__)]
+    words: list[FromAgent] = [AgentHello(record=state.record, release=__version__)]
     # Torchruns come first: a job that has not begun takes no worker without its torchrun.
     torchruns = (client for client in state.clients.values() if not client.device and not client.goodbye)
     words += [_wrap(client, client.opening) for client in torchruns]
@@ -417,11 +418,14 @@ def _without(state: State, name: str) -> State:
     )
 
 
-def _wrap(client: Client, body: FromWorker) -> Up:
-    return Up(client=client.id, job=client.job, device=client.device, incarnation=client.incarnation, body=body)
+def _wrap(client: Client, body: FromWorker | msgspec.Raw) -> Up | PassedReport:
+    name, job, device, incarnation = client.id, client.job, client.device, client.incarnation
+    if isinstance(body, msgspec.Raw):
+        return PassedReport(client=name, job=job, device=device, incarnation=incarnation, body=body)
+    return Up(client=name, job=job, device=device, incarnation=incarnation, body=body)
 
 
-def _up(state: State, client: Client, body: FromWorker) -> tuple[Effect, ...]:
+def _up(state: State, client: Client, body: FromWorker | msgspec.Raw) -> tuple[Effect, ...]:
     """To the leader if the link stands; if not, what is kept in the state speaks on the next one."""
     return (Tell(message=_wrap(client, body)),) if state.phase is Phase.LINKED else ()
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from elasticd.records import (
     CheckpointsRecord,
     DoneRecord,
@@ -22,12 +24,14 @@ from elasticd.wire.messages import (
     Doubt,
     Down,
     Finished,
+    FromAgent,
     FromWorker,
     Hello,
     Join,
     Kept,
     Leaving,
     Pace,
+    PassedReport,
     Prepared,
     Raised,
     Refused,
@@ -35,7 +39,6 @@ from elasticd.wire.messages import (
     Standing,
     StoreCall,
     Swapped,
-    ToLeader,
     ToWorker,
     Up,
 )
@@ -106,7 +109,7 @@ class State:
     fences: Mapping[str, Fence] = field(default_factory=dict)
     done: Mapping[str, DoneRecord] = field(default_factory=dict)
     factors: Mapping[str, float] = field(default_factory=dict)
-    reports: tuple[Up, ...] = ()
+    reports: tuple[Up | PassedReport, ...] = ()
     calls: Mapping[tuple[str, int], Call] = field(default_factory=dict)
     probe_seconds: float = PROBE_SECONDS
 
@@ -130,10 +133,10 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
-    """A later message of a client."""
+    """A later message of a client; a worker's report may be undecoded."""
 
     client: str
-    body: FromWorker
+    body: FromWorker | msgspec.Raw
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,7 +292,7 @@ class Dismiss:
 class Tell:
     """Send this to the leader."""
 
-    message: ToLeader
+    message: FromAgent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

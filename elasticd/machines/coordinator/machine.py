@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import msgspec
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value
 
 from elasticd.machines import text_limits
@@ -256,7 +257,7 @@ def _turned_away(state: State, event: Received, up: Up, why: str, now: float) ->
 
 def _paced(state: State, event: Paced) -> Result:
     """Chaos: a hint to the device's agent, which keeps the table of paces."""
-    name = event.device.rpartition("/")[0]
+    name = node_of(event.device)
     node = state.nodes.get(name)
     if node is None:
         return state, ()

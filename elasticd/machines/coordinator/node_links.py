@@ -13,7 +13,7 @@ import msgspec
 from elasticd_planner.detection.links import LinkState, Transfer, observe_links
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.detection.stragglers import Change
-from elasticd_planner.spec.cluster import Link
+from elasticd_planner.spec.cluster import Link, node_of
 from elasticd_planner.value import Value
 
 from elasticd.wire.messages import Swapped, Up
@@ -69,9 +69,9 @@ def moved(links: Links, up: Up, nodes: Collection[str], now: float) -> Links:
     """A worker tells of a switch: what came to it from others of these nodes."""
     if not isinstance(up.body, Swapped) or not up.body.flows:
         return links
-    target, found = up.device.rpartition("/")[0], dict[str, tuple[int, float]]()
+    target, found = node_of(up.device), dict[str, tuple[int, float]]()
     for device, (size, seconds) in up.body.flows.items():
-        source = device.rpartition("/")[0]
+        source = node_of(device)
         if source != target and source in nodes and _possible(size, seconds):
             before = found.get(source, (0, 0.0))
             found[source] = before[0] + size, max(before[1], seconds)  # a node's devices send at once

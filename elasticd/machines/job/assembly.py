@@ -6,6 +6,7 @@ A torchrun has a place: its node's name, or, where each device has a torchrun of
 from __future__ import annotations
 
 import msgspec
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.codec.decoding import shown
 from elasticd.machines.job.lifecycle.fence import FALLIBLE
@@ -120,7 +121,7 @@ def _has_workers(turn: Turn, place: str) -> bool:
 
 
 def _places_of_members(turn: Turn, *, by_device: bool) -> set[str]:
-    return {device if by_device else device.rpartition("/")[0] for device in _bound(turn)}
+    return {device if by_device else node_of(device) for device in _bound(turn)}
 
 
 def _bound(turn: Turn) -> dict[str, str]:
@@ -142,7 +143,7 @@ def _there(turn: Turn, place: str) -> bool:
         node = turn.nodes.get(turn.job.joiners[place].node)
         return node is None or node.connected
     bound = {
-        device: one for device, one in _bound(turn).items() if place in (device, device.rpartition("/")[0])
+        device: one for device, one in _bound(turn).items() if place in (device, node_of(device))
     }
     return any(not one or turn.job.gone.get(device) != one for device, one in bound.items()) or not bound
 

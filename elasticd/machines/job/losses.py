@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elasticd_planner.detection.stragglers import forget
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.copies.rollback import waits
 from elasticd.machines.job.lifecycle.fence import FALLIBLE, fault
@@ -66,7 +67,7 @@ def vanished(turn: Turn, devices: Sequence[str]) -> None:
     """Workers that a plan is bound to, on nodes that returned to a new leader without them. They may not be
     back yet at an agent that was started again: those that alone hold a part of the state are waited for."""
     plans = turn.job.candidates
-    here = [turn.nodes.get(device.rpartition("/")[0]) for device in devices]
+    here = [turn.nodes.get(node_of(device)) for device in devices]
     gone = {
         device: plan.binding[device]
         for device, node in zip(devices, here, strict=True)
@@ -94,7 +95,7 @@ def absent(turn: Turn) -> None:
     returned = {
         name for name, node in turn.nodes.items() if node.connected and turn.now - node.since >= patience
     }
-    if gone := [device for device in job.unmet if device.rpartition("/")[0] in returned]:
+    if gone := [device for device in job.unmet if node_of(device) in returned]:
         vanished(turn, gone)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from elasticd_planner.spec.cluster import node_of
+
 from elasticd.machines.job import assembly, chaos, losses, recovery, replan, switch
 from elasticd.machines.job.copies import checkpoints, snapshots
 from elasticd.machines.job.faults import hangs, network_partition, user_exceptions
@@ -198,7 +200,7 @@ def _report(turn: Turn, up: Up) -> None:
     if turn.over:
         return
     if worker is None and losses.bound(turn, up.device, up.incarnation):
-        node = up.device.rpartition("/")[0]
+        node = node_of(up.device)
         worker = turn.worker(
             Worker(device=up.device, incarnation=up.incarnation, node=node, client=up.client, pid=0)
         )
@@ -274,7 +276,7 @@ def _settle(turn: Turn) -> None:
     if not missing or job.phase is Phase.ASSEMBLING:
         turn.set(settle_until=None)
         return
-    returned = [turn.nodes.get(device.rpartition("/")[0]) for device in missing]
+    returned = [turn.nodes.get(node_of(device)) for device in missing]
     patience = turn.settings.reconnect_seconds
     for node in returned:
         if node is not None and node.connected and turn.now - node.since >= patience:

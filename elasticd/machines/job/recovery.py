@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from elasticd_planner.spec.cluster import node_of
+
 from elasticd.machines.job import replan
 from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.machines.job.copies.rollback import Wait, older, older_state, waits
@@ -68,7 +70,7 @@ def suspect(turn: Turn) -> None:
     if since is not None or (stopped and job.phase is Phase.RUNNING):
         away = _unreachable(turn)
         if away:
-            nodes = sorted({device.rpartition("/")[0] for device in away})
+            nodes = sorted({node_of(device) for device in away})
             why = f"node {', '.join(nodes)} cannot be reached, and the job's steps have stopped"
             if not _awaited(turn, nodes, away, why):
                 fault(turn, away, why)
@@ -336,7 +338,7 @@ def _owners(turn: Turn) -> list[Worker]:
     job = turn.job
     found = {worker.device: worker for plan in job.candidates for worker in job.bound(plan)}
     unmet = [
-        Worker(device=device, incarnation=one, node=device.rpartition("/")[0], client="", pid=0)
+        Worker(device=device, incarnation=one, node=node_of(device), client="", pid=0)
         for device, one in job.unmet.items()
     ]
     return [*(worker for worker in found.values() if not worker.left), *unmet]

@@ -14,7 +14,7 @@ from elasticd_planner.policy.policy import Decision, decide, measured_price
 from elasticd_planner.policy.stability import outlook, settled
 from elasticd_planner.problem import Freedom, Problem
 from elasticd_planner.profiling.fit import fit
-from elasticd_planner.spec.cluster import Cluster, Device, Node
+from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.step_measurements import Step
 from elasticd_planner.value import Invalid
@@ -126,7 +126,7 @@ def _fit(turn: Turn, plan: Plan) -> None:
     except Invalid as error:  # what the workers measured makes no sense
         turn.note("refused", f"the profile stays as it is: {error}", number=plan.number)
         return
-    turn.set(profile=profile, taught_by=plan.number, rehearsed=turn.job.rehearsed - _widths(plan))
+    turn.set(profile=profile, taught_by=plan.number, rehearsed=turn.job.rehearsed - plan.tp_widths)
     text = f"profile fitted from {len(sampled)} steps of plan {plan.number}"
     turn.note("fitted", text, number=plan.number, block_seconds=profile.block.seconds)
 
@@ -137,13 +137,7 @@ def _teaches(turn: Turn, plan: Plan, profile: ModelProfile) -> bool:
     if not profile.fitted:
         return True
     known = profile.collective_seconds.keys() - turn.job.rehearsed
-    return profile.block.collectives > 0 and not _widths(plan) <= known
-
-
-def _widths(plan: Plan) -> set[int]:
-    """How wide a plan's TP groups are, those of one device left out."""
-    stages = [stage for pipeline in plan.modules[0].pipelines for stage in pipeline.stages]
-    return {len(stage.devices) for stage in stages} - {1}
+    return profile.block.collectives > 0 and not plan.tp_widths <= known
 
 
 def request(turn: Turn) -> None:
@@ -361,7 +355,7 @@ def _rates(turn: Turn, devices: tuple[Device, ...]) -> dict[str, float]:
 def _cluster(turn: Turn, devices: tuple[Device, ...]) -> Cluster:
     nodes: dict[str, list[Device]] = {}
     for device in devices:
-        nodes.setdefault(device.name.rpartition("/")[0], []).append(device)
+        nodes.setdefault(node_of(device.name), []).append(device)
     return Cluster(
         nodes=tuple(Node(name=name, devices=tuple(held)) for name, held in nodes.items()),
         inside=turn.settings.inside,

@@ -9,6 +9,7 @@ from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.policy.policy import Moved
 from elasticd_planner.policy.stability import switched as answered_by
 from elasticd_planner.problem import Problem
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job.copies import checkpoints
@@ -235,7 +236,7 @@ def overdue(turn: Turn) -> None:
     old: Iterable[str] = job.plan.members if job.plan is not None else ()
     if job.proposal.recovery is not None:
         old = job.proposal.recovery.sources
-    for name in dict.fromkeys(device.rpartition("/")[0] for device in (*old, *job.proposal.plan.members)):
+    for name in dict.fromkeys(node_of(device) for device in (*old, *job.proposal.plan.members)):
         node = turn.nodes.get(name)
         if node is not None and node.connected:
             continue

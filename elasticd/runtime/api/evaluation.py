@@ -138,7 +138,7 @@ def _rest(plan: Plan, samples: Sequence[int]) -> Iterator[tuple[MicroBatch, ...]
     """Fewer than a step's: a micro-batch for each pipeline in turn, while there are any."""
     size = plan.micro_batch
     micro = [tuple(samples[at : at + size]) for at in range(0, len(samples), size)]
-    slots = [pipeline.micro_batches for pipeline in plan.modules[0].pipelines]
+    slots = [pipeline.micro_batches for pipeline in plan.pipelines]
     dealt: list[list[MicroBatch]] = [[] for _ in slots]
     while micro:
         for mine, slot in zip(dealt, slots, strict=True):

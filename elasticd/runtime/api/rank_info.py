@@ -53,7 +53,7 @@ class Seat:
         """How many stages its pipeline has; others may have another number."""
         if self.plan is None or self._place is None:
             return None
-        return len(self.plan.modules[self._place.module].pipelines[self._place.pipeline].stages)
+        return len(self.plan.pipeline(self._place).stages)
 
     @property
     def is_first_stage(self) -> bool:

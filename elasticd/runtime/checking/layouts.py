@@ -20,7 +20,7 @@ class Variation:
     @property
     def one_pass(self) -> bool:
         """All samples go through together, so that the sections' outputs can be compared with one process's."""
-        pipelines = self.plan.modules[0].pipelines
+        pipelines = self.plan.pipelines
         return len(pipelines) == 1 and pipelines[0].micro_batches == 1
 
 

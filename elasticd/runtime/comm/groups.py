@@ -25,6 +25,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+from elasticd_planner.spec.cluster import node_of
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
@@ -117,7 +118,7 @@ class Group:
         self._count = 0
         self._exchanged: list[int] = []
         self._awaited: list[tuple[Any, Tensor]] = []
-        nodes = {member.rpartition("/")[0] for member in members}
+        nodes = {node_of(member) for member in members}
         self._limit = min(AT_ONCE if len(nodes) == 1 else A_FLIGHT, TOGETHER // max(1, self.size - 1))
 
     def wait(self, work: Any) -> None:

@@ -151,7 +151,7 @@ def _read_by(plan: Plan, device: str, dealt: BatchPlan) -> tuple[int, ...]:
     place = plan.places.get(device)
     if place is None:
         return ()
-    stages = plan.modules[place.module].pipelines[place.pipeline].stages
+    stages = plan.pipeline(place).stages
     if place.stage not in (0, len(stages) - 1):
         return ()
     return tuple(index for micro in dealt.modules[place.module][place.pipeline] for index in micro)

@@ -109,7 +109,7 @@ class StageRunner:
         self._telemetry, self._stopwatch, self._pace, self._ready = telemetry, stopwatch, pace, ready
         self._schedule, self._precision, self._scale = schedule, precision, 1.0
         place = plan.places[device]
-        pipeline = plan.modules[place.module].pipelines[place.pipeline]
+        pipeline = plan.pipeline(place)
         mine = pipeline.stages[place.stage]
         self._stage, self._stages, self._position = place.stage, len(pipeline.stages), place.position
         self._share, self._layers = mine.fraction(place.position), mine.layers

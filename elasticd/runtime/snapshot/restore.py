@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from elasticd_migration.local_state import LocalState
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.snapshot_layouts import StoodIn
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
 
@@ -46,7 +47,7 @@ class Snapshots:
             incarnation=old.binding.get(member, ""),
             plan=old.number,
             step=step,
-            node=member.rpartition("/")[0],
+            node=node_of(member),
             size=0,  # the agent knows
         )
         held, fd = self.fetch(wanted)

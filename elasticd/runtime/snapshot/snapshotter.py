@@ -15,6 +15,7 @@ from typing import Protocol
 
 from elasticd_migration.local_state import LocalState, NotElementWise
 from elasticd_planner.layout.layouts import Layouts
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.worker import snapshotting
@@ -161,7 +162,7 @@ class Snapper:
             incarnation=me.incarnation,
             plan=plan.number,
             step=step,
-            node=me.device.rpartition("/")[0],
+            node=node_of(me.device),
             size=size,
         )
         first = plan.members[0] == me.device

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from elasticd_planner.spec.cluster import node_of
+
 from elasticd.chaos.fault import Fault
 from elasticd.simulator.cluster.launcher import Operator
 from elasticd.simulator.cluster.leader import Leader
@@ -85,7 +87,7 @@ class Script:
 
     def linked(self, node: Node) -> bool:
         """Whether a node finds a leader, if there is one."""
-        gone = self._unlinked | self._gang.cut | {name.rpartition("/")[0] for name in self._crashed()}
+        gone = self._unlinked | self._gang.cut | {node_of(name) for name in self._crashed()}
         return node.name not in gone
 
     def _crashed(self) -> set[str]:
@@ -93,8 +95,8 @@ class Script:
 
     def _of(self, device: str) -> list[str]:
         """All devices of a device's node."""
-        node = device.rpartition("/")[0]
-        return [name for name in self._truth.names if name.rpartition("/")[0] == node]
+        node = node_of(device)
+        return [name for name in self._truth.names if node_of(name) == node]
 
     def _told(self, fault: Fault) -> None:
         data: dict[str, object] = {"fault": fault.kind, "where": fault.device or fault.node}
@@ -151,7 +153,7 @@ class Script:
 
     def _workers(self, fault: Fault) -> list[Worker]:
         """Of the device; nobody where nothing runs there."""
-        node = self._nodes[fault.device.rpartition("/")[0]]
+        node = self._nodes[node_of(fault.device)]
         return [worker for worker in node.workers.values() if worker.device == fault.device]
 
     def _heal(self, node: Node) -> None:
@@ -182,7 +184,7 @@ class Script:
         """A device takes its process with it, and torchrun ends the others on its node. A machine is just
         gone: its peers wait, until a fence or their patience ends that."""
         self._truth.kill(fault.devices(self._truth.names))
-        node = self._nodes[fault.node or fault.device.rpartition("/")[0]]
+        node = self._nodes[fault.node or node_of(fault.device)]
         self._operator.harmed = True
         if not fault.node:
             node.end(f"{fault.device} is dead")
@@ -193,11 +195,11 @@ class Script:
     def starve(self, device: str) -> None:
         """A worker needs more memory than its device has."""
         self._operator.harmed = True
-        self._nodes[device.rpartition("/")[0]].end(f"{device} is out of memory")
+        self._nodes[node_of(device)].end(f"{device} is out of memory")
 
     def _join(self, fault: Fault) -> None:
         self._truth.join(fault.devices(self._truth.names))
-        node = self._nodes[fault.node or fault.device.rpartition("/")[0]]
+        node = self._nodes[fault.node or node_of(fault.device)]
         self._relink(node)
         if node in self._operator.whole():
             self._operator.join(node)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from elasticd_planner.spec.cluster import node_of
+
 from elasticd.records import JobSpec
 from elasticd.simulator.cluster.nodes import Node
 from elasticd.simulator.cluster.workers import Gang
@@ -55,7 +57,7 @@ class Operator:
 
     def whole(self) -> list[Node]:
         """The nodes on which torchrun can be started: all devices live, and somebody reaches them."""
-        broken = {name.rpartition("/")[0] for name in self._truth.dead} | self._gang.cut
+        broken = {node_of(name) for name in self._truth.dead} | self._gang.cut
         return [node for node in self._nodes if node.name not in broken]
 
     def start(self) -> None:

@@ -63,7 +63,7 @@ class Known:
 
 
 def _member_away(plan: Plan | None, nodes: Mapping[str, NodeState]) -> bool:
-    names = {member.rpartition("/")[0] for member in plan.members} if plan is not None else ()
+    names = plan.nodes if plan is not None else ()
     return any((node := nodes.get(name)) is None or not node.connected for name in names)
 
 

@@ -39,7 +39,18 @@ from elasticd.records import DoneRecord, Fence, JobSpec, Keys, NodeRecord, PlanR
 from elasticd.simulator.cluster.worker import Gang, SimulationError, Worker
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent, WatchItem
-from elasticd.wire.messages import Closed, Down, FromWorker, Hello, Join, Joined, Rejected, Shutdown, ToLeader
+from elasticd.wire.messages import (
+    Closed,
+    Down,
+    FromWorker,
+    Hello,
+    Join,
+    Joined,
+    PassedReport,
+    Rejected,
+    Shutdown,
+    ToLeader,
+)
 
 
 class Node:
@@ -188,6 +199,7 @@ class Node:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Tell(message=message):
+                assert not isinstance(message, PassedReport), "its workers encode nothing"
                 self._tell(self.name, message)
             case Send(client=client, body=body) if client in self.workers:
                 self.workers[client].receive(body)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from elasticd_planner.spec.cluster import node_of
+
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Proposal
 from elasticd.wire.messages import (
@@ -65,7 +67,7 @@ class Worker:
 
     @property
     def node(self) -> str:
-        return self.device.rpartition("/")[0]
+        return node_of(self.device)
 
     @property
     def at_work(self) -> bool:

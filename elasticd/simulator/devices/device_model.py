@@ -113,7 +113,7 @@ class Truth:
         are longer than the planner was told."""
         if self.tokens <= self._planned:
             return ""
-        room = {device.name: device.memory for device in self.cluster.devices}
+        room = self.cluster.memory
         needed = memory_by_device(plan, ProfileCost(self.profile))
         return next((name for name, size in needed.items() if size > room[name]), "")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from elasticd_planner.cost.model_profile import ModelProfile
-from elasticd_planner.spec.cluster import Cluster, Link
+from elasticd_planner.spec.cluster import Cluster, Link, node_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 from elasticd_planner.value import refuse
 
@@ -41,7 +41,7 @@ class Compiled:
 
 def compiled(plan: Plan, profile: ModelProfile, cluster: Cluster, index: Mapping[str, int]) -> Compiled:
     """`index`: each device's place in the cluster."""
-    pipelines = plan.modules[0].pipelines
+    pipelines = plan.pipelines
     if any(line.chunks > 1 for line in pipelines):
         refuse(f"plan {plan.number} has interleaved stages: the simulator plays plain ones alone")
     stages = [(p, s, stage) for p, line in enumerate(pipelines) for s, stage in enumerate(line.stages)]
@@ -97,7 +97,7 @@ def _boundary(line: Pipeline, s: int, profile: ModelProfile, cluster: Cluster) -
 
 
 def _reach(cluster: Cluster, devices: Sequence[str]) -> Link:
-    nodes = {name.rpartition("/")[0] for name in devices}
+    nodes = {node_of(name) for name in devices}
     return cluster.between if len(nodes) > 1 else cluster.inside
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.placement.state_movement import bytes_by_member
-from elasticd_planner.spec.cluster import Cluster
+from elasticd_planner.spec.cluster import Cluster, node_of
 from elasticd_planner.spec.plan import Plan
 
 
@@ -38,7 +38,7 @@ def move(
     lacking = {name: round(size) for name, size in found.items()}
     by_node: dict[str, int] = {}
     for name, size in lacking.items():
-        node = name.rpartition("/")[0]
+        node = node_of(name)
         by_node[node] = by_node.get(node, 0) + size
     inside = max(lacking.values(), default=0) / cluster.inside.bandwidth
     between = max(by_node.values(), default=0) / cluster.between.bandwidth

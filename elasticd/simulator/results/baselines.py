@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 from elasticd_planner.policy.policy import decide
 from elasticd_planner.problem import Problem
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.chaos.fault import Fault
@@ -187,7 +188,7 @@ class Still(Run):
     def dead(self) -> frozenset[str]:
         """Nodes on which torchrun cannot be started: a device is dead, or nobody reaches them."""
         cut = {name for name, until in self._cut.items() if until > self.now}
-        return frozenset(cut | {name.rpartition("/")[0] for name in self.truth.dead})
+        return frozenset(cut | {node_of(name) for name in self.truth.dead})
 
     def without(self, nodes: frozenset[str]) -> Plan | None:
         key = (nodes, self.truth.tokens)
@@ -203,9 +204,7 @@ class Still(Run):
             if fault.kind == "join":
                 self._again(0.0, self.dead())
             return
-        hit = {name.rpartition("/")[0] for name in self.plan.members} & {
-            fault.node or fault.device.rpartition("/")[0]
-        }
+        hit = (fault.node or node_of(fault.device)) in self.plan.nodes
         if fault.kind == "kill" and hit:
             self._again(patience if fault.node else 0.0, self.dead())
         elif fault.kind == "partition" and hit and fault.lasts > patience:
@@ -266,7 +265,7 @@ class Restarting(Still):
 
     def _slow(self) -> frozenset[str]:
         least = self.scenario.detect.slow
-        return frozenset(name.rpartition("/")[0] for name, rate in self.truth.rates.items() if rate >= least)
+        return frozenset(node_of(name) for name, rate in self.truth.rates.items() if rate >= least)
 
 
 def _listed(nodes: frozenset[str]) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 from elasticd_planner.cost.group_bound import Paces
 from elasticd_planner.cost.pipeline_time import FORWARD, Times, Timing
 from elasticd_planner.cost.schedule import most_alive
-from elasticd_planner.spec.cluster import Cluster, Link, Rates, rate_of
+from elasticd_planner.spec.cluster import Cluster, Link, Rates, node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 
 
@@ -161,7 +161,7 @@ def pipeline_seconds(pipeline: Pipeline, cluster: Cluster, rates: Rates, cost: C
 
 def step_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
     """Seconds of one step under a plan."""
-    slowest = _slowest(plan.modules[0].pipelines, cluster, rates, cost)
+    slowest = _slowest(plan.pipelines, cluster, rates, cost)
     return slowest + after_seconds(plan, cluster, cost)
 
 
@@ -192,15 +192,13 @@ def _slowest(pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, cost
 
 def steady_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
     """The same without fill and drain: each pipeline takes its micro-batches times its slowest stage."""
-    slowest = max(
-        p.micro_batches * max(stage_seconds(p, cluster, rates, cost)) for p in plan.modules[0].pipelines
-    )
+    slowest = max(p.micro_batches * max(stage_seconds(p, cluster, rates, cost)) for p in plan.pipelines)
     return slowest + after_seconds(plan, cluster, cost)
 
 
 def after_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> float:
     """Seconds of a plan's step after its slowest pipeline."""
-    pipelines = plan.modules[0].pipelines
+    pipelines = plan.pipelines
     fewest, depth = min((sum(len(stage.devices) for stage in p.stages), len(p.stages)) for p in pipelines)
     return cost.under(plan).after(len(pipelines), fewest, reach(cluster, plan.members), depth)
 
@@ -210,10 +208,10 @@ def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
     of min(m, stages - position) micro-batches; else see `passes.most_alive`)."""
     needed: dict[str, int] = {}
     cost = cost.under(plan)
-    for pipeline in plan.modules[0].pipelines:
+    for pipeline in plan.pipelines:
         needed |= pipeline_memory(pipeline, cost)
     if plan.carriers:
-        nodes = [len({name.rpartition("/")[0] for name in names}) for names in (plan.places, plan.carriers)]
+        nodes = [len({node_of(name) for name in names}) for names in (plan.places, plan.carriers)]
         copies = min((plan.state.replicas or 0) - nodes[0], nodes[1])
         carried = math.ceil(cost.carried(max(0, copies), len(plan.carriers)))
         needed |= dict.fromkeys(plan.carriers, carried)

@@ -45,7 +45,7 @@ class ProfileCost:
         return replace(
             self,
             state=plan.state,
-            pipelines=len(plan.modules[0].pipelines),
+            pipelines=len(plan.pipelines),
             micro_batches=plan.global_batch // plan.micro_batch,
             members=len(plan.members),
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.layout.optimizer_sharding import Part
-from elasticd_planner.spec.box import Box, cut
+from elasticd_planner.spec.box import Box, cells
 from elasticd_planner.value import Value
 
 
@@ -40,16 +40,12 @@ def reductions(layouts: Layouts) -> tuple[Reduction, ...]:
     rank = {device: i for i, device in enumerate(layouts.plan.members)}
     pieces: dict[tuple[str, ...], list[Piece]] = defaultdict(list)
     for name in layouts.trained:
-        holdings = layouts.gradient(name).holdings
-        for cell in cut([holding.box for holding in holdings]):
+        for cell, held in cells(layouts.gradient(name).holdings):
             terms: dict[str, list[str]] = defaultdict(list)
-            for holding in holdings:
-                if holding.box.contains(cell):
-                    terms[str(holding.partial)].append(holding.device)
-            devices = tuple(sorted({d for held in terms.values() for d in held}, key=rank.__getitem__))
-            counting = sorted(
-                {min(held, key=rank.__getitem__) for held in terms.values()}, key=rank.__getitem__
-            )
+            for holding in held:
+                terms[str(holding.partial)].append(holding.device)
+            devices = tuple(sorted({holding.device for holding in held}, key=rank.__getitem__))
+            counting = sorted({min(of, key=rank.__getitem__) for of in terms.values()}, key=rank.__getitem__)
             pieces[devices].append(Piece(name=name, box=cell, counting=tuple(counting)))
     order = sorted(pieces, key=lambda devices: [rank[device] for device in devices])
     return tuple(Reduction(devices=devices, pieces=tuple(pieces[devices])) for devices in order)

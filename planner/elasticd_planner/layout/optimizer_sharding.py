@@ -17,7 +17,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from elasticd_planner.spec.box import Box, Holding, cut
+from elasticd_planner.spec.box import Box, Holding, cells
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 
 #: Elements that a part has at least; a cell that has fewer for each holder stays whole.
@@ -45,7 +46,7 @@ class Dealer:
     def __init__(self, plan: Plan, module: int = 0) -> None:
         self._replicas = plan.state.replicas or 0
         self._rank = {device: i for i, device in enumerate(plan.members)}
-        self._node = {device: device.rpartition("/")[0] for device in plan.members}
+        self._node = {device: node_of(device) for device in plan.members}
         self._speed = speeds(plan, module)
         self._load: dict[str, int] = dict.fromkeys(plan.members, 0)
         self._heaps: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
@@ -54,13 +55,9 @@ class Dealer:
 
     def deal(self, holdings: Sequence[Holding], count: int) -> tuple[Part, ...]:
         """The parts of a parameter that is held so; `count` such parameters are dealt alike."""
-        devices: dict[Box, list[str]] = defaultdict(list)
-        for holding in holdings:
-            devices[holding.box].append(holding.device)
         parts: list[Part] = []
-        for cell in cut(tuple(devices)):
-            among = {d for box, held in devices.items() if box.contains(cell) for d in held}
-            holders = tuple(sorted(among, key=self._rank.__getitem__))
+        for cell, held in cells(holdings):
+            holders = tuple(sorted({holding.device for holding in held}, key=self._rank.__getitem__))
             for box, first in self._parts(cell, holders):
                 keepers = tuple(sorted(self._keepers(first, holders), key=self._rank.__getitem__))
                 parts.append(Part(box, holders, keepers))
@@ -195,10 +192,10 @@ def union(a: Box, b: Box) -> Box | None:
 def with_carriers(plan: Plan) -> Plan:
     """`plan` with idle devices as members where its replicas need them: if those that compute are on fewer
     nodes than each box is to have replicas, all idle devices of the nodes with the most of them carry some."""
-    nodes = {device.rpartition("/")[0] for device in plan.places}
+    nodes = {node_of(device) for device in plan.places}
     spare: dict[str, list[str]] = defaultdict(list)
     for device in (*plan.idle, *plan.carriers):
-        spare[device.rpartition("/")[0]].append(device)
+        spare[node_of(device)].append(device)
     away = sorted((node for node in spare if node not in nodes), key=lambda node: (-len(spare[node]), node))
     missing = max(0, (plan.state.replicas or 0) - len(nodes))
     carriers = tuple(sorted(device for node in away[:missing] for device in spare[node]))

@@ -54,7 +54,7 @@ FEW = 8
 
 def holders(plan: Plan | None, units: int) -> Holders:
     """What each member of a plan holds."""
-    return held_by(plan.modules[0].pipelines if plan is not None else (), units)
+    return held_by(plan.pipelines if plan is not None else (), units)
 
 
 def held_by(pipelines: Sequence[Pipeline], units: int) -> Holders:
@@ -106,7 +106,7 @@ def bytes_by_member(
 
 
 def _zero(plan: Plan) -> Zero:
-    return Zero(policy=plan.state, pipelines=len(plan.modules[0].pipelines), members=max(1, len(plan.members)))
+    return Zero(policy=plan.state, pipelines=len(plan.pipelines), members=max(1, len(plan.members)))
 
 
 def lacking(profile: ModelProfile, old: Held | None, new: Held) -> float:

@@ -163,6 +163,6 @@ def task_of(given: TableProblem, objective: Objective = "step", plan: Plan | Non
         micro_batch=plan.micro_batch if plan is not None else given.batch.size,
         state=plan.state if plan is not None else problem.freedom.states[0],
         recompute=False,
-        pipelines=len(plan.modules[0].pipelines) if plan is not None else given.pins.dp,
+        pipelines=len(plan.pipelines) if plan is not None else given.pins.dp,
     )
     return options.task_of(setting.problem(problem), steady=objective == "steady")

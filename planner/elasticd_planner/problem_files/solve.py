@@ -109,10 +109,10 @@ def _solved(
 
 
 def _check(problem: TableProblem, current: Plan) -> None:
-    layers = current.modules[0].pipelines[0].layers
+    layers = current.pipelines[0].layers
     if layers != problem.model.layers:
         refuse(f"the current plan has {layers} layers, the problem {problem.model.layers}")
-    if problem.model.times is None and any(p.chunks > 1 for p in current.modules[0].pipelines):
+    if problem.model.times is None and any(p.chunks > 1 for p in current.pipelines):
         refuse("the current plan has interleaved stages, of which units know no time: give model.times")
     if current.global_batch != problem.batch.global_batch:
         refuse(

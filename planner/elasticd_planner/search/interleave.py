@@ -99,7 +99,7 @@ class Interleaving:
         """A plan of plain stages with those of its pipelines interleaved that are quicker so, and fit."""
         module = given.modules[0]
         cost = self.task.cost.under(given)
-        room = {device.name: device.memory for device in self.task.cluster.devices}
+        room = self.task.cluster.memory
 
         def improved(pipeline: Pipeline) -> Pipeline:
             options = {
@@ -156,11 +156,11 @@ def other_numbers(problem: Problem, found: Answer) -> Iterator[Problem]:
     that of the running plan."""
     if problem.freedom.interleave == 1 or problem.freedom.dp is not None or found.plan is None:
         return
-    count = len(found.plan.modules[0].pipelines)
+    count = len(found.plan.pipelines)
     most = min(len(alive(problem)), found.plan.global_batch // found.plan.micro_batch)
     numbers = {count // 2, count - 1, count + 1, count * 2}
     if problem.current is not None:
-        numbers.add(len(problem.current.modules[0].pipelines))
+        numbers.add(len(problem.current.pipelines))
     for number in sorted(numbers - {count}):
         if 1 <= number <= most:
             freedom = msgspec.structs.replace(problem.freedom, dp=number)
@@ -232,9 +232,9 @@ def _answer(problem: Problem, found: Answer, tolerance: float, *, steady: bool) 
 
 def _is_chunked(made: Plan, current: Plan, most: int) -> bool:
     """Whether a plan is what the running one is without its interleaved stages, which it may still have."""
-    pipelines = current.modules[0].pipelines
+    pipelines = current.pipelines
     allowed = max(pipeline.chunks for pipeline in pipelines) <= most
-    return allowed and made.modules[0].pipelines == flattened(pipelines)
+    return allowed and made.pipelines == flattened(pipelines)
 
 
 def _task(problem: Problem, plan: Plan, *, steady: bool) -> Task:

@@ -136,12 +136,11 @@ def current_setting(problem: Problem) -> Setting | None:
     plan = problem.current
     if plan is None or plan.global_batch != problem.global_batch:
         return None
-    pipelines = plan.modules[0].pipelines
     return Setting(
         micro_batch=plan.micro_batch,
         state=plan.state,
-        recompute=any(stage.recompute for pipeline in pipelines for stage in pipeline.stages),
-        pipelines=len(pipelines) if plan.state.zero else problem.freedom.dp,
+        recompute=any(stage.recompute for _, _, stage in plan.walk()),
+        pipelines=len(plan.pipelines) if plan.state.zero else problem.freedom.dp,
     )
 
 
@@ -250,7 +249,7 @@ class Evaluate(Protocol):
 
 def form(plan: Plan) -> Form:
     """How many pipelines a plan has, and the size of most of its devices' groups."""
-    pipelines = plan.modules[0].pipelines
+    pipelines = plan.pipelines
     sizes = Counter(len(stage.devices) for p in pipelines for stage in p.stages for _ in stage.devices)
     return len(pipelines), sizes.most_common(1)[0][0]
 

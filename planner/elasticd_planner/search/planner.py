@@ -38,7 +38,7 @@ from elasticd_planner.search.task import (
     Task,
     UnitProblem,
 )
-from elasticd_planner.spec.cluster import rate_of
+from elasticd_planner.spec.cluster import node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
 from elasticd_planner.spec.plan_summary import describe
 
@@ -194,7 +194,7 @@ class _Planning:
             if answer.plan is None:
                 return planning, answer
             if self.problem.freedom.recompute is True:
-                kept = Selective(task=planning.task).pipelines(answer.plan.modules[0].pipelines)
+                kept = Selective(task=planning.task).pipelines(answer.plan.pipelines)
                 answer = msgspec.structs.replace(
                     answer, plan=planning.finished(planning.made(kept, chosen=True))
                 )
@@ -289,17 +289,17 @@ class _Planning:
             return  # its shares are of few kinds: equal, or in 64ths
         job, seen = self.problem, [current]
         for part in (*WHOLE, *BETWEEN):
-            other = self.made(rebalance_shares(current.modules[0].pipelines, job.rates, job.profile, part))
+            other = self.made(rebalance_shares(current.pipelines, job.rates, job.profile, part))
             if other not in seen:
                 seen.append(other)
                 yield from plans(other, layers=part in WHOLE)
-                groups = other.modules[0].pipelines
+                groups = other.pipelines
                 loose = self.made(loosened(groups, job.cluster, job.rates, job.profile, current))
                 if job.profile.uneven and loose != other:
                     yield from plans(loose, layers=False)
 
     def _chains(self, plan: Plan) -> list[Chained]:
-        room = {device.name: device.memory for device in self.problem.cluster.devices}
+        room = self.problem.cluster.memory
         return [
             Chained(
                 groups=tuple(
@@ -308,16 +308,16 @@ class _Planning:
                 ),
                 micro_batches=pipeline.micro_batches,
             )
-            for pipeline in plan.modules[0].pipelines
+            for pipeline in plan.pipelines
         ]
 
     def current(self) -> Plan | None:
         """The current plan under this problem's setting, if it is one of this problem: its members alive,
         batch, layers and number of pipelines equal."""
         plan = self.problem.current
-        if plan is None or plan.modules[0].pipelines[0].layers != self.problem.profile.layers:
+        if plan is None or plan.pipelines[0].layers != self.problem.profile.layers:
             return None
-        if self.task.dp not in (None, len(plan.modules[0].pipelines)):
+        if self.task.dp not in (None, len(plan.pipelines)):
             return None
         alive = {
             device.name
@@ -327,23 +327,19 @@ class _Planning:
         same = (plan.global_batch, plan.micro_batch) == (self.problem.global_batch, self.problem.micro_batch)
         if not (same and alive.issuperset(plan.members)):
             return None
-        pipelines = plan.modules[0].pipelines
-        if not self._is_pinned_size(pipelines):
+        if not self._has_pinned_sizes(plan):
             return None
+        pipelines = plan.pipelines
         return self.made(pipelines if self.problem.freedom.recompute else flagged(pipelines, on=False))
 
-    def _is_pinned_size(self, pipelines: Sequence[Pipeline]) -> bool:
+    def _has_pinned_sizes(self, plan: Plan) -> bool:
         """Whether TP groups have allowed sizes, and on nodes of normal devices the pinned one."""
-        stages = [stage for pipeline in pipelines for stage in pipeline.stages]
+        stages = [stage for _, _, stage in plan.walk()]
         widths = {len(stage.devices) for stage in stages}
         if not widths <= set(self.cost.widths(max(widths))):
             return False
-        slow = {name.rpartition("/")[0] for name, rate in self.problem.rates.items() if rate > 1}
-        normal = {
-            len(stage.devices)
-            for stage in stages
-            if not slow & {name.rpartition("/")[0] for name in stage.devices}
-        }
+        slow = {node_of(name) for name, rate in self.problem.rates.items() if rate > 1}
+        normal = {len(stage.devices) for stage in stages if not slow & set(map(node_of, stage.devices))}
         return self.task.tp is None or normal <= {self.task.tp}
 
     def now(self) -> float | None:
@@ -379,7 +375,7 @@ class _Planning:
     def split_again(self, plan: Plan) -> Plan | None:
         """The same stages with the micro-batches divided anew: nothing moves."""
         curves, known = [], dict[tuple[bytes, ...], Floats]()
-        pipelines = plan.modules[0].pipelines
+        pipelines = plan.pipelines
         for pipeline in pipelines:
             times = stage_times(pipeline, self.problem.cluster, self.problem.rates, self.cost)
             key = tuple(part.tobytes() for part in (times.forward, times.backward, times.boundary))
@@ -428,20 +424,20 @@ class _Planning:
 
     def fits(self, plan: Plan) -> bool:
         """Whether every member's memory suffices."""
-        room = {device.name: device.memory for device in self.problem.cluster.devices}
+        room = self.problem.cluster.memory
         return all(size <= room[name] for name, size in memory_by_device(plan, self.cost).items())
 
     def distance(self, plan: Plan) -> tuple[int, bool, float]:
         """What near-equal plans are compared by: bytes to move, then whether anything changes, then seconds."""
         current = self.problem.current
         moved = bytes_to_move(self.problem.profile, current, plan)
-        same = current is not None and plan.modules[0].pipelines == current.modules[0].pipelines
+        same = current is not None and plan.pipelines == current.pipelines
         return moved, not same, round(self.seconds(plan), 9)
 
     def finished(self, chosen: Plan, proved: float | None = None) -> Plan:
         """The chosen plan with its number, prediction and reason. `proved`: seconds that no plan beats, where
         an enumeration says so."""
-        made = self.made(chosen.modules[0].pipelines, chosen=True).replace(number=self.number)
+        made = self.made(chosen.pipelines, chosen=True).replace(number=self.number)
         seconds = self.seconds(made)
         prediction = Prediction(
             step_seconds=seconds,

@@ -53,7 +53,7 @@ class Selective:
         task = self.task
         stages = pipeline.stages
         links = [reach(task.cluster, (*a.devices, *b.devices)) for a, b in pairwise(stages)]
-        room = {device.name: device.memory for device in task.cluster.devices}
+        room = task.cluster.memory
         return (
             pipeline.micro_batches,
             tuple(links),
@@ -110,7 +110,7 @@ class Selective:
 
     def _terms(self, stages: Sequence[Stage], micro_batches: int) -> list[Terms]:
         task, depth = self.task, len(stages)
-        room = {device.name: device.memory for device in task.cluster.devices}
+        room = task.cluster.memory
         terms = []
         for position, stage in enumerate(stages):
             cost = task.cost.recomputing(stage.recompute)

@@ -20,7 +20,7 @@ from elasticd_planner.search.balance.layer_split import Terms, fill, split_layer
 from elasticd_planner.search.balance.micro_batch_split import Line, deal, pareto, split_micro_batches
 from elasticd_planner.search.balance.stage_swaps import Board, Placed, improved
 from elasticd_planner.search.task import Chained, Group, Task
-from elasticd_planner.spec.cluster import Link, rate_of
+from elasticd_planner.spec.cluster import Link, node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Stage
 
 #: Orders are improved by swaps in pipelines of at most so many stages, in plans of so many pipelines.
@@ -116,7 +116,7 @@ class Finisher:
         nodes: dict[str, int] = {}
         keys = []
         for group in chained.groups:
-            node = nodes.setdefault(group.devices[0].rpartition("/")[0], len(nodes))
+            node = nodes.setdefault(node_of(group.devices[0]), len(nodes))
             keys.append((self._rates(group), group.shares, group.memory, node))
         return tuple(keys)
 

@@ -7,6 +7,7 @@ boundaries) comes from overlap, difference and cutting of boxes, which are all h
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, product
 
@@ -116,6 +117,27 @@ class Holding(Value, frozen=True, kw_only=True):
     device: str
     box: Box
     partial: str | None = None
+
+
+def cells(holdings: Iterable[Holding], within: Box | None = None) -> Iterator[tuple[Box, tuple[Holding, ...]]]:
+    """Cuts a tensor, as far as it is held, into cells that each have one set of holders.
+
+    Args:
+        holdings: who holds which box of the tensor.
+        within: the box of the tensor that is cut (None: all of it).
+
+    Yields:
+        Each cell, none of them empty, with the holdings that contain it, in the order of `holdings`.
+    """
+    held = tuple(holdings)
+    by_box: dict[Box, list[int]] = defaultdict(list)  # replicas hold the same boxes
+    for index, holding in enumerate(held):
+        box = holding.box if within is None else within.overlap(holding.box)
+        if box is not None and not box.empty:
+            by_box[box].append(index)
+    for cell in cut(tuple(by_box)):
+        around = sorted(index for box, indices in by_box.items() if box.contains(cell) for index in indices)
+        yield cell, tuple(held[index] for index in around)
 
 
 class TensorLayout(Value, frozen=True, kw_only=True):

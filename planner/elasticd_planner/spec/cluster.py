@@ -17,6 +17,11 @@ LEAST_RATE = 0.1
 Rates = Mapping[str, float]
 
 
+def node_of(device: str) -> str:
+    """The node of a device, from its name: "n0" of "n0/3"."""
+    return device.rpartition("/")[0]
+
+
 class Device(Value, frozen=True, kw_only=True):
     """One accelerator (or emulated one): its name "node/index" and its memory in bytes."""
 
@@ -32,7 +37,7 @@ class Device(Value, frozen=True, kw_only=True):
 
     @property
     def node(self) -> str:
-        return self.name.rpartition("/")[0]
+        return node_of(self.name)
 
 
 class Link(Value, frozen=True, kw_only=True):
@@ -92,6 +97,11 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
     def devices(self) -> tuple[Device, ...]:
         return tuple(device for node in self.nodes for device in node.devices)
 
+    @cached_property
+    def memory(self) -> dict[str, int]:
+        """Bytes of memory of each device, by its name."""
+        return {device.name: device.memory for device in self.devices}
+
     def device(self, name: str) -> Device:
         for device in self.devices:
             if device.name == name:
@@ -112,9 +122,9 @@ class Cluster(Value, frozen=True, kw_only=True, dict=True):
     def reach(self, devices: Iterable[str]) -> Link:
         """The slowest link among some devices: by the level that they span."""
         names = list(devices)
-        first = names[0].rpartition("/")[0] if names else ""
+        first = node_of(names[0]) if names else ""
         # The last one says so soonest of two groups.
-        if any(name.rpartition("/")[0] != first for name in reversed(names)):
+        if any(node_of(name) != first for name in reversed(names)):
             return self.between
         node = self._special.get(first)
         if node is None:

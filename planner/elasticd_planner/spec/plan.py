@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from elasticd_planner.numeric import Bools, Floats, Ints
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import StoredValue, Value, refuse
 
 #: Version of the JSON form of a plan; a reader accepts its own and all older ones. Only plans with interleaved
@@ -199,7 +200,7 @@ class Seats:
     @classmethod
     def of(cls, plan: Plan) -> Seats:
         pipelines = [pipeline for module in plan.modules for pipeline in module.pipelines]
-        stages = [stage for pipeline in pipelines for stage in pipeline.stages]
+        stages = [stage for _, _, stage in plan.walk()]
         counts, layers = zip(*((len(pipeline.stages), pipeline.layers) for pipeline in pipelines), strict=True)
         width = np.array([len(stage.devices) for stage in stages])
         shares = np.fromiter(
@@ -249,14 +250,14 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
                 f"plan {self.number}: version {self.version} of the format; this elasticd reads versions 1 to "
                 f"{PLAN_VERSION}: upgrade it"
             )
-        interleaved = any(pipeline.chunks > 1 for module in self.modules for pipeline in module.pipelines)
+        interleaved = any(stage.later for _, _, stage in self.walk())
         needs = PLAN_VERSION if interleaved or self.sequence else 1
         msgspec.structs.force_setattr(self, "version", needs)
         if self.sequence < 0:
             refuse(f"plan {self.number}: samples cannot be read in sequences of {self.sequence} tokens")
         if self.number < 0 or self.micro_batch < 1:
             refuse(f"plan {self.number}: number and micro-batch size must be positive")
-        devices = [*(name for name, _ in self._walk()), *self.carriers]
+        devices = [*(name for name, _ in self._placed()), *self.carriers]
         counts = Counter(devices)
         twice = sorted({name for name in counts if counts[name] > 1} | ({*devices} & {*self.idle}))
         if twice:
@@ -273,7 +274,7 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
         if self.binding and set(self.binding) != set(devices):
             refuse(f"plan {self.number}: binding must name exactly the members {sorted(devices)}")
 
-    def _walk(self) -> list[tuple[str, Place]]:
+    def _placed(self) -> list[tuple[str, Place]]:
         return [
             (device, Place(m, p, s, position))
             for m, module in enumerate(self.modules)
@@ -286,15 +287,37 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     def modules(self) -> tuple[ModulePlan, ...]:
         return self.strategies[0].modules
 
+    @property
+    def pipelines(self) -> tuple[Pipeline, ...]:
+        """The pipelines of the first module; a plain language model has no other."""
+        return self.modules[0].pipelines
+
+    def walk(self) -> Iterator[tuple[ModulePlan, Pipeline, Stage]]:
+        """Every stage with its module and its pipeline, in rank order."""
+        for module in self.modules:
+            for pipeline in module.pipelines:
+                for stage in pipeline.stages:
+                    yield module, pipeline, stage
+
     @cached_property
     def places(self) -> dict[str, Place]:
         """The place of each member that computes, in rank order: by (module, pipeline, stage, position)."""
-        return dict(self._walk())
+        return dict(self._placed())
 
     @cached_property
     def members(self) -> tuple[str, ...]:
         """The members in rank order: those that compute, then the carriers by name."""
         return (*self.places, *sorted(self.carriers))
+
+    @cached_property
+    def nodes(self) -> frozenset[str]:
+        """The nodes that its members are on."""
+        return frozenset(map(node_of, self.members))
+
+    @property
+    def tp_widths(self) -> set[int]:
+        """The numbers of devices of its TP groups, those of one device left out."""
+        return {len(stage.devices) for _, _, stage in self.walk()} - {1}
 
     @cached_property
     def seats(self) -> Seats:
@@ -304,8 +327,11 @@ class Plan(StoredValue, frozen=True, kw_only=True, dict=True, tag="plan"):
     def rank(self, device: str) -> int:
         return self.members.index(device)
 
+    def pipeline(self, place: Place) -> Pipeline:
+        return self.modules[place.module].pipelines[place.pipeline]
+
     def stage(self, place: Place) -> Stage:
-        return self.modules[place.module].pipelines[place.pipeline].stages[place.stage]
+        return self.pipeline(place).stages[place.stage]
 
     def replace(self, **changes: Any) -> Plan:
         return msgspec.structs.replace(self, **changes)

@@ -15,7 +15,7 @@ NAMED = 8
 def describe(plan: Plan, rates: Rates) -> str:
     """One sentence: the shape and what is beside it (micro-batches, ZeRO, recomputation), where the slow
     devices are, who is idle. What is long is counted."""
-    pipelines = plan.modules[0].pipelines
+    pipelines = plan.pipelines
     forms = Counter(_form(pipeline) for pipeline in pipelines)
     listed = [form if count == 1 else f"{count} times {form}" for form, count in forms.items()]
     text = f"{len(pipelines)} pipeline{'s' if len(pipelines) > 1 else ''}: {_some(listed, '; ')}"

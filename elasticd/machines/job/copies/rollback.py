@@ -143,8 +143,7 @@ def _source(turn: Turn, option: _Option, plan: Plan) -> Source | str:
     copies = job.snapshots.copies(option.moment, option.old, there)
     readers = stand_ins(option.old, copies, plan.members)
     if readers is None:
-        hosts = {device.rpartition("/")[0] for device in plan.members}
-        away = {node for nodes in copies.values() if not hosts & {*nodes} for node in nodes}
+        away = {node for nodes in copies.values() if plan.nodes.isdisjoint(nodes) for node in nodes}
         return f"no worker on node {', '.join(sorted(away))} reads its part of {option.words}"
     used = {*readers.values()}
     recovery = Recovery(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import msgspec
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.copies.rollback import older_state, waits
 from elasticd.machines.job.lifecycle.fence import FALLIBLE, fault
@@ -257,4 +258,4 @@ def usable(turn: Turn, devices: dict[str, int]) -> set[str]:
 
 
 def _nodes(devices: Iterable[str]) -> set[str]:
-    return {device.rpartition("/")[0] for device in devices}
+    return {node_of(device) for device in devices}

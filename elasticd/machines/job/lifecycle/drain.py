@@ -9,6 +9,8 @@ is a loss like any other. If all are told, the members of the plan make a last c
 
 from __future__ import annotations
 
+from elasticd_planner.spec.cluster import node_of
+
 from elasticd.machines.job.lifecycle.fence import FALLIBLE
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.job_state import JobState, Phase, Worker
@@ -77,7 +79,7 @@ def hurried(turn: Turn) -> bool:
 
 def words(turn: Turn, devices: tuple[str, ...]) -> str:
     """Why they are left."""
-    nodes = sorted({device.rpartition("/")[0] for device in devices if _drained(turn, device)})
+    nodes = sorted({node_of(device) for device in devices if _drained(turn, device)})
     workers = [device for device in devices if not _drained(turn, device)]
     found = [f"node {', '.join(nodes)} is to be left"] if nodes else []
     found += [f"worker {', '.join(workers)} is told to go"] if workers else []
@@ -85,7 +87,7 @@ def words(turn: Turn, devices: tuple[str, ...]) -> str:
 
 
 def _drained(turn: Turn, device: str) -> bool:
-    node = turn.nodes.get(device.rpartition("/")[0])
+    node = turn.nodes.get(node_of(device))
     return node is not None and node.record.draining
 
 

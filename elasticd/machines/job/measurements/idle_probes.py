@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from elasticd_planner.detection.idle_probes import judged
 from elasticd_planner.detection.stragglers import Change
 from elasticd_planner.policy.stability import changed, corrected
+from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.state.job_state import Worker
 from elasticd.machines.job.state.transaction import Turn
@@ -57,7 +58,7 @@ def told(turn: Turn, changes: Iterable[Change]) -> None:
             stability = changed(stability, change.device, change.after, change.step, horizon)
         turn.set(stability=stability)
         slow = known_better or change.after > change.before
-        node = turn.nodes.get(change.device.rpartition("/")[0])
+        node = turn.nodes.get(node_of(change.device))
         why = causes(node.health if node is not None else None, change.device) if slow else ()
         turn.note(
             "slow" if slow else "recovered",

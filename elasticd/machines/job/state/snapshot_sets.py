@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
+from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 
@@ -100,7 +101,7 @@ class Snapshots(Value, frozen=True, kw_only=True):
     def is_whole(self, moment: Moment, plan: Plan, peers: Collection[str]) -> bool:
         """Whether the share of each member is held on two nodes; on one where the plan has no other node that
         takes snapshots. peers: the nodes that do."""
-        homes = {device: device.rpartition("/")[0] for device in plan.members}
+        homes = {device: node_of(device) for device in plan.members}
         takers = set(homes.values()) & set(peers)
         needed = {device: 2 if takers - {home} else 1 for device, home in homes.items()}
         if sum(len(sets.get(moment, ())) for sets in self.kept.values()) < sum(needed.values()):
@@ -121,7 +122,7 @@ def stand_ins(plan: Plan, copies: dict[str, list[str]], members: Iterable[str]) 
     """
     by_node: dict[str, list[str]] = {}
     for device in members:
-        by_node.setdefault(device.rpartition("/")[0], []).append(device)
+        by_node.setdefault(node_of(device), []).append(device)
     options = {
         device: [member for node in sorted(set(copies.get(device, ()))) for member in by_node.get(node, ())]
         for device in plan.members
@@ -141,4 +142,4 @@ def stand_ins(plan: Plan, copies: dict[str, list[str]], members: Iterable[str]) 
 
 def nodes_of(devices: Iterable[str]) -> Iterator[str]:
     """The nodes of devices, each once, in order."""
-    yield from dict.fromkeys(device.rpartition("/")[0] for device in devices)
+    yield from dict.fromkeys(node_of(device) for device in devices)
