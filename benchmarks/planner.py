@@ -33,8 +33,9 @@ from _drawn import COUNT, LARGE, drawn_rows  # noqa: E402
 from _exactness import exactness_rows  # noqa: E402
 from _parts import Parts  # noqa: E402
 from _results import RESULTS, Row, row, table  # noqa: E402
+from elasticd_planner.problem_files.convert import task_of  # noqa: E402
 from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem  # noqa: E402
-from elasticd_planner.problem_files.solve import solve, task_of  # noqa: E402
+from elasticd_planner.problem_files.solve import solve  # noqa: E402
 from elasticd_planner.search.balance.layer_split import Terms, curve  # noqa: E402
 from elasticd_planner.search.balance.micro_batch_split import Line, deal  # noqa: E402
 from elasticd_planner.search.large import Wide  # noqa: E402

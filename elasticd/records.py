@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Literal, TypeVar
 
 import msgspec
-from elasticd_planner.cost.model_profile import ModelProfile
-from elasticd_planner.cost.training_precision import Numbers
+from elasticd_planner.cost.model_profile import ModelProfile, Numbers
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.cluster import Device
 from elasticd_planner.spec.model import ModelSpec

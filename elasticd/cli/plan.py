@@ -85,7 +85,7 @@ def _solve(
     text: bytes, objective: Any, as_json: bool, current: str | None, interleave: int | None, console: Console
 ) -> None:
     from elasticd_planner.cost.model import stage_seconds
-    from elasticd_planner.problem_files import file_format, solve, solve_from_current
+    from elasticd_planner.problem_files import convert, file_format, solve
 
     given = file_format.load(text)
     if interleave is not None:
@@ -94,19 +94,19 @@ def _solve(
     start = time.perf_counter()
     near = None
     if current is not None:
-        near = solve_from_current.solve_near(given, objective, answered(_text(current), current).plan)
+        near = solve.solve_from_current(given, objective, answered(_text(current), current).plan)
     planned = near.planned if near is not None else solve.solve(given, objective)
     seconds = time.perf_counter() - start
     if planned.plan is None or planned.figures is None:
         raise click.ClickException(planned.refusal)
     if as_json:
         found = file_format.answer(planned, seconds)
-        found["state_bytes"] = msgspec.to_builtins(solve_from_current.state_bytes(given))
+        found["state_bytes"] = msgspec.to_builtins(convert.state_bytes(given))
         if near is not None:
             found["current"] = {"value": near.current, "moved_bytes": near.moved}
         write_json(found)
         return
-    task = solve.task_of(given, objective, planned.plan)
+    task = convert.task_of(given, objective, planned.plan)
     pipelines = planned.plan.pipelines
     times = [stage_seconds(pipeline, task.cluster, task.rates, task.cost) for pipeline in pipelines]
     console.print(picture(planned.plan, task.rates, times))

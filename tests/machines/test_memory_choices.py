@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from elasticd_planner.cost.training_precision import Numbers
+from elasticd_planner.cost.model_profile import Numbers
 
 from elasticd.records import JobSpec, decode, encode
 from tests.machines import cast, world

@@ -7,8 +7,8 @@ from itertools import product
 
 import numpy as np
 import pytest
+from elasticd_planner.problem_files.convert import task_of
 from elasticd_planner.problem_files.file_format import Objective, TableProblem
-from elasticd_planner.problem_files.solve import task_of
 from elasticd_planner.search.bounds.analytic_centre import centre
 from elasticd_planner.search.bounds.chain_bound import Budget
 from elasticd_planner.search.bounds.cheapest_chain import LAST, Cases, Cheapest, Limits, Pieces

@@ -5,9 +5,9 @@ import math
 from typing import Any
 
 import pytest
-from elasticd_planner.problem_files.convert import rates_of
+from elasticd_planner.problem_files.convert import cost_of, rates_of
 from elasticd_planner.problem_files.file_format import answer, load
-from elasticd_planner.problem_files.solve import cost_of, solve
+from elasticd_planner.problem_files.solve import solve
 from elasticd_planner.value import Invalid
 
 from tests.planner.tables import REFERENCE, golden

@@ -24,7 +24,7 @@ from elasticd_planner.cost.schedule import passes
 from elasticd_planner.cost.schedule_timeline import simulate
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
 from elasticd_planner.problem import Answer, Freedom, Problem
-from elasticd_planner.problem_files import convert, file_format, solve_from_current
+from elasticd_planner.problem_files import file_format, solve
 from elasticd_planner.search.interleave import Interleaving, chunked, flattened, plain
 from elasticd_planner.search.options import task_of
 from elasticd_planner.search.planner import plan
@@ -353,7 +353,7 @@ FILE: dict[str, Any] = {
 
 def test_a_problem_in_a_file_asks_for_them() -> None:
     given_ = file_format.load(msgspec.json.encode(FILE))
-    planned = convert.solve_timed(given_, "step")
+    planned = solve.solve(given_, "step")
     answered = file_format.answer(planned, 0.0)
     first = answered["plan"]["modules"][0]["pipelines"][0]["stages"][0]
     assert (first["layers"], first["later"]) == ([0, 1], [[4, 5]])
@@ -362,7 +362,7 @@ def test_a_problem_in_a_file_asks_for_them() -> None:
     assert planned.figures.step == pytest.approx((8 + 3 / 2) * 0.02, rel=0.02)
     assert planned.figures.gap == pytest.approx(planned.figures.step / planned.figures.bound - 1)
     assert planned.plan is not None
-    near = solve_from_current.solve_near(given_, "step", planned.plan)
+    near = solve.solve_from_current(given_, "step", planned.plan)
     assert near.planned.plan is not None
     assert near.planned.plan.strategies == planned.plan.strategies
     assert near.current == pytest.approx(planned.figures.step)
@@ -376,4 +376,4 @@ def test_a_problem_in_units_refuses_them_by_name() -> None:
         file_format.load(msgspec.json.encode(file))
     given_ = file_format.load(msgspec.json.encode({**file, "pins": {}}))
     with pytest.raises(Invalid, match="of which units know no time"):
-        solve_from_current.solve_near(given_, "step", made(TWO))
+        solve.solve_from_current(given_, "step", made(TWO))

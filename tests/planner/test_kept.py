@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 from elasticd_planner.cost.model_profile import derive
-from elasticd_planner.placement.share_rebalance import shared_again
 from elasticd_planner.placement.state_movement import bytes_to_move
+from elasticd_planner.placement.stay_close import rebalance_shares
 from elasticd_planner.problem import Problem
 from elasticd_planner.search import planner
 from elasticd_planner.spec.plan import Plan, Stage
@@ -48,7 +48,7 @@ def test_shares_by_a_part_of_the_rate_lie_between_equal_ones_and_those_by_the_ra
     names = ["n0/0", "n0/1", "n0/2", "n0/3"]
     model = profile(share_units=24, layers=4)
     given = plan((1, [(4, names, [6, 6, 6, 6])])).pipelines
-    slow = [shared_again(given, {"n0/1": 4.0}, model, part)[0].stages[0].shares[1] for part in (0, 0.5, 1)]
+    slow = [rebalance_shares(given, {"n0/1": 4.0}, model, part)[0].stages[0].shares[1] for part in (0, 0.5, 1)]
     assert slow == [6, 3, 2]
     even = msgspec.structs.replace(model, uneven=False)
-    assert shared_again(given, {"n0/1": 4.0}, even, 1.0)[0].stages[0].shares == (6, 6, 6, 6)
+    assert rebalance_shares(given, {"n0/1": 4.0}, even, 1.0)[0].stages[0].shares == (6, 6, 6, 6)

@@ -7,9 +7,8 @@ import math
 import numpy as np
 import pytest
 from elasticd_planner.cost.pipeline_time import Schedule, Times
-from elasticd_planner.search.balance import exact_layer_split as under_test
-from elasticd_planner.search.balance.exact_layer_split import best_layers, bounded, reached
-from elasticd_planner.search.balance.layer_split import Terms, curve
+from elasticd_planner.search.balance import layer_split as under_test
+from elasticd_planner.search.balance.layer_split import Terms, best_layers, bounded, curve, reached
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

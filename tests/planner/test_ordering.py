@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from elasticd_planner.grouping.group_types import Column, Rules
-from elasticd_planner.search.pools.memory_orders import Ordering
+from elasticd_planner.search.pools.pipeline_candidates import Ordering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

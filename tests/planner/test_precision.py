@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from elasticd_planner.cost.model_profile import derive
+from elasticd_planner.cost.model_profile import Numbers, derive, suited
 from elasticd_planner.cost.profile_cost import ProfileCost
-from elasticd_planner.cost.training_precision import Numbers, suited
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.cluster import Link
 from elasticd_planner.spec.model import ModelSpec, Parameter

@@ -169,9 +169,9 @@ def test_a_current_plan_that_does_not_fit_any_more_cannot_run() -> None:
 def test_what_does_not_fit_is_refused_with_the_bytes_missing_and_the_remedy() -> None:
     answer = plan(problem(2, part=0.3))
     assert answer.plan is None
-    assert answer.refusal.startswith("does not fit: the smallest plan needs ")
+    assert answer.refusal.startswith("does not fit: the nearest plan needs ")
     assert "MiB more on n0/" in answer.refusal
-    assert "add a node" in answer.refusal
+    assert "more node" in answer.refusal
 
 
 def test_the_bytes_named_missing_are_enough() -> None:

@@ -10,9 +10,9 @@ from itertools import product
 import elasticd_planner
 import msgspec
 import pytest
-from elasticd_planner.problem_files.convert import rates_of
+from elasticd_planner.problem_files.convert import rates_of, task_of
 from elasticd_planner.problem_files.file_format import Objective, Planned, TableProblem, load
-from elasticd_planner.problem_files.solve import figures, solve, task_of
+from elasticd_planner.problem_files.solve import figures, solve
 from elasticd_planner.search.large import Wide
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Invalid
@@ -50,9 +50,7 @@ def check(problem: TableProblem, planned: Planned) -> None:
                 table = memory.layer_mib_by_stage
                 size = table[max(0, len(table) - (depth - position))] * stage.layers
                 size += memory.embedding_mib if position in (0, depth - 1) else 0
-                (room,) = {
-                    n.memory_mib for n in problem.cluster.nodes if n.name == node_of(stage.devices[0])
-                }
+                (room,) = {n.memory_mib for n in problem.cluster.nodes if n.name == node_of(stage.devices[0])}
                 needed = size * model.tp_full * max(parts) + memory.fixed_mib
                 assert needed <= (room - memory.reserve_mib) * (1 + 1e-6)
         steady = max(steady, pipeline.micro_batches * max(times))

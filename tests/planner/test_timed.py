@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from elasticd_planner.cost.model import memory_by_device
 from elasticd_planner.cost.model_profile import ModelProfile, derive
-from elasticd_planner.problem_files.convert import problem_of
+from elasticd_planner.problem_files.convert import problem_of, task_of
 from elasticd_planner.problem_files.file_format import answer, load
-from elasticd_planner.problem_files.solve import figures, solve, task_of
+from elasticd_planner.problem_files.solve import figures, solve
 from elasticd_planner.problem_files.times import RecomputeEntry, StateEntry, TimesEntry, entry_of, profile_of
 from elasticd_planner.spec.cluster import Link, node_of
 from elasticd_planner.spec.plan import StatePolicy

@@ -6,8 +6,7 @@ import math
 from collections import Counter
 
 import msgspec
-from elasticd_planner.cost.model_profile import ModelProfile, derive
-from elasticd_planner.cost.training_precision import suited
+from elasticd_planner.cost.model_profile import ModelProfile, derive, suited
 from elasticd_planner.detection.expected_work import expectation
 from elasticd_planner.detection.stragglers import observe
 from elasticd_planner.placement.state_movement import bytes_to_move

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from elasticd_planner.cost.training_precision import Numbers
+from elasticd_planner.cost.model_profile import Numbers
 from torch import Tensor, nn
 
 from elasticd.runtime.model.model import Model

@@ -192,9 +192,7 @@ def _slowest(pipelines: Sequence[Pipeline], cluster: Cluster, rates: Rates, cost
 
 def steady_seconds(plan: Plan, cluster: Cluster, rates: Rates, cost: CostModel) -> float:
     """The same without fill and drain: each pipeline takes its micro-batches times its slowest stage."""
-    slowest = max(
-        p.micro_batches * max(stage_seconds(p, cluster, rates, cost)) for p in plan.pipelines
-    )
+    slowest = max(p.micro_batches * max(stage_seconds(p, cluster, rates, cost)) for p in plan.pipelines)
     return slowest + after_seconds(plan, cluster, cost)
 
 

@@ -1,16 +1,25 @@
-"""Devices exchanged for devices that are alike, so that the fewest bytes move from the running plan.
+"""Staying close to the running plan: which equal device takes which place, and which shares its groups get.
 
-Exact for a few devices (`outlines.place`); here for any number: whole nodes of one kind change places first,
-then devices of one class inside each node. (The members of a group are lined up after that: `lineup`.)
+`nearest` exchanges devices for equal devices so that the fewest bytes of state move: whole nodes of one kind
+first, then devices of one class inside each node. (`device_assignment.place` is exact for a few devices;
+`tp_rank_order` orders the members of each group afterwards.)
+
+`rebalance_shares` keeps the running plan's groups and layers and gives them other shares. A slow device that
+gives away less than its rate asks moves fewer bytes, and with fewer micro-batches its pipeline may take no
+longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from elasticd_planner.cost.model_profile import ModelProfile
 from elasticd_planner.grouping.node_partitions import NodeKind
 from elasticd_planner.placement.state_movement import Held, Holders, assign, estimate, held_by, holders
+from elasticd_planner.spec.cluster import Rates, rate_of
+from elasticd_planner.spec.model import apportion
 from elasticd_planner.spec.plan import Pipeline, Plan, Stage
 
 #: Nodes of one kind that are compared pair by pair; of more, equal ones are matched and the rest left in order.
@@ -18,6 +27,10 @@ COMPARED_NODES = 16
 
 #: Devices of one class in a node whose places are chosen exactly.
 COMPARED_DEVICES = 8
+
+#: How much of a device's slowdown its share follows: all of it or nothing (equal shares), and parts between.
+WHOLE = (1.0, 0.0)
+BETWEEN = (0.75, 0.5, 0.25)
 
 
 def nearest(
@@ -102,3 +115,17 @@ def _renamed(pipeline: Pipeline, names: dict[str, str]) -> Pipeline:
         for stage in pipeline.stages
     )
     return Pipeline(stages=stages, micro_batches=pipeline.micro_batches)
+
+
+def rebalance_shares(
+    pipelines: Sequence[Pipeline], rates: Rates, profile: ModelProfile, part: float
+) -> tuple[Pipeline, ...]:
+    """The same groups and layers; a member's share is by 1 / rate ** part, in whole units."""
+    part = part if profile.uneven else 0.0
+
+    def stage(given: Stage) -> Stage:
+        # Integer weights with six digits: rates are rounded far coarser than that.
+        weights = (max(1, round(1e6 / rate_of(rates, device) ** part)) for device in given.devices)
+        return msgspec.structs.replace(given, shares=apportion(profile.share_units, tuple(weights)))
+
+    return tuple(msgspec.structs.replace(p, stages=tuple(map(stage, p.stages))) for p in pipelines)

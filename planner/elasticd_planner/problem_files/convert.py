@@ -1,40 +1,43 @@
-"""Problems of the shared format in seconds (`model.times`): made into a job's problem, and planned.
+"""Problem files converted to the search's problems: a job's problem in seconds, or a problem in units.
 
-They are free in what their keys allow: micro-batch size without `batch.micro_batch`, ZeRO with `model.state`,
-recomputation with `model.recompute`; pins fix each.
+A problem in seconds (`model.times`) is free in what its keys allow: micro-batch size without
+`batch.micro_batch`, ZeRO with `model.state`, recomputation with `model.recompute`; pins fix each. A problem in
+units has one setting.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
-import msgspec
-
-from elasticd_planner.cost.model import steady_seconds, step_seconds
-from elasticd_planner.cost.table_cost import MIB
+from elasticd_planner.cost.table_cost import MIB, TableCost
+from elasticd_planner.placement.state_bytes import SectionBytes, StateBytes, weights_of
 from elasticd_planner.problem import Freedom, Problem
-from elasticd_planner.problem_files.file_format import Figures, NodeEntry, Objective, Planned, TableProblem
+from elasticd_planner.problem_files.file_format import NodeEntry, Objective, TableProblem
 from elasticd_planner.problem_files.times import profile_of
-from elasticd_planner.search.options import Setting, task_of
-from elasticd_planner.search.planner import plan as search
-from elasticd_planner.search.task import Task
+from elasticd_planner.search import options
+from elasticd_planner.search.options import Setting
+from elasticd_planner.search.task import Task, UnitProblem
 from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 from elasticd_planner.spec.plan import Plan, StatePolicy
-from elasticd_planner.value import refuse
 
 #: Replicas that are tried where they are not pinned: one, and as many as survive the loss of a node.
 REPLICAS = (1, 2)
 
-UNIT = "seconds"
-
 
 def problem_of(given: TableProblem) -> Problem:
-    """A job's problem from a file's. Dead devices are left in the cluster, with an infinite rate."""
+    """The search's problem. Dead devices stay in the cluster, with an infinite rate."""
     model, batch = given.model, given.batch
+    common: dict[str, Any] = {
+        "cluster": cluster_of(given),
+        "global_batch": batch.global_batch,
+        "micro_batch": batch.size,
+        "rates": rates_of(given),
+        "freedom": freedom_of(given),
+    }
     if model.times is None or batch.sequence is None:
-        refuse("model.times is missing: the problem is in units")
+        weights = state_bytes(given) or StateBytes(layer=SectionBytes(cut=MIB))  # unknown: layers count alike
+        return UnitProblem(profile=weights.profile(model.layers), table=cost_of(given), **common)
     profile = profile_of(
         name=model.name,
         layers=model.layers,
@@ -46,13 +49,21 @@ def problem_of(given: TableProblem) -> Problem:
         groups=model.groups,
         uneven=model.uneven_shares,
     )
-    return Problem(
-        cluster=cluster_of(given),
-        profile=profile,
-        global_batch=batch.global_batch,
-        micro_batch=batch.size,
-        rates=rates_of(given),
-        freedom=freedom_of(given),
+    return Problem(profile=profile, **common)
+
+
+def cost_of(given: TableProblem) -> TableCost:
+    """The cost of a problem in units."""
+    model, memory = given.model, given.model.memory
+    return TableCost(
+        layers=model.layers,
+        slowdown=tuple(sorted(model.tp_slowdown.items())),
+        full=model.tp_full,
+        uneven=model.uneven_shares,
+        layer_bytes=tuple(size * MIB for size in memory.layer_mib_by_stage) if memory else (0.0,),
+        embedding=memory.embedding_mib * MIB if memory else 0.0,
+        fixed=memory.fixed_mib * MIB if memory else 0.0,
+        reserve=memory.reserve_mib * MIB if memory else 0.0,
     )
 
 
@@ -101,8 +112,8 @@ def rates_of(problem: TableProblem) -> dict[str, float]:
 def freedom_of(given: TableProblem) -> Freedom:
     pins, batch = given.pins, given.batch
     sizes = [n for n in range(1, batch.global_batch + 1) if batch.global_batch % n == 0]
-    if batch.micro_batch is not None:
-        sizes = [batch.micro_batch]
+    if batch.micro_batch is not None or given.model.times is None:
+        sizes = [batch.size]
     least = pins.dp or 1
     may = given.model.recompute is not None and pins.recompute is not False
     return Freedom(
@@ -131,8 +142,22 @@ def _states(given: TableProblem) -> list[StatePolicy]:
     return made
 
 
-def timed_task(given: TableProblem, objective: Objective, plan: Plan | None = None) -> Task:
-    """The task that a plan of this problem was made for (without one: of the simplest setting)."""
+def state_bytes(given: TableProblem) -> StateBytes | None:
+    """What a problem says that its layers weigh: from `model.state`, else about, from a last stage's memory
+    (activations of one micro-batch are in it)."""
+    if given.model.state is not None:
+        return weights_of(problem_of(given).profile)
+    memory = given.model.memory
+    if memory is None:
+        return None
+    full = given.model.tp_full * MIB
+    edge = SectionBytes(cut=round(memory.embedding_mib * full))
+    layer = SectionBytes(cut=round(memory.layer_mib_by_stage[-1] * full))
+    return StateBytes(layer=layer, embedding=edge, head=edge, holds="memory of a last stage")
+
+
+def task_of(given: TableProblem, objective: Objective = "step", plan: Plan | None = None) -> Task:
+    """The search's task for the setting that a plan was made under; without one for the simplest setting."""
     problem = problem_of(given)
     setting = Setting(
         micro_batch=plan.micro_batch if plan is not None else given.batch.size,
@@ -140,61 +165,4 @@ def timed_task(given: TableProblem, objective: Objective, plan: Plan | None = No
         recompute=False,
         pipelines=len(plan.pipelines) if plan is not None else given.pins.dp,
     )
-    return task_of(setting.problem(problem), steady=objective == "steady")
-
-
-def solve_timed(
-    problem: TableProblem,
-    objective: Objective,
-    *,
-    number: int = 0,
-    ideal: bool = True,
-    current: Plan | None = None,
-    stop: Callable[[], bool] | None = None,
-) -> Planned:
-    """The best plan found, or the reason why there is none; figures are seconds. `current`: the plan that
-    near-equal ones are compared with."""
-    steady = objective == "steady"
-    given = msgspec.structs.replace(problem_of(problem), current=current)
-    answer = search(given, number, stop=stop, steady=steady)
-    plan = answer.plan
-    if plan is None or plan.prediction is None:
-        return Planned(
-            plan=None, objective=objective, unit=UNIT, refusal=answer.refusal, candidates=answer.candidates
-        )
-    task = timed_task(problem, objective, plan)
-    value, bound = plan.prediction.step_seconds, plan.prediction.bound_seconds
-    return Planned(
-        plan=plan,
-        figures=Figures(
-            steady=steady_seconds(plan, task.cluster, task.rates, task.cost),
-            step=step_seconds(plan, task.cluster, task.rates, task.cost),
-            bound=bound,
-            gap=plan.prediction.gap,
-            ideal=yardstick(problem, objective, value, solve_timed) if ideal else math.nan,
-        ),
-        objective=objective,
-        unit=UNIT,
-        reason=plan.reason,
-        candidates=answer.candidates,
-    )
-
-
-class Solver(Protocol):
-    """`solve.solve`, or `solve_timed`."""
-
-    def __call__(self, problem: TableProblem, objective: Objective, *, ideal: bool) -> Planned: ...
-
-
-def yardstick(given: TableProblem, objective: Objective, value: float, solver: Solver) -> float:
-    """Healthy x N / sum(1 / x); dead devices have no speed. `value`: of this problem's own plan."""
-    names = [f"{node.name}/{i}" for node in given.cluster.nodes for i in range(node.devices)]
-    rates = [given.rates.get(name, 1.0) for name in names]
-    speed = sum(1 / rate for rate in rates if rate is not None)
-    if not given.rates or not speed:
-        return value
-    healthy = solver(msgspec.structs.replace(given, rates={}), objective, ideal=False)
-    if healthy.figures is None:
-        return math.nan
-    base = healthy.figures.steady if objective == "steady" else healthy.figures.step
-    return base * len(rates) / speed
+    return options.task_of(setting.problem(problem), steady=objective == "steady")

@@ -12,12 +12,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from elasticd_planner.problem_files.times import UNITS, RecomputeEntry, StateEntry, TimesEntry
+from elasticd_planner.problem_files.times import SHARE_UNITS, RecomputeEntry, StateEntry, TimesEntry
 from elasticd_planner.spec.cluster import LEAST_RATE, Link
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import FILE_VERSION, Invalid, StoredValue, Value, check_file_version, refuse
 
 Objective = Literal["step", "steady"]
+
+#: What a problem's figures are in: with `model.times`, and without.
+SECONDS, UNITS = "seconds", "layer x micro-batch"
 
 
 class LinkEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -119,7 +122,7 @@ class ModelEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     times: TimesEntry | None = None
     state: StateEntry | None = None
     recompute: RecomputeEntry | None = None
-    units: int = UNITS
+    units: int = SHARE_UNITS
     groups: int = 0
 
     def __post_init__(self) -> None:
@@ -127,7 +130,7 @@ class ModelEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.times is not None:
             self._check_timed()
             return
-        for name, default in (("state", None), ("recompute", None), ("units", UNITS), ("groups", 0)):
+        for name, default in (("state", None), ("recompute", None), ("units", SHARE_UNITS), ("groups", 0)):
             if getattr(self, name) != default:
                 refuse(f"{name} goes with times, which is missing")
         positive("tp_full", self.tp_full)
@@ -323,7 +326,7 @@ class Planned(Value, frozen=True, kw_only=True):
     plan: Plan | None
     figures: Figures | None = None
     objective: Objective = "step"
-    unit: str = "layer x micro-batch"
+    unit: str = UNITS
     reason: str = ""
     refusal: str = ""
     candidates: int = 0

@@ -1,61 +1,34 @@
-"""Problems of the shared format planned: every plan enumerated up to eight devices, searched beyond."""
+"""Planning problems of the shared format solved: the best plan, or the one to change to from a running plan.
+
+A problem in seconds and one in units go the same way: `convert` makes the search's problem of it, and the
+planner plans that (`search.planner`). Figures are computed from the plan alone.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-from elasticd_planner.cost.model import (
-    memory_by_device,
-    pipeline_seconds,
-    stage_seconds,
-    steady_seconds,
-    step_seconds,
-)
-from elasticd_planner.cost.table_cost import MIB, TableCost
-from elasticd_planner.placement.state_movement import strategy
-from elasticd_planner.problem_files.convert import cluster_of, rates_of, solve_timed, timed_task, yardstick
-from elasticd_planner.problem_files.file_format import Figures, Objective, Planned, TableProblem
-from elasticd_planner.search.exhaustive.enumeration import Exact, Pins
-from elasticd_planner.search.exhaustive.pipeline_shapes import Combination
-from elasticd_planner.search.infeasible_table import explain
-from elasticd_planner.search.large import Wide
-from elasticd_planner.search.option_order import form
-from elasticd_planner.search.refine import Finisher
-from elasticd_planner.search.task import ENUMERATED, EXACT_DEVICES, MANY, Task
-from elasticd_planner.spec.plan import Pipeline, Plan, Prediction, Stage
-from elasticd_planner.spec.plan_summary import describe
+import msgspec
+
+from elasticd_planner.cost.model import steady_seconds, step_seconds
+from elasticd_planner.placement.state_movement import bytes_to_move
+from elasticd_planner.problem import Answer
+from elasticd_planner.problem_files.convert import problem_of, state_bytes, task_of
+from elasticd_planner.problem_files.file_format import SECONDS, UNITS, Figures, Objective, Planned, TableProblem
+from elasticd_planner.search.options import form
+from elasticd_planner.search.planner import plan as search
+from elasticd_planner.search.task import Task
+from elasticd_planner.spec.plan import Plan
+from elasticd_planner.value import Value, refuse
 
 
-def cost_of(problem: TableProblem) -> TableCost:
-    model, memory = problem.model, problem.model.memory
-    return TableCost(
-        layers=model.layers,
-        slowdown=tuple(sorted(model.tp_slowdown.items())),
-        full=model.tp_full,
-        uneven=model.uneven_shares,
-        layer_bytes=tuple(size * MIB for size in memory.layer_mib_by_stage) if memory else (0.0,),
-        embedding=memory.embedding_mib * MIB if memory else 0.0,
-        fixed=memory.fixed_mib * MIB if memory else 0.0,
-        reserve=memory.reserve_mib * MIB if memory else 0.0,
-    )
+class Near(Value, frozen=True, kw_only=True):
+    """The plan to change to from a running plan."""
 
-
-def task_of(problem: TableProblem, objective: Objective = "step", plan: Plan | None = None) -> Task:
-    """What the search is given; in seconds, of the setting that `plan` has."""
-    if problem.model.times is not None:
-        return timed_task(problem, objective, plan)
-    return Task(
-        cluster=cluster_of(problem),
-        rates=rates_of(problem),
-        cost=cost_of(problem),
-        layers=problem.model.layers,
-        micro_batches=problem.batch.micro_batches,
-        steady=objective == "steady",
-        deep=True,
-        tp=problem.pins.tp,
-        dp=problem.pins.dp,
-    )
+    planned: Planned  # the chosen plan
+    current: float | None  # the figure of the running plan at the problem's rates; None: it cannot run
+    moved: int | None  # bytes that move between the two; None: the problem does not say what a layer weighs
 
 
 def solve(
@@ -67,109 +40,102 @@ def solve(
     like: Plan | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Planned:
-    """The best plan found, or the reason why there is none. `ideal`: whether the healthy problem is planned
-    too, for the yardstick (NaN where it is not). `like`: the plan before a rate moved: plans with as many
-    pipelines and groups of the same size are tried first, and no others where there is one."""
-    if problem.model.times is not None:
-        return solve_timed(problem, objective, number=number, ideal=ideal, stop=stop)
-    task = task_of(problem, objective)
-    wide = Wide(task, stop)
-    pipelines, candidates, proved = _pipelines(task, wide, like)
-    if pipelines is None:
-        return Planned(plan=None, objective=objective, refusal=explain(task), candidates=candidates)
-    used = {device for pipeline in pipelines for stage in pipeline.stages for device in stage.devices}
-    made = Plan(
-        number=number,
-        strategies=(strategy(pipelines, "model"),),
-        micro_batch=problem.batch.size,
-        global_batch=problem.batch.global_batch,
-        idle=tuple(d.name for d in task.cluster.devices if d.name not in used),
+    """The best plan found, or the reason why there is none.
+
+    Args:
+        problem: the problem of a file.
+        objective: what is minimised, "step" or "steady".
+        number: the number of the plan.
+        ideal: whether the healthy problem is planned too, for the yardstick (NaN where it is not).
+        like: the plan before a rate moved: plans with as many pipelines and TP groups of the same size are
+            tried first, and no others where there is one.
+        stop: asked now and then whether to end with the best plan so far.
+    """
+    return _solved(problem, objective, number=number, ideal=ideal, like=like, stop=stop)[0]
+
+
+def solve_from_current(problem: TableProblem, objective: Objective, current: Plan) -> Near:
+    """The plan to change to from `current`: of near-equal plans the one that moves the fewest bytes.
+
+    Raises:
+        Invalid: `current` is of another model or batch.
+    """
+    _check(problem, current)
+    planned, answer = _solved(problem, objective, current=current)
+    allowed = problem.batch.micro_batch in (None, current.micro_batch)
+    moved, weights = None, state_bytes(problem)
+    if weights is not None and planned.plan is not None:
+        moved = bytes_to_move(weights.profile(problem.model.layers), current, planned.plan)
+    return Near(planned=planned, current=answer.current_seconds if allowed else None, moved=moved)
+
+
+def _solved(
+    problem: TableProblem,
+    objective: Objective,
+    *,
+    number: int = 0,
+    ideal: bool = True,
+    current: Plan | None = None,
+    like: Plan | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> tuple[Planned, Answer]:
+    given = msgspec.structs.replace(problem_of(problem), current=current)
+    answer = search(
+        given, number, stop=stop, steady=objective == "steady", like=form(like) if like is not None else None
     )
-    steady, step = figures(made, task)
-    value = steady if objective == "steady" else step
-    bound = value if proved else min(wide.lower(value), value)
-    reason = describe(made, task.rates)
-    made = made.replace(
-        prediction=Prediction(
-            step_seconds=value, bound_seconds=bound, memory=memory_by_device(made, task.cost)
-        ),
-        reason=reason,
+    unit = UNITS if problem.model.times is None else SECONDS
+    plan = answer.plan
+    if plan is None or plan.prediction is None:
+        refusal, tried = answer.refusal, answer.candidates
+        return Planned(plan=None, objective=objective, unit=unit, refusal=refusal, candidates=tried), answer
+    steady, step = figures(plan, task_of(problem, objective, plan))
+    value = plan.prediction.step_seconds
+    found = Figures(
+        steady=steady,
+        step=step,
+        bound=plan.prediction.bound_seconds,
+        gap=plan.prediction.gap,
+        ideal=_yardstick(problem, objective, value) if ideal else math.nan,
     )
-    return Planned(
-        plan=made,
-        figures=Figures(
-            steady=steady,
-            step=step,
-            bound=bound,
-            gap=value / bound - 1 if bound else 0.0,
-            ideal=yardstick(problem, objective, value, solve) if ideal else math.nan,
-        ),
+    planned = Planned(
+        plan=plan,
+        figures=found,
         objective=objective,
-        reason=reason,
-        candidates=candidates,
+        unit=unit,
+        reason=plan.reason,
+        candidates=answer.candidates,
     )
+    return planned, answer
 
 
-def _pipelines(task: Task, wide: Wide, like: Plan | None) -> tuple[tuple[Pipeline, ...] | None, int, bool]:
-    """The pipelines, what was looked at, and whether they are the best of all: up to EXACT_DEVICES devices
-    every plan is enumerated, unless there are too many."""
-    listed: list[tuple[Pipeline, ...] | None] = []
-    candidates = 0
-    if sum(kind.devices * len(kind.nodes) for kind in wide.kinds) <= EXACT_DEVICES and not _joined(task):
-        exact = Exact(
-            task.cluster,
-            task.rates,
-            task.cost,
-            layers=task.layers,
-            micro_batches=task.micro_batches,
-            pins=Pins(tp=task.tp, dp=task.dp, deep=task.deep, steady=task.steady),
-            budget=ENUMERATED,
+def _check(problem: TableProblem, current: Plan) -> None:
+    layers = current.pipelines[0].layers
+    if layers != problem.model.layers:
+        refuse(f"the current plan has {layers} layers, the problem {problem.model.layers}")
+    if problem.model.times is None and any(p.chunks > 1 for p in current.pipelines):
+        refuse("the current plan has interleaved stages, of which units know no time: give model.times")
+    if current.global_batch != problem.batch.global_batch:
+        refuse(
+            f"the current plan is for a global batch of {current.global_batch}, the problem for "
+            f"{problem.batch.global_batch}"
         )
-        best = next(iter(exact.run()), None)
-        found = named(exact, best) if best is not None else None
-        if exact.complete:
-            return found, exact.candidates, isinstance(task.cost, TableCost)
-        listed, candidates = [found], exact.candidates
-    wide.run(form(like) if like is not None else None)
-    finisher = Finisher(task)
-    listed += [finisher.pipelines(found.pipelines) for found in wide.near()]
-    made = [pipelines for pipelines in listed if pipelines is not None]
-    best_made = min(made, key=lambda pipelines: _objective(pipelines, task), default=None)
-    return best_made, candidates + wide.candidates, False
-
-
-def _objective(pipelines: tuple[Pipeline, ...], task: Task) -> float:
-    given = (task.cluster, task.rates, task.cost)
-    if task.steady:
-        return max(p.micro_batches * max(stage_seconds(p, *given)) for p in pipelines)
-    return max(pipeline_seconds(p, *given) for p in pipelines)
-
-
-def _joined(task: Task) -> bool:
-    """Whether groups must cross nodes."""
-    widest = max((len(node.devices) for node in task.cluster.nodes), default=0)
-    return not task.cost.widths(widest)
-
-
-def named(exact: Exact, combination: Combination) -> tuple[Pipeline, ...]:
-    """The pipelines of a combination with devices taken in order."""
-    free = [list(alike.devices) for alike in exact.alike]
-    made = []
-    for part, m in zip(combination.parts, combination.micro_batches, strict=True):
-        shape = min(exact.shapes[part], key=lambda shape: float(shape.seconds[m - 1]))
-        # The steady figure asks for the least slowest stage, as very many micro-batches would.
-        layers_of = shape.layers(exact.layers, MANY if exact.pins.steady else m)
-        stages = []
-        start = 0
-        for group, layers in zip(shape.groups, layers_of, strict=True):
-            devices = tuple(free[index].pop(0) for index, _ in group.members)
-            stages.append(Stage(start=start, stop=start + layers, devices=devices, shares=group.shares))
-            start += layers
-        made.append(Pipeline(stages=tuple(stages), micro_batches=m))
-    return tuple(made)
 
 
 def figures(plan: Plan, task: Task) -> tuple[float, float]:
     """(steady, step) of a plan."""
     given = (task.cluster, task.rates, task.cost)
     return steady_seconds(plan, *given), step_seconds(plan, *given)
+
+
+def _yardstick(problem: TableProblem, objective: Objective, value: float) -> float:
+    """Healthy x N / sum(1 / x); dead devices have no speed. `value`: of this problem's own plan."""
+    names = [f"{node.name}/{i}" for node in problem.cluster.nodes for i in range(node.devices)]
+    rates = [problem.rates.get(name, 1.0) for name in names]
+    speed = sum(1 / rate for rate in rates if rate is not None)
+    if not problem.rates or not speed:
+        return value
+    healthy = solve(msgspec.structs.replace(problem, rates={}), objective, ideal=False)
+    if healthy.figures is None:
+        return math.nan
+    base = healthy.figures.steady if objective == "steady" else healthy.figures.step
+    return base * len(rates) / speed

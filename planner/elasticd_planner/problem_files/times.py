@@ -17,7 +17,7 @@ from elasticd_planner.cost.table_cost import MIB
 from elasticd_planner.value import Value, refuse
 
 #: Whole units that shares are in where `model.units` is not given.
-UNITS = 64
+SHARE_UNITS = 64
 
 
 def none_negative(entry: Value, *names: str) -> None:
@@ -127,7 +127,7 @@ def profile_of(
     times: TimesEntry,
     state: StateEntry | None = None,
     recompute: RecomputeEntry | None = None,
-    units: int = UNITS,
+    units: int = SHARE_UNITS,
     groups: int = 0,
     uneven: bool = True,
 ) -> ModelProfile:

@@ -1,106 +1,141 @@
-"""Why nothing fits: the plan that comes nearest, the device that it overfills most, and what would help."""
+"""Infeasible problems: why a task has no plan, by how many bytes and where, and what would help.
+
+Over pipelines of all usable devices, for every TP size, the shortage is the least number of bytes by which
+every device would have to be larger. The bytes that a member needs are linear in the layers of its stage, so
+that the shortage is one of (stage, layers)'s values: a bisection over them finds the least with which the
+stages hold all layers.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 
+from elasticd_planner.grouping.node_partitions import hosts
 from elasticd_planner.numeric import Floats
-from elasticd_planner.problem import Problem
 from elasticd_planner.search.task import Task
-from elasticd_planner.spec.cluster import Device, rate_of
-from elasticd_planner.spec.model import apportion
+from elasticd_planner.spec.cluster import Device
 
 Groups = tuple[tuple[Device, ...], ...]
 
+#: Bytes that every device lacks, and the device that is then fullest.
+Shortage = tuple[int, str]
 
-def explain(problem: Problem, task: Task) -> str:
-    """One sentence with the bytes that are missing, where, and the remedy."""
-    short = shortage(problem, task)
-    if short is None:
+#: The most additional nodes that a refusal proposes.
+MOST_NODES = 8
+
+
+def explain_infeasible(task: Task, *, setting: str = "", micro_batch: int = 1) -> str:
+    """One sentence with the smallest shortage and the remedy.
+
+    Args:
+        task: what has no plan.
+        setting: the settings that ask the least memory, in words, where several were searched.
+        micro_batch: samples of a micro-batch, if smaller ones are a remedy.
+    """
+    places = [devices for devices, _ in hosts(task.cluster, task.rates, task.cost)]
+    usable, pipelines = sum(map(len, places)), task.dp or 1
+    counted = f"{pipelines} pipeline{'s' if pipelines > 1 else ''}"
+    if not usable:
+        return "no device to plan for: every device is dead or in no group; add a node"
+    widths = task.cost.widths(max(map(len, places)))
+    if not widths:
+        return "does not fit: no TP group of an allowed size can be made of the devices; allow a smaller size"
+    if usable < pipelines * widths[0]:
+        needed = pipelines * widths[0]
         return (
-            f"does not fit: {task.layers} layers in {problem.profile.share_units} units cannot be divided over "
-            f"the devices{f' in {task.dp} pipelines' if task.dp else ''}; add memory to them"
+            f"does not fit: {pipelines} pipelines need {needed} devices, there are {usable}; "
+            f"add {needed - usable} or pin fewer pipelines"
         )
-    missing, device = short
+    nearest = shortage(task)
+    if nearest is None:
+        return (
+            f"does not fit: {task.layers} layers and {task.micro_batches} micro-batches cannot be divided over "
+            f"{counted}; pin fewer pipelines or use a larger batch"
+        )
+    missing, device = nearest
+    under = f" ({setting})" if setting else ""
     if missing <= 0:
-        return "no plan was found within the search's limits; unpin tp or dp"
-    remedy = "add a node" + (", or use smaller micro-batches" if problem.micro_batch > 1 else "")
-    return f"does not fit: the smallest plan needs {readable(missing)} more on {device}; {remedy}"
+        return (
+            f"no plan was found for {usable} devices in {counted} within the search's limits{under}; "
+            "unpin tp or dp"
+        )
+    more = _more_nodes(task)
+    nodes = "" if more is None else f", or {'one more node' if more == 1 else f'{more} more nodes'}"
+    smaller = "; smaller micro-batches need less" if micro_batch > 1 else ""
+    return f"does not fit: the nearest plan needs {readable(missing)} more on {device}{under}{nodes}{smaller}"
 
 
-def shortage(problem: Problem, task: Task) -> tuple[int, str] | None:
-    """The least bytes by which every device would have to be larger, and the device that is then fullest: over
-    pipelines of all devices (`task.dp`, else one, which asks the least), for every width of groups. None where
-    no such plan can be made at all."""
-    nearest: tuple[int, str] | None = None
+def shortage(task: Task) -> Shortage | None:
+    """The least shortage over `task.dp` pipelines (without it one, which asks the least) of all devices, for
+    every TP size; None where no such pipelines can be formed."""
+    places = [devices for devices, _ in hosts(task.cluster, task.rates, task.cost)]
     pipelines = task.dp or 1
-    for groups in _chains(problem, task):
-        each = len(groups) // pipelines
-        depth = min(each, task.layers)
-        if depth < 1 or (pipelines == 1 and each > task.layers):
+    found: list[Shortage] = []
+    for width in task.cost.widths(max(map(len, places))):
+        if task.tp not in (None, width):
             continue
-        short = max(_shortage(groups[p * each : p * each + depth], problem, task) for p in range(pipelines))
-        nearest = short if nearest is None else min(nearest, short)
-    return nearest
+        every = [devices[at : at + width] for devices in places for at in range(0, len(devices), width)]
+        for least in (1, width):  # with what is left of nodes in narrower groups, and without it
+            groups = [g for g in every if len(g) >= least and len(g) in task.cost.widths(width)]
+            each = len(groups) // pipelines
+            depth = min(each, task.layers)
+            if task.deep:
+                depth = min(depth, task.micro_batches // pipelines)
+            if depth:
+                chains = (tuple(groups[p * each : p * each + depth]) for p in range(pipelines))
+                found.append(max(_chain_shortage(chain, task) for chain in chains))
+    return min(found, default=None)
 
 
-def _chains(problem: Problem, task: Task) -> Iterator[Groups]:
-    """Groups of all devices in order, for every width."""
-    nodes = [
-        tuple(d for d in node.devices if math.isfinite(rate_of(problem.rates, d.name)))
-        for node in problem.cluster.nodes
-    ]
-    for width in task.cost.widths(max(map(len, nodes))):
-        if task.tp in (None, width):
-            yield tuple(
-                devices[i : i + width]
-                for devices in nodes
-                for i in range(0, len(devices), width)
-                if task.cost.widths(len(devices[i : i + width]))[-1:] == (len(devices[i : i + width]),)
-            )
-
-
-def _shortage(groups: Groups, problem: Problem, task: Task) -> tuple[int, str]:
-    """The least bytes by which every device of one pipeline would have to be larger, and the device that is
-    then fullest. What a member lacks is linear in the layers of its stage."""
+def _chain_shortage(groups: Groups, task: Task) -> Shortage:
+    """The shortage of one pipeline whose stages are these TP groups with equal shares."""
     layers, depth = task.layers, len(groups)
     counts = np.arange(1, layers + 1)
-    rows: list[Floats] = []
+    rows: list[Floats] = []  # of each stage the bytes that its worst member lacks, by layers
     names: list[list[str]] = []
     for index, group in enumerate(groups):
-        shares = apportion(problem.profile.share_units, (1,) * len(group))
+        shares = task.cost.shares((1.0,) * len(group))[0]
+        edges = {"first": index == 0, "last": index == depth - 1}
+        flying = min(task.micro_batches, depth - index)
         lacks = []
         for position, device in enumerate(group):
-            none, one = (
-                task.cost.memory(
-                    n,
-                    shares,
-                    position,
-                    first=index == 0,
-                    last=index == depth - 1,
-                    in_flight=min(task.micro_batches, depth - index),
-                )
-                for n in (0, 1)
-            )
+            none, one = (task.cost.memory(n, shares, position, **edges, in_flight=flying) for n in (0, 1))
             lacks.append(none - device.memory + (one - none) * counts)
         rows.append(np.max(lacks, axis=0))
         names.append([group[int(which)].name for which in np.argmax(lacks, axis=0)])
 
-    def most(more: float) -> list[int]:
+    def held(more: float) -> list[int]:
         return [int(np.searchsorted(row, more, side="right")) for row in rows]
 
     values = np.unique(np.concatenate(rows))
     low, high = 0, len(values) - 1
     while low < high:
         middle = (low + high) // 2
-        held = most(float(values[middle]))
-        low, high = (low, middle) if min(held) >= 1 and sum(held) >= layers else (middle + 1, high)
-    held = most(float(values[low]))
-    fullest = max((float(row[n - 1]), name[n - 1]) for row, name, n in zip(rows, names, held, strict=True))
+        most = held(float(values[middle]))
+        low, high = (low, middle) if min(most) >= 1 and sum(most) >= layers else (middle + 1, high)
+    most = held(float(values[low]))
+    fullest = max((float(row[n - 1]), name[n - 1]) for row, name, n in zip(rows, names, most, strict=True))
     return math.ceil(values[low]), fullest[1]
+
+
+def _more_nodes(task: Task) -> int | None:
+    """How many more nodes like the largest make room; None where MOST_NODES do not."""
+    nodes = task.cluster.nodes
+    largest = max(nodes, key=lambda node: sum(device.memory for device in node.devices))
+    for more in range(1, MOST_NODES + 1):
+        name = f"more{more}"
+        devices = tuple(
+            Device(name=f"{name}/{i}", memory=device.memory) for i, device in enumerate(largest.devices)
+        )
+        nodes = (*nodes, msgspec.structs.replace(largest, name=name, devices=devices))
+        nearest = shortage(replace(task, cluster=msgspec.structs.replace(task.cluster, nodes=nodes)))
+        if nearest is not None and nearest[0] <= 0:
+            return more
+    return None
 
 
 def readable(size: int) -> str:

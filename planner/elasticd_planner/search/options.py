@@ -1,29 +1,46 @@
-"""Settings of a search besides the layout: micro-batch size, state policy, recomputation, and with ZeRO the
-number of pipelines, on which its memory depends. Each setting is one search with a cost of its own.
+"""Search options: the settings a search may choose besides the layout, and the order in which it tries them.
 
-Simpler settings are listed first; `walk` tries them.
+A setting is a micro-batch size, a state policy (ZeRO), recomputation and, with ZeRO, the number of pipelines,
+on which memory depends. Each setting is a search of its own with its own cost model. Settings are listed with
+the simplest first.
+
+Order of trial. Up to EXACT_DEVICES devices every setting whose lower bound is below the best plan so far is
+enumerated, until the budget of all enumerations is spent. Otherwise one thing is changed at a time, since
+settings are many and a search is long: the running plan's setting first, then micro-batch sizes and
+recomputation under the preferred state policy, then the other policies, then micro-batch sizes and
+recomputation once more. With ZeRO the number of pipelines climbs from that of the best plan so far as long as
+that helps. Each setting but the first is searched briefly, near the best plan's form; the winner is searched
+thoroughly at the end. Every tried setting yields a real plan. The order is deterministic: ties go to the
+setting listed first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Protocol
 
 import msgspec
 
+from elasticd_planner.cost.model import CostModel
 from elasticd_planner.cost.profile_cost import ProfileCost
 from elasticd_planner.numeric import EQUAL
 from elasticd_planner.problem import Answer, Freedom, Problem
-from elasticd_planner.search.infeasible import explain, readable, shortage
+from elasticd_planner.search.infeasible import explain_infeasible, shortage
 from elasticd_planner.search.large import DEEPEST, Wide
-from elasticd_planner.search.task import Task
+from elasticd_planner.search.task import Task, UnitProblem
 from elasticd_planner.spec.cluster import Device, rate_of
-from elasticd_planner.spec.plan import StatePolicy
+from elasticd_planner.spec.plan import Plan, StatePolicy
 
-#: Up to so many devices every number of pipelines is a setting; of more those that leave equal parts, about.
+#: Up to this many devices every number of pipelines is a setting; above, numbers that divide the devices about
+#: evenly.
 ALL_NUMBERS = 12
+
+#: A plan's number of pipelines, and the TP size of most of its devices.
+Form = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,15 +93,20 @@ def task_of(
     if hopeful and freedom.recompute is True:
         profile = msgspec.structs.replace(profile, recompute_factor=1.0)
     micro_batches = problem.global_batch // problem.micro_batch
-    cost = ProfileCost(
-        profile,
-        state=freedom.states[0],
-        recompute=bool(freedom.recompute),
-        pipelines=freedom.dp or 1,
-        micro_batches=micro_batches,
-        members=members or len(alive(problem)),
-        near=problem.cluster.within or problem.cluster.inside,
-    )
+    units = isinstance(problem, UnitProblem)
+    cost: CostModel
+    if isinstance(problem, UnitProblem):
+        cost = problem.table
+    else:
+        cost = ProfileCost(
+            profile,
+            state=freedom.states[0],
+            recompute=bool(freedom.recompute),
+            pipelines=freedom.dp or 1,
+            micro_batches=micro_batches,
+            members=members or len(alive(problem)),
+            near=problem.cluster.within or problem.cluster.inside,
+        )
     return Task(
         cluster=problem.cluster,
         rates=problem.rates,
@@ -92,6 +114,7 @@ def task_of(
         layers=profile.layers,
         micro_batches=micro_batches,
         steady=steady,
+        deep=units,
         tp=freedom.tp,
         dp=freedom.dp,
     )
@@ -194,15 +217,11 @@ class Settings:
             lean = setting.micro_batch == size and setting.recompute == again
             if lean and (setting.pipelines or 1) == fewest:
                 problem = setting.problem(self.problem)
-                short = shortage(problem, task_of(problem, steady=self.steady))
-                found += [(*short, str(setting))] if short is not None else []
-        if not found:
-            return explain(self.problem, task_of(self.listed[0].problem(self.problem), steady=self.steady))
-        missing, device, words = min(found)
-        if missing <= 0:
-            return f"no plan was found within the search's limits, even with {words}; unpin tp or dp"
-        lacking = f"{readable(missing)} more on {device}"
-        return f"does not fit: the smallest plan needs {lacking}, with {words}; add a node"
+                short = shortage(task_of(problem, steady=self.steady))
+                found += [(*short, str(setting), setting)] if short is not None else []
+        nearest = min(found, key=lambda entry: entry[:3])[3] if found else self.listed[0]
+        task = task_of(nearest.problem(self.problem), steady=self.steady)
+        return explain_infeasible(task, setting=str(nearest))
 
 
 def roomy(task: Task, pipelines: int) -> bool:
@@ -219,3 +238,114 @@ def roomy(task: Task, pipelines: int) -> bool:
             layer, empty = min(layer, (one - none) * width), min(empty, none)
     room = sum(max(0.0, device.memory - empty) for device in devices)
     return layer * task.layers * pipelines <= room * (1 + EQUAL)
+
+
+class Evaluate(Protocol):
+    """Searches a setting (like a plan of this form, or thoroughly) and says its seconds, inf where there is
+    no plan, and the form of its plan."""
+
+    def __call__(self, setting: Setting, like: Form | None) -> tuple[float, Form | None]: ...
+
+
+def form(plan: Plan) -> Form:
+    """How many pipelines a plan has, and the size of most of its devices' groups."""
+    pipelines = plan.pipelines
+    sizes = Counter(len(stage.devices) for p in pipelines for stage in p.stages for _ in stage.devices)
+    return len(pipelines), sizes.most_common(1)[0][0]
+
+
+class Walk:
+    """One search over settings. slack: how much worse than the best (as a fraction) a plan may be and still
+    count."""
+
+    def __init__(
+        self, settings: Settings, evaluate: Evaluate, *, slack: float, stop: Callable[[], bool] | None
+    ) -> None:
+        self.settings, self._evaluate, self.slack = settings, evaluate, slack
+        self.stop = stop or (lambda: False)
+        self._known: dict[Setting, float] = {}
+        self.best: tuple[float, Setting] | None = None
+        self.form: Form | None = None
+
+    def every(self, ended: Callable[[], bool]) -> bool:
+        """All settings, best bound first, but for those that cannot beat the best. Whether these were all:
+        not where it `ended` before."""
+        listed = self.settings.listed
+        ranked = sorted((self.settings.bound(setting), i) for i, setting in enumerate(listed))
+        for bound, index in ranked:
+            if self._over(bound):
+                return True
+            if ended():
+                return False
+            self._try(listed[index], None)
+        return True
+
+    def some(self) -> None:
+        """One thing at a time."""
+        listed = self.settings.listed
+        current = current_setting(self.settings.problem)
+        if current in listed:
+            self._try(current, None)
+        states = tuple(dict.fromkeys(setting.state for setting in listed))
+        ways = tuple(dict.fromkeys((setting.micro_batch, setting.recompute) for setting in listed))
+        bounds = {way: min(self.settings.bound(s) for s in self._of(*way, states[0])) for way in ways}
+        ranked = sorted(ways, key=lambda way: (bounds[way], ways.index(way)))
+        for way in ranked:
+            self._policy(*way, states[0])
+        size, again = self._way(ways)
+        for state in states[1:]:
+            self._policy(size, again, state)
+        if len(states) > 1 and self.best is not None:
+            state = self.best[1].state
+            near = [way for way in ranked if size <= 2 * way[0] <= 4 * size]
+            for way in near:
+                self._policy(*way, state)
+        if self.best is not None and not self.stop():
+            setting = self.best[1]
+            del self._known[setting]
+            self._try(setting, None)
+
+    def _way(self, ways: Sequence[tuple[int, bool]]) -> tuple[int, bool]:
+        """Micro-batches and recomputation of the best plan; where none fits, what asks the least memory."""
+        if self.best is not None:
+            return self.best[1].micro_batch, self.best[1].recompute
+        return min(size for size, _ in ways), any(again for _, again in ways)
+
+    def _of(self, size: int, again: bool, state: StatePolicy) -> list[Setting]:
+        wanted = (size, again, state)
+        return [s for s in self.settings.listed if (s.micro_batch, s.recompute, s.state) == wanted]
+
+    def _policy(self, size: int, again: bool, state: StatePolicy) -> None:
+        """The settings of one policy: the number of pipelines climbs from that of the best plan."""
+        listed = [s for s in self._of(size, again, state) if math.isfinite(self.settings.bound(s))]
+        if not listed:
+            return
+        wanted = self.form[0] if self.form is not None else 1
+        start = min(range(len(listed)), key=lambda i: (abs((listed[i].pipelines or wanted) - wanted), i))
+        now = self._try(listed[start], self.form)
+        for step in (1, -1):
+            at, seconds = start + step, now
+            while 0 <= at < len(listed):
+                found = self._try(listed[at], self.form)
+                if found >= seconds and math.isfinite(seconds):
+                    break
+                at, seconds = at + step, found
+
+    def _over(self, bound: float) -> bool:
+        """Whether a setting of this bound need not be tried."""
+        if not math.isfinite(bound):
+            return True
+        return self.best is not None and (bound > self.best[0] * (1 + self.slack) * (1 + EQUAL) or self.stop())
+
+    def _try(self, setting: Setting, like: Form | None) -> float:
+        if setting in self._known:
+            return self._known[setting]
+        if self._over(self.settings.bound(setting)):
+            return math.inf
+        if like is not None and setting.pipelines is not None:
+            like = (setting.pipelines, like[1])
+        seconds, found = self._evaluate(setting, like)
+        self._known[setting] = seconds
+        if math.isfinite(seconds) and (self.best is None or seconds < self.best[0] * (1 - EQUAL)):
+            self.best, self.form = (seconds, setting), found
+        return seconds

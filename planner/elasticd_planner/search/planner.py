@@ -9,28 +9,36 @@ from functools import cached_property
 from itertools import islice, product
 
 import msgspec
+import numpy as np
 
 from elasticd_planner.cost.model import CostModel, memory_by_device, stage_times, steady_seconds, step_seconds
+from elasticd_planner.cost.table_cost import TableCost
 from elasticd_planner.layout.optimizer_sharding import with_carriers
 from elasticd_planner.numeric import EQUAL, Floats
-from elasticd_planner.placement.share_rebalance import BETWEEN, WHOLE, shared_again
 from elasticd_planner.placement.state_movement import bytes_to_move, strategy
-from elasticd_planner.placement.stay_close import nearest
+from elasticd_planner.placement.stay_close import BETWEEN, WHOLE, nearest, rebalance_shares
 from elasticd_planner.placement.tp_rank_order import lined_up, loosened
 from elasticd_planner.problem import Answer, Problem
-from elasticd_planner.search import infeasible_table, interleave
+from elasticd_planner.search import interleave
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
 from elasticd_planner.search.exhaustive.device_assignment import Outline, place
 from elasticd_planner.search.exhaustive.enumeration import Exact, Pins
 from elasticd_planner.search.exhaustive.pipeline_shapes import Combination
-from elasticd_planner.search.infeasible import explain
+from elasticd_planner.search.infeasible import explain_infeasible
 from elasticd_planner.search.large import Wide
-from elasticd_planner.search.option_order import Form, Walk, form
-from elasticd_planner.search.options import Setting, Settings, alive, current_setting, task_of
+from elasticd_planner.search.options import Form, Setting, Settings, Walk, alive, current_setting, form, task_of
 from elasticd_planner.search.recompute import Selective, flagged
 from elasticd_planner.search.refine import Finisher
-from elasticd_planner.search.task import ENUMERATED, ENUMERATED_SETTINGS, EXACT_DEVICES, Chained, Group, Task
-from elasticd_planner.spec.cluster import rate_of
+from elasticd_planner.search.task import (
+    ENUMERATED,
+    ENUMERATED_SETTINGS,
+    EXACT_DEVICES,
+    Chained,
+    Group,
+    Task,
+    UnitProblem,
+)
+from elasticd_planner.spec.cluster import node_of, rate_of
 from elasticd_planner.spec.plan import Pipeline, Plan, Prediction
 from elasticd_planner.spec.plan_summary import describe
 
@@ -51,13 +59,26 @@ def plan(
     stop: Callable[[], bool] | None = None,
     *,
     steady: bool = False,
+    like: Form | None = None,
 ) -> Answer:
-    """The plan with the least step time (`steady`: without fill and drain), under the best of the settings that
-    the problem's freedom allows; within `tolerance` of it, the one nearest to the current plan.
-    Up to EXACT_DEVICES devices the least of all; beyond, the best that the search finds, `stop` being asked now
-    and then whether to end with that. Where its stages may be interleaved, it is what the best plan of plain
-    ones becomes with them (`interleave`). A refusal says what does not fit and what would help."""
-    found = [_plain(interleave.plain_problem(problem), number, tolerance, stop, steady=steady)]
+    """The plan with the least step time, under the best of the settings that the problem's freedom allows.
+
+    Up to EXACT_DEVICES devices it is the best of all plans, beyond it the best that the search finds. Where
+    stages may be interleaved, it is what the best plain plan becomes with interleaved stages (`interleave`).
+
+    Args:
+        problem: a job's problem in seconds, or a `UnitProblem`.
+        number: the number of the new plan.
+        tolerance: plans within this fraction of the best count as equal to it if there is a current plan; the
+            one that moves the fewest bytes from the current plan is taken.
+        stop: asked now and then whether to end the search with the best plan so far.
+        steady: minimise the steady figure, the step without the pipelines' fill and drain.
+        like: the form of a good plan: plans of this form are searched first, and no others if there is one.
+
+    Returns:
+        The plan with its prediction and reason, or a refusal that says what does not fit and what would help.
+    """
+    found = [_plain(interleave.plain_problem(problem), number, tolerance, stop, steady=steady, like=like)]
     if not steady and not (stop is not None and stop()):
         others = interleave.other_numbers(problem, found[0])
         found += [_plain(other, number, tolerance, stop, steady=steady) for other in others]
@@ -65,7 +86,13 @@ def plan(
 
 
 def _plain(
-    problem: Problem, number: int, tolerance: float, stop: Callable[[], bool] | None, *, steady: bool
+    problem: Problem,
+    number: int,
+    tolerance: float,
+    stop: Callable[[], bool] | None,
+    *,
+    steady: bool,
+    like: Form | None = None,
 ) -> Answer:
     """The plan of stages that are not interleaved."""
     if all(math.isinf(rate_of(problem.rates, device.name)) for device in problem.cluster.devices):
@@ -87,8 +114,9 @@ def _plain(
             like=like,
             known=_least(made),
             left=left,
+            stop=stop,
         )
-        planning, answer = planning.fitting(stop)
+        planning, answer = planning.fitting()
         if answer.plan is None or answer.plan.prediction is None:
             refused.append(answer)
             return math.inf, None
@@ -100,7 +128,7 @@ def _plain(
 
     walk = Walk(settings, evaluate, slack=slack, stop=stop)
     if len(settings.listed) == 1:
-        evaluate(settings.listed[0], None)
+        evaluate(settings.listed[0], like)
     elif len(alive(problem)) > EXACT_DEVICES or not walk.every(lambda: left[0] <= 0):
         walk.some()
     tried = sum(answer.candidates for answer in (*refused, *(one.answer for one in made)))
@@ -146,6 +174,7 @@ class _Planning:
     like: Form | None = None
     known: float = math.inf
     left: list[int] = field(default_factory=lambda: [ENUMERATED])
+    stop: Callable[[], bool] | None = None
 
     @property
     def cost(self) -> CostModel:
@@ -155,13 +184,13 @@ class _Planning:
     def micro_batches(self) -> int:
         return self.problem.global_batch // self.problem.micro_batch
 
-    def fitting(self, stop: Callable[[], bool] | None) -> tuple[_Planning, Answer]:
+    def fitting(self) -> tuple[_Planning, Answer]:
         """The answer, with recomputation off where memory allows; made again with fewer members to spread
         replicas over where it leaves so many devices idle that these do not fit."""
         planning = self
-        few = len(alive(self.problem)) <= EXACT_DEVICES
+        few = len(alive(self.problem)) <= EXACT_DEVICES and not self.task.crosses_nodes
         for _ in range(AGAIN):
-            answer = planning.answer(stop) if few and self.left[0] > 0 else planning.wide(stop)
+            answer = planning.answer() if few and self.left[0] > 0 else planning.wide()
             if answer.plan is None:
                 return planning, answer
             if self.problem.freedom.recompute is True:
@@ -180,7 +209,7 @@ class _Planning:
             candidates=answer.candidates,
         )
 
-    def answer(self, stop: Callable[[], bool] | None) -> Answer:
+    def answer(self) -> Answer:
         """The answer for few devices: of all plans, or of those that the search finds too, where there are too
         many to look at all."""
         current = self.current()
@@ -193,7 +222,7 @@ class _Planning:
             micro_batches=self.micro_batches,
             slack=self.tolerance if current is not None else 0.0,
             best=min(known, self.known),
-            pins=Pins(tp=self.task.tp, dp=self.task.dp, steady=self.steady),
+            pins=Pins(tp=self.task.tp, dp=self.task.dp, deep=self.task.deep, steady=self.steady),
             budget=self.left[0],
         )
         combinations = exact.run()
@@ -201,24 +230,30 @@ class _Planning:
         now = self.now()
         found = list(islice(self.candidates(exact, combinations, current), COMPARED))
         if not exact.complete:
-            searched = self.wide(stop).plan
+            searched = self.wide().plan
             found += [searched] if searched is not None else []
         if not found:
-            refusal = explain(self.problem, self.task)
-            return Answer(plan=None, refusal=refusal, current_seconds=now, candidates=exact.candidates)
+            return Answer(plan=None, refusal=self.refusal(), current_seconds=now, candidates=exact.candidates)
         best = min(self.seconds(candidate) for candidate in found)
         limit = best * (1 + (self.tolerance if current is not None else 0.0)) * (1 + EQUAL)
         near = [candidate for candidate in found if self.seconds(candidate) <= limit]
         chosen = min(near, key=self.distance) if current is not None else near[0]
-        return Answer(plan=self.finished(chosen), current_seconds=now, candidates=exact.candidates + len(found))
+        # A table's seconds are the formula's own, so that an enumeration of all plans proves its best.
+        proved = exact.best if exact.complete and isinstance(self.cost, TableCost) else None
+        plan = self.finished(chosen, proved)
+        return Answer(plan=plan, current_seconds=now, candidates=exact.candidates + len(found))
 
     @cached_property
     def task(self) -> Task:
         return task_of(self.problem, steady=self.steady, members=self.members)
 
-    def wide(self, stop: Callable[[], bool] | None) -> Answer:
+    @cached_property
+    def search(self) -> Wide:
+        return Wide(self.task, self.stop)
+
+    def wide(self) -> Answer:
         """The answer for any number of devices."""
-        search = Wide(self.task, stop)
+        search = self.search
         found = search.run(self.like, brief=self.like is not None)
         finisher = Finisher(self.task)
         listed = [finisher.pipelines(one.pipelines) for one in search.near()] if found is not None else []
@@ -230,7 +265,7 @@ class _Planning:
         if not options:
             return Answer(
                 plan=None,
-                refusal=infeasible_table.explain(self.task),
+                refusal=self.refusal(),
                 current_seconds=now,
                 candidates=search.candidates,
             )
@@ -250,9 +285,11 @@ class _Planning:
             yield from (plan for plan in made if plan is not None and self.fits(plan))
 
         yield from plans(current)
+        if isinstance(self.problem, UnitProblem):
+            return  # its shares are of few kinds: equal, or in 64ths
         job, seen = self.problem, [current]
         for part in (*WHOLE, *BETWEEN):
-            other = self.made(shared_again(current.pipelines, job.rates, job.profile, part))
+            other = self.made(rebalance_shares(current.pipelines, job.rates, job.profile, part))
             if other not in seen:
                 seen.append(other)
                 yield from plans(other, layers=part in WHOLE)
@@ -290,8 +327,20 @@ class _Planning:
         same = (plan.global_batch, plan.micro_batch) == (self.problem.global_batch, self.problem.micro_batch)
         if not (same and alive.issuperset(plan.members)):
             return None
+        if not self._has_pinned_sizes(plan):
+            return None
         pipelines = plan.pipelines
         return self.made(pipelines if self.problem.freedom.recompute else flagged(pipelines, on=False))
+
+    def _has_pinned_sizes(self, plan: Plan) -> bool:
+        """Whether TP groups have allowed sizes, and on nodes of normal devices the pinned one."""
+        stages = [stage for _, _, stage in plan.walk()]
+        widths = {len(stage.devices) for stage in stages}
+        if not widths <= set(self.cost.widths(max(widths))):
+            return False
+        slow = {node_of(name) for name, rate in self.problem.rates.items() if rate > 1}
+        normal = {len(stage.devices) for stage in stages if not slow & set(map(node_of, stage.devices))}
+        return self.task.tp is None or normal <= {self.task.tp}
 
     def now(self) -> float | None:
         """Seconds of the current plan as it is, if it is one of this problem, and fits."""
@@ -326,19 +375,24 @@ class _Planning:
     def split_again(self, plan: Plan) -> Plan | None:
         """The same stages with the micro-batches divided anew: nothing moves."""
         curves, known = [], dict[tuple[bytes, ...], Floats]()
-        for pipeline in plan.pipelines:
+        pipelines = plan.pipelines
+        for pipeline in pipelines:
             times = stage_times(pipeline, self.problem.cluster, self.problem.rates, self.cost)
             key = tuple(part.tobytes() for part in (times.forward, times.backward, times.boundary))
             if key not in known:  # most pipelines of a large job are alike
-                known[key] = self.cost.timing.curve(times, self.micro_batches)
+                if self.steady:
+                    known[key] = times.charged.max() * np.arange(1, self.micro_batches + 1)
+                else:
+                    known[key] = self.cost.timing.curve(times, self.micro_batches)
             curves.append(known[key])
-        given = split_micro_batches(curves, self.micro_batches)
+        least = [len(pipeline.stages) for pipeline in pipelines] if self.task.deep else None
+        given = split_micro_batches(curves, self.micro_batches, least)
         if given is None:
             return None
         return self.made(
             [
                 msgspec.structs.replace(pipeline, micro_batches=count)
-                for pipeline, count in zip(plan.pipelines, given, strict=True)
+                for pipeline, count in zip(pipelines, given, strict=True)
             ]
         )
 
@@ -380,20 +434,25 @@ class _Planning:
         same = current is not None and plan.pipelines == current.pipelines
         return moved, not same, round(self.seconds(plan), 9)
 
-    def finished(self, chosen: Plan) -> Plan:
-        """The chosen plan with its number, prediction and reason."""
+    def finished(self, chosen: Plan, proved: float | None = None) -> Plan:
+        """The chosen plan with its number, prediction and reason. `proved`: seconds that no plan beats, where
+        an enumeration says so."""
         made = self.made(chosen.pipelines, chosen=True).replace(number=self.number)
         seconds = self.seconds(made)
         prediction = Prediction(
             step_seconds=seconds,
-            bound_seconds=min(self.lower(), seconds),
+            bound_seconds=min(self.lower(seconds) if proved is None else proved, seconds),
             memory=memory_by_device(made, self.cost),
         )
         return made.replace(prediction=prediction, reason=describe(made, self.problem.rates))
 
-    def lower(self) -> float:
-        """Seconds that no plan of this setting can beat."""
-        task = task_of(self.problem, steady=self.steady, members=self.members, hopeful=True)
-        rates = [rate_of(task.rates, device.name) for device in task.cluster.devices]
-        alive = [rate for rate in rates if math.isfinite(rate)]
-        return max(task.cost.bound(alive, task.micro_batches), Wide(task).lower())
+    def refusal(self) -> str:
+        return explain_infeasible(self.task, micro_batch=self.problem.micro_batch)
+
+    def lower(self, known: float) -> float:
+        """Seconds that no plan of this setting can beat. `known`: those of a plan."""
+        search = self.search
+        if self.problem.freedom.recompute is True:
+            search = Wide(task_of(self.problem, steady=self.steady, members=self.members, hopeful=True))
+        rates = [rate_of(self.problem.rates, device.name) for device in alive(self.problem)]
+        return max(search.task.cost.bound(rates, search.task.micro_batches), search.lower(known))

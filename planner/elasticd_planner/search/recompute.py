@@ -17,8 +17,7 @@ from elasticd_planner.cost.model import reach, stage_times
 from elasticd_planner.grouping.group_types import most_layers
 from elasticd_planner.grouping.node_partitions import GroupType
 from elasticd_planner.numeric import EQUAL, Floats
-from elasticd_planner.search.balance.exact_layer_split import best_layers
-from elasticd_planner.search.balance.layer_split import Terms, split_layers
+from elasticd_planner.search.balance.layer_split import Terms, best_layers, split_layers
 from elasticd_planner.search.balance.micro_batch_split import split_micro_batches
 from elasticd_planner.search.task import MANY, Task
 from elasticd_planner.spec.cluster import rate_of

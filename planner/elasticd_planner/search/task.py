@@ -1,10 +1,12 @@
-"""What the search is given, and what it hands to those who finish its plans."""
+"""The search's task: a planning problem in the terms of the search, and the pipelines that the search finds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from elasticd_planner.cost.model import CostModel
+from elasticd_planner.cost.table_cost import TableCost
+from elasticd_planner.problem import Problem
 from elasticd_planner.spec.cluster import Cluster, Rates
 
 #: The most devices for which every plan is enumerated.
@@ -21,6 +23,14 @@ ENUMERATED_SETTINGS = 1_000_000
 MANY = 10**6
 
 
+class UnitProblem(Problem, frozen=True, kw_only=True):
+    """A problem in units (layer x micro-batch) instead of seconds: a problem file without `model.times`. Of its
+    `profile` only the bytes count, for what moves between plans. Each pipeline has at least as many
+    micro-batches as stages."""
+
+    table: TableCost  # what a layer costs in units, and its memory
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What is to be planned, in the terms of the search. tp: size of groups on nodes of normal devices (None:
@@ -35,6 +45,11 @@ class Task:
     deep: bool = False
     tp: int | None = None
     dp: int | None = None
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether no TP group fits in a node, so that groups must cross nodes."""
+        return not self.cost.widths(max((len(node.devices) for node in self.cluster.nodes), default=0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

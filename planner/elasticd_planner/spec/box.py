@@ -119,9 +119,7 @@ class Holding(Value, frozen=True, kw_only=True):
     partial: str | None = None
 
 
-def cells(
-    holdings: Iterable[Holding], within: Box | None = None
-) -> Iterator[tuple[Box, tuple[Holding, ...]]]:
+def cells(holdings: Iterable[Holding], within: Box | None = None) -> Iterator[tuple[Box, tuple[Holding, ...]]]:
     """Cuts a tensor, as far as it is held, into cells that each have one set of holders.
 
     Args:

@@ -1,12 +1,19 @@
-"""Layers over the stages of a pipeline by the formula.
+"""The layer split: how many layers each stage of a pipeline has, by formula and by the exact schedule time.
 
-A min-max problem with one budget. By the formula a pipeline takes sum_j s_j + (m - 1) max_j s_j with
+By the formula it is a min-max problem with one budget. A pipeline takes sum_j s_j + (m - 1) max_j s_j with
 s_j = block_j x n_j + fixed_j + hop_j: for a given cap on max_j s_j, stage j may have as many layers as stay
 below it, and the least sum fills the cheapest stages first. The caps worth trying are the values that an s_j
 can take, so trying all of them (at once, in arrays) is exact for every m.
 
 The schedule takes no more than that, and no less than the same with the work t_j = block_j x n_j + fixed_j
-under the cap and m - 1 - hidden x min(m - 1, p - 1) in place of m - 1 (`timing`): a bound by the same arrays.
+under the cap and m - 1 - hidden x min(m - 1, p - 1) in place of m - 1 (`pipeline_time`): a bound from the same
+arrays.
+
+By the schedule's exact time (`best_layers`) only the splits that can end within a limit are listed: with S the
+least time that one micro-batch needs on its way there and back, stage j must not work longer than
+(limit - S) / (m - 1 - h_j forward_j) on a micro-batch, nor than (limit - what precedes it) / m. With a tight
+limit few splits remain; they are costed at once in arrays. Where there are many, a local search moves one layer
+at a time from stage to stage.
 """
 
 from __future__ import annotations
@@ -16,8 +23,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from elasticd_planner.cost.pipeline_time import FORWARD
+from elasticd_planner.cost.pipeline_time import FORWARD, Times, Timing, at_least
 from elasticd_planner.numeric import EQUAL, Floats, Ints
+
+#: The most layer splits that are listed: of one pipeline, and of all pipelines in one array.
+LISTED, AT_ONCE = 4096, 65536
+
+#: The most single-layer moves of the local search.
+MOVES = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,3 +114,155 @@ def split_layers(terms: Sequence[Terms], layers: int, micro_batches: int) -> tup
     sums = given @ np.array([t.block for t in terms])
     best = int(np.argmin(sums + caps * (micro_batches - 1)))
     return tuple(int(n) for n in given[best])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layered:
+    """Layers by stage, and the seconds of the pipeline with them."""
+
+    seconds: float
+    layers: tuple[int, ...]
+
+
+def best_layers(
+    pipelines: Sequence[Sequence[Terms]], layers: int, micro_batches: int, limit: float, timing: Timing
+) -> list[Layered | None]:
+    """Of each of some pipelines with as many stages the layers with the least seconds, where these are within
+    `limit`, else None."""
+    found: list[Layered | None] = [None] * len(pipelines)
+    stages = _Stages(pipelines, micro_batches)
+    caps = stages.caps(layers, limit)
+    waiting: list[tuple[int, Ints]] = []
+    size = 0
+    for index in np.flatnonzero(caps.sum(axis=1) >= layers).tolist():
+        if _count(caps[index], layers) > LISTED:
+            found[index] = _climbed(stages, index, pipelines[index], layers, limit, timing)
+            continue
+        waiting.append((index, bounded(caps[index], layers)))
+        size += len(waiting[-1][1])
+        if size > AT_ONCE:
+            _cost(stages, waiting, limit, timing, found)
+            waiting, size = [], 0
+    if waiting:
+        _cost(stages, waiting, limit, timing, found)
+    return found
+
+
+def reached(terms: Sequence[Terms], layers: int, most: int, timing: Timing) -> Floats:
+    """Seconds for 1 ... `most` micro-batches with the layers that the formula finds best for some of them; inf
+    where none fit with as many micro-batches under way as there may be."""
+    caps, given = fill(terms, layers, len(terms)) if layers >= len(terms) else (np.zeros(0), np.zeros((0, 1)))
+    if not len(caps):
+        return np.full(most, np.inf)
+    stages = _Stages([terms], len(terms))
+    sums = given @ stages.block[0]
+    best = np.argmin(np.arange(most)[:, None] * caps + sums, axis=1)
+    rows = given[np.unique(best)]
+    found: Floats = timing.curve(stages.times(0, rows), most).min(axis=1)
+    return found
+
+
+class _Stages:
+    """Terms as arrays, [pipeline, stage]."""
+
+    def __init__(self, pipelines: Sequence[Sequence[Terms]], micro_batches: int) -> None:
+        self.micro_batches, self.depth = micro_batches, len(pipelines[0])
+        in_flight = min(micro_batches, self.depth) - 1
+        each = [[(t.block, t.fixed, t.hop, t.forward, t.most[in_flight]) for t in terms] for terms in pipelines]
+        self.block, self.fixed, self.hop, self.forward, self.most = np.moveaxis(np.array(each), -1, 0)
+
+    def caps(self, layers: int, limit: float) -> Ints:
+        """The most layers that a stage may have for the pipeline to end within the limit."""
+        count, depth = self.micro_batches, self.depth
+        limit *= 1 + EQUAL
+        one = self.block + self.fixed + self.hop  # a layer on each stage, the others where they are cheapest
+        least = one.sum(axis=1) + (layers - depth) * self.block.min(axis=1)
+        turns = np.minimum(count - 1, np.arange(depth - 1, -1, -1)) * self.forward
+        with np.errstate(divide="ignore"):
+            work = (limit - least)[:, None] / (count - 1 - turns)
+        work = np.where(count > 1, work, np.inf)
+        work = np.minimum(work, (limit - (np.cumsum(one, axis=1) - one)) / count)
+        most = np.floor(np.clip((work - self.fixed) / self.block, 0, layers - depth + 1) * (1 + EQUAL))
+        caps: Ints = np.minimum(most, self.most).astype(np.int64)
+        caps[(least > limit) | (caps < 1).any(axis=1)] = 0
+        return caps
+
+    def times(self, index: int | Ints, layers: Ints) -> Times:
+        """Of pipelines with these layers, [..., stage]."""
+        work = self.block[index] * layers + self.fixed[index]
+        forward = work * self.forward[index]
+        hop = np.broadcast_to(self.hop[index], work.shape)
+        return Times(forward=forward, backward=work - forward, boundary=hop[..., :-1] / 2)
+
+
+def _cost(
+    stages: _Stages,
+    waiting: Sequence[tuple[int, Ints]],
+    limit: float,
+    timing: Timing,
+    found: list[Layered | None],
+) -> None:
+    """Costs what was listed, all at once, but for what the inequalities exclude."""
+    which = np.concatenate([np.full(len(rows), index) for index, rows in waiting])
+    rows = np.concatenate([rows for _, rows in waiting])
+    low = at_least(stages.times(which, rows), stages.micro_batches)
+    kept = low <= limit * (1 + EQUAL)
+    which, rows = which[kept], rows[kept]
+    if not len(which):
+        return
+    seconds = timing.seconds(stages.times(which, rows), stages.micro_batches)
+    order = np.lexsort((seconds, which))
+    first = order[np.flatnonzero(np.diff(which[order], prepend=-1))]
+    for best in first:
+        if seconds[best] <= limit * (1 + EQUAL):
+            found[which[best]] = Layered(seconds=float(seconds[best]), layers=tuple(map(int, rows[best])))
+
+
+def _climbed(
+    stages: _Stages, index: int, terms: Sequence[Terms], layers: int, limit: float, timing: Timing
+) -> Layered | None:
+    """From the formula's best layers, moving one layer at a time while that helps."""
+    caps, given = fill(terms, layers, stages.micro_batches)
+    if not len(caps):
+        return None
+    options = np.unique(given, axis=0)
+    costs = timing.seconds(stages.times(index, options), stages.micro_batches)
+    now, seconds = options[int(np.argmin(costs))], float(costs.min())
+    moves = np.eye(stages.depth, dtype=np.int64)
+    steps = (moves[:, None] - moves[None, :]).reshape(-1, stages.depth)
+    for _ in range(MOVES):
+        options = now + steps
+        options = options[((options >= 1) & (options <= stages.most[index])).all(axis=1)]
+        if not len(options):
+            break
+        costs = timing.seconds(stages.times(index, options), stages.micro_batches)
+        least = int(np.argmin(costs))
+        if costs[least] >= seconds * (1 - EQUAL):
+            break
+        now, seconds = options[least], float(costs[least])
+    return Layered(seconds=seconds, layers=tuple(map(int, now))) if seconds <= limit * (1 + EQUAL) else None
+
+
+def _count(caps: Ints, total: int) -> float:
+    """How many ways there are to divide `total` with at least one and at most `caps` for each."""
+    ways = np.ones(1)
+    for cap in caps:
+        ways = np.convolve(ways, np.ones(cap))[: total + 1]
+    rest = total - len(caps)
+    return float(ways[rest]) if 0 <= rest < len(ways) else 0.0
+
+
+def bounded(caps: Ints, total: int) -> Ints:
+    """All ways to divide `total` with at least one and at most `caps` for each: [way, stage]."""
+    rows = np.zeros((1, 0), dtype=np.int64)
+    left = np.array([total])
+    for stage, cap in enumerate(caps):
+        after = len(caps) - stage - 1
+        low = np.maximum(1, left - int(caps[stage + 1 :].sum()))
+        high = np.minimum(cap, left - after)
+        many = np.maximum(0, high - low + 1)
+        begin = np.repeat(np.cumsum(many) - many, many)
+        given = np.repeat(low, many) + np.arange(int(many.sum())) - begin
+        rows = np.concatenate((np.repeat(rows, many, axis=0), given[:, None]), axis=1)
+        left = np.repeat(left, many) - given
+    return rows

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.cost.profile_cost import to_units
 from elasticd_planner.grouping.tp_groups import Alike, by_name
 from elasticd_planner.placement.state_movement import Held, assign, estimate, holders
 from elasticd_planner.search.exhaustive.pipeline_shapes import Shape
@@ -27,25 +28,23 @@ def place(
     """Pipelines with devices: each class's devices go where they lack least if the members of each group are
     lined up so. Deterministic: what is equal goes by name."""
     before = holders(current, profile.share_units)
-    slots: dict[int, list[tuple[int, int, Held]]] = {}
+    slots: dict[int, list[tuple[int, int, int, Held]]] = {}
     for p, outline in enumerate(outlines):
         start = 0
         for s, (group, layers) in enumerate(zip(outline.shape.groups, outline.layers, strict=True)):
-            low = 0
-            for index, units in group.members:
-                last = s == len(outline.layers) - 1
-                held = Held(
-                    start=start, stop=start + layers, low=low, high=low + units, embed=s == 0, head=last
-                )
-                slots.setdefault(index, []).append((p, s, held))
-                low += units
+            low, last = 0, s == len(outline.layers) - 1
+            units = to_units(group.shares, profile.share_units)
+            for (index, share), size in zip(group.members, units, strict=True):
+                held = Held(start=start, stop=start + layers, low=low, high=low + size, embed=s == 0, head=last)
+                slots.setdefault(index, []).append((p, s, share, held))
+                low += size
             start += layers
     chosen: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for index, wanted in slots.items():
         names = alike[index].devices
-        costs = [[estimate(profile, before.get(name), held) for _, _, held in wanted] for name in names]
-        for (p, s, held), row in zip(wanted, assign(costs), strict=True):
-            chosen.setdefault((p, s), []).append((names[row], held.high - held.low))
+        costs = [[estimate(profile, before.get(name), held) for *_, held in wanted] for name in names]
+        for (p, s, share, _), row in zip(wanted, assign(costs), strict=True):
+            chosen.setdefault((p, s), []).append((names[row], share))
     pipelines = [
         _pipeline(outline, [chosen[p, s] for s in range(len(outline.layers))])
         for p, outline in enumerate(outlines)

@@ -22,8 +22,7 @@ import numpy as np
 from elasticd_planner.cost.model import CostModel
 from elasticd_planner.grouping.tp_groups import Counts, Group, classes, groups, hop, span
 from elasticd_planner.numeric import EQUAL, Floats
-from elasticd_planner.search.balance.exact_layer_split import reached
-from elasticd_planner.search.balance.layer_split import Terms, curve
+from elasticd_planner.search.balance.layer_split import Terms, curve, reached
 from elasticd_planner.search.balance.micro_batch_split import capacity, split_micro_batches
 from elasticd_planner.search.exhaustive.order_bounds import Least, orders
 from elasticd_planner.search.exhaustive.pipeline_shapes import Combination, Option, Options, Shape, slowest
@@ -89,7 +88,8 @@ class Exact:
         #: What the schedule hides; the formula, and the steady figure, hide nothing.
         self.hidden = 0.0 if self.pins.steady else cost.timing.hidden
         self._least_of = Least.of(self.groups, cluster, cost, layers, self.hidden)
-        self._options = Options(layers=layers, timing=None if not self.hidden else cost.timing)
+        timing = cost.timing if self.hidden else None
+        self._options = Options(layers=layers, timing=timing, steady=self.pins.steady)
         self._least_hop = min(cost.boundary(link) for link in cluster.links)
         count = max(1, sum(devices))
         numbers = range(1, count + 1) if self.pins.dp is None else (self.pins.dp,)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from elasticd_planner.cost.pipeline_time import Timing
 from elasticd_planner.grouping.tp_groups import Counts, Group
 from elasticd_planner.numeric import Floats
-from elasticd_planner.search.balance.exact_layer_split import best_layers
-from elasticd_planner.search.balance.layer_split import Terms, split_layers
+from elasticd_planner.search.balance.layer_split import Terms, best_layers, split_layers
+from elasticd_planner.search.task import MANY
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +46,11 @@ class Combination:
 
 
 class Options:
-    """The best layers of shapes under `timing`, each made once; without a timing they are the formula's."""
+    """The best layers of shapes under `timing`, each made once; without a timing they are the formula's, which
+    with `steady` has the least slowest stage, as very many micro-batches would."""
 
-    def __init__(self, *, layers: int, timing: Timing | None) -> None:
-        self.layers, self.timing = layers, timing
+    def __init__(self, *, layers: int, timing: Timing | None, steady: bool = False) -> None:
+        self.layers, self.timing, self.steady = layers, timing, steady
         self._known: dict[tuple[Counts, int], tuple[int, list[Option]]] = {}
 
     def __call__(self, shapes: Sequence[Shape], part: Counts, micro_batches: int, limit: float) -> list[Option]:
@@ -57,8 +58,9 @@ class Options:
         their layers, best first. Of one part shapes may be added; its limit must not rise."""
         at = micro_batches - 1
         if self.timing is None:
+            many = MANY if self.steady else micro_batches
             found = [
-                Option(shape=s, layers=s.layers(self.layers, micro_batches), seconds=float(s.seconds[at]))
+                Option(shape=s, layers=s.layers(self.layers, many), seconds=float(s.seconds[at]))
                 for s in shapes
                 if s.seconds[at] <= limit
             ]
