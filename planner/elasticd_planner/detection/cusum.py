@@ -41,78 +41,79 @@ VISIBLE = 1.5
 MAD = 0.6745
 
 
-class Evidence(Value, frozen=True, kw_only=True):
-    """For a shift: the `total` of steps, without the last ones, `clear` in number, that are far out. since:
-    steps since there was none."""
+class CusumState(Value, frozen=True, kw_only=True):
+    """The cumulative sum of one signal: the evidence so far that it has shifted."""
 
-    total: float = 0.0
-    clear: int = 0
-    since: int = 0
+    total: float = 0.0  # the sum of the weights, without those of the `clear` last steps
+    clear: int = 0  # how many of the last steps in a row are far out
+    since: int = 0  # steps since the sum was last zero
 
 
 #: Most devices have none most of the time.
-NONE = Evidence()
+NONE = CusumState()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Detector:
-    """Against a shift by `shift` (> 0) of residuals with spread `spread`. limit: of the sum. most: what one
-    step may weigh; usual: what one weighs on average, once they have shifted."""
+    """Page's test for a shift of residuals."""
 
-    shift: float
-    spread: float
-    limit: float
-    most: float
-    usual: float
+    shift: float  # the shift that is tested for, above 0
+    sigma: float  # standard deviation of the residuals
+    limit: float  # the signal has shifted once the sum reaches this
+    max_weight: float  # what one step weighs at most
+    mean_weight: float  # what one step weighs on average once the signal has shifted
 
     @classmethod
-    def of(cls, shift: float, spread: float, false_alarms: float, quickest: int) -> Detector:
-        """limit and most from the rate of false alarms and the least steps of a verdict. Against a shift that
-        is small beside the noise, one of `VISIBLE` spreads: half of that is still found, and large ones
-        soon."""
-        shift = max(shift, VISIBLE * spread)
+    def of(cls, shift: float, sigma: float, false_alarms: float, min_steps: int) -> Detector:
+        """The test that raises `false_alarms` alarms a step by noise alone, and none before `min_steps` steps.
+
+        A shift below `VISIBLE` standard deviations is tested for as one of `VISIBLE`: half of that is still
+        found, and large shifts are found soon.
+        """
+        shift = max(shift, VISIBLE * sigma)
         limit = -math.log(false_alarms)
-        most = limit / quickest
-        usual = min(most, (shift / spread) ** 2 / 2)
-        return cls(shift=shift, spread=spread, limit=limit, most=most, usual=usual)
+        max_weight = limit / min_steps
+        mean_weight = min(max_weight, (shift / sigma) ** 2 / 2)
+        return cls(shift=shift, sigma=sigma, limit=limit, max_weight=max_weight, mean_weight=mean_weight)
 
     def clear(self, residual: float) -> bool:
         """Whether a residual is far out: a shift, or a single wild step."""
-        return residual >= CLEAR * self.spread and residual > self.shift / 2
+        return residual >= CLEAR * self.sigma and residual > self.shift / 2
 
-    def add(self, before: Evidence, residual: float) -> Evidence:
+    def add(self, before: CusumState, residual: float) -> CusumState:
         """The evidence after one more residual."""
         if self.clear(residual):
-            return Evidence(total=before.total, clear=before.clear + 1, since=before.since + 1)
-        weight = self.shift * (residual - self.shift / 2) / self.spread**2
-        total = before.total + before.clear * self.usual + max(-self.most, min(self.most, weight))
-        return Evidence(total=total, since=before.since + 1) if total > 0 else NONE
+            return CusumState(total=before.total, clear=before.clear + 1, since=before.since + 1)
+        weight = self.shift * (residual - self.shift / 2) / self.sigma**2
+        weight = max(-self.max_weight, min(self.max_weight, weight))
+        total = before.total + before.clear * self.mean_weight + weight
+        return CusumState(total=total, since=before.since + 1) if total > 0 else NONE
 
     def add_all(self, before: Floats, residuals: Floats) -> tuple[Floats, Bools]:
         """The same for many signals at once: evidence [3, signals], its rows total, clear and since; and which
         residuals [signals] are far out, as `clear` has it."""
         total, clear, since = before
-        weight = self.shift * (residuals - self.shift / 2) / self.spread**2
-        weight = np.maximum(-self.most, np.minimum(self.most, weight))
+        weight = self.shift * (residuals - self.shift / 2) / self.sigma**2
+        weight = np.maximum(-self.max_weight, np.minimum(self.max_weight, weight))
         after = np.empty_like(before)
-        sums = total + clear * self.usual + weight
+        sums = total + clear * self.mean_weight + weight
         np.maximum(sums, 0.0, out=after[0])
         after[1] = 0.0
         np.multiply(since + 1, sums > 0, out=after[2])
-        far = residuals >= CLEAR * self.spread
+        far = residuals >= CLEAR * self.sigma
         if far.any():
             far &= residuals > self.shift / 2
             after[:, far] = before[:, far]
             after[1:, far] += 1
         return after, far
 
-    def passed(self, evidence: Evidence) -> bool:
+    def passed(self, evidence: CusumState) -> bool:
         """Whether the signal has shifted."""
-        return evidence.total + evidence.clear * self.most >= self._enough
+        return evidence.total + evidence.clear * self.max_weight >= self._enough
 
     def passed_all(self, evidence: Floats) -> Bools:
         """The same for many signals at once, evidence as in `add_all`."""
-        passed: Bools = evidence[0] + evidence[1] * self.most >= self._enough
+        passed: Bools = evidence[0] + evidence[1] * self.max_weight >= self._enough
         return passed
 
     @property
@@ -120,12 +121,12 @@ class Detector:
         # A verdict's least steps weigh the limit exactly, but for rounding.
         return self.limit * (1 - 1e-9)
 
-    def steps(self, evidence: Evidence, residuals: Sequence[float]) -> int:
+    def steps(self, evidence: CusumState, residuals: Sequence[float]) -> int:
         """For how many of the last steps the signal has shifted, if it has: for as long as there was evidence,
         but only in the clear ones where those are far from the rest, which was noise before the shift."""
         if evidence.clear > 1:
             lately, all_of_it = (median(residuals[-n:]) for n in (evidence.clear, evidence.since))
-            if abs(lately - all_of_it) > CLEAR / 2 * self.spread:
+            if abs(lately - all_of_it) > CLEAR / 2 * self.sigma:
                 return evidence.clear
         return evidence.since
 

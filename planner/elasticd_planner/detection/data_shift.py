@@ -20,7 +20,7 @@ from statistics import median
 
 import msgspec
 
-from elasticd_planner.detection.cusum import NONE, Detector, Evidence, trimmed
+from elasticd_planner.detection.cusum import NONE, CusumState, Detector, trimmed
 from elasticd_planner.detection.fleet_baseline import noise
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.spec.sequence_lengths import Lengths
@@ -48,22 +48,22 @@ class Shift(Value, frozen=True, kw_only=True):
 
 
 class Signal(Value, frozen=True, kw_only=True):
-    """One logarithm under test: its noise, and the evidence for a shift up and down."""
+    """A logarithm of the sequence lengths that is tested for a shift, step by step."""
 
-    last: float | None = None
-    noise: float = 0.0
-    seen: int = 0
-    above: Evidence = NONE
-    below: Evidence = NONE
+    last: float | None = None  # its value in the last step
+    noise: float = 0.0  # its standard deviation from step to step
+    seen: int = 0  # steps that the noise was measured in
+    cusum_up: CusumState = NONE  # evidence that it has grown
+    cusum_down: CusumState = NONE  # evidence that it has become smaller
 
     def after(self, value: float, expected: float, settings: DetectSettings) -> tuple[Signal, int]:
         """The signal after one more step, and for how many steps it has shifted (0: not at all)."""
         heard = noise(self.noise, self.seen, None if self.last is None else abs(value - self.last))
-        spread = max(SPREAD, heard)
-        test = Detector.of(math.log1p(settings.shift), spread, settings.false_alarms, settings.quickest)
-        above, below = test.add(self.above, value - expected), test.add(self.below, expected - value)
-        made = Signal(last=value, noise=heard, seen=self.seen + 1, above=above, below=below)
-        return made, next((each.since for each in (above, below) if test.passed(each)), 0)
+        sigma = max(SPREAD, heard)
+        test = Detector.of(math.log1p(settings.shift), sigma, settings.false_alarms, settings.min_steps)
+        up, down = test.add(self.cusum_up, value - expected), test.add(self.cusum_down, expected - value)
+        made = Signal(last=value, noise=heard, seen=self.seen + 1, cusum_up=up, cusum_down=down)
+        return made, next((each.since for each in (up, down) if test.passed(each)), 0)
 
     def anew(self) -> Signal:
         return Signal(last=self.last, noise=self.noise, seen=self.seen)
@@ -120,7 +120,7 @@ def _shifted(
 
 def _learned(state: ShiftState, settings: DetectSettings) -> tuple[ShiftState, Shift | None]:
     """The reference by more steps, until there are `KEPT`: told after `settle` of them, if it was off."""
-    count, before, least = len(state.recent), state.reference, min(settings.settle, KEPT)
+    count, before, least = len(state.recent), state.reference, min(settings.refine_after_steps, KEPT)
     if state.fixed or count < least:
         return state, None
     found = _typical(state.recent)

@@ -116,5 +116,5 @@ def _verdict(
         return low if low >= settings.slow else None
     if high <= settings.recovered:
         return NORMAL
-    moved = 1 + settings.moved
+    moved = 1 + settings.slowdown_change
     return ratio if low > known.rate * moved or high < known.rate / moved else None

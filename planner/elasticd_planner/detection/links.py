@@ -91,7 +91,7 @@ def _for_links(settings: DetectSettings) -> DetectSettings:
         settings,
         slow=settings.link,
         recovered=math.sqrt(settings.link),
-        moved=settings.link - 1,
+        slowdown_change=settings.link - 1,
         noise=min(0.9, ROUGHER * settings.noise),
         refine=2 * ROUGHER * settings.refine,
     )

@@ -1,15 +1,15 @@
-"""From measurements to rates: who is slow, who recovered, robustly and with hysteresis.
+"""Straggler detection: each device's slowdown from the measurements of each step, with hysteresis.
 
 Theory of operation. A step's cost of a device is its computation's seconds per unit of work (tokens, their
 sequences' lengths, layers, share), so that plans and batches compare. Its residual is the logarithm of that
-cost over the fleet's in the same step (`fleet`). Residuals are judged one by one (`sequential`):
+cost over the fleet's in the same step (`fleet_baseline`). Residuals are judged one by one (`cusum`):
 
-    normal --(residuals above 0 by ln slow)----------> slow
-    slow   --(above or below ln rate by ln moved)----> slow at another rate, or normal
-    slow   --(after `settle` steps, mean off)--------> slow at the mean since
+    normal --(residuals above 0 by ln slow)------------------------> slow
+    slow   --(off ln slowdown by ln(1 + slowdown_change))----------> slow by another factor, or normal
+    slow   --(after `refine_after_steps` steps, mean off)----------> slow by the mean since
 
-What is judged is always a shift from what is believed, and it must be most of `slow` or `moved`: that is the
-hysteresis. One wild step never changes a belief, and two do not either. The spread of the residuals is
+What is judged is always a shift from what is believed, and it must be most of `slow` or `slowdown_change`: that
+is the hysteresis. One wild step never changes a belief, and two do not either. The spread of the residuals is
 measured, and is never taken for less than `noise`. A device has an offset of its own, up to `tolerance`, which
 is learned while it is normal: devices differ a little for good.
 
@@ -57,18 +57,16 @@ FLEET = "the fleet for the same work"
 
 
 class RateState(Value, frozen=True, kw_only=True):
-    """Detection's whole state. `devices` is a dict, or a `rated.Devices` where there are many. `fresh` counts
-    the steps seen since the plan changed, up to the warm-up; `noise` is the fleet's, measured in `seen` steps.
-    window: steps whose median people see."""
+    """The state of straggler detection in one job."""
 
-    devices: Mapping[str, DeviceRate] = msgspec.field(default_factory=dict)
-    plan: int = -1
-    step: int = -1
-    fresh: int = 0
-    noise: float = 0.0
-    seen: int = 0
-    curve: Curve = Curve()
-    window: int = DetectSettings().window
+    devices: Mapping[str, DeviceRate] = msgspec.field(default_factory=dict)  # a `Devices` where there are many
+    plan: int = -1  # number of the plan of the last step
+    step: int = -1  # the last step
+    fresh: int = 0  # steps seen since the plan changed, up to the warm-up
+    noise: float = 0.0  # the fleet's, as the standard deviation of a residual from step to step
+    seen: int = 0  # steps that the noise was measured in
+    curve: Curve = Curve()  # what a token costs by the length of its sequence
+    window: int = DetectSettings().window  # steps whose median slowdown screens show
 
     @property
     def rates(self) -> dict[str, float]:
@@ -91,10 +89,10 @@ class RateState(Value, frozen=True, kw_only=True):
             return NORMAL
         return math.exp(median(known.residuals[-self.window :]))
 
-    def slowness(self, device: str, chronic: int = DetectSettings().chronic) -> Slowness:
-        """What kind of slowness a device has, for people; `chronic` as in the settings."""
+    def slowness(self, device: str, persistent_steps: int = DetectSettings().persistent_steps) -> Slowness:
+        """What kind of slowness a device has, for people; `persistent_steps` as in the settings."""
         known = self.devices.get(device, _UNKNOWN)
-        return classify(known.episodes, known.spikes, self.step, chronic)
+        return classify(known.episodes, known.spikes, self.step, persistent_steps)
 
 
 Work = Callable[[Step], Floats]
@@ -108,7 +106,7 @@ def observe(
     work: Work | None = None,
 ) -> Observed:
     """Takes in one step's measurements (of all members, or of those that reported). `work`: what each device
-    had to do, in units of any size (None: tokens x layers x share alone; see `expected`).
+    had to do, in units of any size (None: tokens x layers x share alone; see `expected_work`).
 
     A step not newer than the last one changes nothing. Raises Invalid for measurements of several steps.
     """
