@@ -58,7 +58,7 @@ FAMILIES = {
         "gauge", ("node", "device"), "How many times longer the device takes than a normal one; 1 is normal."
     ),
     "elasticd_device_rate": Family(
-        "gauge", ("node", "device"), "The same as elasticd_device_slowdown, under its name before release 0.3."
+        "gauge", ("node", "device"), "The same as elasticd_device_slowdown, under its name before release 0.2."
     ),
     "elasticd_device_memory_bytes": Family("gauge", ("node", "device"), "Memory of the device in bytes."),
     "elasticd_skipped": Family(

@@ -15,7 +15,7 @@ from elasticd_planner.spec.step_measurements import Step
 def expectation(profile: ModelProfile, plan: Plan) -> Callable[[Step], Floats]:
     """For `rates.observe`: the work of each device of a step [devices], members of `plan`, in tokens x layers x
     share, with what the profile knows besides: a part in a wide TP group takes longer than that part of the
-    whole, and each pass of a block has a fixed time. How cost grows with length is learned in `rates`."""
+    whole, and each pass of a block has a fixed time. How cost grows with length is learned in `stragglers`."""
     block = profile.block
     if not block.slowdown and not block.fixed_seconds:
         return lambda step: step.column("block_work")

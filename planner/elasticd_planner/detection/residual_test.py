@@ -1,8 +1,8 @@
 """The judge of one step: what a device's residual says, after those before it, of its rate.
 
-`rates` says by which rules. Of few devices each is judged by itself (`Judge.after`). Many are judged at once
-(`Judge.after_all`): the same sums are made in arrays, and then by itself only a device of which these say that
-something happens to it.
+`stragglers` says by which rules. Of few devices each is judged by itself (`Judge.after`). Many are judged at
+once (`Judge.after_all`): the same sums are made in arrays, and then by itself only a device of which these say
+that something happens to it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import math
 
 from elasticd_planner.value import Value, refuse
 
-# Names in stored records and in the configuration of releases before 0.3.
+# Names in stored records and in the configuration of releases before 0.2.
 _ENCODED = {
     "min_steps": "quickest",
     "slowdown_change": "moved",

@@ -1,7 +1,7 @@
 """Settings of a search besides the layout: micro-batch size, state policy, recomputation, and with ZeRO the
 number of pipelines, on which its memory depends. Each setting is one search with a cost of its own.
 
-Simpler settings are listed first; `walk` tries them.
+Simpler settings are listed first; `option_order` tries them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ below it, and the least sum fills the cheapest stages first. The caps worth tryi
 can take, so trying all of them (at once, in arrays) is exact for every m.
 
 The schedule takes no more than that, and no less than the same with the work t_j = block_j x n_j + fixed_j
-under the cap and m - 1 - hidden x min(m - 1, p - 1) in place of m - 1 (`timing`): a bound by the same arrays.
+under the cap and m - 1 - hidden x min(m - 1, p - 1) in place of m - 1 (`pipeline_time`): a bound by the same
+arrays.
 """
 
 from __future__ import annotations

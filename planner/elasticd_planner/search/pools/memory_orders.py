@@ -1,6 +1,7 @@
 """Every order of stages at once, where memory binds: the most layers of each pipeline under each cap.
 
-A pipeline is a vector v of counts by type of group, as in `shapes`. Its stages are placed from the last to the
+A pipeline is a vector v of counts by type of group, as in `pipeline_candidates`. Its stages are placed from the
+last to the
 first: with room r_j(p) for a stage of type j with p stages behind it (the lesser of what the cap allows and
 what memory holds there),
 
