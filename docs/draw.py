@@ -67,17 +67,21 @@ def job() -> str:
     return "\n".join([*lines, "```"])
 
 
-def handlers(cells: Mapping[tuple[Any, type], Callable[..., Any]], phases: Iterable[Any]) -> str:
-    """A machine's table: its events down, its phases across, and the handler's name in each cell."""
-    named = {
-        (event.__name__, phase): handler.__name__.strip("_").replace("_", " ")
-        for (phase, event), handler in cells.items()
-    }
-    phases, rows = list(phases), dict.fromkeys(event.__name__ for _, event in cells)
-    return table(
-        ["event", *(phase.value for phase in phases)],
-        ([row, *(named.get((row, phase), "") for phase in phases)] for row in rows),
-    )
+def _name(handler: Callable[..., Any]) -> str:
+    return handler.__name__.strip("_").replace("_", " ")
+
+
+def _table(cells: Mapping[tuple[str, str], str], rows: Iterable[str], columns: Iterable[str]) -> str:
+    columns = list(columns)
+    lines = ["| event | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {row} | " + " | ".join(cells.get((row, c), "") for c in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def _events(table: Mapping[tuple[Any, type], Callable[..., Any]], phases: Iterable[Any]) -> str:
+    cells = {(event.__name__, phase.value): _name(handler) for (phase, event), handler in table.items()}
+    rows = dict.fromkeys(event.__name__ for _, event in table)
+    return _table(cells, rows, [phase.value for phase in phases])
 
 
 # -- the map -----------------------------------------------------------------------------------------------
@@ -316,8 +320,8 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "gain": gain,
     "map": room_table,
     "job": job,
-    "switch": lambda: handlers(switch.TABLE, switch.Phase),
-    "agent": lambda: handlers(machine.TABLE, machine.Phase),
+    "switch": lambda: _events(switch.TABLE, switch.Phase),
+    "agent": lambda: _events(machine.TABLE, machine.Phase),
 }
 
 

@@ -1,4 +1,4 @@
-"""The configuration: one TOML file, read once into frozen values, refused with a message that helps.
+"""The configuration tree: one TOML file, read once into frozen values, and refused with a message that helps.
 
 Every daemon and command reads the same file (`--config`, else `$ELASTICD_CONFIG`; without either the defaults
 hold) and uses its own sections. Command-line options go through `with_overrides`, so that they meet the

@@ -262,7 +262,7 @@ class Engine:
 
     @property
     def linear(self) -> int:
-        """See `packing.linear_of`."""
+        """See `sample_packing.linear_of`."""
         return linear_of(self._recipe.model.spec)
 
     def round(self) -> None:

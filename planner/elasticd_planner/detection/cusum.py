@@ -1,7 +1,7 @@
-"""A sequential test for a shift of a noisy signal: Page's cumulative sum, with a bound on what one step says.
+"""CUSUM: Page's sequential test for a lasting shift of a noisy signal, with a bound on the weight of one step.
 
-Theory of operation. Residuals e of a signal are normal with spread s around 0, and around d once it has
-shifted. One residual weighs
+Theory of operation. Residuals e of a signal are normal with standard deviation s around 0, and around d
+once it has shifted. One residual weighs
 
     w = (d e - d^2 / 2) / s^2                      (the logarithm of how much likelier it is after the shift)
 
@@ -14,8 +14,8 @@ Steps are not all normal: a garbage collection or a checkpoint makes a single on
 step weighs more than h / k, whatever it looks like: k of them in a row are the least that a verdict takes. In
 other words single steps go astray with the probability alpha^(1/k) (one in a hundred, for k = 3) and that is
 all that a step far out proves. The same bound holds below, so that a wild step forgives nothing either. And
-steps beyond `CLEAR` spreads weigh so much only while they last: when one comes that is not, before a verdict,
-they have been single ones, and count for no more than a step at d does on average.
+steps beyond `CLEAR` standard deviations weigh so much only while they last: if a step that is not beyond comes
+before a verdict, they were single steps, and count for no more than a step at d does on average.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ import numpy as np
 from elasticd_planner.numeric import Bools, Floats
 from elasticd_planner.value import Value
 
-#: Spreads beyond which a step is a shift or a wild one.
+#: Standard deviations beyond which a step is a shift or a single wild step.
 CLEAR = 4.0
 
-#: Spreads of the least shift that is tested for. With less, what is large would be found as late as what is
-#: small.
+#: The least shift that is tested for, in standard deviations. A smaller one would delay large shifts.
 VISIBLE = 1.5
 
-#: By what a normal variable's median distance from its median is divided to be its standard deviation.
+#: A normal variable's median absolute deviation over its standard deviation.
 MAD = 0.6745
 
 
@@ -90,8 +89,15 @@ class Detector:
         return CusumState(total=total, since=before.since + 1) if total > 0 else NONE
 
     def add_all(self, before: Floats, residuals: Floats) -> tuple[Floats, Bools]:
-        """The same for many signals at once: evidence [3, signals], its rows total, clear and since; and which
-        residuals [signals] are far out, as `clear` has it."""
+        """`add` for many signals at once.
+
+        Args:
+            before: CUSUM states [3, signals]; the rows are total, clear and since.
+            residuals: [signals].
+
+        Returns:
+            The states after the step [3, signals], and which residuals are far out [signals], as in `clear`.
+        """
         total, clear, since = before
         weight = self.shift * (residuals - self.shift / 2) / self.sigma**2
         weight = np.maximum(-self.max_weight, np.minimum(self.max_weight, weight))
@@ -112,7 +118,7 @@ class Detector:
         return evidence.total + evidence.clear * self.max_weight >= self._enough
 
     def passed_all(self, evidence: Floats) -> Bools:
-        """The same for many signals at once, evidence as in `add_all`."""
+        """`passed` for many signals at once; states as in `add_all`."""
         passed: Bools = evidence[0] + evidence[1] * self.max_weight >= self._enough
         return passed
 
@@ -122,8 +128,11 @@ class Detector:
         return self.limit * (1 - 1e-9)
 
     def steps(self, evidence: CusumState, residuals: Sequence[float]) -> int:
-        """For how many of the last steps the signal has shifted, if it has: for as long as there was evidence,
-        but only in the clear ones where those are far from the rest, which was noise before the shift."""
+        """How many of the last steps the shift has lasted.
+
+        Usually these are the steps since the sum was zero. If the far-out steps differ clearly from those
+        before them, only the far-out steps count: the others were noise before the shift.
+        """
         if evidence.clear > 1:
             lately, all_of_it = (median(residuals[-n:]) for n in (evidence.clear, evidence.since))
             if abs(lately - all_of_it) > CLEAR / 2 * self.sigma:
@@ -132,8 +141,7 @@ class Detector:
 
 
 def trimmed(values: Sequence[float]) -> float:
-    """The mean without the least and the greatest fifth (of 3 to 5 values without one each); of fewer the
-    median."""
+    """The mean without the smallest and the largest fifth, at least one each; the median of two or one."""
     if len(values) < 3:
         return median(values)
     cut = max(1, len(values) // 5)
@@ -142,6 +150,5 @@ def trimmed(values: Sequence[float]) -> float:
 
 
 def spread_of(change: float) -> float:
-    """The standard deviation of a signal from the median of the changes between its steps, up and down alike:
-    whatever some of them are."""
+    """The standard deviation of a signal from the median absolute change between its steps."""
     return change / (MAD * math.sqrt(2))

@@ -1,16 +1,16 @@
-"""Whether the data has changed shape: a lasting change of the sequences' lengths, told apart from noise.
+"""Data shifts: lasting changes of the sequence lengths, told apart from noise.
 
 Theory of operation. A step's batch has a mean length, and an effective one (the length of the sequence that a
 token is in): what time follows. The logarithms of both are compared with those of the reference, the lengths
-that held when the last shift was told, by the sequential test that rates are judged by, up and down. Their
+that held when the last shift was reported, by the sequential test of stragglers (`cusum`), up and down. Their
 noise is that of the batches, and is measured. The reference is fixed, so that a slow drift is a shift once it
 is far enough. All devices see the same shift, so it is never taken for a slow one: residuals are over the
 fleet's cost.
 
-    learning --(settle steps)-----------> settling
-    settling --(`KEPT` steps)-----------> watching
-    any of them --(test passed)---------> learning; shift told with what the new steps are like so far
-    learning --(settle steps, it was off)-> settling; shift told once more with what was learned
+    learning --(`refine_after_steps` steps)----------> settling
+    settling --(`KEPT` steps)------------------------> watching
+    any of them --(test passed)----------------------> learning; the shift is reported with the lengths so far
+    learning --(as many steps, the report was off)---> settling; the shift is reported again as learned
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ SPREAD = 0.05
 
 
 class Shift(Value, frozen=True, kw_only=True):
-    """The lengths changed, from step `step` on at the latest; why people read."""
+    """A lasting change of the sequence lengths."""
 
-    step: int
+    step: int  # the lengths have changed by this step
     before: Lengths
     after: Lengths
-    reason: str
+    reason: str  # for people
 
 
 class Signal(Value, frozen=True, kw_only=True):

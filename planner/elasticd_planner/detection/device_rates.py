@@ -1,11 +1,11 @@
-"""What is known of each device's speed. Of many devices it is in columns, which arrays count on at once.
+"""What detection knows of each device, as values; for many devices as the columns of one array.
 
 Theory of operation. `Devices` is a mapping by name; a device's value is a `DeviceRate`. It keeps none of these
 values: it has a table of numbers with a column for each device, and by name what few devices have (single slow
 steps, slow times). It makes a value of a column when that is asked for. Nothing changes its table: what follows
 from a step is another one.
 
-    row  0            rate
+    row  0            rate (the slowdown)
          1            age, -1 where it is None
          2, 3         offset, and the steps that it was learned in
          4            how many residuals are kept

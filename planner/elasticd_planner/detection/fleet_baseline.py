@@ -1,4 +1,4 @@
-"""What a normal device spends in a step: the fleet's unit cost, its noise, and how cost grows with length.
+"""Fleet baseline: what a normal device spends on a unit of work, its noise, and its growth with length.
 
 Cost is seconds per unit of work. A device's residual is the logarithm of its cost over the fleet's, so what
 slows everybody slows nobody. The fleet is the devices that are not known to be slow, without those that are far

@@ -1,8 +1,8 @@
-"""The judge of one step: what a device's residual says, after those before it, of its rate.
+"""The residual test: whether a device's slowdown changes, after one more residual.
 
-`stragglers` says by which rules. Of few devices each is judged by itself (`Judge.after`). Many are judged at
-once (`Judge.after_all`): the same sums are made in arrays, and then by itself only a device of which these say
-that something happens to it.
+`stragglers` has the rules. A few devices are judged one by one (`Judge.after`). Many are judged at once
+(`Judge.after_all`): the same sums are made in arrays, and only the devices whose sums show a change are then
+judged one by one.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ OFFSET_DOUBT = 8
 
 
 class Change(Value, frozen=True, kw_only=True):
-    """A rate that changed, and why. A "corrected" one is the same condition, known better."""
+    """A change of a device's slowdown."""
 
     device: str
-    before: float
-    after: float
+    before: float  # slowdown
+    after: float  # slowdown
     step: int
-    reason: str
-    kind: Kind
+    reason: str  # for people
+    kind: Kind  # "corrected": the same condition, known better
 
 
 def rounded(ratio: float, rounding: float) -> float:
-    """A ratio as a rate: steps of `rounding` between 1 and 2, twice that between 2 and 4, and so on."""
+    """A ratio as a slowdown: a multiple of `rounding` from 1 to 2, of twice that from 2 to 4, and so on."""
     if ratio <= NORMAL:
         return NORMAL
     step = rounding * 2 ** math.floor(math.log2(ratio))

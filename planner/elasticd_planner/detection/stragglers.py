@@ -70,20 +70,20 @@ class RateState(Value, frozen=True, kw_only=True):
 
     @property
     def rates(self) -> dict[str, float]:
-        """The rates to plan with; devices not named are normal."""
+        """The slowdowns to plan with; devices that are not named are normal."""
         if isinstance(self.devices, Devices):
             return self.devices.slow
         return {name: known.rate for name, known in self.devices.items() if known.rate != NORMAL}
 
     @property
     def troubled(self) -> tuple[str, ...]:
-        """The devices that were slow at some time, if for a step."""
+        """The devices that were slow at some time, be it for one step."""
         if isinstance(self.devices, Devices):
             return tuple({**self.devices.episodes, **self.devices.spikes})
         return tuple(name for name, known in self.devices.items() if known.episodes or known.spikes)
 
     def ratio(self, device: str) -> float:
-        """The median of a device's last ratios (1.0 where nothing is known): for people, not for planning."""
+        """The median of a device's last ratios to the fleet, for screens; 1.0 where nothing is known."""
         known = self.devices.get(device)
         if known is None or not known.residuals:
             return NORMAL
@@ -105,10 +105,17 @@ def observe(
     settings: DetectSettings,
     work: Work | None = None,
 ) -> Observed:
-    """Takes in one step's measurements (of all members, or of those that reported). `work`: what each device
-    had to do, in units of any size (None: tokens x layers x share alone; see `expected_work`).
+    """Judges the measurements of one step. A step that is not newer than the last one changes nothing.
 
-    A step not newer than the last one changes nothing. Raises Invalid for measurements of several steps.
+    Args:
+        measured: of all members, or of those that reported.
+        work: the work of each device in any unit; None: tokens x layers x share (see `expected_work`).
+
+    Returns:
+        The state after the step, and the slowdowns that changed.
+
+    Raises:
+        Invalid: the measurements are of several steps.
     """
     if not isinstance(measured, Step):
         measured = tuple(measured)
@@ -130,8 +137,12 @@ def judged(
     settings: DetectSettings,
     fleet: str = FLEET,
 ) -> Observed:
-    """Takes in residuals of step `state.step`: the logarithm of what each took, over what a normal one takes.
-    `fleet` says to people what that is."""
+    """Judges residuals of step `state.step`.
+
+    Args:
+        residuals: by device: the logarithm of what it took over what a normal device takes.
+        fleet: what the devices are compared with, in the words of an event.
+    """
     if _are_many(state, len(residuals)):
         return _judged_many(state, tuple(residuals), np.array([*residuals.values()]), settings, fleet)
     rates = state.rates
@@ -153,8 +164,12 @@ def judged(
 def believed(
     state: RateState, device: str, ratio: float, found: float | None, settings: DetectSettings, fleet: str
 ) -> tuple[RateState, Change | None]:
-    """What is known of a device from elsewhere than its steps: it took `ratio` times as long as `fleet`, and is
-    to be believed to be `found` times slower than normal (None: what is believed stays)."""
+    """Sets a device's slowdown by a measurement outside of its steps.
+
+    Args:
+        ratio: how many times longer than `fleet` the device took.
+        found: its new slowdown; None: the old one stays.
+    """
     state, changes = all_believed(state, {device: (ratio, found)}, settings, fleet)
     return state, changes[0] if changes else None
 
@@ -165,7 +180,7 @@ def all_believed(
     settings: DetectSettings,
     fleet: str,
 ) -> Observed:
-    """The same of several devices: for each its ratio, and what is found."""
+    """`believed` for several devices, each with its ratio and its new slowdown."""
     judge = Judge(settings, max(settings.noise, state.noise), state.step, fleet)
     known, changes = dict[str, DeviceRate](), list[Change]()
     for device, (ratio, found) in ratios.items():
@@ -181,7 +196,7 @@ def all_believed(
 
 
 def forget(state: RateState, device: str) -> RateState:
-    """A new worker runs on the device: nothing is known of it."""
+    """The state without a device, on which a new worker runs."""
     return msgspec.structs.replace(state, devices=without(state.devices, device))
 
 

@@ -1,7 +1,8 @@
 """Devices exchanged for devices that are alike, so that the fewest bytes move from the running plan.
 
-Exact for a few devices (`outlines.place`); here for any number: whole nodes of one kind change places first,
-then devices of one class inside each node. (The members of a group are lined up after that: `tp_rank_order`.)
+Exact for a few devices (`device_assignment.place`); here for any number: whole nodes of one kind change places
+first, then devices of one class inside each node. (The members of a group are lined up after that:
+`tp_rank_order`.)
 """
 
 from __future__ import annotations

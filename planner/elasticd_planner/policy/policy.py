@@ -1,4 +1,4 @@
-"""Keep the plan or replan: the saving over a horizon against the price of moving, with the reason."""
+"""The policy: whether a new plan's saving over its horizon is worth the price of the switch, and why."""
 
 from __future__ import annotations
 
@@ -66,10 +66,12 @@ class Price(Value, frozen=True, kw_only=True):
 
 
 def measured_price(settings: PolicySettings, switches: Sequence[Moved]) -> Price:
-    """The price that explains the last switches: a line through (bytes, pause), by least squares. Where they
-    do not tell the two apart (one switch; as many bytes each time; a line that no switch could be on) the
-    bandwidth is the guess of the settings, or more if a switch's bytes moved faster than that, and the pause
-    is what is left, on average."""
+    """The price that explains the last switches: a least-squares line through (bytes, pause).
+
+    If the switches do not determine a line (there was one, all moved the same bytes, or the line is
+    impossible), the bandwidth is that of the settings, or more if a switch was faster, and the pause is the
+    mean of what remains.
+    """
     found = [s for s in switches if s.pause_seconds > 0]
     if not found:
         return Price(pause_seconds=settings.pause_seconds, bandwidth=settings.bandwidth)

@@ -51,7 +51,7 @@ class ChangeHistory(Value, frozen=True, kw_only=True):
     switches: int = 0  # that were made for it, less those forgiven before `answered`
 
     def level(self, step: int, horizon: int) -> int:
-        """The switches that count against it at `step`."""
+        """The switches that count against the device at `step`."""
         lasted = max(0, step - self.answered) if self.answered is not None else 0
         return max(0, self.switches - lasted // horizon)
 
@@ -61,7 +61,7 @@ class ChangeHistory(Value, frozen=True, kw_only=True):
         return first_wait(horizon) << (level - FREE) // 2 if level >= FREE else 0
 
     def expected(self, step: int, horizon: int) -> int:
-        """Steps for which its condition is expected to last yet."""
+        """Steps for which the condition is expected to last yet."""
         seen = [min(life, horizon) for life in self.lifetimes]
         mean = (sum(seen) + horizon * (MEMORY - len(seen))) // MEMORY
         return max(1, min(horizon, max(mean, step - self.since)))
@@ -84,12 +84,12 @@ class PayoffHorizon(Value, frozen=True, kw_only=True):
 
 
 def first_wait(horizon: int) -> int:
-    """Steps that the first condition that is not answered at once must last."""
+    """Steps that a condition must last before the first switch that is put off."""
     return max(1, horizon // 8)
 
 
 def changed(state: Stability, device: str, rate: float, step: int, horizon: int) -> Stability:
-    """The device has another rate from `step` on."""
+    """The state after a device's slowdown changed at `step`."""
     before = state.devices.get(device, ChangeHistory())
     after = ChangeHistory(
         rate=rate,
@@ -103,7 +103,7 @@ def changed(state: Stability, device: str, rate: float, step: int, horizon: int)
 
 
 def corrected(state: Stability, device: str, rate: float) -> Stability:
-    """The device's rate is known better: it is the same condition, as old as it was, and answered if it was."""
+    """The state after a device's slowdown was corrected: the age of its condition and its answer stay."""
     known = state.devices.get(device)
     if known is None:
         return state
@@ -112,7 +112,7 @@ def corrected(state: Stability, device: str, rate: float) -> Stability:
 
 
 def switched(state: Stability, rates: Mapping[str, float], step: int, horizon: int) -> Stability:
-    """A plan made for `rates` is in force from `step` on: it counts against the devices it was made for."""
+    """The state after a plan made for `rates` came into force, which counts against the devices in `rates`."""
     devices = {}
     for name, known in state.devices.items():
         planned = rates.get(name, NORMAL)
@@ -128,7 +128,7 @@ def switched(state: Stability, rates: Mapping[str, float], step: int, horizon: i
 
 
 def settled(state: Stability, step: int) -> Stability:
-    """The plan in force is the answer to all conditions of `step`: no other would be worth its switch."""
+    """The state after the plan in force was found to be the best answer to all conditions of `step`."""
     devices = {
         name: known if known.answered is not None else msgspec.structs.replace(known, answered=step)
         for name, known in state.devices.items()
