@@ -40,9 +40,11 @@ FAMILIES = {
         ("reason",),
         "Connections, requests and messages that were refused, by reason. unreadable: no valid message; "
         "silent: no request or no hello in time; hello: another protocol version, a name that is taken, or "
-        "the name of another node; impostor: an agent that changed its name; unauthenticated; forbidden; "
-        "origin: a page of another site; oversized; slow: a body that did not arrive in time; rate: too many "
-        "requests; crowded: too many connections.",
+        "the name of another node; impostor: an agent that changed its name; foreign: a message about another "
+        "node's device or about a job without this node; writes: a node that has too much written to etcd; "
+        "failed: a message on which elasticd itself failed; unauthenticated; forbidden; origin: a page of "
+        "another site; oversized; slow: a body that did not arrive in time; rate: too many requests or "
+        "messages; crowded: too many connections.",
     ),
     "elasticd_events": Family("counter", ("kind",), "Events of the leader, by kind."),
     "elasticd_http_requests": Family("counter", ("status",), "REST requests, by HTTP status."),
