@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import click
+
+from elasticd.cli.app import elasticd
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("planner/elasticd_planner", "migration/elasticd_migration", "elasticd", "agent/elasticd_agent")
@@ -41,3 +46,21 @@ def test_relative_links_lead_somewhere() -> None:
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_commands_and_options_that_pages_show_exist() -> None:
+    """Lines of code blocks that begin with `elasticd`."""
+    seen = 0
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for line in re.findall(r"^ {4,}(elasticd [a-z].*)", page.read_text(), re.MULTILINE):
+            words = shlex.split(line, comments=True)[1:]
+            command: click.Command = elasticd
+            while isinstance(command, click.Group):
+                assert words[0] in command.commands, f"{page.name}: {line}"
+                command = command.commands[words.pop(0)]
+            options = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+            named = {word.partition("=")[0] for word in words if word.startswith("-")}
+            if command.name != "run":  # what follows its script are the script's own options
+                assert named <= options, f"{page.name}: {line}"
+            seen += 1
+    assert seen > 40
