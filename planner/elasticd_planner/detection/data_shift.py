@@ -70,27 +70,25 @@ class Signal(Value, frozen=True, kw_only=True):
 
 
 class ShiftState(Value, frozen=True, kw_only=True):
-    """What the lengths are (`reference`, None until some steps were seen), whether they are known well enough
-    to stay so, and the last steps' lengths, since the last shift."""
+    """What is known of a job's sequence lengths."""
 
-    step: int = -1
-    reference: Lengths | None = None
-    fixed: bool = False
-    recent: tuple[Lengths, ...] = ()
-    mean: Signal = Signal()
-    effective: Signal = Signal()
+    step: int = -1  # the last step
+    reference: Lengths | None = None  # what a shift is measured against; None until some steps were seen
+    fixed: bool = False  # the reference comes from enough steps to stay
+    recent: tuple[Lengths, ...] = ()  # the last steps since the last shift
+    mean: Signal = Signal()  # the logarithm of the mean length
+    effective: Signal = Signal()  # the logarithm of the effective length
 
     @property
     def lengths(self) -> Lengths | None:
-        """What sequences are like now, by the steps since the last shift: for planning. None where none was
-        seen."""
+        """The lengths to plan with, from the steps since the last shift; None before the first step."""
         return _typical(self.recent) if self.recent else None
 
 
 def watch(
     state: ShiftState, step: int, lengths: Lengths | None, settings: DetectSettings
 ) -> tuple[ShiftState, Shift | None]:
-    """Takes in the lengths of one step (None: not measured). A step not newer than the last changes nothing."""
+    """Judges the lengths of one step (None: not measured). A step that is not newer changes nothing."""
     if lengths is None or step <= state.step:
         return state, None
     reference = state.reference or lengths
@@ -107,7 +105,7 @@ def watch(
 def _shifted(
     state: ShiftState, reference: Lengths, since: int, settings: DetectSettings
 ) -> tuple[ShiftState, Shift | None]:
-    """After evidence from `since` steps: told, if what they are like is different enough."""
+    """After `since` steps of evidence: a shift, if the lengths differ enough."""
     state = msgspec.structs.replace(state, mean=state.mean.anew(), effective=state.effective.anew())
     recent = state.recent[-since:]
     found = _typical(recent)
@@ -119,7 +117,7 @@ def _shifted(
 
 
 def _learned(state: ShiftState, settings: DetectSettings) -> tuple[ShiftState, Shift | None]:
-    """The reference by more steps, until there are `KEPT`: told after `settle` of them, if it was off."""
+    """The reference from up to `KEPT` steps; a shift after `refine_after_steps` of them, if it was off."""
     count, before, least = len(state.recent), state.reference, min(settings.refine_after_steps, KEPT)
     if state.fixed or count < least:
         return state, None
@@ -131,7 +129,7 @@ def _learned(state: ShiftState, settings: DetectSettings) -> tuple[ShiftState, S
 
 
 def _typical(recent: tuple[Lengths, ...]) -> Lengths:
-    """Of several steps; by their median where they are few, since the first may be from before the shift."""
+    """Typical lengths of several steps: the median of a few, since the first may be from before the shift."""
     middle = median if len(recent) <= 5 else trimmed
     mean = math.exp(middle([math.log(each.mean) for each in recent]))
     effective = math.exp(middle([math.log(each.effective) for each in recent]))
@@ -141,7 +139,7 @@ def _typical(recent: tuple[Lengths, ...]) -> Lengths:
 
 
 def _off(told: Lengths, found: Lengths, part: float, *, longest: bool = True) -> bool:
-    """Whether lengths are off by more than a part, up or down."""
+    """Whether lengths are off by more than the fraction `part`, up or down."""
     most = math.log1p(part)
     return (
         abs(math.log(found.mean / told.mean)) > most

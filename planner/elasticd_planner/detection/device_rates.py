@@ -69,14 +69,14 @@ class Devices(Mapping[str, DeviceRate]):
 
     @classmethod
     def of(cls, known: Mapping[str, DeviceRate]) -> Devices:
-        """The same as one value for each device."""
+        """From one value for each device."""
         return NOBODY.replaced(known)
 
     def __getitem__(self, name: str) -> DeviceRate:
         return self.at(self.places[name])
 
     def at(self, place: int) -> DeviceRate:
-        """What is known of the device of this column."""
+        """The device of this column."""
         name, column = self.names[place], self.table[:, place].tolist()
         rate, age, offset, seen, count = column[:5]
         return DeviceRate(

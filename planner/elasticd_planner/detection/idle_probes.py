@@ -109,7 +109,7 @@ def judged(
 def _verdict(
     rates: RateState, name: str, ratio: float, before: float | None, settings: DetectSettings
 ) -> float | None:
-    """The ratio that a device is to be believed to have, None where what is believed stays."""
+    """A device's new slowdown, None where the old one stays."""
     known = rates.devices.get(name)
     if known is None:
         return ratio if ratio >= settings.slow else NORMAL
