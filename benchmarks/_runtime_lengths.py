@@ -33,7 +33,8 @@ CONFIG = DecoderConfig(vocabulary=256, width=16, layers=2, heads=1, kv_heads=1, 
 LONGEST = 2048
 #: Seconds of one block for one token.
 FORWARD, BACKWARD = 1e-4, 2e-4
-#: Matrix products of a block of width 4096, in units of a token's attention to another (`packing.linear_of`).
+#: Matrix products of a block of width 4096, in units of a token's attention to another: see
+#: `sample_packing.linear_of`.
 LINEAR = 12 * 4096
 PLAN = plan_of(
     (16, [stage(0, 1, a0=1), stage(1, 2, a1=1)]),

@@ -178,13 +178,12 @@ class MemberRecord(StoredValue, frozen=True, kw_only=True, tag="member"):
 
 
 class ConfigRecord(StoredValue, frozen=True, kw_only=True, tag="config-change"):
-    """What differs from the coordinators' files: values by dotted key, as detect.hysteresis; the number of this
-    change, unix seconds, and who made it, in their own words. Each is also kept in the history."""
+    """A change of the configuration while running; each one is kept in the history."""
 
-    number: int
-    values: dict[str, bool | int | float | str]
-    at: float
-    by: str
+    number: int  # of this change
+    values: dict[str, bool | int | float | str]  # what differs from the files, by encoded dotted key
+    at: float  # unix seconds
+    by: str  # who made it, in their own words
     version: int = RECORD_VERSION
 
 

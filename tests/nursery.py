@@ -156,7 +156,7 @@ def _popen(nursery: socket.socket) -> type[subprocess.Popen[Any]]:
 
 
 def _unwrapped(args: Any) -> tuple[tuple[str, ...], int]:
-    """A command without `offspring.ending_with_us` around it, and the signal that this is for; or with 0."""
+    """A command without `parent_death_signal.ending_with_us` around it, and its signal; or 0."""
     command = tuple(map(str, args)) if not isinstance(args, str | bytes | os.PathLike) else (str(args),)
     wrapped = tuple(parent_death_signal.ending_with_us([]))
     if command[: len(wrapped) - 2] == wrapped[:-2]:

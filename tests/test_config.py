@@ -104,6 +104,17 @@ def test_planners_settings_are_sections_of_their_own(section: str) -> None:
         tree.parse(f"[{section}]\n{name}x = 1", "f.toml")
 
 
+def test_a_key_is_taken_by_its_name_of_earlier_releases_with_a_line_that_says_the_new_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    read = tree.parse("[detect]\nquickest = 4\nsettle = 12", "f.toml").detect
+    assert (read.min_steps, read.refine_after_steps) == (4, 12)
+    assert "f.toml: [detect] quickest is called min_steps now" in caplog.text
+    assert msgspec.json.decode(msgspec.json.encode(read))["quickest"] == 4, "stored names stay"
+    with pytest.raises(ConfigError, match="quickest and min_steps are one key"):
+        tree.parse("[detect]\nquickest = 4\nmin_steps = 4", "f.toml")
+
+
 def test_devices_and_links_are_read_with_their_units() -> None:
     text = """[planner]
 flops = 1.5e14

@@ -3,29 +3,64 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
+
+from elasticd.cli.app import elasticd
+
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("planner/elasticd_planner", "migration/elasticd_migration", "elasticd", "agent/elasticd_agent")
 
 
-def test_the_diagrams_are_those_of_the_machines_tables() -> None:
+def test_what_is_drawn_from_the_program_is_as_the_program_is_now() -> None:
+    """Diagrams, the map of the tree, and the reference of configuration, metrics and events."""
     command = [sys.executable, str(ROOT / "docs/draw.py"), "--check"]
     check = subprocess.run(command, capture_output=True, text=True)
     assert check.returncode == 0, check.stderr
 
 
-def test_every_module_that_the_map_names_exists_and_none_is_missing_from_it() -> None:
-    page = (ROOT / "docs/architecture.md").read_text()
-    section = page[page.index("## The map") : page.index("## The walk")]
-    folders = ("planner/elasticd_planner", "migration/elasticd_migration")
-    files = {path.stem for folder in folders for path in (ROOT / folder).glob("*.py")}
-    named = set(re.findall(r"`([a-z_]+)`", section))
-    assert files - {"__init__", "__main__"} <= named
+def test_every_number_of_the_configuration_has_a_unit() -> None:
+    page = (ROOT / "docs/reference/configuration.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| (?:integer|number) \| [^|]* \| ([^|]*) \|", page, re.MULTILINE)
+    assert len(rows) > 30
+    assert [key for key, unit in rows if not unit.strip()] == ["port"]
+
+
+def test_modules_that_pages_name_exist() -> None:
+    """A path in backticks that begins with a folder of a package is a module, a folder or a file."""
+    folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    paths = {path.with_suffix("") for folder in folders for path in folder.glob("*.py")} | folders
+    known = {"/" + path.relative_to(ROOT).as_posix() for path in paths}
+    rooms = {folder.name for folder in folders} | {"planner", "migration", "agent"}
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+        for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)+)/?(?:\.py)?`", page.read_text()):
+            if name.split("/")[0] in rooms and not (ROOT / name).exists():
+                assert any(path.endswith("/" + name) for path in known), f"{page.name}: {name}"
 
 
 def test_relative_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_commands_and_options_that_pages_show_exist() -> None:
+    """Lines of code blocks that begin with `elasticd`."""
+    seen = 0
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for line in re.findall(r"^ {4,}(elasticd [a-z].*)", page.read_text(), re.MULTILINE):
+            words = shlex.split(line, comments=True)[1:]
+            command: click.Command = elasticd
+            while isinstance(command, click.Group):
+                assert words[0] in command.commands, f"{page.name}: {line}"
+                command = command.commands[words.pop(0)]
+            options = {name for option in command.params for name in (*option.opts, *option.secondary_opts)}
+            named = {word.partition("=")[0] for word in words if word.startswith("-")}
+            if command.name != "run":  # what follows its script are the script's own options
+                assert named <= options, f"{page.name}: {line}"
+            seen += 1
+    assert seen > 40

@@ -4,9 +4,9 @@ Clients, link and store emit events; each goes through the machine in turn, and 
 before the next. All that blocks (the store's calls) runs in threads.
 
 All workers of the node depend on this process, so a defect of elasticd does not end it: an exception costs the
-message, its client or its job's workers here (`machine.failed`), and is logged (`defects`). What ends an agent
-is said by name: another agent has its node, its store is another one or an old copy, its leader or its store is
-of a release too far away.
+message, its client or its job's workers here (`machine.failed`), and is logged (`internal_errors`). What ends
+an agent is said by name: another agent has its node, its store is another one or an old copy, its leader or its
+store is of a release too far away.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import click
+from elasticd_planner.detection.slowness_history import SlownessKind
 from elasticd_planner.search.infeasible import readable
 from elasticd_planner.spec.plan import Plan, Stage
 from rich.console import Console, Group, RenderableType
@@ -103,9 +104,9 @@ def nodes(listed: Sequence[NodeStatus]) -> Table:
 def slowness(device: DeviceStatus) -> str:
     """What kind of slowness a device shows; nothing of one that is well, and was slow at most once."""
     found = device.slowness
-    if found is None or (device.rate <= 1 and found.kind == "one-off"):
+    if found is None or (device.rate <= 1 and found.kind is SlownessKind.TRANSIENT):
         return ""
-    return f"{found.kind}: {found.reason}"
+    return f"{found.kind.word}: {found.reason}"
 
 
 def _job(job: JobStatus, reason: str) -> Iterator[RenderableType]:

@@ -194,7 +194,7 @@ def device(
     if found.pace != 1:
         yield Text(f"  chaos slows it {found.pace:g}x on purpose")
     if found.slowness is not None:
-        text = f"{found.slowness.kind}: {found.slowness.reason}"
+        text = f"{found.slowness.kind.word}: {found.slowness.reason}"
         yield Text.assemble(("slowness  ", "dim"), text)
     current = status.job(job)
     if current is not None and current.plan is not None:

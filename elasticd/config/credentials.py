@@ -1,4 +1,4 @@
-"""What a client of the coordinator shows, and secrets read from their files.
+"""Credentials: tokens, certificates and passwords, read from the files that the configuration names.
 
     known = credentials(config.security)      its own token, and how it checks the coordinator's certificate
     secret(path, "[etcd] password_file")      the one line of a file that others may not read

@@ -12,37 +12,44 @@ from elasticd_planner.value import Value, refuse
 
 
 class Role(enum.StrEnum):
-    """viewer: looks (GET). operator: changes (POST), and all else. agent: the agents' WebSocket alone."""
+    """What a caller of the coordinator's port may do."""
 
-    VIEWER = "viewer"
-    OPERATOR = "operator"
-    AGENT = "agent"
+    VIEWER = "viewer"  # reads: GET
+    OPERATOR = "operator"  # everything: GET and POST
+    AGENT = "agent"  # the agents' WebSocket alone
 
 
 class SecuritySection(Value, frozen=True, kw_only=True):
-    """Paths of files, each on the machine of whom it concerns.
+    """Tokens, TLS and limits of the coordinator's port."""
 
-    At the coordinator: `viewers`, `operators` and `agents` hold the tokens of each role, `cert` and `key` (PEM)
-    make its port speak TLS, and `client_ca` signed the certificates that are taken for a token. At its clients
-    (agents, commands): `token_file` holds the own token, which `$ELASTICD_TOKEN` overrides; `ca` signed the
-    coordinator's certificate, and `client_cert` and `client_key` are the own one. Limits of the coordinator's
-    port: MiB of a message, connections at once, and REST requests a second from one address. `insecure`: a
-    coordinator that other machines reach may serve everybody.
-    """
-
+    # [path] At the coordinator: the file with the tokens of viewers.
     viewers: str | None = None
+    # [path] At the coordinator: the file with the tokens of operators.
     operators: str | None = None
+    # [path] At the coordinator: the file with the tokens of agents.
     agents: str | None = None
+    # [path] At the coordinator: its certificate (PEM). It turns TLS on.
     cert: str | None = None
+    # [path] At the coordinator: the key (PEM) of its certificate.
     key: str | None = None
+    # [path] At the coordinator: the CA (PEM) whose client certificates are taken in place of a token.
     client_ca: str | None = None
+    # [path] At agents and commands: the file with their own token. `$ELASTICD_TOKEN` is used instead where it
+    # is set.
     token_file: str | None = None
+    # [path] At agents and commands: the CA (PEM) that signed the coordinator's certificate.
     ca: str | None = None
+    # [path] At agents and commands: their own certificate (PEM).
     client_cert: str | None = None
+    # [path] At agents and commands: the key (PEM) of their own certificate.
     client_key: str | None = None
+    # [MiB] The largest message that the coordinator's port accepts.
     message_mib: int = 64
+    # [connections] The most connections at once.
     connections: int = 8192
+    # [requests/s] The most REST requests from one address.
     requests_per_second: float = 500.0
+    # Whether a coordinator that other machines reach may serve without tokens and certificates.
     insecure: bool = False
 
     def __post_init__(self) -> None:

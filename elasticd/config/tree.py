@@ -1,4 +1,4 @@
-"""The configuration: one TOML file, read once into frozen values, refused with a message that helps.
+"""The configuration tree: one TOML file, read once into frozen values, and refused with a message that helps.
 
 Every daemon and command reads the same file (`--config`, else `$ELASTICD_CONFIG`; without either the defaults
 hold) and uses its own sections. Command-line options go through `with_overrides`, so that they meet the
@@ -52,8 +52,9 @@ def _host_name() -> str:
 
 
 class ClusterSection(Value, frozen=True, kw_only=True):
-    """Which cluster: all that it writes to etcd lies under `/elasticd/{name}/`."""
+    """The cluster that a daemon or command belongs to."""
 
+    # All keys of the cluster in etcd begin with `/elasticd/NAME/`.
     name: str = "default"
 
     def __post_init__(self) -> None:
@@ -61,15 +62,19 @@ class ClusterSection(Value, frozen=True, kw_only=True):
 
 
 class EtcdSection(Value, frozen=True, kw_only=True):
-    """Where etcd answers, each as host:port. For TLS the file `ca` that signed its certificate, and `cert` and
-    `key` (PEM) where it asks for ours; a `user`, whose password is in `password_file` or
-    `$ELASTICD_ETCD_PASSWORD`."""
+    """The etcd of the cluster, and the credentials for it."""
 
+    # The members of etcd, each as HOST:PORT.
     endpoints: tuple[str, ...] = ("127.0.0.1:2379",)
+    # [path] The CA (PEM) that signed etcd's certificate. It turns TLS on.
     ca: str | None = None
+    # [path] The client certificate (PEM), for an etcd that asks for one.
     cert: str | None = None
+    # [path] The key (PEM) of the client certificate.
     key: str | None = None
+    # The name of the user in etcd.
     user: str | None = None
+    # [path] The file with the user's password. `$ELASTICD_ETCD_PASSWORD` is used instead where it is set.
     password_file: str | None = None
 
     def __post_init__(self) -> None:
@@ -92,16 +97,20 @@ class EtcdSection(Value, frozen=True, kw_only=True):
 
 
 class CoordinatorSection(Value, frozen=True, kw_only=True):
-    """The coordinator's name among those that stand by, and where it serves; port 0 takes a free one. `state`
-    is the folder in which it remembers its etcd (default: elasticd in `$XDG_STATE_HOME` or ~/.local/state).
-    A job that is over is forgotten after `keep_days`, and before that where more than `keep_jobs` are over.
-    """
+    """A coordinator: its name, where it serves, and how long it keeps jobs that are over."""
 
+    # The coordinator's name among the coordinators of the cluster. Default: the host's name.
     name: str = msgspec.field(default_factory=_host_name)
+    # The address at which it serves.
     host: str = "127.0.0.1"
+    # The port at which it serves. 0: any free port.
     port: int = DEFAULT_PORT
+    # [path] The folder in which it remembers its etcd. Default: `elasticd` in `$XDG_STATE_HOME` or
+    # ~/.local/state.
     state: str | None = None
+    # [days] A job is forgotten this long after its end.
     keep_days: float = 7.0
+    # [jobs] If more jobs than this are over, the oldest of them are forgotten earlier.
     keep_jobs: int = 1000
 
     def __post_init__(self) -> None:
@@ -117,24 +126,26 @@ class CoordinatorSection(Value, frozen=True, kw_only=True):
 
 
 class AgentSection(Value, frozen=True, kw_only=True):
-    """One node: its name, its socket for the workers, the address at which they listen for each other (default:
-    that of this machine on the route to the leader).
+    """The agent of one node."""
 
-    Without `devices` and `memory` (bytes of each device) the machine is asked; without `socket`
-    it is `$ELASTICD_SOCKET`, else a path of the user's own. `state` is as for the coordinator. The snapshots
-    that other nodes' agents send here may use `snapshot_mib` MiB of memory (default: a quarter of the node's).
-    The socket is for the agent's own user, and for the members of `group` where one is named. A device that
-    stands by is probed every `probe_seconds` (0: only when its worker comes).
-    """
-
+    # The node's name. Default: the host's name.
     node: str = msgspec.field(default_factory=_host_name)
+    # [path] The unix socket for the node's workers. Default: `$ELASTICD_SOCKET`, else a path of the user's own.
     socket: str | None = None
+    # The address at which the node's workers listen for those of other nodes. Default: this machine's address
+    # on the route to the leader.
     address: str | None = None
+    # [devices] How many devices the node has. Default: the machine is asked.
     devices: int | None = None
+    # [bytes] Memory of each device; a number, or as "8 GiB". Default: the machine is asked.
     memory: int | None = None
+    # [path] The folder in which it remembers its etcd. Default: as for the coordinator.
     state: str | None = None
+    # [MiB] Memory that snapshots from other nodes may use here. Default: a quarter of the node's memory.
     snapshot_mib: int | None = None
+    # The group whose members may use the socket, besides the agent's own user.
     group: str | None = None
+    # [seconds] How often a standby device is probed. 0: only when its worker starts.
     probe_seconds: float = 30.0
 
     def __post_init__(self) -> None:
@@ -157,9 +168,11 @@ class AgentSection(Value, frozen=True, kw_only=True):
 
 
 class LinkSection(Value, frozen=True, kw_only=True):
-    """A link between two devices: bytes a second (a number, or as "25 GB/s") and seconds until the first."""
+    """A link between two devices."""
 
+    # [bytes/s] Its bandwidth; a number, or as "25 GB/s".
     bandwidth: float = Link().bandwidth
+    # [seconds] Its latency: the time until the first byte arrives.
     latency: float = Link().latency
 
     def __post_init__(self) -> None:
@@ -174,11 +187,13 @@ class LinkSection(Value, frozen=True, kw_only=True):
 
 
 class PlannerSection(Value, frozen=True, kw_only=True):
-    """What plans are made from until something was measured: `flops` that a normal device reaches a second on
-    a job's model, the links `inside` a node and `between` nodes (those between two devices each)."""
+    """Speeds of devices and links that the planner assumes until they are measured."""
 
+    # [FLOP/s] What a normal device reaches on the job's model.
     flops: float = GUESSED_FLOPS
+    # The link between two devices of a node.
     inside: LinkSection = LinkSection()
+    # The link between two devices of different nodes.
     between: LinkSection = LinkSection()
 
     def __post_init__(self) -> None:
@@ -189,12 +204,15 @@ class PlannerSection(Value, frozen=True, kw_only=True):
 
 
 class EmulateSection(Value, frozen=True, kw_only=True):
-    """Emulated devices: seconds a token takes in one whole block on a normal device, forward and backward,
-    and the bytes of memory that each device claims to have."""
+    """Emulated devices, for demonstrations and tests: workers pace their blocks to a given speed."""
 
+    # Whether devices are emulated.
     enabled: bool = False
+    # [seconds] The forward pass of one token through one block on a normal device.
     forward: float | None = None
+    # [seconds] The backward pass of one token through one block on a normal device.
     backward: float | None = None
+    # [bytes] The memory that each device claims to have; a number, or as "3 MiB".
     memory: int | None = None
 
     def __post_init__(self) -> None:
@@ -210,13 +228,14 @@ class EmulateSection(Value, frozen=True, kw_only=True):
 
 
 class ChaosSection(Value, frozen=True, kw_only=True):
-    """Whether `elasticd chaos` may harm the cluster on purpose."""
+    """Fault injection."""
 
+    # Whether `elasticd chaos` may harm this cluster on purpose.
     enabled: bool = False
 
 
 class Config(Value, frozen=True, kw_only=True):
-    """The whole configuration."""
+    """The configuration tree: one section for each field."""
 
     cluster: ClusterSection = msgspec.field(default_factory=ClusterSection)
     etcd: EtcdSection = msgspec.field(default_factory=EtcdSection)
@@ -312,10 +331,23 @@ def reloaded(config: Config, reread: Callable[[], Config] | None, sections: Iter
 
 
 def section(name: str, base: S, body: Mapping[str, Any], source: str, *, strict: bool = True) -> S:
-    """`base` with the keys of `body`, each checked. Not strict, text is read as a number where one is due."""
+    """`base` with the keys of `body`, each checked. A key's name in earlier releases is taken too, and logged.
+
+    Args:
+        strict: False reads text as a number where a number is due.
+
+    Raises:
+        ConfigError: a key or a value is wrong.
+    """
     fields = {field.name: field for field in msgspec.structs.fields(base)}
+    renamed = {field.encode_name: field.name for field in fields.values()}
     values: dict[str, Any] = {}
-    for key, value in body.items():
+    for given_key, value in body.items():
+        key = renamed.get(given_key, given_key)
+        if key != given_key:
+            _log.warning("%s: [%s] %s is called %s now: change its name", source, name, given_key, key)
+            if key in body:
+                raise ConfigError(f"{source}: [{name}] {given_key} and {key} are one key: give {key} alone")
         if key not in fields:
             # What somebody took for the place of a token or a password is not said aloud.
             given = "" if name in ("security", "etcd") else f" (= {value!r})"

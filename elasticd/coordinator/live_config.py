@@ -7,7 +7,7 @@ follows what it finds there, over its own file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from elasticd_planner.detection.stragglers import DetectSettings
@@ -23,23 +23,31 @@ from elasticd.store.protocol import KeyValue
 from elasticd.version import __version__
 
 Scalar = bool | int | float | str
+T = TypeVar("T")
 #: Changes that are kept.
 MOST_HISTORY = 256
 #: The sections whose keys can be changed.
-SECTIONS = ("detect", "policy")
+SECTIONS: dict[str, type[msgspec.Struct]] = {"detect": DetectSettings, "policy": PolicySettings}
+# Dotted keys as records have them, which every release reads, and as this release calls them.
+_KEYS = {
+    f"{name}.{field.encode_name}": f"{name}.{field.name}"
+    for name, kind in SECTIONS.items()
+    for field in msgspec.structs.fields(kind)
+}
+_STORED = {key: stored for stored, key in _KEYS.items()}
 
 
 class Changes(Value, frozen=True, kw_only=True):
-    """The file's values, and what was changed of them, oldest first; the last is in force."""
+    """The configuration of detection and policy: what the file says, and what was changed while running."""
 
-    detect: DetectSettings
-    policy: PolicySettings
-    history: tuple[ConfigRecord, ...] = ()
+    detect: DetectSettings  # of the file
+    policy: PolicySettings  # of the file
+    history: tuple[ConfigRecord, ...] = ()  # oldest first; the last one is in force
 
     @property
     def values(self) -> dict[str, Scalar]:
         """What differs from the file, by dotted key."""
-        return dict(self.history[-1].values) if self.history else {}
+        return _renamed(self.history[-1].values, _KEYS) if self.history else {}
 
     def effective(self) -> tuple[DetectSettings, PolicySettings]:
         """What the leader goes by. A key that this release lacks is skipped with one log line, and kept for
@@ -49,7 +57,7 @@ class Changes(Value, frozen=True, kw_only=True):
     def changed(self, asked: Mapping[str, Any], at: float, by: str) -> Changes:
         """With `asked` on top: None takes the file's value again. Raises ConfigError with what would be right,
         and where nothing would change."""
-        values = self.values
+        values, asked = self.values, _renamed(asked, _KEYS)
         for key, value in asked.items():
             check_key(key)
             if value is None:
@@ -60,7 +68,7 @@ class Changes(Value, frozen=True, kw_only=True):
         if values == self.values:
             raise ConfigError(f"nothing to change: {', '.join(asked) or 'no key was given'} is so already")
         number = self.history[-1].number + 1 if self.history else 1
-        record = ConfigRecord(number=number, values=values, at=at, by=by)
+        record = ConfigRecord(number=number, values=_renamed(values, _STORED), at=at, by=by)
         return msgspec.structs.replace(self, history=(*self.history, record)[-MOST_HISTORY:])
 
     def event(self, words: str) -> Configured:
@@ -75,7 +83,8 @@ class Changes(Value, frozen=True, kw_only=True):
             for name, found in zip(SECTIONS, (detect, policy), strict=True)
             for key, value in msgspec.structs.asdict(found).items()
         }
-        return Settings(values=values, changed=self.values, history=self.history)
+        history = (msgspec.structs.replace(r, values=_renamed(r.values, _KEYS)) for r in self.history)
+        return Settings(values=values, changed=self.values, history=tuple(history))
 
 
 def of(config: Config, keys: Keys, items: Iterable[KeyValue]) -> Changes:
@@ -107,13 +116,15 @@ def check_key(key: str) -> None:
         )
 
 
+def _renamed(values: Mapping[str, T], names: Mapping[str, str]) -> dict[str, T]:
+    return {names.get(key, key): value for key, value in values.items()}
+
+
 def _known(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Those whose keys this release has; each other key is logged once."""
-    fields = {"detect": DetectSettings.__struct_fields__, "policy": PolicySettings.__struct_fields__}
     known: dict[str, Scalar] = {}
     for key, value in values.items():
-        name, _, field = key.partition(".")
-        if field in fields.get(name, ()):
+        if key in _STORED:
             known[key] = value
         else:
             skip(

@@ -1,12 +1,12 @@
-"""The leader's metrics for Prometheus: what it counts, and its state at the moment in which it is asked.
+"""The leader's Prometheus metrics: counters, and gauges of its state at the time of the scrape.
 
-Names, units and labels are documented where they are made: `GET /metrics` shows the words beside each. A
-coordinator that stands by serves nothing, so a query over all of them has one series of each.
+A coordinator that stands by serves no metrics, so a query over all coordinators finds each series once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,11 +17,84 @@ from elasticd.coordinator.connections import Connections
 from elasticd.machines.coordinator.machine import State
 from elasticd.machines.job.state.job_state import JobState, Phase
 
-#: What the bodies of `GET /metrics` are, for the header.
+#: The content type of `GET /metrics`.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-#: Seconds: the loop is to stay below 0.05, and a thousand agents below 0.1 at the 99th percentile.
+#: Upper bounds in seconds. The loop is to stay below 0.05, a thousand agents below 0.1 at the 99th percentile.
 _HANDLING = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
+
+
+class Family(NamedTuple):
+    """A metric of `GET /metrics`."""
+
+    type: str  # counter, gauge or histogram
+    labels: tuple[str, ...]
+    help: str  # its meaning and unit
+
+
+#: By name; a counter's samples have `_total` behind it. docs/reference/metrics.md is written from this table.
+FAMILIES = {
+    "elasticd_agent_messages": Family("counter", ("type",), "Messages from agents, by type."),
+    "elasticd_refused": Family(
+        "counter",
+        ("reason",),
+        "Connections, requests and messages that were refused, by reason. unreadable: no valid message; "
+        "silent: no request or no hello in time; hello: another protocol version, a name that is taken, or "
+        "the name of another node; impostor: an agent that changed its name; foreign: a message about another "
+        "node's device or about a job without this node; writes: a node that has too much written to etcd; "
+        "failed: a message on which elasticd itself failed; unauthenticated; forbidden; origin: a page of "
+        "another site; oversized; slow: a body that did not arrive in time; rate: too many requests or "
+        "messages; crowded: too many connections.",
+    ),
+    "elasticd_events": Family("counter", ("kind",), "Events of the leader, by kind."),
+    "elasticd_http_requests": Family("counter", ("status",), "REST requests, by HTTP status."),
+    "elasticd_message_handling_seconds": Family(
+        "histogram", (), "Seconds from the arrival of an agent's message until everything it causes is done."
+    ),
+    "elasticd_leader_epoch": Family("gauge", (), "Epoch of this leader; it grows with each leader."),
+    "elasticd_store_away": Family("gauge", (), "1 while etcd does not answer and decisions wait, else 0."),
+    "elasticd_agents_connected": Family("gauge", (), "Agents that are connected to the leader."),
+    "elasticd_node_connected": Family("gauge", ("node",), "1 while the node's agent is connected, else 0."),
+    "elasticd_node_draining": Family("gauge", ("node",), "1 while the node is drained, else 0."),
+    "elasticd_device_slowdown": Family(
+        "gauge", ("node", "device"), "How many times longer the device takes than a normal one; 1 is normal."
+    ),
+    "elasticd_device_rate": Family(
+        "gauge", ("node", "device"), "The same as elasticd_device_slowdown, under its name before release 0.2."
+    ),
+    "elasticd_device_memory_bytes": Family("gauge", ("node", "device"), "Memory of the device in bytes."),
+    "elasticd_skipped": Family(
+        "counter",
+        ("kind",),
+        "Data of other releases that was skipped, by kind. message: of an unknown type; content: a message of "
+        "a known type that cannot be decoded; field: an unknown field (one message of each type a second is "
+        "looked at); key: in etcd; record: under a known key in etcd; setting: of the configuration in etcd. "
+        "This is normal while releases are mixed.",
+    ),
+    "elasticd_job_phase": Family(
+        "gauge", ("job", "phase"), "1 for the phase that the job is in, 0 for the others."
+    ),
+    "elasticd_job_step": Family("gauge", ("job",), "Optimizer steps that are done, as rank 0 last reported."),
+    "elasticd_job_step_seconds": Family("gauge", ("job",), "Wall time of the newest step in seconds."),
+    "elasticd_job_predicted_step_seconds": Family(
+        "gauge", ("job",), "Time of a step in seconds that was predicted for the plan in force."
+    ),
+    "elasticd_job_loss": Family("gauge", ("job",), "Mean loss of the newest step."),
+    "elasticd_job_tokens_per_second": Family(
+        "gauge", ("job",), "Tokens a second in the newest step, over all ranks."
+    ),
+    "elasticd_job_plan_number": Family("gauge", ("job",), "Number of the plan in force, 0 without one."),
+    "elasticd_job_members": Family("gauge", ("job",), "Devices that the plan in force uses."),
+    "elasticd_job_standby": Family(
+        "gauge", ("job",), "Standby devices: those that the plan in force leaves idle."
+    ),
+    "elasticd_job_last_switch_seconds": Family(
+        "gauge", ("job",), "Pause of the job in its last switch in seconds."
+    ),
+    "elasticd_job_snapshot_step": Family(
+        "gauge", ("job",), "Newest step whose state is in a complete snapshot."
+    ),
+}
 
 
 class Metrics:
@@ -30,30 +103,17 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._kinds: dict[str, Counter] = {}
-        self._messages = Counter(
-            "elasticd_agent_messages", "Messages of agents, by type.", ["type"], registry=self._registry
-        )
-        self._refused = Counter(
-            "elasticd_refused",
-            "Connections, requests and messages that were refused: unreadable; silent: nothing was asked, "
-            "or no hello came; hello: of a version too far, a name that is taken or of another node; "
-            "impostor: an agent that changed its name; unauthenticated; forbidden; origin: a page of another "
-            "site; oversized; slow: a body that did not come; rate: too often; crowded: too many connections.",
-            ["reason"],
-            registry=self._registry,
-        )
-        self._events = Counter(
-            "elasticd_events", "Events of the journal, by kind.", ["kind"], registry=self._registry
-        )
-        self._requests = Counter(
-            "elasticd_http_requests", "REST requests, by status.", ["status"], registry=self._registry
-        )
+        self._messages = self._counter("elasticd_agent_messages")
+        self._refused = self._counter("elasticd_refused")
+        self._events = self._counter("elasticd_events")
+        self._requests = self._counter("elasticd_http_requests")
+        handling = "elasticd_message_handling_seconds"
         self._handling = Histogram(
-            "elasticd_message_handling_seconds",
-            "Seconds from a message's arrival until all that follows from it was done.",
-            buckets=_HANDLING,
-            registry=self._registry,
+            handling, FAMILIES[handling].help, buckets=_HANDLING, registry=self._registry
         )
+
+    def _counter(self, name: str) -> Counter:
+        return Counter(name, FAMILIES[name].help, FAMILIES[name].labels, registry=self._registry)
 
     def message(self, kind: str, seconds: float) -> None:
         counted = self._kinds.get(kind)
@@ -63,7 +123,7 @@ class Metrics:
         self._handling.observe(seconds)
 
     def refused(self, reason: str) -> None:
-        """`reason` is one of a few words, not a text."""
+        """`reason`: one of the words in the help text."""
         self._refused.labels(reason).inc()
 
     def event(self, kind: str) -> None:
@@ -73,71 +133,49 @@ class Metrics:
         self._requests.labels(str(status)).inc()
 
     def text(self, state: State, connections: Connections, store_away: bool) -> bytes:
-        """The exposition: counters, then `state`."""
+        """The exposition: counters, then the gauges of `state`."""
         registry = CollectorRegistry()
         registry.register(_Now(state, connections, store_away))
         return generate_latest(self._registry) + generate_latest(registry)
 
 
 class _Now(Collector):
-    """The state at the moment of the question."""
+    """The leader's state at the time of the scrape."""
 
     def __init__(self, state: State, connections: Connections, store_away: bool) -> None:
         self._state, self._connections, self._away = state, connections, store_away
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("elasticd_leader_epoch", "This leader's epoch.", value=self._state.epoch)
-        yield GaugeMetricFamily(
-            "elasticd_store_away", "1 while etcd does not answer and decisions wait.", value=self._away
-        )
-        yield GaugeMetricFamily(
-            "elasticd_agents_connected", "Agents with a connection.", value=len(self._connections)
-        )
-        yield from self._devices()
-        yield _skipped()
-        for name, words, labels, values in _JOB_GAUGES:
-            family = GaugeMetricFamily(f"elasticd_job_{name}", words, labels=["job", *labels])
-            for job in self._state.jobs.values():
-                for more, value in values(job):
-                    family.add_metric([job.job, *more], value)
-            yield family
-
-    def _devices(self) -> Iterator[Metric]:
         nodes = sorted(self._state.nodes.values(), key=lambda node: node.record.node)
-        connected = GaugeMetricFamily(
-            "elasticd_node_connected", "1 while the node's agent is connected.", labels=["node"]
-        )
-        draining = GaugeMetricFamily(
-            "elasticd_node_draining", "1 while the node's devices are to be left.", labels=["node"]
-        )
-        rate = GaugeMetricFamily(
-            "elasticd_device_rate",
-            "How many times slower than normal a device computes (1 is normal).",
-            labels=["node", "device"],
-        )
-        memory = GaugeMetricFamily(
-            "elasticd_device_memory_bytes", "A device's memory in bytes.", labels=["node", "device"]
-        )
-        rates = {device: rate for job in self._state.jobs.values() for device, rate in job.rates.rates.items()}
-        for node in nodes:
-            connected.add_metric([node.record.node], node.connected)
-            draining.add_metric([node.record.node], node.record.draining)
-            for device in node.record.devices:
-                rate.add_metric([node.record.node, device.name], rates.get(device.name, 1.0))
-                memory.add_metric([node.record.node, device.name], device.memory)
-        yield from (connected, draining, rate, memory)
+        devices = [(node.record.node, device) for node in nodes for device in node.record.devices]
+        slow = {device: rate for job in self._state.jobs.values() for device, rate in job.rates.rates.items()}
+        slowdowns = [((node, device.name), slow.get(device.name, 1.0)) for node, device in devices]
+        yield _gauge("elasticd_leader_epoch", [((), self._state.epoch)])
+        yield _gauge("elasticd_store_away", [((), self._away)])
+        yield _gauge("elasticd_agents_connected", [((), len(self._connections))])
+        yield _gauge("elasticd_node_connected", [((node.record.node,), node.connected) for node in nodes])
+        yield _gauge("elasticd_node_draining", [((node.record.node,), node.record.draining) for node in nodes])
+        yield _gauge("elasticd_device_slowdown", slowdowns)
+        yield _gauge("elasticd_device_rate", slowdowns)
+        memory = [((node, device.name), device.memory) for node, device in devices]
+        yield _gauge("elasticd_device_memory_bytes", memory)
+        yield _skipped()
+        for name, values in _JOB_GAUGES.items():
+            jobs = self._state.jobs.values()
+            yield _gauge(name, [((job.job, *more), value) for job in jobs for more, value in values(job)])
+
+
+def _gauge(name: str, values: _Values) -> Metric:
+    family = GaugeMetricFamily(name, FAMILIES[name].help, labels=FAMILIES[name].labels)
+    for labels, value in values:
+        family.add_metric(labels, value)
+    return family
 
 
 def _skipped() -> Metric:
     """Of this process, also from before it led."""
-    family = CounterMetricFamily(
-        "elasticd_skipped",
-        "What was skipped as this release does not know it, by kind. message: of an unknown type; content: a "
-        "message of a known type that cannot be decoded; field: in messages that were looked at, one of each "
-        "type a second at most; key: of etcd; record: what is stored at a known key; setting: of the "
-        "configuration in etcd. All of them are normal while releases are mixed.",
-        labels=["kind"],
-    )
+    name = "elasticd_skipped"
+    family = CounterMetricFamily(name, FAMILIES[name].help, labels=FAMILIES[name].labels)
     for kind, times in skipped().items():
         family.add_metric([kind], times)
     return family
@@ -191,16 +229,16 @@ def _snapshot(job: JobState) -> _Values:
     return [((), job.snapshots.whole.step)] if job.snapshots.whole is not None else []
 
 
-_JOB_GAUGES = (
-    ("phase", "1 for the phase that the job is in.", ("phase",), _phase),
-    ("step", "Updates that were applied, as rank 0 last reported.", (), _step),
-    ("step_seconds", "Seconds of wall time of the newest step.", (), _step_seconds),
-    ("predicted_step_seconds", "Seconds a step that the plan in force was predicted to take.", (), _predicted),
-    ("loss", "Mean loss of the newest step.", (), _loss),
-    ("tokens_per_second", "Tokens a second of the newest step, all ranks.", (), _tokens),
-    ("plan_number", "The number of the plan in force, 0 without one.", (), _number),
-    ("members", "Devices that the plan in force uses.", (), _members),
-    ("standby", "Devices that the plan in force leaves idle.", (), _standby),
-    ("last_switch_seconds", "Seconds for which the last switch of plans held the job up.", (), _moved),
-    ("snapshot_step", "The newest step whose state is kept in the agents' memory.", (), _snapshot),
-)
+_JOB_GAUGES = {
+    "elasticd_job_phase": _phase,
+    "elasticd_job_step": _step,
+    "elasticd_job_step_seconds": _step_seconds,
+    "elasticd_job_predicted_step_seconds": _predicted,
+    "elasticd_job_loss": _loss,
+    "elasticd_job_tokens_per_second": _tokens,
+    "elasticd_job_plan_number": _number,
+    "elasticd_job_members": _members,
+    "elasticd_job_standby": _standby,
+    "elasticd_job_last_switch_seconds": _moved,
+    "elasticd_job_snapshot_step": _snapshot,
+}

@@ -65,9 +65,9 @@ def _restarting(job: RestartJob, now: float) -> RestartStatus:
 
 def _slowness(state: State) -> dict[str, Slowness]:
     """Of the devices that were slow at some time in their job."""
-    chronic = state.settings.detect.chronic
+    persistent_steps = state.settings.detect.persistent_steps
     return {
-        device: job.rates.slowness(device, chronic)
+        device: job.rates.slowness(device, persistent_steps)
         for job in state.jobs.values()
         for device in job.rates.troubled
     }

@@ -31,10 +31,11 @@ _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class LogSection(Value, frozen=True, kw_only=True):
-    """How a daemon logs, to its standard error. format: text for people, json for programs (default: as
-    `$ELASTICD_LOG_FORMAT` says, else text); level: the least that is logged."""
+    """How a daemon logs to its standard error."""
 
+    # Lines for people, or one JSON object a line for programs. Default: `$ELASTICD_LOG_FORMAT`, else text.
     format: Format | None = None
+    # The lowest level that is logged.
     level: Level = "info"
 
 

@@ -60,7 +60,7 @@ def reshard(
     without: devices of `old` whose copies are gone. A device that both plans bind, but to different
     incarnations of its worker, is one of them by itself.
     Without `old` the job starts: nobody holds anything yet, the caller initialises, nothing moves.
-    Sources: the receiver's node first; then such that no link is much busier than need be (`sources`).
+    Sources: the receiver's node first; then such that no link is much busier than need be (`source_choice`).
 
     Raises `Lost` with all that nobody holds.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from elasticd_planner.detection.slowness_history import Slowness
+from elasticd_planner.detection.slowness_history import Slowness, SlownessKind
 from elasticd_planner.problem import Problem
 from elasticd_planner.spec.cluster import Device, Node
 from elasticd_planner.spec.plan import Plan
@@ -243,8 +243,9 @@ def test_a_gain_that_was_told_outlives_the_steps() -> None:
 def test_kinds_of_slowness_are_told_in_why_and_status() -> None:
     (node,) = STATUS.nodes
     (found,) = node.devices
-    periodic = Slowness(kind="periodic", reason="slow about every 30 steps, 5 times so far", period=30)
-    once = Slowness(kind="one-off", reason="a single slow step, 12")
+    often = "slow about every 30 steps, 5 times so far"
+    periodic = Slowness(kind=SlownessKind.PERIODIC, reason=often, period=30)
+    once = Slowness(kind=SlownessKind.TRANSIENT, reason="a single slow step, 12")
 
     def told(slowness: Slowness, rate: float) -> tuple[str, str]:
         known = msgspec.structs.replace(found, slowness=slowness, rate=rate)
@@ -252,8 +253,8 @@ def test_kinds_of_slowness_are_told_in_why_and_status() -> None:
         return shown(*why.device("a/1", "j", status, EVENTS, ())), shown(screen(status, {}))
 
     for text in told(periodic, 1.0):
-        assert "periodic: slow about every 30 steps, 5 times so far" in text
+        assert f"periodic: {often}" in text
     because, at_a_glance = told(once, 1.0)
-    assert "one-off: a single slow step, 12" in because
-    assert "one-off" not in at_a_glance, "a device that is well is not made to look ill"
-    assert "one-off" in told(once, 1.3)[1]
+    assert "transient: a single slow step, 12" in because
+    assert "transient" not in at_a_glance, "a device that is well is not made to look ill"
+    assert "transient" in told(once, 1.3)[1]

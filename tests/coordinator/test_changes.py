@@ -84,6 +84,17 @@ def test_what_is_wrong_is_refused_with_the_reason_and_changes_nothing(
     asyncio.run(body())
 
 
+def test_a_renamed_key_is_stored_under_its_first_name_and_taken_by_both() -> None:
+    known = changes()
+    known = known.changed({"detect.quickest": 4}, 1.0, "me").changed({"detect.min_steps": 5}, 2.0, "me")
+    assert known.history[-1].values == {"detect.quickest": 5}
+    assert known.values == {"detect.min_steps": 5}
+    assert known.effective()[0].min_steps == 5
+    shown = known.shown()
+    assert shown.history[0].values == {"detect.min_steps": 4}
+    assert (shown.values["detect.min_steps"], shown.changed) == (5, {"detect.min_steps": 5})
+
+
 def test_a_file_that_is_read_anew_lies_under_what_was_changed() -> None:
     async def body() -> None:
         async with coordinating() as coordinator:

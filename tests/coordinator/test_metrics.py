@@ -54,7 +54,8 @@ def test_a_scrape_shows_nodes_devices_jobs_and_counts() -> None:
             assert found["elasticd_node_connected", (("node", "alpha"),)] == 1
             labels = (("device", "alpha/0"), ("node", "alpha"))
             assert found["elasticd_device_memory_bytes", labels] == 3_000_000
-            assert found["elasticd_device_rate", labels] == 1.0
+            assert found["elasticd_device_slowdown", labels] == 1.0
+            assert found["elasticd_device_rate", labels] == 1.0, "its name before release 0.2"
             assert found["elasticd_events_total", (("kind", "node_up"),)] == 1
             assert found["elasticd_leader_epoch", ()] == coordinator.leading.state.epoch
             assert not any(name.startswith("elasticd_job") for name, _ in found)
@@ -146,6 +147,7 @@ def test_the_dashboard_asks_for_metrics_that_are_there_and_for_each_of_them() ->
     text = metrics.text(State(epoch=1), Connections(), store_away=False).decode()
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# HELP")}
     families = {name for name in families if not name.endswith("_created")}  # when each count began
+    families.remove("elasticd_device_rate")  # the name of a slowdown before release 0.2
     samples_of = families | {f"{name}_bucket" for name in families}
     asked = set(re.findall(r"elasticd_[a-z_]+", json.dumps(json.loads(DASHBOARD.read_text())["panels"])))
     assert asked - samples_of == set(), "the dashboard asks for what is not there"

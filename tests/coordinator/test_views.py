@@ -19,12 +19,12 @@ LEADER = LeaderStatus(name="c0", url="http://127.0.0.1:1", epoch=1)
 FLAPPING = tuple(Episode(start=start, stop=start + 12, rate=2.0) for start in (20, 50, 80, 110))
 
 
-def devices(rates: RateState, chronic: int = 200) -> dict[str, DeviceStatus]:
+def devices(rates: RateState, persistent_steps: int = 200) -> dict[str, DeviceStatus]:
     job = msgspec.structs.replace(fresh("j", Phase.RUNNING, 0.0), rates=rates, plan=PLAN)
     nodes = {
         name: NodeState(record=node_record(name), connected=True, since=0.0) for name in ("a", "b", "unused")
     }
-    settings = Settings(detect=DetectSettings(chronic=chronic))
+    settings = Settings(detect=DetectSettings(persistent_steps=persistent_steps))
     found = status(State(epoch=1, nodes=nodes, jobs={"j": job}, settings=settings), "c", LEADER, (), 0.0, 0.0)
     assert {node.node: node.members for node in found.nodes} == {"a": 2, "b": 1, "unused": 0}
     return {device.name: device for node in found.nodes for device in node.devices}
@@ -54,7 +54,7 @@ def test_chronic_is_what_the_settings_say() -> None:
     rates = RateState(
         devices={"a/0": DeviceRate(rate=1.5, episodes=(Episode(start=100, stop=None, rate=1.5),))}, step=150
     )
-    found = devices(rates, chronic=50)["a/0"].slowness
+    found = devices(rates, persistent_steps=50)["a/0"].slowness
     assert found is not None
     assert found.kind == "chronic"
 

@@ -68,7 +68,7 @@ def played(script: list[tuple[str, object, frozenset[str]]], seed: int, many: in
             plan, absent = plan + 1, which if len(which) < len(NAMES) else frozenset()
         elif what == "settings":
             slow = 1.1 if how % 2 else 3.0  # type: ignore[operator]
-            detect = DetectSettings(slow=slow, settle=how, window=min(5, how))  # type: ignore[arg-type, type-var]
+            detect = DetectSettings(slow=slow, refine_after_steps=how, window=min(5, how))  # type: ignore[arg-type, type-var]
         with mock.patch.object(stragglers, "MANY", many):
             if what == "forget":
                 for name in sorted(which):
@@ -121,7 +121,7 @@ def same(one: RateState, other: RateState) -> None:
         for field in ("rate", "age", "seen", "spikes", "episodes"):
             assert getattr(known, field) == getattr(there, field), (name, field)
         assert (known.offset, *known.residuals) == pytest.approx((there.offset, *there.residuals))
-        for mine, its in ((known.above, there.above), (known.below, there.below)):
+        for mine, its in ((known.cusum_up, there.cusum_up), (known.cusum_down, there.cusum_down)):
             assert (mine.clear, mine.since) == (its.clear, its.since), name
             assert mine.total == pytest.approx(its.total, abs=1e-9)
         assert one.ratio(name) == pytest.approx(other.ratio(name))

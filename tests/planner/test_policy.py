@@ -2,7 +2,7 @@
 
 import pytest
 from elasticd_planner.policy.policy import Moved, PolicySettings, Price, decide, measured_price
-from elasticd_planner.policy.stability import Outlook
+from elasticd_planner.policy.stability import PayoffHorizon
 from elasticd_planner.value import Invalid
 
 SETTINGS = PolicySettings(horizon_steps=100, minimum_saving=0.05, bandwidth=1e6, pause_seconds=1.0)
@@ -59,28 +59,28 @@ def test_wrong_settings_are_refused(changes: dict[str, float], message: str) -> 
 
 
 def test_a_saving_that_does_not_last_is_looked_at_again_once_it_has_lasted_long_enough() -> None:
-    restless = Outlook(steps=8, age=2, history="a/1 has changed its speed 6 times in 80 steps")
-    decision = decide(SETTINGS, 2.0, 1.0, 10_000_000, outlook=restless)
+    restless = PayoffHorizon(steps=8, age=2, history="a/1 has changed its speed 6 times in 80 steps")
+    decision = decide(SETTINGS, 2.0, 1.0, 10_000_000, payoff=restless)
     assert not decision.replan
     assert decision.again_in == 10, "11 s are saved in 11 steps, and must be more than the price"
     assert decision.reason.startswith(
         "a/1 has changed its speed 6 times in 80 steps; a switch pays once this lasts 12 steps"
     )
-    assert decide(SETTINGS, 2.0, 1.0, 10_000_000, outlook=Outlook(steps=12, age=12)).replan
+    assert decide(SETTINGS, 2.0, 1.0, 10_000_000, payoff=PayoffHorizon(steps=12, age=12)).replan
 
 
 def test_a_saving_however_large_waits_for_a_restless_device_but_not_for_a_plan_that_cannot_run() -> None:
-    waits = Outlook(steps=100, wait=25, age=5)
-    decision = decide(SETTINGS, 100.0, 1.0, 0, outlook=waits)
+    waits = PayoffHorizon(steps=100, wait=25, age=5)
+    decision = decide(SETTINGS, 100.0, 1.0, 0, payoff=waits)
     assert (decision.replan, decision.again_in) == (False, 25)
-    assert decide(SETTINGS, None, 1.0, 0, outlook=waits).replan
+    assert decide(SETTINGS, None, 1.0, 0, payoff=waits).replan
 
 
 def test_what_never_pays_is_not_looked_at_again() -> None:
-    waits = Outlook(steps=8, wait=25, age=5)
-    assert decide(SETTINGS, 1.0, 0.96, 0, outlook=waits).again_in is None
-    assert decide(SETTINGS, 2.0, 1.0, 100_000_000, outlook=waits).again_in is None
-    assert decide(SETTINGS, 2.0, 1.0, 0, outlook=waits, steps_left=1).again_in is None
+    waits = PayoffHorizon(steps=8, wait=25, age=5)
+    assert decide(SETTINGS, 1.0, 0.96, 0, payoff=waits).again_in is None
+    assert decide(SETTINGS, 2.0, 1.0, 100_000_000, payoff=waits).again_in is None
+    assert decide(SETTINGS, 2.0, 1.0, 0, payoff=waits, steps_left=1).again_in is None
 
 
 def test_the_price_is_the_settings_until_a_switch_was_measured() -> None:

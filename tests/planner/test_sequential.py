@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from elasticd_planner.detection.cusum import NONE, Detector, Evidence, spread_of, trimmed
+from elasticd_planner.detection.cusum import NONE, CusumState, Detector, spread_of, trimmed
 from elasticd_planner.numeric import middle
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,9 +23,9 @@ def steps(test: Detector, residuals: list[float]) -> int | None:
 
 
 @given(st.floats(0.25, 10), st.integers(1, 6))
-def test_what_is_far_out_takes_the_least_steps_and_no_fewer(residual: float, quickest: int) -> None:
-    test = Detector.of(math.log(1.1), 0.05, 1e-6, quickest)
-    assert steps(test, [residual] * 10) == quickest
+def test_what_is_far_out_takes_the_least_steps_and_no_fewer(residual: float, min_steps: int) -> None:
+    test = Detector.of(math.log(1.1), 0.05, 1e-6, min_steps)
+    assert steps(test, [residual] * 10) == min_steps
 
 
 @given(st.lists(st.floats(-3, 3), max_size=40), st.data())
@@ -52,16 +52,16 @@ def test_noise_alone_passes_less_often_than_it_may() -> None:
 def test_a_small_shift_takes_about_as_long_as_its_evidence_says() -> None:
     rng = np.random.Generator(np.random.Philox(key=[8, 0]))
     taken = sorted(steps(TENTH, rng.normal(TENTH.shift, 0.05, 100).tolist()) or 100 for _ in range(300))
-    expected = TENTH.limit / TENTH.usual
+    expected = TENTH.limit / TENTH.mean_weight
     assert 0.7 * expected < taken[150] < 1.2 * expected
 
 
 def test_wild_steps_that_did_not_last_count_as_usual_ones() -> None:
     evidence = TENTH.add(TENTH.add(NONE, 1.0), 1.0)
-    assert evidence == Evidence(total=0.0, clear=2, since=2)
+    assert evidence == CusumState(total=0.0, clear=2, since=2)
     after = TENTH.add(evidence, TENTH.shift / 2)
     assert (after.clear, after.since) == (0, 3)
-    assert after.total == pytest.approx(2 * TENTH.usual)
+    assert after.total == pytest.approx(2 * TENTH.mean_weight)
 
 
 def test_trimmed_means_ignore_the_ends() -> None:

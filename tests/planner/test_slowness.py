@@ -1,7 +1,7 @@
-"""Chronic, periodic and one-off slowness, told apart by when a device was slow."""
+"""Persistent, periodic and transient stragglers, told apart by when a device was slow."""
 
 import pytest
-from elasticd_planner.detection.slowness_history import Episode, classify, rhythm
+from elasticd_planner.detection.slowness_history import Episode, classify, detect_period
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,12 +33,12 @@ def test_kinds(episodes: tuple[Episode, ...], spikes: tuple[int, ...], now: int,
 
 
 @given(st.integers(5, 500), st.integers(4, 12), st.integers(0, 1000))
-def test_a_regular_distance_is_a_rhythm(period: int, count: int, start: int) -> None:
-    assert rhythm([start + i * period for i in range(count)]) == period
+def test_a_regular_distance_is_a_period(period: int, count: int, start: int) -> None:
+    assert detect_period([start + i * period for i in range(count)]) == period
 
 
 def test_a_missed_time_does_not_break_it_and_chance_makes_none() -> None:
-    assert rhythm([0, 50, 100, 200, 250, 300]) == 50
-    assert rhythm([0, 13, 90, 100, 260, 300, 317]) is None
-    assert rhythm([0, 50, 100]) is None
-    assert rhythm([1, 2, 3, 4, 5]) is None
+    assert detect_period([0, 50, 100, 200, 250, 300]) == 50
+    assert detect_period([0, 13, 90, 100, 260, 300, 317]) is None
+    assert detect_period([0, 50, 100]) is None
+    assert detect_period([1, 2, 3, 4, 5]) is None

@@ -11,7 +11,7 @@ from elasticd_planner.policy.stability import (
     changed,
     corrected,
     first_wait,
-    outlook,
+    payoff_horizon,
     settled,
     switched,
 )
@@ -52,7 +52,7 @@ def _first_switch(state: Stability, rates: dict[str, float], step: int, end: int
     """Looks again only when the decision says so."""
     while step < end:
         decision: Decision = decide(
-            SETTINGS, 1.0 + saving, 1.0, 0, outlook=outlook(state, rates, step, HORIZON)
+            SETTINGS, 1.0 + saving, 1.0, 0, payoff=payoff_horizon(state, rates, step, HORIZON)
         )
         if decision.replan:
             return step
@@ -105,10 +105,10 @@ def test_short_lives_shorten_the_horizon_and_a_long_one_lengthens_it() -> None:
     state, step = Stability(), 100
     for count in range(5):
         state = changed(state, "a/1", 1.0 + (count + 1) % 2, step, HORIZON)
-        now = outlook(state, {"a/1": 2.0}, step, HORIZON).steps
+        now = payoff_horizon(state, {"a/1": 2.0}, step, HORIZON).steps
         assert now == [200, 136, 73, 10, 10][count], "the mean of three, unseen ones last as the setting says"
         step += 10
-    at = [outlook(state, {"a/1": 2.0}, 140 + age, HORIZON).steps for age in (0, 9, 11, 50, 900)]
+    at = [payoff_horizon(state, {"a/1": 2.0}, 140 + age, HORIZON).steps for age in (0, 9, 11, 50, 900)]
     assert at == [10, 10, 11, 50, HORIZON]
 
 
@@ -125,13 +125,13 @@ def test_another_device_that_changes_is_answered_while_one_is_restless() -> None
         if count < FREE:
             state = switched(state, rates, 4 * count, HORIZON)
     state = changed(state, "a/1", 1.0, 40, HORIZON)
-    assert outlook(state, {}, 40, HORIZON).wait == first_wait(HORIZON)
-    told = outlook(state, {}, 44, HORIZON)
+    assert payoff_horizon(state, {}, 40, HORIZON).wait == first_wait(HORIZON)
+    told = payoff_horizon(state, {}, 44, HORIZON)
     assert (told.wait, told.age) == (first_wait(HORIZON) - 4, 4)
     assert told.history == "a/1 has changed its speed 10 times in 44 steps"
     state = changed(state, "b/0", 3.0, 41, HORIZON)
-    assert outlook(state, {"b/0": 3.0}, 41, HORIZON).wait == 0
-    assert outlook(state, {"b/0": 3.0}, 41, HORIZON).steps == HORIZON
+    assert payoff_horizon(state, {"b/0": 3.0}, 41, HORIZON).wait == 0
+    assert payoff_horizon(state, {"b/0": 3.0}, 41, HORIZON).steps == HORIZON
 
 
 def test_a_corrected_rate_is_the_same_condition() -> None:
@@ -142,5 +142,5 @@ def test_a_corrected_rate_is_the_same_condition() -> None:
     assert after.rate == 2.1
     assert (after.since, after.lifetimes, after.changes) == (before.since, before.lifetimes, before.changes)
     assert (after.switches, after.answered) == (before.switches, before.answered)
-    assert outlook(better, {"a/1": 2.1}, 110, HORIZON).wait == 0
+    assert payoff_horizon(better, {"a/1": 2.1}, 110, HORIZON).wait == 0
     assert corrected(state, "b/2", 2.0) == state

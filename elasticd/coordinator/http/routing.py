@@ -46,8 +46,8 @@ class Parameter:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
     """One method of one path. refuses: statuses that it answers by itself, beside those that follow from its
-    parameters and from who stands before it (`gate`). large: its answer is encoded beside the loop, and sent in
-    pieces (`viewers`)."""
+    parameters and from who stands before it (`middleware`). large: its answer is encoded beside the loop, and
+    sent in pieces (`response_encoder`)."""
 
     method: str
     path: str

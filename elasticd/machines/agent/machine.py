@@ -9,7 +9,7 @@ leader (on a link that comes and goes), and the store (whose records are the onl
             what it said of a switch, its end) and is said again on every new link; the leader takes a
             statement as often as it comes. What the store's records have outdated is forgotten.
     down    proposals, aborts, recorded plans and the job's end are forwarded as read from the store, to the
-            workers that they concern, unless their epoch is below the highest seen (`agent_orders`). The
+            workers that they concern, unless their epoch is below the highest seen (`store_orders`). The
             leader's own messages carry answers and hints alone: an order among them is dropped.
 
 Invariant: an outcome that a client said, and that no record in the store has outdated, was sent on the

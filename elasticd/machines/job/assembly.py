@@ -272,7 +272,7 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
         closes=body.closes,
     )
     if job.phase in OVER:
-        turn.worker(worker)  # it lives still: see `forgetting`
+        turn.worker(worker)  # it lives still: see `finished_jobs`
         return
     if job.spec is None:
         turn.write(body.spec)

@@ -21,7 +21,7 @@ def lost(turn: Turn, gone: WorkerLost) -> None:
     worker = turn.job.workers.get(gone.device)
     known = worker is not None and worker.incarnation == gone.incarnation
     if turn.over and known:
-        turn.drop(gone.device)  # nobody of the job is left in the end: see `forgetting`
+        turn.drop(gone.device)  # nobody of the job is left in the end: see `finished_jobs`
     if turn.over or not (known or bound(turn, gone.device, gone.incarnation)):
         return
     if known and worker is not None and worker.left:

@@ -11,7 +11,7 @@ from elasticd_planner.detection.expected_work import expectation
 from elasticd_planner.detection.stragglers import observe
 from elasticd_planner.placement.state_movement import bytes_to_move
 from elasticd_planner.policy.policy import Decision, decide, measured_price
-from elasticd_planner.policy.stability import outlook, settled
+from elasticd_planner.policy.stability import payoff_horizon, settled
 from elasticd_planner.problem import Freedom, Problem
 from elasticd_planner.profiling.fit import fit
 from elasticd_planner.spec.cluster import Cluster, Device, Node, node_of
@@ -318,7 +318,7 @@ def _worth_it(turn: Turn, plan: Plan, new: Plan, found: Deferred) -> Decision:
         seconds,
         bytes_to_move(found.problem.profile, plan, new),
         price=measured_price(policy, job.moved),
-        outlook=outlook(job.stability, found.basis.rates, job.rates.step, policy.horizon_steps),
+        payoff=payoff_horizon(job.stability, found.basis.rates, job.rates.step, policy.horizon_steps),
     )
 
 

@@ -1,8 +1,8 @@
 """Causal language models of Hugging Face's transformers, as they are: cut by the plans that they carry.
 
 Every section runs the model's own forward (`sections`), which is proved on a small copy (`proof`); the rules
-come from the model's tensor-parallel plan (`plans`). Padding belongs at the end of a sample: causal attention
-then never sees it.
+come from the model's tensor-parallel plan (`tp_plans`). Padding belongs at the end of a sample: causal
+attention then never sees it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Whether the sections of a model compute what the model computes, tried on a small copy of it.
 
-The copy has the model's class and its configuration with few layers and small widths (`shrunken`), and weights
-so large that caps act. Its own forward and backward pass are compared with those of its sections: once with the
-configuration's numbers, and once with all of them changed, so that a number that is neutral now is seen, too,
-where it is lost. What differs is looked for number by number and refused by name.
+The copy has the model's class and its configuration with few layers and small widths (`tiny_config`), and
+weights so large that caps act. Its own forward and backward pass are compared with those of its sections: once
+with the configuration's numbers, and once with all of them changed, so that a number that is neutral now is
+seen, too, where it is lost. What differs is looked for number by number and refused by name.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Loop:
 
     def run(self, total: int) -> Iterator[Next | Step]:
         """Until `total` updates were made: what comes next, and each step after it is done. Raises what
-        `endings` has."""
+        `exits` has."""
         switcher = self.switcher
         while True:
             if switcher.engine is None and self.saver is not None:
@@ -107,7 +107,7 @@ class Loop:
 
     def fail(self, error: Exception) -> None:
         """The script's own code raised: says so, and stays until the others have what this rank holds, or have
-        saved the state with it where the leader ends the job for it. Raises what `endings` has; returns where
+        saved the state with it where the leader ends the job for it. Raises what `exits` has; returns where
         nothing is held here that is of use."""
         switcher = self.switcher
         engine = switcher.engine

@@ -1,8 +1,8 @@
 """A rank's side of checkpoints at work: copies its share at a step's end, writes it in a thread, closes it.
 
-The machine in `machines.saving` says what to do and when; what a step waits for is the copy alone. A
-checkpoint gets its name only when the leader has published it, by a write to the store that its key fences: so
-a rank that was cut off and trains on alone never makes one that a later start would take.
+The machine in `machines.worker.checkpointing` says what to do and when; what a step waits for is the copy
+alone. A checkpoint gets its name only when the leader has published it, by a write to the store that its key
+fences: so a rank that was cut off and trains on alone never makes one that a later start would take.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from elasticd.runtime.telemetry.comm_timer import Stopwatch
 #: wait for the other end (one that a death cuts in two would keep who waits for it). And bytes up to which one
 #: member sends to all others together.
 AT_ONCE, A_FLIGHT, TOGETHER = 1 << 14, 1 << 13, 1 << 16
-#: The tag of those messages: no boundary of two stages has it, nor what `ownership` sends.
+#: The tag of those messages: no boundary of two stages has it, nor what `parallel.zero` sends.
 TERMS = 1 << 25
 #: Seconds that payloads have to arrive before the sockets of a fabric are shut.
 _DRAIN = 0.2

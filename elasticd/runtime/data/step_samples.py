@@ -50,7 +50,7 @@ class BatchesDiffer(RuntimeError):
 class Mapped:
     """Samples of a map-style dataset: those that `sampler` draws for a step, unless the script gave others.
 
-    length: tokens of a sample by its index, where they are unequal; linear: see `packing.linear_of`."""
+    length: tokens of a sample by its index, where they are unequal; linear: see `sample_packing.linear_of`."""
 
     def __init__(
         self, sampler: Sampler, reader: Samples, length: Callable[[int], int] | None, linear: int

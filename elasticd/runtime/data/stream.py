@@ -237,7 +237,7 @@ class _Source:
             return _Read(
                 before=position, after="", samples=(), failed=step * self._batch + len(found) + 1, why=why
             )
-        # Text of a text: what the state carries is text that `settings` reads.
+        # Text of a text: what the state carries is text that `text_codec` reads.
         self._at = to_text(msgspec.json.encode([step + 1, state]).decode())
         return _Read(before=position, after=self._at, samples=found)
 

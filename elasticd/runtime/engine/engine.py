@@ -127,8 +127,8 @@ class Engine:
     no runner. stale: under ZeRO, the parameters are new only where their state is kept. reduced: the step whose
     gradients are reduced here and wait for their update; last: the vote that the last update followed. spent:
     its memory went to the state of another plan, in a move in place: there is nothing here to go back to.
-    meets: its plan came by a recovery, so that its members may have been at different things (`interludes`).
-    torn: an update was begun and did not end, so that the state here is of no step."""
+    meets: its plan came by a recovery, so that its members may have been at different things
+    (`api.between_steps`). torn: an update was begun and did not end, so that the state here is of no step."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class Engine:
 
     @property
     def linear(self) -> int:
-        """See `packing.linear_of`."""
+        """See `sample_packing.linear_of`."""
         return linear_of(self._recipe.model.spec)
 
     def round(self) -> None:

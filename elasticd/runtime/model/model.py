@@ -1,8 +1,9 @@
 """A model as elasticd trains it: its sections, its tensor-parallel rules, its first values.
 
 The user's modules stay as they are. They describe the whole model once (kept without storage); what a device
-runs are copies of the sections (`local`), with parameters of the local shape only, attributes that count units
-set to the local ones, and the TP group's communication hooked around the modules whose parameters are cut.
+runs are copies of the sections (`local_model`), with parameters of the local shape only, attributes that count
+units set to the local ones, and the TP group's communication hooked around the modules whose parameters are
+cut.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A process that ends when whoever started it does: its standard input is a pipe that only the parent holds.
 
-A worker's is not, so `runtime.parent` asks the kernel; here this is better, for it lets what is open be closed,
-and holds also for a parent that ended while this process still started."""
+A worker's is not, so `runtime.control.parent_death` asks the kernel; here this is better, for it lets what is
+open be closed, and holds also for a parent that ended while this process still started."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A rank's side of snapshots at work: copies its share into a memory file at a step's end, and hands it over.
 
-The machine in `machines.snapping` says when and where. What a step waits for is the copy alone; a thread of its
-own makes the files, writes what they hold, and gives them to the agent, who keeps them.
+The machine in `machines.worker.snapshotting` says when and where. What a step waits for is the copy alone; a
+thread of its own makes the files, writes what they hold, and gives them to the agent, who keeps them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a switch makes and moves on one rank: a proposal's groups and modules, then its state in side buffers.
 
-Nothing here decides; `switching` calls it when the machine says so, `prepare` beside training and `move` when
+Nothing here decides; `switcher` calls it when the machine says so, `prepare` beside training and `move` when
 training has stopped.
 """
 

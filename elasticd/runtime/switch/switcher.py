@@ -1,5 +1,5 @@
-"""A rank's side of switches and faults at work: runs the effects of `machines.switch` on real groups, models
-and state.
+"""A rank's side of switches and faults at work: runs the effects of `machines.worker.switch` on real groups,
+models and state.
 
 Three threads meet here. The control thread feeds what it reads. A preparer thread, one for each proposal,
 makes modules and groups while training goes on. The main thread, which trains, feeds votes and is alone in
@@ -213,7 +213,7 @@ class Switcher:
         self._rest()
 
     def wait(self) -> Engine:
-        """The engine to train with; a device that is not used stands by. Raises what `endings` has."""
+        """The engine to train with; a device that is not used stands by. Raises what `exits` has."""
         while True:
             self._rest()
             if self.engine is not None and self.at_work:

@@ -12,7 +12,7 @@ INSIDE = "tensor"
 
 
 class Marks(Protocol):
-    """A device's own times (`spans.Spans`)."""
+    """A device's own times (`cuda_timer.Spans`)."""
 
     def begin(self, kind: str) -> None: ...
     def end(self) -> None: ...

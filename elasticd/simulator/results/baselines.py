@@ -236,7 +236,7 @@ class Restarting(Still):
     def changed(self, fault: Fault) -> None:
         super().changed(fault)
         if fault.speed or fault.kind == "join":
-            self.react_at = self.trained.steps + self.scenario.detect.quickest
+            self.react_at = self.trained.steps + self.scenario.detect.min_steps
 
     def react(self) -> None:
         slow = self._slow()

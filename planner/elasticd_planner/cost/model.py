@@ -205,7 +205,7 @@ def after_seconds(plan: Plan, cluster: Cluster, cost: CostModel) -> float:
 
 def memory_by_device(plan: Plan, cost: CostModel) -> dict[str, int]:
     """Bytes that each member needs: its state, and the activations that its schedule keeps (in plain 1F1B those
-    of min(m, stages - position) micro-batches; else see `passes.most_alive`)."""
+    of min(m, stages - position) micro-batches; else see `schedule.most_alive`)."""
     needed: dict[str, int] = {}
     cost = cost.under(plan)
     for pipeline in plan.pipelines:

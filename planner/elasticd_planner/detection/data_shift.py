@@ -1,16 +1,16 @@
-"""Whether the data has changed shape: a lasting change of the sequences' lengths, told apart from noise.
+"""Data shifts: lasting changes of the sequence lengths, told apart from noise.
 
 Theory of operation. A step's batch has a mean length, and an effective one (the length of the sequence that a
 token is in): what time follows. The logarithms of both are compared with those of the reference, the lengths
-that held when the last shift was told, by the sequential test that rates are judged by, up and down. Their
+that held when the last shift was reported, by the sequential test of stragglers (`cusum`), up and down. Their
 noise is that of the batches, and is measured. The reference is fixed, so that a slow drift is a shift once it
 is far enough. All devices see the same shift, so it is never taken for a slow one: residuals are over the
 fleet's cost.
 
-    learning --(settle steps)-----------> settling
-    settling --(`KEPT` steps)-----------> watching
-    any of them --(test passed)---------> learning; shift told with what the new steps are like so far
-    learning --(settle steps, it was off)-> settling; shift told once more with what was learned
+    learning --(`refine_after_steps` steps)----------> settling
+    settling --(`KEPT` steps)------------------------> watching
+    any of them --(test passed)----------------------> learning; the shift is reported with the lengths so far
+    learning --(as many steps, the report was off)---> settling; the shift is reported again as learned
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from statistics import median
 
 import msgspec
 
-from elasticd_planner.detection.cusum import NONE, Detector, Evidence, trimmed
+from elasticd_planner.detection.cusum import NONE, CusumState, Detector, trimmed
 from elasticd_planner.detection.fleet_baseline import noise
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.spec.sequence_lengths import Lengths
@@ -39,58 +39,56 @@ SPREAD = 0.05
 
 
 class Shift(Value, frozen=True, kw_only=True):
-    """The lengths changed, from step `step` on at the latest; why people read."""
+    """A lasting change of the sequence lengths."""
 
-    step: int
+    step: int  # the lengths have changed by this step
     before: Lengths
     after: Lengths
-    reason: str
+    reason: str  # for people
 
 
 class Signal(Value, frozen=True, kw_only=True):
-    """One logarithm under test: its noise, and the evidence for a shift up and down."""
+    """A logarithm of the sequence lengths that is tested for a shift, step by step."""
 
-    last: float | None = None
-    noise: float = 0.0
-    seen: int = 0
-    above: Evidence = NONE
-    below: Evidence = NONE
+    last: float | None = None  # its value in the last step
+    noise: float = 0.0  # its standard deviation from step to step
+    seen: int = 0  # steps that the noise was measured in
+    cusum_up: CusumState = NONE  # evidence that it has grown
+    cusum_down: CusumState = NONE  # evidence that it has become smaller
 
     def after(self, value: float, expected: float, settings: DetectSettings) -> tuple[Signal, int]:
         """The signal after one more step, and for how many steps it has shifted (0: not at all)."""
         heard = noise(self.noise, self.seen, None if self.last is None else abs(value - self.last))
-        spread = max(SPREAD, heard)
-        test = Detector.of(math.log1p(settings.shift), spread, settings.false_alarms, settings.quickest)
-        above, below = test.add(self.above, value - expected), test.add(self.below, expected - value)
-        made = Signal(last=value, noise=heard, seen=self.seen + 1, above=above, below=below)
-        return made, next((each.since for each in (above, below) if test.passed(each)), 0)
+        sigma = max(SPREAD, heard)
+        test = Detector.of(math.log1p(settings.shift), sigma, settings.false_alarms, settings.min_steps)
+        up, down = test.add(self.cusum_up, value - expected), test.add(self.cusum_down, expected - value)
+        made = Signal(last=value, noise=heard, seen=self.seen + 1, cusum_up=up, cusum_down=down)
+        return made, next((each.since for each in (up, down) if test.passed(each)), 0)
 
     def anew(self) -> Signal:
         return Signal(last=self.last, noise=self.noise, seen=self.seen)
 
 
 class ShiftState(Value, frozen=True, kw_only=True):
-    """What the lengths are (`reference`, None until some steps were seen), whether they are known well enough
-    to stay so, and the last steps' lengths, since the last shift."""
+    """What is known of a job's sequence lengths."""
 
-    step: int = -1
-    reference: Lengths | None = None
-    fixed: bool = False
-    recent: tuple[Lengths, ...] = ()
-    mean: Signal = Signal()
-    effective: Signal = Signal()
+    step: int = -1  # the last step
+    reference: Lengths | None = None  # what a shift is measured against; None until some steps were seen
+    fixed: bool = False  # the reference comes from enough steps to stay
+    recent: tuple[Lengths, ...] = ()  # the last steps since the last shift
+    mean: Signal = Signal()  # the logarithm of the mean length
+    effective: Signal = Signal()  # the logarithm of the effective length
 
     @property
     def lengths(self) -> Lengths | None:
-        """What sequences are like now, by the steps since the last shift: for planning. None where none was
-        seen."""
+        """The lengths to plan with, from the steps since the last shift; None before the first step."""
         return _typical(self.recent) if self.recent else None
 
 
 def watch(
     state: ShiftState, step: int, lengths: Lengths | None, settings: DetectSettings
 ) -> tuple[ShiftState, Shift | None]:
-    """Takes in the lengths of one step (None: not measured). A step not newer than the last changes nothing."""
+    """Judges the lengths of one step (None: not measured). A step that is not newer changes nothing."""
     if lengths is None or step <= state.step:
         return state, None
     reference = state.reference or lengths
@@ -107,7 +105,7 @@ def watch(
 def _shifted(
     state: ShiftState, reference: Lengths, since: int, settings: DetectSettings
 ) -> tuple[ShiftState, Shift | None]:
-    """After evidence from `since` steps: told, if what they are like is different enough."""
+    """After `since` steps of evidence: a shift, if the lengths differ enough."""
     state = msgspec.structs.replace(state, mean=state.mean.anew(), effective=state.effective.anew())
     recent = state.recent[-since:]
     found = _typical(recent)
@@ -119,8 +117,8 @@ def _shifted(
 
 
 def _learned(state: ShiftState, settings: DetectSettings) -> tuple[ShiftState, Shift | None]:
-    """The reference by more steps, until there are `KEPT`: told after `settle` of them, if it was off."""
-    count, before, least = len(state.recent), state.reference, min(settings.settle, KEPT)
+    """The reference from up to `KEPT` steps; a shift after `refine_after_steps` of them, if it was off."""
+    count, before, least = len(state.recent), state.reference, min(settings.refine_after_steps, KEPT)
     if state.fixed or count < least:
         return state, None
     found = _typical(state.recent)
@@ -131,7 +129,7 @@ def _learned(state: ShiftState, settings: DetectSettings) -> tuple[ShiftState, S
 
 
 def _typical(recent: tuple[Lengths, ...]) -> Lengths:
-    """Of several steps; by their median where they are few, since the first may be from before the shift."""
+    """Typical lengths of several steps: the median of a few, since the first may be from before the shift."""
     middle = median if len(recent) <= 5 else trimmed
     mean = math.exp(middle([math.log(each.mean) for each in recent]))
     effective = math.exp(middle([math.log(each.effective) for each in recent]))
@@ -141,7 +139,7 @@ def _typical(recent: tuple[Lengths, ...]) -> Lengths:
 
 
 def _off(told: Lengths, found: Lengths, part: float, *, longest: bool = True) -> bool:
-    """Whether lengths are off by more than a part, up or down."""
+    """Whether lengths are off by more than the fraction `part`, up or down."""
     most = math.log1p(part)
     return (
         abs(math.log(found.mean / told.mean)) > most

@@ -1,16 +1,16 @@
-"""What is known of each device's speed. Of many devices it is in columns, which arrays count on at once.
+"""What detection knows of each device, as values; for many devices as the columns of one array.
 
 Theory of operation. `Devices` is a mapping by name; a device's value is a `DeviceRate`. It keeps none of these
 values: it has a table of numbers with a column for each device, and by name what few devices have (single slow
 steps, slow times). It makes a value of a column when that is asked for. Nothing changes its table: what follows
 from a step is another one.
 
-    row  0            rate
+    row  0            rate (the slowdown)
          1            age, -1 where it is None
          2, 3         offset, and the steps that it was learned in
          4            how many residuals are kept
-         5 to 7       evidence for a shift up: total, clear, since
-         8 to 10      evidence for a shift down
+         5 to 7       CUSUM state for a shift up: total, clear, since
+         8 to 10      CUSUM state for a shift down
          11 to last   residuals, the newest in the last row, zeros before the first
 
 The devices of the last step come first, in the order of that step, so that the next one finds them in place.
@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from elasticd_planner.detection.cusum import NONE, Evidence
+from elasticd_planner.detection.cusum import NONE, CusumState
 from elasticd_planner.detection.slowness_history import Episode
 from elasticd_planner.numeric import Floats
 from elasticd_planner.spec.cluster import NORMAL
@@ -32,26 +32,22 @@ from elasticd_planner.value import Value
 T = TypeVar("T")
 
 RATE, AGE, OFFSET, SEEN, COUNT = range(5)
-ABOVE, BELOW = slice(5, 8), slice(8, 11)
+UP, DOWN = slice(5, 8), slice(8, 11)
 RESIDUALS = 11
 
 
 class DeviceRate(Value, frozen=True, kw_only=True):
-    """What is known of one device: its rate (1.0 normal), the residuals of the last steps, and what they say.
+    """What detection knows of one device."""
 
-    above, below: the evidence for a shift up and down. age: steps since the rate began to hold (None: long
-    ago). offset: its own lasting difference, from `seen` steps. spikes: single slow steps; episodes: when it
-    was slow."""
-
-    rate: float = NORMAL
-    residuals: tuple[float, ...] = ()
-    above: Evidence = NONE
-    below: Evidence = NONE
-    age: int | None = None
-    offset: float = 0.0
-    seen: int = 0
-    spikes: tuple[int, ...] = ()
-    episodes: tuple[Episode, ...] = ()
+    rate: float = NORMAL  # slowdown: 1.0 is normal, 2.0 takes twice as long
+    residuals: tuple[float, ...] = ()  # logarithms of cost over the fleet's cost, of the last steps
+    cusum_up: CusumState = NONE  # evidence that it has become slower
+    cusum_down: CusumState = NONE  # evidence that it has become faster
+    age: int | None = None  # steps since the slowdown last changed; None: so many that it needs no correction
+    offset: float = 0.0  # the device's own lasting residual while it is normal
+    seen: int = 0  # steps that the offset was learned in
+    spikes: tuple[int, ...] = ()  # single slow steps, by their numbers
+    episodes: tuple[Episode, ...] = ()  # when it was slow
 
 
 class Devices(Mapping[str, DeviceRate]):
@@ -73,21 +69,21 @@ class Devices(Mapping[str, DeviceRate]):
 
     @classmethod
     def of(cls, known: Mapping[str, DeviceRate]) -> Devices:
-        """The same as one value for each device."""
+        """From one value for each device."""
         return NOBODY.replaced(known)
 
     def __getitem__(self, name: str) -> DeviceRate:
         return self.at(self.places[name])
 
     def at(self, place: int) -> DeviceRate:
-        """What is known of the device of this column."""
+        """The device of this column."""
         name, column = self.names[place], self.table[:, place].tolist()
         rate, age, offset, seen, count = column[:5]
         return DeviceRate(
             rate=rate,
             residuals=tuple(column[len(column) - int(count) :]),
-            above=_evidence(column[ABOVE]),
-            below=_evidence(column[BELOW]),
+            cusum_up=_evidence(column[UP]),
+            cusum_down=_evidence(column[DOWN]),
             age=None if age < 0 else int(age),
             offset=offset,
             seen=int(seen),
@@ -225,8 +221,8 @@ def _column(known: DeviceRate, width: int) -> list[float]:
     count = len(known.residuals)
     return [
         *(known.rate, -1 if known.age is None else known.age, known.offset, known.seen, count),
-        *(known.above.total, known.above.clear, known.above.since),
-        *(known.below.total, known.below.clear, known.below.since),
+        *(known.cusum_up.total, known.cusum_up.clear, known.cusum_up.since),
+        *(known.cusum_down.total, known.cusum_down.clear, known.cusum_down.since),
         *(0.0,) * (width - count),
         *known.residuals,
     ]
@@ -241,9 +237,9 @@ def _replaced(
     return {name: given for name, given in {**before, **new}.items() if given}
 
 
-def _evidence(numbers: Sequence[float]) -> Evidence:
+def _evidence(numbers: Sequence[float]) -> CusumState:
     total, clear, since = numbers
-    return Evidence(total=total, clear=int(clear), since=int(since)) if since else NONE
+    return CusumState(total=total, clear=int(clear), since=int(since)) if since else NONE
 
 
 #: Nothing is known of any device.

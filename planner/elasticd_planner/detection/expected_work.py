@@ -1,4 +1,4 @@
-"""What devices had to do in a step, by the model's profile: what their seconds are divided by to be costs."""
+"""The work of each device in a step by the model's profile; a device's cost is its seconds over its work."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from elasticd_planner.spec.step_measurements import Step
 
 
 def expectation(profile: ModelProfile, plan: Plan) -> Callable[[Step], Floats]:
-    """For `rates.observe`: the work of each device of a step [devices], members of `plan`, in tokens x layers x
-    share, with what the profile knows besides: a part in a wide TP group takes longer than that part of the
-    whole, and each pass of a block has a fixed time. How cost grows with length is learned in `rates`."""
+    """The function `work` of `stragglers.observe` for the members of `plan`.
+
+    The work of a device [devices] is tokens x layers x share. From the profile come two corrections: a share in
+    a wide TP group takes longer than that part of the whole, and each pass of a block has a fixed time. How the
+    cost of a token grows with the length of its sequence is learned in `stragglers`.
+    """
     block = profile.block
     if not block.slowdown and not block.fixed_seconds:
         return lambda step: step.column("block_work")

@@ -1,4 +1,4 @@
-"""What a normal device spends in a step: the fleet's unit cost, its noise, and how cost grows with length.
+"""Fleet baseline: what a normal device spends on a unit of work, its noise, and its growth with length.
 
 Cost is seconds per unit of work. A device's residual is the logarithm of its cost over the fleet's, so what
 slows everybody slows nobody. The fleet is the devices that are not known to be slow, without those that are far
@@ -20,7 +20,7 @@ from elasticd_planner.numeric import Floats, middle
 from elasticd_planner.spec.cluster import NORMAL
 from elasticd_planner.value import Value
 
-#: Spreads above the cheaper half's middle within which a device belongs to the fleet.
+#: Standard deviations above the cheaper half's median within which a device belongs to the fleet.
 NEAR = 4.5
 
 #: Steps over which the fleet's noise is averaged, and what it learned about lengths is forgotten.
@@ -33,63 +33,71 @@ DOUBT = 0.5
 
 
 class Curve(Value, frozen=True, kw_only=True):
-    """By what the cost of a token grows with its sequence's length: 1 + rise x length / middle. `middle` is a
-    typical length (0: none seen); `known` how much was learned."""
+    """How the cost of a token grows with its sequence's length: by the factor 1 + rise x length / middle."""
 
-    rise: float = 0.0
-    middle: float = 0.0
-    known: float = 0.0
+    rise: float = 0.0  # at the typical length
+    middle: float = 0.0  # a typical length in tokens; 0: none was seen
+    known: float = 0.0  # how much was learned, in device-steps whose lengths differ by all that they can
 
     def factor(self, length: float) -> float:
-        """How much more a token costs than one of a very short sequence."""
+        """The cost of a token in a sequence of `length` tokens, over that in a very short one."""
         return 1.0 + self.rise * length / self.middle if self.middle else 1.0
 
     def factors(self, lengths: Floats) -> Floats:
-        """The same for many lengths."""
+        """`factor` for many lengths."""
         return 1.0 + self.rise * lengths / self.middle if self.middle else np.ones(len(lengths))
 
     @property
     def per_token(self) -> float:
-        """The same rise for each token of length (0 where none is known)."""
+        """The rise for each token of length; 0 where no length is known."""
         return self.rise / self.middle if self.middle else 0.0
 
     def moved(self, typical: float) -> Curve:
-        """The same after a step of such a typical length: the middle follows slowly, and what a token of length
-        costs stays the same when it does."""
+        """The curve after a step with this typical length: the middle follows slowly, and `per_token` stays."""
         if not self.middle:
             return Curve(middle=typical)
         middle = self.middle + (typical - self.middle) / NOISE_STEPS
         return Curve(rise=self.rise * middle / self.middle, middle=middle, known=self.known)
 
     def pulled(self, pull: float, weight: float) -> Curve:
-        """After one more step's residuals, which pull the rise up or down with so much weight."""
+        """The curve after one more step, whose residuals pull the rise by `pull` with weight `weight`."""
         known = self.known * (1 - 1 / CURVE_STEPS) + weight
         return Curve(rise=max(0.0, self.rise + pull / (DOUBT + known)), middle=self.middle, known=known)
 
 
-def fleet_cost(costs: Mapping[str, float], slow: Mapping[str, float], spread: float = 0.05) -> float:
-    """The unit cost of a normal device, of those not known to be slow. Where only slow ones work, of all of
-    them by their rates."""
+def fleet_cost(costs: Mapping[str, float], slow: Mapping[str, float], sigma: float = 0.05) -> float:
+    """The cost of a unit of work on a normal device.
+
+    Args:
+        costs: by device, in any unit.
+        slow: slowdowns of the stragglers. If all devices are stragglers, costs over slowdowns count.
+        sigma: the noise of a cost, as the standard deviation of its logarithm.
+    """
     normal = sorted(cost for name, cost in costs.items() if name not in slow)
-    return _level(normal or sorted(cost / slow[name] for name, cost in costs.items()), spread)
+    return _level(normal or sorted(cost / slow[name] for name, cost in costs.items()), sigma)
 
 
-def fleet_cost_of_many(costs: Floats, rates: Floats, spread: float = 0.05) -> float:
-    """The same from the costs and the rates of devices, each [devices]."""
+def fleet_cost_of_many(costs: Floats, rates: Floats, sigma: float = 0.05) -> float:
+    """`fleet_cost` from the costs and the slowdowns of devices, each [devices]."""
     normal = costs[rates == NORMAL]
-    return _level(np.sort(normal if normal.size else costs / rates), spread)
+    return _level(np.sort(normal if normal.size else costs / rates), sigma)
 
 
-def _level(ordered: Sequence[float] | Floats, spread: float) -> float:
-    """Of costs in ascending order."""
+def _level(ordered: Sequence[float] | Floats, sigma: float) -> float:
+    """The baseline of costs in ascending order."""
     cheap = middle(ordered[: (len(ordered) + 1) // 2])
-    near = cheap * math.exp(NEAR * spread)
+    near = cheap * math.exp(NEAR * sigma)
     return middle(ordered[: bisect_right(ordered, near)])
 
 
 def noise(before: float, steps: int, change: float | None) -> float:
-    """The fleet's noise after one more step, from the median `change` of its devices' residuals since the last
-    one, up and down alike (None: there was none before); `steps`: how many were seen."""
+    """The fleet's noise after one more step.
+
+    Args:
+        before: the noise so far.
+        steps: how many steps it was measured in.
+        change: the median absolute change of the devices' residuals since the last step; None: it is unknown.
+    """
     if change is None:
         return before
     part = 1.0 / min(steps + 1, NOISE_STEPS)
@@ -97,23 +105,27 @@ def noise(before: float, steps: int, change: float | None) -> float:
 
 
 def learned(
-    before: Curve, lengths: Mapping[str, float], residuals: Mapping[str, float], spread: float
+    before: Curve, lengths: Mapping[str, float], residuals: Mapping[str, float], sigma: float
 ) -> Curve:
-    """The curve after one more step: `lengths` and `residuals` of the fleet's normal devices, of which those
-    with longer sequences tell it by their residuals (least squares, forgetting). Wild residuals are cut."""
+    """The curve after one more step, by least squares that forget; residuals beyond three `sigma` are cut.
+
+    Args:
+        lengths: the sequence length of each normal device's tokens.
+        residuals: of the normal devices.
+    """
     known = [(lengths[name], residual) for name, residual in residuals.items() if lengths.get(name, 0) > 0]
     if len(known) < 2:
         return before
     before = before.moved(median(length for length, _ in known))
     slopes = [length / before.middle / (1 + before.rise * length / before.middle) for length, _ in known]
     mean = sum(slopes) / len(slopes)
-    cut = 3 * spread
+    cut = 3 * sigma
     pull = sum((s - mean) * max(-cut, min(cut, r)) for s, (_, r) in zip(slopes, known, strict=True))
     return before.pulled(pull, sum((slope - mean) ** 2 for slope in slopes))
 
 
-def learned_of_many(before: Curve, lengths: Floats, residuals: Floats, spread: float) -> Curve:
-    """The same from the lengths and the residuals of normal devices, each [devices]."""
+def learned_of_many(before: Curve, lengths: Floats, residuals: Floats, sigma: float) -> Curve:
+    """`learned` from the lengths and the residuals of normal devices, each [devices]."""
     known = lengths > 0
     lengths, residuals = lengths[known], residuals[known]
     if len(lengths) < 2:
@@ -121,5 +133,5 @@ def learned_of_many(before: Curve, lengths: Floats, residuals: Floats, spread: f
     before = before.moved(middle(np.sort(lengths)))
     slopes = lengths / before.middle / (1 + before.rise * lengths / before.middle)
     slopes -= slopes.sum() / len(slopes)
-    cut = np.clip(residuals, -3 * spread, 3 * spread)
+    cut = np.clip(residuals, -3 * sigma, 3 * sigma)
     return before.pulled(float((slopes * cut).sum()), float((slopes**2).sum()))

@@ -1,13 +1,14 @@
-"""Devices that compute nothing, rated by probes: a small matrix product, timed a few times, over the fleet's.
+"""Idle probes: the slowdown of a device without work, from a small matrix product that is timed a few times.
 
 Theory of operation. A device is probed while it has no work: before it is given any, and again and again while
 it stands by. A probe's cost is the least of its times, for whatever disturbs a product only makes it longer.
-What is normal is the cost of the fleet's cheaper half (`fleet.fleet_cost`), of the last probe of every device.
+What is normal is the cost of the fleet's cheaper half (`fleet_baseline.fleet_cost`), of the last probe of every
+device.
 
     unknown --(one probe at `slow` or more)-----------------> slow before it is given work
     normal  --(two probes in a row at `slow` or more)-------> slow
     slow    --(two in a row at `recovered` or less)---------> normal
-    slow    --(two in a row off by `moved`, the same way)---> slow at another rate
+    slow    --(two in a row off by `slowdown_change`, both up or both down)---> slow by another factor
 
 Work makes two in a row begin anew: a device that its steps showed to be slow is not believed to be well because
 of a probe from before.
@@ -30,24 +31,27 @@ FLEET = "the fleet for the same matrix product"
 
 
 class Probed(Value, frozen=True, kw_only=True):
-    """The cost of a device's last probe, in seconds, and that of the one `before` it, if no work came between.
-    fresh: it was not judged yet; idle: the device had no work since."""
+    """A device's last probe."""
 
-    cost: float
-    before: float | None = None
-    fresh: bool = True
-    idle: bool = True
+    cost: float  # the shortest of its products, in seconds
+    before: float | None = None  # seconds of the probe before it; None if the device had work in between
+    fresh: bool = True  # it was not judged yet
+    idle: bool = True  # the device had no work since
 
 
 class ProbeState(Value, frozen=True, kw_only=True):
-    """The last probes, by device; `plan` is the number of the plan whose members are known to have worked."""
+    """The last probes of all devices."""
 
-    devices: dict[str, Probed] = msgspec.field(default_factory=dict)
-    plan: int = 0
+    devices: dict[str, Probed] = msgspec.field(default_factory=dict)  # by device
+    plan: int = 0  # number of the plan whose members are known to have worked
 
     def heard(self, device: str, seconds: Sequence[float], *, idle: bool = True) -> ProbeState:
-        """After one more probe of a device: its products' seconds. What is no time is not counted. Of one that
-        has work by now (not `idle`) it is a measure for others alone."""
+        """The state after one more probe of a device.
+
+        Args:
+            seconds: of each of its products; what is no positive number is not counted.
+            idle: False where the device has work by now: the probe is then a baseline for other devices alone.
+        """
         times = [each for each in seconds if 0 < each < math.inf]
         if not times:
             return self
@@ -57,7 +61,7 @@ class ProbeState(Value, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, devices={**self.devices, device: probed})
 
     def worked(self, plan: int, members: Iterable[str]) -> ProbeState:
-        """The members of this plan have work: their probes tell what was, and serve the others as a measure."""
+        """The members of this plan have work: their probes are a baseline for other devices from now on."""
         if plan == self.plan:
             return self
         done = {
@@ -85,7 +89,7 @@ class ProbeState(Value, frozen=True, kw_only=True):
 def judged(
     probes: ProbeState, rates: RateState, settings: DetectSettings
 ) -> tuple[ProbeState, RateState, tuple[Change, ...]]:
-    """Takes in the probes that were not judged yet: what is believed of their devices now."""
+    """Judges the fresh probes; returns the slowdowns after that, and which of them changed."""
     fresh = probes.fresh
     if not fresh:
         return probes, rates, ()
@@ -105,7 +109,7 @@ def judged(
 def _verdict(
     rates: RateState, name: str, ratio: float, before: float | None, settings: DetectSettings
 ) -> float | None:
-    """The ratio that a device is to be believed to have, None where what is believed stays."""
+    """A device's new slowdown, None where the old one stays."""
     known = rates.devices.get(name)
     if known is None:
         return ratio if ratio >= settings.slow else NORMAL
@@ -116,5 +120,5 @@ def _verdict(
         return low if low >= settings.slow else None
     if high <= settings.recovered:
         return NORMAL
-    moved = 1 + settings.moved
+    moved = 1 + settings.slowdown_change
     return ratio if low > known.rate * moved or high < known.rate / moved else None

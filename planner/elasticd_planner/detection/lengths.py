@@ -1,4 +1,4 @@
-"""A model's profile evaluated anew for sequences of other lengths, and what attention costs by length."""
+"""A model's profile for other sequence lengths, and the cost of attention by length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KNOWN = 20.0
 def attention_rise(spec: ModelSpec, measured: Curve | None = None) -> float:
     """By what a block's token costs more for each token of its sequence's length. As `measured`, where that is
     known; else from shapes: causal attention takes 6 x width operations for each, and the matrices 6 x elements
-    (as in `profiles.derive`)."""
+    (as in `model_profile.derive`)."""
     if measured is not None and measured.known >= KNOWN:
         return measured.per_token
     elements = [sum(math.prod(parameter.shape) for parameter in kind) for kind in spec.kinds]

@@ -1,8 +1,8 @@
-"""Which links are slow: what transfers took over what they should take, told apart from slow devices.
+"""Slow links between nodes, from what transfers took over what they should take.
 
-A device's rate is read from its computation alone and a link's from transfers alone, so that neither is taken
-for the other. Links are compared with each other in the same step; fewer than `FEW` of them each with what it
-did before, so that the only link of two nodes is judged as well (but not one that was always slow).
+A device's slowdown is read from its computation alone and a link's from transfers alone, so that neither is
+taken for the other. Links are compared with each other in the same step; fewer than `FEW` of them each with
+what it did before, so that the only link of two nodes is judged as well (but not one that was always slow).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ROUGHER = 3.0
 
 
 class Transfer(Value, frozen=True, kw_only=True):
-    """`size` bytes that went from a node to another in `seconds`, without waiting for either."""
+    """A transfer between two nodes that waited for neither."""
 
-    source: str
-    target: str
-    size: int
+    source: str  # node
+    target: str  # node
+    size: int  # bytes
     seconds: float
 
     def __post_init__(self) -> None:
@@ -44,15 +44,15 @@ class Transfer(Value, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """Of the link; one way and back are one."""
+        """The link's name; both directions have the same."""
         return " - ".join(sorted((self.source, self.target)))
 
 
 class LinkState(Value, frozen=True, kw_only=True):
-    """Detection's state of all links: `rates` by their names, and what each did in its first steps (the
-    logarithm of seconds over those expected)."""
+    """What detection knows of all links."""
 
-    rates: RateState = msgspec.field(default_factory=RateState)
+    rates: RateState = msgspec.field(default_factory=RateState)  # by the links' names
+    # The logarithms of seconds over expected seconds in each link's first steps.
     first: dict[str, tuple[float, ...]] = msgspec.field(default_factory=dict)
 
 
@@ -91,7 +91,7 @@ def _for_links(settings: DetectSettings) -> DetectSettings:
         settings,
         slow=settings.link,
         recovered=math.sqrt(settings.link),
-        moved=settings.link - 1,
+        slowdown_change=settings.link - 1,
         noise=min(0.9, ROUGHER * settings.noise),
         refine=2 * ROUGHER * settings.refine,
     )

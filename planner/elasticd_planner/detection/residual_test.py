@@ -1,8 +1,8 @@
-"""The judge of one step: what a device's residual says, after those before it, of its rate.
+"""The residual test: whether a device's slowdown changes, after one more residual.
 
-`rates` says by which rules. Of few devices each is judged by itself (`Judge.after`). Many are judged at once
-(`Judge.after_all`): the same sums are made in arrays, and then by itself only a device of which these say that
-something happens to it.
+`stragglers` has the rules. A few devices are judged one by one (`Judge.after`). Many are judged at once
+(`Judge.after_all`): the same sums are made in arrays, and only the devices whose sums show a change are then
+judged one by one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from elasticd_planner.detection.cusum import NONE, Detector, Evidence, trimmed
-from elasticd_planner.detection.device_rates import ABOVE, AGE, BELOW, OFFSET, RATE, SEEN, DeviceRate, Devices
+from elasticd_planner.detection.cusum import NONE, CusumState, Detector, trimmed
+from elasticd_planner.detection.device_rates import AGE, DOWN, OFFSET, RATE, SEEN, UP, DeviceRate, Devices
 from elasticd_planner.detection.settings import DetectSettings
 from elasticd_planner.detection.slowness_history import MOST_KEPT, Episode
 from elasticd_planner.numeric import Bools, Floats, Ints
@@ -30,18 +30,18 @@ OFFSET_DOUBT = 8
 
 
 class Change(Value, frozen=True, kw_only=True):
-    """A rate that changed, and why. A "corrected" one is the same condition, known better."""
+    """A change of a device's slowdown."""
 
     device: str
-    before: float
-    after: float
+    before: float  # slowdown
+    after: float  # slowdown
     step: int
-    reason: str
-    kind: Kind
+    reason: str  # for people
+    kind: Kind  # "corrected": the same condition, known better
 
 
 def rounded(ratio: float, rounding: float) -> float:
-    """A ratio as a rate: steps of `rounding` between 1 and 2, twice that between 2 and 4, and so on."""
+    """A ratio as a slowdown: a multiple of `rounding` from 1 to 2, of twice that from 2 to 4, and so on."""
     if ratio <= NORMAL:
         return NORMAL
     step = rounding * 2 ** math.floor(math.log2(ratio))
@@ -49,15 +49,19 @@ def rounded(ratio: float, rounding: float) -> float:
 
 
 class Judge:
-    """Judges the devices of step `step`, whose residuals have this `spread`. `fleet` says to people what
-    devices are compared with."""
+    """Judges the devices of one step by their residuals."""
 
-    def __init__(self, settings: DetectSettings, spread: float, step: int, fleet: str) -> None:
-        self.settings, self.spread, self.step, self.fleet = settings, spread, step, fleet
+    def __init__(self, settings: DetectSettings, sigma: float, step: int, fleet: str) -> None:
+        """
+        Args:
+            sigma: standard deviation of the residuals of a device whose slowdown does not change.
+            fleet: what the devices are compared with, in the words of an event.
+        """
+        self.settings, self.step, self.fleet = settings, step, fleet
         self._kept, self._limit = settings.kept, math.log1p(settings.tolerance)
         self._slow, self._moved = (
-            Detector.of(math.log(ratio), spread, settings.false_alarms, settings.quickest)
-            for ratio in (settings.slow, 1 + settings.moved)
+            Detector.of(math.log(ratio), sigma, settings.false_alarms, settings.min_steps)
+            for ratio in (settings.slow, 1 + settings.slowdown_change)
         )
 
     def after(self, name: str, before: DeviceRate, residual: float) -> tuple[DeviceRate, Change | None]:
@@ -75,8 +79,8 @@ class Judge:
         table = devices.longer(residuals, self._kept)
         before, after = devices.table[:, : len(residuals)], table[:, : len(residuals)]
         slow = before[RATE] != NORMAL
-        after[ABOVE], far = self._slow.add_all(before[ABOVE], residuals - before[OFFSET])
-        one_by_one = self._slow.passed_all(after[ABOVE])
+        after[UP], far = self._slow.add_all(before[UP], residuals - before[OFFSET])
+        one_by_one = self._slow.passed_all(after[UP])
         self._learn_offsets(before, after)
         if slow.any():
             far &= ~slow
@@ -104,42 +108,42 @@ class Judge:
         """Of the devices in these columns, known to be slow, as `_known_slow` does; and which of them must be
         judged one by one."""
         off = after[-1, slow] - np.log(before[RATE, slow])
-        above, _ = self._moved.add_all(before[ABOVE, slow], off)
-        below, _ = self._moved.add_all(before[BELOW, slow], -off)
+        up, _ = self._moved.add_all(before[UP, slow], off)
+        down, _ = self._moved.add_all(before[DOWN, slow], -off)
         age = before[AGE, slow]
         age += age >= 0
-        for rows, values in ((ABOVE, above), (BELOW, below), (AGE, age), (SEEN, before[SEEN, slow])):
+        for rows, values in ((UP, up), (DOWN, down), (AGE, age), (SEEN, before[SEEN, slow])):
             after[rows, slow] = values
         after[OFFSET, slow] = before[OFFSET, slow]
-        settled = (age >= self.settings.settle) & (above[1] == 0) & (below[1] == 0)
-        found: Bools = self._moved.passed_all(above) | self._moved.passed_all(below) | settled
+        settled = (age >= self.settings.refine_after_steps) & (up[1] == 0) & (down[1] == 0)
+        found: Bools = self._moved.passed_all(up) | self._moved.passed_all(down) | settled
         return found
 
     def _normal(
         self, name: str, before: DeviceRate, residuals: tuple[float, ...]
     ) -> tuple[DeviceRate, Change | None]:
         last = residuals[-1]
-        above = self._slow.add(before.above, last - before.offset)
+        up = self._slow.add(before.cusum_up, last - before.offset)
         spikes = before.spikes
         if self._slow.clear(last - before.offset):
             spikes = self._spiked(spikes)
-        if not self._slow.passed(above):
+        if not self._slow.passed(up):
             seen = min(before.seen + 1, OFFSET_STEPS)
             limit = self._limit
             cut = max(-2 * limit, min(2 * limit, last))
             offset = before.offset + (cut - before.offset) / (seen + OFFSET_DOUBT)
             return DeviceRate(
                 residuals=residuals,
-                above=above,
+                cusum_up=up,
                 offset=max(-limit, min(limit, offset)),
                 seen=seen,
                 spikes=spikes,
                 episodes=before.episodes,
             ), None
-        steps = self._slow.steps(above, residuals)
+        steps = self._slow.steps(up, residuals)
         found = median(residuals[-steps:])
         if found <= math.log(self.settings.recovered):  # not more than devices may differ
-            return msgspec.structs.replace(before, residuals=residuals, above=NONE, spikes=spikes), None
+            return msgspec.structs.replace(before, residuals=residuals, cusum_up=NONE, spikes=spikes), None
         start = self.step - steps + 1
         before = msgspec.structs.replace(before, spikes=tuple(spike for spike in spikes if spike < start))
         return self.changed(name, before, residuals, found, steps, "slow")
@@ -153,20 +157,20 @@ class Judge:
     ) -> tuple[DeviceRate, Change | None]:
         settings, believed = self.settings, math.log(before.rate)
         off = residuals[-1] - believed
-        above, below = self._moved.add(before.above, off), self._moved.add(before.below, -off)
-        verdicts: tuple[tuple[Evidence, Kind], ...] = ((above, "slower"), (below, "faster"))
+        up, down = self._moved.add(before.cusum_up, off), self._moved.add(before.cusum_down, -off)
+        verdicts: tuple[tuple[CusumState, Kind], ...] = ((up, "slower"), (down, "faster"))
         for passed, kind in verdicts:
             if self._moved.passed(passed):
                 steps = self._moved.steps(passed, residuals)
                 return self.changed(name, before, residuals, median(residuals[-steps:]), steps, kind)
         age = None if before.age is None else before.age + 1
-        if age is not None and age >= settings.settle and not (above.clear or below.clear):
+        if age is not None and age >= settings.refine_after_steps and not (up.clear or down.clear):
             # The first of them may have begun before the change did.
             found = trimmed(residuals[-min(age - 1, len(residuals)) :])
             if abs(found - believed) > settings.refine:
                 return self.changed(name, before, residuals, found, None, "corrected")
             age = None
-        return msgspec.structs.replace(before, residuals=residuals, above=above, below=below, age=age), None
+        return msgspec.structs.replace(before, residuals=residuals, cusum_up=up, cusum_down=down, age=age), None
 
     def changed(
         self,
@@ -191,7 +195,7 @@ class Judge:
             episodes = (*episodes[:-1], msgspec.structs.replace(episodes[-1], rate=rate))
         else:
             episodes = (*episodes, Episode(start=start, stop=None, rate=rate))[-MOST_KEPT:]
-        settled = since is None or since >= self.settings.settle or rate == NORMAL
+        settled = since is None or since >= self.settings.refine_after_steps or rate == NORMAL
         after = DeviceRate(
             rate=rate,
             residuals=residuals,

@@ -1,4 +1,4 @@
-"""The thresholds of detection, in one value that can be changed while it runs."""
+"""The thresholds of detection: one frozen value, which can be replaced while a job runs."""
 
 from __future__ import annotations
 
@@ -6,43 +6,53 @@ import math
 
 from elasticd_planner.value import Value, refuse
 
+# Names in stored records and in the configuration of releases before 0.2.
+_ENCODED = {
+    "min_steps": "quickest",
+    "slowdown_change": "moved",
+    "refine_after_steps": "settle",
+    "persistent_steps": "chronic",
+}
 
-class DetectSettings(Value, frozen=True, kw_only=True):
-    """slow: the ratio that counts as slow; moved: the relative change of a slow device's rate that counts as
-    one; recovered: the estimate below which a device that became faster is normal again. noise: the spread of a
-    device's cost from step to step (standard deviation of its logarithm) that is expected at least; what is
-    measured beyond counts. false_alarms: how often a device may be found slow by noise alone, in each of its
-    steps. quickest: steps that no verdict comes before, however far out they are.
 
-    tolerance: a lasting difference between devices up to which it is their own and no slowness. settle: steps
-    after which a new rate is corrected by what was seen since, if it is off by more than `refine`. window:
-    steps whose median is shown to people. warmup: steps skipped after each change of plan. rounding: rates
-    between 1 and 2 are rounded to it, between 2 and 4 to twice of it, and so on.
+class DetectSettings(Value, frozen=True, kw_only=True, rename=_ENCODED):
+    """When a device counts as a straggler, a link as slow, and the data as shifted."""
 
-    shift: the relative change of the batches' lengths that counts as a shift of the data; link: how many times
-    slower a link must be to count as slow. chronic: steps that slowness must last to be called chronic.
-
-    outside_seconds: how long the others may wait for a rank that is in its script's own code (an evaluation, a
-    save, a factory that a switch calls), in its loader, in a compilation or in what it computes in the first
-    two steps under a plan, before its device is given up (0: for ever). For a rank that is in a step, two
-    steps, as long as the plan expects them to be, are added.
-    """
-
+    # [ratio] A device whose slowdown reaches this is a straggler.
     slow: float = 1.1
+    # [ratio] A straggler that became faster is normal again below this slowdown.
     recovered: float = 1.05
-    moved: float = 0.1
+    # [fraction] The smallest change of a straggler's slowdown that is noticed.
+    slowdown_change: float = 0.1
+    # [fraction] The least noise that is assumed from step to step: the standard deviation of the logarithm of a
+    # device's cost. More than this is measured.
     noise: float = 0.05
+    # [probability] How often noise alone may make a straggler of a device, for each device and step.
     false_alarms: float = 2e-6
-    quickest: int = 3
+    # [steps] A device is never flagged before this many slow steps, however slow they are.
+    min_steps: int = 3
+    # [fraction] A lasting difference from the other devices up to which a device still counts as normal.
     tolerance: float = 0.03
-    settle: int = 9
+    # [steps] After this many steps a new slowdown is corrected once by their mean.
+    refine_after_steps: int = 9
+    # [fraction] That correction is made only if the slowdown is off by more than this.
     refine: float = 0.02
+    # [steps] Screens show the median slowdown of this many steps.
     window: int = 5
+    # [steps] Steps that are ignored after each change of plan.
     warmup: int = 1
+    # [ratio] Slowdowns from 1 to 2 are rounded to multiples of this, from 2 to 4 to multiples of twice this,
+    # etc.
     rounding: float = 0.01
+    # [fraction] The relative change of the batches' sequence lengths that counts as a shift of the data.
     shift: float = 0.2
+    # [ratio] A link that is this many times slower than its peers counts as slow.
     link: float = 1.5
-    chronic: int = 200
+    # [steps] A straggler is called persistent after it has been slow for this many steps.
+    persistent_steps: int = 200
+    # [seconds] How long the other ranks may wait for a rank in the script's own code (evaluation, saving, the
+    # optimizer's factory), in its data loader, in a compilation, or in the first two steps under a plan, before
+    # its device is given up. For a rank in a step, the time of two predicted steps is added. 0: no limit.
     outside_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -57,14 +67,17 @@ class DetectSettings(Value, frozen=True, kw_only=True):
             refuse(f"detect: noise ({self.noise}) must be above 0 and below 1, as 0.05")
         if not 1 + self.tolerance < self.slow or self.tolerance < 0:
             refuse(f"detect: tolerance ({self.tolerance}) must be at least 0 and less than slow is above 1")
-        for name in ("quickest", "settle", "window", "chronic"):
+        for name in ("min_steps", "refine_after_steps", "window", "persistent_steps"):
             if getattr(self, name) < 1:
                 refuse(f"detect: {name} ({getattr(self, name)}) must be at least 1 step")
-        if self.settle < self.quickest:
-            refuse(f"detect: settle ({self.settle}) must not come before quickest ({self.quickest})")
+        if self.refine_after_steps < self.min_steps:
+            refuse(
+                f"detect: refine_after_steps ({self.refine_after_steps}) must be at least min_steps "
+                f"({self.min_steps})"
+            )
         if self.warmup < 0:
             refuse(f"detect: warmup ({self.warmup}) must be at least 0 steps")
-        for name in ("moved", "shift"):
+        for name in ("slowdown_change", "shift"):
             if not 0 < getattr(self, name) < math.inf:
                 refuse(f"detect: {name} ({getattr(self, name)}) must be above 0, as 0.1")
         if not 1 < self.link < math.inf:
@@ -76,5 +89,5 @@ class DetectSettings(Value, frozen=True, kw_only=True):
 
     @property
     def kept(self) -> int:
-        """Steps whose residuals are kept of a device."""
-        return max(self.settle, self.window, 2 * self.quickest) + 2
+        """Steps whose residuals are kept for each device."""
+        return max(self.refine_after_steps, self.window, 2 * self.min_steps) + 2

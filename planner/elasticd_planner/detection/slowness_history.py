@@ -1,77 +1,98 @@
-"""What kind of slowness a device has: chronic, periodic or one-off, told from when it was slow so far."""
+"""Slowness history: whether a straggler is transient, periodic, irregular or persistent."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Literal
 
 from elasticd_planner.value import Value
 
-Kind = Literal["", "one-off", "periodic", "irregular", "chronic"]
+
+class SlownessKind(enum.StrEnum):
+    """When a device was slow. The values are the words of the JSON answers since release 0.1."""
+
+    NONE = ""
+    TRANSIENT = "one-off"  # once
+    PERIODIC = "periodic"  # at about equal distances
+    IRREGULAR = "irregular"  # several times
+    PERSISTENT = "chronic"  # for a long time, and still
+
+    @property
+    def word(self) -> str:
+        """As screens say it."""
+        return self.name.lower() if self is not SlownessKind.NONE else ""
+
 
 #: Times that are kept of a device.
 MOST_KEPT = 12
 
-#: Occurrences that show a rhythm, and by how much of their distance they may stray from it.
-RHYTHM = 4
+#: Occurrences that show a period, and by which fraction of it they may stray.
+PERIOD_TIMES = 4
 STRAY = 0.2
 
 
 class Episode(Value, frozen=True, kw_only=True):
-    """A device was slow from step `start` to before step `stop` (None: it still is), `rate` times in the
-    end."""
+    """A time in which a device was slow."""
 
-    start: int
-    stop: int | None
-    rate: float
+    start: int  # its first step
+    stop: int | None  # the step after its last; None: it is still slow
+    rate: float  # its last slowdown
 
     def steps(self, now: int) -> int:
         return (self.stop if self.stop is not None else now + 1) - self.start
 
 
 class Slowness(Value, frozen=True, kw_only=True):
-    """The kind and why. period: steps from one time to the next where it is periodic."""
+    """What kind of straggler a device is, and why."""
 
-    kind: Kind
+    kind: SlownessKind
     reason: str
-    period: int | None = None
+    period: int | None = None  # steps from one slow time to the next, where it is periodic
 
 
-def classify(episodes: Sequence[Episode], spikes: Sequence[int], now: int, chronic: int) -> Slowness:
-    """Of a device's slow times and its single slow steps, up to step `now`. Slowness that lasts `chronic` steps
-    is chronic; times that come at equal distances are periodic; one that ended is one-off."""
+def classify(episodes: Sequence[Episode], spikes: Sequence[int], now: int, persistent_steps: int) -> Slowness:
+    """What kind of straggler a device is.
+
+    Args:
+        episodes: the times in which it was slow.
+        spikes: its single slow steps.
+        now: the last step.
+        persistent_steps: steps after which a device that is still slow is called persistent.
+    """
     current = episodes[-1] if episodes and episodes[-1].stop is None else None
-    if current is not None and current.steps(now) >= chronic:
-        return Slowness(kind="chronic", reason=f"slow for {current.steps(now)} steps now")
+    if current is not None and current.steps(now) >= persistent_steps:
+        return Slowness(kind=SlownessKind.PERSISTENT, reason=f"slow for {current.steps(now)} steps now")
     starts = [episode.start for episode in episodes]
     for times, what in ((starts, "slow"), (_apart(spikes), "slow for a step")):
-        period = rhythm(times)
+        period = detect_period(times)
         if period is not None:
             reason = f"{what} about every {period} steps, {len(times)} times so far"
-            return Slowness(kind="periodic", reason=reason, period=period)
+            return Slowness(kind=SlownessKind.PERIODIC, reason=reason, period=period)
     count = len(episodes)
+    kind = SlownessKind.TRANSIENT
     if count > 1:
         spent, span = sum(episode.steps(now) for episode in episodes), now + 1 - starts[0]
-        reason = f"slow {count} times, {spent} of the last {span} steps"
-        return Slowness(kind="irregular", reason=reason)
-    if current is not None:
-        return Slowness(kind="one-off", reason=f"slow since step {current.start}, for the first time")
-    if episodes:
+        kind, reason = SlownessKind.IRREGULAR, f"slow {count} times, {spent} of the last {span} steps"
+    elif current is not None:
+        reason = f"slow since step {current.start}, for the first time"
+    elif episodes:
         (only,) = episodes
-        return Slowness(kind="one-off", reason=f"slow once, in steps {only.start} to {(only.stop or 0) - 1}")
-    if len(spikes) > 1:
-        return Slowness(kind="irregular", reason=f"{len(spikes)} single slow steps, the last was {spikes[-1]}")
-    if spikes:
-        return Slowness(kind="one-off", reason=f"a single slow step, {spikes[-1]}")
-    return Slowness(kind="", reason="never slow so far")
+        reason = f"slow once, in steps {only.start} to {(only.stop or 0) - 1}"
+    elif len(spikes) > 1:
+        kind, reason = SlownessKind.IRREGULAR, f"{len(spikes)} single slow steps, the last was {spikes[-1]}"
+    elif spikes:
+        reason = f"a single slow step, {spikes[-1]}"
+    else:
+        kind, reason = SlownessKind.NONE, "never slow so far"
+    return Slowness(kind=kind, reason=reason)
 
 
-def rhythm(times: Sequence[int]) -> int | None:
+def detect_period(times: Sequence[int]) -> int | None:
     """The steps between times that come at about equal distances; None where they do not, or are too few. A
-    time that was missed (a distance of two or three periods) does not break the rhythm."""
-    if len(times) < RHYTHM:
+    time that was missed (a distance of two or three periods) does not break the period."""
+    if len(times) < PERIOD_TIMES:
         return None
     gaps = [after - before for before, after in pairwise(times)]
     period = median(gaps)

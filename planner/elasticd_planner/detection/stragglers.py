@@ -1,15 +1,15 @@
-"""From measurements to rates: who is slow, who recovered, robustly and with hysteresis.
+"""Straggler detection: each device's slowdown from the measurements of each step, with hysteresis.
 
 Theory of operation. A step's cost of a device is its computation's seconds per unit of work (tokens, their
 sequences' lengths, layers, share), so that plans and batches compare. Its residual is the logarithm of that
-cost over the fleet's in the same step (`fleet`). Residuals are judged one by one (`sequential`):
+cost over the fleet's in the same step (`fleet_baseline`). Residuals are judged one by one (`cusum`):
 
-    normal --(residuals above 0 by ln slow)----------> slow
-    slow   --(above or below ln rate by ln moved)----> slow at another rate, or normal
-    slow   --(after `settle` steps, mean off)--------> slow at the mean since
+    normal --(residuals above 0 by ln slow)------------------------> slow
+    slow   --(off ln slowdown by ln(1 + slowdown_change))----------> slow by another factor, or normal
+    slow   --(after `refine_after_steps` steps, mean off)----------> slow by the mean since
 
-What is judged is always a shift from what is believed, and it must be most of `slow` or `moved`: that is the
-hysteresis. One wild step never changes a belief, and two do not either. The spread of the residuals is
+What is judged is always a shift from what is believed, and it must be most of `slow` or `slowdown_change`: that
+is the hysteresis. One wild step never changes a belief, and two do not either. The spread of the residuals is
 measured, and is never taken for less than `noise`. A device has an offset of its own, up to `tolerance`, which
 is learned while it is normal: devices differ a little for good.
 
@@ -57,44 +57,42 @@ FLEET = "the fleet for the same work"
 
 
 class RateState(Value, frozen=True, kw_only=True):
-    """Detection's whole state. `devices` is a dict, or a `rated.Devices` where there are many. `fresh` counts
-    the steps seen since the plan changed, up to the warm-up; `noise` is the fleet's, measured in `seen` steps.
-    window: steps whose median people see."""
+    """The state of straggler detection in one job."""
 
-    devices: Mapping[str, DeviceRate] = msgspec.field(default_factory=dict)
-    plan: int = -1
-    step: int = -1
-    fresh: int = 0
-    noise: float = 0.0
-    seen: int = 0
-    curve: Curve = Curve()
-    window: int = DetectSettings().window
+    devices: Mapping[str, DeviceRate] = msgspec.field(default_factory=dict)  # a `Devices` where there are many
+    plan: int = -1  # number of the plan of the last step
+    step: int = -1  # the last step
+    fresh: int = 0  # steps seen since the plan changed, up to the warm-up
+    noise: float = 0.0  # the fleet's, as the standard deviation of a residual from step to step
+    seen: int = 0  # steps that the noise was measured in
+    curve: Curve = Curve()  # what a token costs by the length of its sequence
+    window: int = DetectSettings().window  # steps whose median slowdown screens show
 
     @property
     def rates(self) -> dict[str, float]:
-        """The rates to plan with; devices not named are normal."""
+        """The slowdowns to plan with; devices that are not named are normal."""
         if isinstance(self.devices, Devices):
             return self.devices.slow
         return {name: known.rate for name, known in self.devices.items() if known.rate != NORMAL}
 
     @property
     def troubled(self) -> tuple[str, ...]:
-        """The devices that were slow at some time, if for a step."""
+        """The devices that were slow at some time, be it for one step."""
         if isinstance(self.devices, Devices):
             return tuple({**self.devices.episodes, **self.devices.spikes})
         return tuple(name for name, known in self.devices.items() if known.episodes or known.spikes)
 
     def ratio(self, device: str) -> float:
-        """The median of a device's last ratios (1.0 where nothing is known): for people, not for planning."""
+        """The median of a device's last ratios to the fleet, for screens; 1.0 where nothing is known."""
         known = self.devices.get(device)
         if known is None or not known.residuals:
             return NORMAL
         return math.exp(median(known.residuals[-self.window :]))
 
-    def slowness(self, device: str, chronic: int = DetectSettings().chronic) -> Slowness:
-        """What kind of slowness a device has, for people; `chronic` as in the settings."""
+    def slowness(self, device: str, persistent_steps: int = DetectSettings().persistent_steps) -> Slowness:
+        """What kind of slowness a device has, for people; `persistent_steps` as in the settings."""
         known = self.devices.get(device, _UNKNOWN)
-        return classify(known.episodes, known.spikes, self.step, chronic)
+        return classify(known.episodes, known.spikes, self.step, persistent_steps)
 
 
 Work = Callable[[Step], Floats]
@@ -107,10 +105,17 @@ def observe(
     settings: DetectSettings,
     work: Work | None = None,
 ) -> Observed:
-    """Takes in one step's measurements (of all members, or of those that reported). `work`: what each device
-    had to do, in units of any size (None: tokens x layers x share alone; see `expected`).
+    """Judges the measurements of one step. A step that is not newer than the last one changes nothing.
 
-    A step not newer than the last one changes nothing. Raises Invalid for measurements of several steps.
+    Args:
+        measured: of all members, or of those that reported.
+        work: the work of each device in any unit; None: tokens x layers x share (see `expected_work`).
+
+    Returns:
+        The state after the step, and the slowdowns that changed.
+
+    Raises:
+        Invalid: the measurements are of several steps.
     """
     if not isinstance(measured, Step):
         measured = tuple(measured)
@@ -132,8 +137,12 @@ def judged(
     settings: DetectSettings,
     fleet: str = FLEET,
 ) -> Observed:
-    """Takes in residuals of step `state.step`: the logarithm of what each took, over what a normal one takes.
-    `fleet` says to people what that is."""
+    """Judges residuals of step `state.step`.
+
+    Args:
+        residuals: by device: the logarithm of what it took over what a normal device takes.
+        fleet: what the devices are compared with, in the words of an event.
+    """
     if _are_many(state, len(residuals)):
         return _judged_many(state, tuple(residuals), np.array([*residuals.values()]), settings, fleet)
     rates = state.rates
@@ -155,8 +164,12 @@ def judged(
 def believed(
     state: RateState, device: str, ratio: float, found: float | None, settings: DetectSettings, fleet: str
 ) -> tuple[RateState, Change | None]:
-    """What is known of a device from elsewhere than its steps: it took `ratio` times as long as `fleet`, and is
-    to be believed to be `found` times slower than normal (None: what is believed stays)."""
+    """Sets a device's slowdown by a measurement outside of its steps.
+
+    Args:
+        ratio: how many times longer than `fleet` the device took.
+        found: its new slowdown; None: the old one stays.
+    """
     state, changes = all_believed(state, {device: (ratio, found)}, settings, fleet)
     return state, changes[0] if changes else None
 
@@ -167,7 +180,7 @@ def all_believed(
     settings: DetectSettings,
     fleet: str,
 ) -> Observed:
-    """The same of several devices: for each its ratio, and what is found."""
+    """`believed` for several devices, each with its ratio and its new slowdown."""
     judge = Judge(settings, max(settings.noise, state.noise), state.step, fleet)
     known, changes = dict[str, DeviceRate](), list[Change]()
     for device, (ratio, found) in ratios.items():
@@ -183,7 +196,7 @@ def all_believed(
 
 
 def forget(state: RateState, device: str) -> RateState:
-    """A new worker runs on the device: nothing is known of it."""
+    """The state without a device, on which a new worker runs."""
     return msgspec.structs.replace(state, devices=without(state.devices, device))
 
 

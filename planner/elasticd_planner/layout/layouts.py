@@ -88,8 +88,8 @@ class Layouts:
     def state(self, name: str) -> TensorLayout:
         """Who keeps which box of a trained parameter's master weight and optimizer state.
 
-        Without ZeRO that is the parameter's layout; else see `sharding`. A device may keep several boxes, each
-        of which lies in one box that it holds of the value."""
+        Without ZeRO that is the parameter's layout; else see `optimizer_sharding`. A device may keep several
+        boxes, each of which lies in one box that it holds of the value."""
         family = self._dealt_family(name)
         return self._layout(name, family.parameter if family.state is None else family.state)
 

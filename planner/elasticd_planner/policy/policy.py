@@ -1,26 +1,29 @@
-"""Keep the plan or replan: the saving over a horizon against the price of moving, with the reason."""
+"""The policy: whether a new plan's saving over its horizon is worth the price of the switch, and why."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from elasticd_planner.policy.stability import Outlook
+from elasticd_planner.policy.stability import PayoffHorizon
 from elasticd_planner.value import Value, refuse
 
 
 class PolicySettings(Value, frozen=True, kw_only=True):
-    """horizon_steps: how long a plan is expected to last, where no device is restless. minimum_saving:
-    fraction of a step below which nothing is worth the trouble. bandwidth: bytes a second at which state
-    moves, and pause_seconds: what a switch costs besides the moving, both until they were measured. paused:
-    running plans stay as they are; only faults, and devices that are to be left, are answered by new ones.
-    interleave: the most chunks of layers that a stage of a pipeline may have, where that takes less time."""
+    """When a new plan is worth its switch."""
 
+    # [steps] How long a plan is expected to last. A switch must pay within this many steps, or within fewer
+    # for a device whose speed changes often.
     horizon_steps: int = 200
+    # [fraction] A plan that saves less of a step's time than this is not worth a switch.
     minimum_saving: float = 0.03
+    # [bytes/s] How fast state moves in a switch, until a switch was measured.
     bandwidth: float = 1e8
+    # [seconds] What a switch costs besides moving state, until a switch was measured.
     pause_seconds: float = 0.5
+    # Running plans are not replaced by better ones. Faults and drains are still answered by new plans.
     paused: bool = False
+    # [chunks] How many chunks of layers a pipeline stage may have at most (interleaved 1F1B). 1: plain 1F1B.
     interleave: int = 1
 
     def __post_init__(self) -> None:
@@ -35,39 +38,40 @@ class PolicySettings(Value, frozen=True, kw_only=True):
 
 
 class Decision(Value, frozen=True, kw_only=True):
-    """Whether to replan and why; seconds saved over the horizon, and the price in seconds. again_in: steps
-    after which the answer is another if nothing changes, None where it stays."""
+    """Whether the job switches to a new plan, and why."""
 
     replan: bool
     reason: str
-    saving_seconds: float = 0.0
-    price_seconds: float = 0.0
-    again_in: int | None = None
+    saving_seconds: float = 0.0  # over the horizon
+    price_seconds: float = 0.0  # of the switch
+    again_in: int | None = None  # steps after which the answer changes if nothing else does; None: it stays
 
 
 class Moved(Value, frozen=True, kw_only=True):
-    """What a switch cost: bytes that its members lacked, and the longest pause of their step loops."""
+    """What a switch cost."""
 
-    number: int
-    bytes_lacking: int
-    pause_seconds: float
+    number: int  # of the plan
+    bytes_lacking: int  # bytes of state that its members lacked, over all members
+    pause_seconds: float  # the longest pause of a member's step loop
 
 
 class Price(Value, frozen=True, kw_only=True):
-    """Of a switch: seconds whatever moves, and bytes a second for what does."""
+    """The price of a switch as a line through its bytes."""
 
-    pause_seconds: float
-    bandwidth: float
+    pause_seconds: float  # whatever moves
+    bandwidth: float  # bytes a second
 
     def seconds(self, bytes_to_move: int) -> float:
         return self.pause_seconds + bytes_to_move / self.bandwidth
 
 
 def measured_price(settings: PolicySettings, switches: Sequence[Moved]) -> Price:
-    """The price that explains the last switches: a line through (bytes, pause), by least squares. Where they
-    do not tell the two apart (one switch; as many bytes each time; a line that no switch could be on) the
-    bandwidth is the guess of the settings, or more if a switch's bytes moved faster than that, and the pause
-    is what is left, on average."""
+    """The price that explains the last switches: a least-squares line through (bytes, pause).
+
+    If the switches do not determine a line (there was one, all moved the same bytes, or the line is
+    impossible), the bandwidth is that of the settings, or more if a switch was faster, and the pause is the
+    mean of what remains.
+    """
     found = [s for s in switches if s.pause_seconds > 0]
     if not found:
         return Price(pause_seconds=settings.pause_seconds, bandwidth=settings.bandwidth)
@@ -93,19 +97,26 @@ def decide(
     *,
     steps_left: int | None = None,
     price: Price | None = None,
-    outlook: Outlook | None = None,
+    payoff: PayoffHorizon | None = None,
 ) -> Decision:
-    """current_seconds: of a step under the current plan at today's rates (None: it cannot run any more).
-    steps_left: of the job, where known. price: as measured, else that of the settings. outlook: how long the
-    new plan may last, else the horizon of the settings."""
+    """Compares the saving of a new plan over its horizon with the price of the switch.
+
+    Args:
+        current_seconds: of a step under the current plan at today's slowdowns; None: it cannot run any more.
+        new_seconds: of a step under the new plan.
+        bytes_to_move: bytes of state that the new plan's members lack.
+        steps_left: of the job, where known.
+        price: as measured, else that of the settings.
+        payoff: how long the new plan may last, else the horizon of the settings.
+    """
     price = price or measured_price(settings, ())
-    outlook = outlook or Outlook(steps=settings.horizon_steps)
+    payoff = payoff or PayoffHorizon(steps=settings.horizon_steps)
     cost = price.seconds(bytes_to_move)
     if current_seconds is None or math.isinf(current_seconds):
         return Decision(replan=True, reason="the current plan cannot run any more", price_seconds=cost)
     saved = current_seconds - new_seconds
     most = settings.horizon_steps if steps_left is None else min(settings.horizon_steps, steps_left)
-    steps = min(outlook.steps, most)
+    steps = min(payoff.steps, most)
     saving = saved * steps
     times = f"{current_seconds * 1e3:.0f} ms a step now, {new_seconds * 1e3:.0f} ms under the new plan"
     reason = f"{times}: {saving:.1f} s saved in {steps} steps, {cost:.1f} s to move {bytes_to_move} bytes"
@@ -114,10 +125,10 @@ def decide(
         reason = f"{times}: less than {settings.minimum_saving:.0%} saved"
         replan = False
     else:
-        replan = saving > cost and not outlook.wait
+        replan = saving > cost and not payoff.wait
         if not replan and saved * most > cost:
-            pays = 0 if saving > cost else math.floor(cost / saved) + 1 - outlook.age
-            again_in = max(1, outlook.wait, pays)
-            lasts = outlook.age + again_in
-            reason = f"{outlook.history}; a switch pays once this lasts {lasts} steps ({reason})"
+            pays = 0 if saving > cost else math.floor(cost / saved) + 1 - payoff.age
+            again_in = max(1, payoff.wait, pays)
+            lasts = payoff.age + again_in
+            reason = f"{payoff.history}; a switch pays once this lasts {lasts} steps ({reason})"
     return Decision(replan=replan, reason=reason, saving_seconds=saving, price_seconds=cost, again_in=again_in)

@@ -1,6 +1,6 @@
-"""How long conditions last: what a new plan's horizon is, and how long a restless device is left alone.
+"""Damping of flapping devices: over how many steps a switch must pay, and how long it is put off.
 
-Theory of operation. A device's condition is its rate. Each change ends one lifetime and begins another. A
+Theory of operation. A device's condition is its slowdown. Each change ends one lifetime and begins another. A
 condition is expected to last for the mean of the device's last lifetimes (`MEMORY` of them; those that were
 not seen yet count as the horizon of the settings), or as long again as it has lasted, whichever is more, and
 never beyond that horizon. Over so many steps a switch must pay.
@@ -40,61 +40,58 @@ FREE = 3
 TOLD = 16
 
 
-class Restlessness(Value, frozen=True, kw_only=True):
-    """One device: its rate since step `since`, the `lifetimes` before it, the steps of its last changes.
-    `answered`: the step since which the plan in force is an answer to this condition, None where it is not.
-    `switches` that were made for it, less those forgiven before `answered`."""
+class ChangeHistory(Value, frozen=True, kw_only=True):
+    """The changes of one device's slowdown, and the switches made for them."""
 
-    rate: float = NORMAL
+    rate: float = NORMAL  # slowdown since step `since`
     since: int = 0
-    lifetimes: tuple[int, ...] = ()
-    changes: tuple[int, ...] = ()
-    answered: int | None = 0
-    switches: int = 0
+    lifetimes: tuple[int, ...] = ()  # steps that the conditions before it lasted
+    changes: tuple[int, ...] = ()  # steps of its last changes
+    answered: int | None = 0  # the step since which the plan in force answers this condition; None: it does not
+    switches: int = 0  # that were made for it, less those forgiven before `answered`
 
     def level(self, step: int, horizon: int) -> int:
-        """The switches that count against it at `step`."""
+        """The switches that count against the device at `step`."""
         lasted = max(0, step - self.answered) if self.answered is not None else 0
         return max(0, self.switches - lasted // horizon)
 
-    def patience(self, step: int, horizon: int) -> int:
+    def backoff_steps(self, step: int, horizon: int) -> int:
         """Steps that a condition must last before a switch is made for it."""
         level = self.level(step, horizon)
         return first_wait(horizon) << (level - FREE) // 2 if level >= FREE else 0
 
     def expected(self, step: int, horizon: int) -> int:
-        """Steps for which its condition is expected to last yet."""
+        """Steps for which the condition is expected to last yet."""
         seen = [min(life, horizon) for life in self.lifetimes]
         mean = (sum(seen) + horizon * (MEMORY - len(seen))) // MEMORY
         return max(1, min(horizon, max(mean, step - self.since)))
 
 
 class Stability(Value, frozen=True, kw_only=True):
-    """All devices that ever changed, and the rates that the plan in force was made for."""
+    """The devices of a job that ever changed, and what the plan in force was made for."""
 
-    devices: dict[str, Restlessness] = msgspec.field(default_factory=dict)
-    planned: dict[str, float] = msgspec.field(default_factory=dict)
+    devices: dict[str, ChangeHistory] = msgspec.field(default_factory=dict)  # by device
+    planned: dict[str, float] = msgspec.field(default_factory=dict)  # slowdown by device
 
 
-class Outlook(Value, frozen=True, kw_only=True):
-    """What a new plan may count on: `steps` to pay for its switch in, and `wait` before it is made at all,
-    because of a device whose condition has lasted `age` steps; `history` says what that device did."""
+class PayoffHorizon(Value, frozen=True, kw_only=True):
+    """How long a new plan may last, and how long its switch is put off."""
 
-    steps: int
-    wait: int = 0
-    age: int = 0
-    history: str = ""
+    steps: int  # in which its switch must pay
+    wait: int = 0  # steps before the switch is made at all
+    age: int = 0  # steps that the deciding device's condition has lasted
+    history: str = ""  # what that device did
 
 
 def first_wait(horizon: int) -> int:
-    """Steps that the first condition that is not answered at once must last."""
+    """Steps that a condition must last before the first switch that is put off."""
     return max(1, horizon // 8)
 
 
 def changed(state: Stability, device: str, rate: float, step: int, horizon: int) -> Stability:
-    """The device has another rate from `step` on."""
-    before = state.devices.get(device, Restlessness())
-    after = Restlessness(
+    """The state after a device's slowdown changed at `step`."""
+    before = state.devices.get(device, ChangeHistory())
+    after = ChangeHistory(
         rate=rate,
         since=step,
         lifetimes=(*before.lifetimes, step - before.since)[-MEMORY:] if before.changes else (),
@@ -106,7 +103,7 @@ def changed(state: Stability, device: str, rate: float, step: int, horizon: int)
 
 
 def corrected(state: Stability, device: str, rate: float) -> Stability:
-    """The device's rate is known better: it is the same condition, as old as it was, and answered if it was."""
+    """The state after a device's slowdown was corrected: the age of its condition and its answer stay."""
     known = state.devices.get(device)
     if known is None:
         return state
@@ -115,7 +112,7 @@ def corrected(state: Stability, device: str, rate: float) -> Stability:
 
 
 def switched(state: Stability, rates: Mapping[str, float], step: int, horizon: int) -> Stability:
-    """A plan made for `rates` is in force from `step` on: it counts against the devices it was made for."""
+    """The state after a plan made for `rates` came into force, which counts against the devices in `rates`."""
     devices = {}
     for name, known in state.devices.items():
         planned = rates.get(name, NORMAL)
@@ -131,7 +128,7 @@ def switched(state: Stability, rates: Mapping[str, float], step: int, horizon: i
 
 
 def settled(state: Stability, step: int) -> Stability:
-    """The plan in force is the answer to all conditions of `step`: no other would be worth its switch."""
+    """The state after the plan in force was found to be the best answer to all conditions of `step`."""
     devices = {
         name: known if known.answered is not None else msgspec.structs.replace(known, answered=step)
         for name, known in state.devices.items()
@@ -139,20 +136,25 @@ def settled(state: Stability, step: int) -> Stability:
     return msgspec.structs.replace(state, devices=devices)
 
 
-def outlook(state: Stability, rates: Mapping[str, float], step: int, horizon: int) -> Outlook:
-    """For a plan made for `rates`. Of the devices that it would be made for, the one that is to be waited for
-    the least decides, and then the one expected to stay as it is the longest."""
-    best = Outlook(steps=horizon)
+def payoff_horizon(
+    state: Stability, rates: Mapping[str, float], step: int, horizon: int
+) -> PayoffHorizon:
+    """The horizon of a plan made for `rates` (slowdown by device).
+
+    Among the devices for whose change the plan would be made, the device with the shortest wait decides; among
+    equal waits, the device whose condition is expected to last longest.
+    """
+    best = PayoffHorizon(steps=horizon)
     for name in sorted({*rates, *state.planned}):
         if rates.get(name, NORMAL) == state.planned.get(name, NORMAL):
             continue
         known = state.devices.get(name)
         if known is None:
-            return Outlook(steps=horizon)
+            return PayoffHorizon(steps=horizon)
         age = max(0, step - known.since)
-        found = Outlook(
+        found = PayoffHorizon(
             steps=known.expected(step, horizon),
-            wait=max(0, known.patience(step, horizon) - age),
+            wait=max(0, known.backoff_steps(step, horizon) - age),
             age=age,
             history=_history(name, known, step),
         )
@@ -161,7 +163,7 @@ def outlook(state: Stability, rates: Mapping[str, float], step: int, horizon: in
     return best
 
 
-def _history(name: str, known: Restlessness, step: int) -> str:
+def _history(name: str, known: ChangeHistory, step: int) -> str:
     count, span = len(known.changes), step - known.changes[0] if known.changes else 0
     times = "once" if count == 1 else f"{count} times"
     return f"{name} has changed its speed {times} in {span} steps"

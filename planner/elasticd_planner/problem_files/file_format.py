@@ -111,7 +111,7 @@ class MemoryEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class ModelEntry(Value, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Layers, and how many times longer one takes on a TP group of each size than on a full one; or measured
-    times, state and recomputation (`timed`), shares being in so many whole `units`, kv-heads in `groups`."""
+    times, state and recomputation (`times`), shares being in so many whole `units`, kv-heads in `groups`."""
 
     name: str
     layers: int

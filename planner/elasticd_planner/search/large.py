@@ -100,8 +100,8 @@ class Wide:
         return max(found, task.layers / fastest) if fastest else math.inf
 
     def _choices(self, size: int | None) -> list[tuple[Choices, int]]:
-        """What `bound.least` reads: the choices of each kind and its nodes; with groups of normal devices of
-        this size, if one is given."""
+        """What `group_bound.least` reads: the choices of each kind and its nodes; with groups of normal devices
+        of this size, if one is given."""
         if size not in self._known:
             self._known[size] = [
                 (self.divider.choices(kind, size=size), len(kind.nodes)) for kind in self.kinds

@@ -2,7 +2,8 @@
 
 The search keeps to a canonical order and to links between nodes; here each pipeline's orders are compared with
 real hops, edges and memory by position, pipelines that are alike once. Where the time is the schedule's own,
-what the formula found is the guess that `polish` goes on from, and micro-batches are dealt by exact curves.
+what the formula found is the guess that `stage_swaps` goes on from, and micro-batches are dealt by exact
+curves.
 """
 
 from __future__ import annotations

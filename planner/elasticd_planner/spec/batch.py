@@ -63,7 +63,7 @@ def _epoch(seed: int, epoch: int, size: int) -> Ints:
 
 class Lengths(Value, frozen=True, kw_only=True):
     """What the samples of a step cost: tokens of each, in the order of the samples, and what a token's matrix
-    products cost in units of its attention to one other (`packing.linear_of`)."""
+    products cost in units of its attention to one other (`sample_packing.linear_of`)."""
 
     tokens: tuple[int, ...]
     linear: int

@@ -21,8 +21,8 @@ class Measurement(Value, frozen=True, kw_only=True):
 
     tokens counts the tokens of this rank's pipeline, as computed (padding included), in sequences of which
     `squares` is the sum of squared lengths, `longest` the longest, and `lengths` a histogram: how many by
-    `sequences.bucket` (empty, and 0: not known). modalities counts what the batches name of them, on devices
-    that read the data (empty: nothing).
+    `sequence_lengths.bucket` (empty, and 0: not known). modalities counts what the batches name of them, on
+    devices that read the data (empty: nothing).
     """
 
     device: str

@@ -17,7 +17,7 @@ from elasticd_planner.spec.model import ModelSpec
 
 def linear_of(spec: ModelSpec) -> int:
     """The cost of a token's matrix products in a mean block, in units of its attention to one other token:
-    elements of the block's matrices over the model's width (six operations of each, as in `profiles`)."""
+    elements of the block's matrices over the model's width (six operations of each, as in `model_profile`)."""
     elements = sum(
         prod(parameter.shape)
         for layer in spec.layers

@@ -36,7 +36,7 @@ _ROW = struct.Struct(f"<{len(COLUMNS)}d")
 
 
 class Row(NamedTuple):
-    """What is kept of one measurement: the numbers of `COLUMNS`, and its sequences (`sequences.packed`)."""
+    """One measurement as kept: the numbers of `COLUMNS`, and its sequences (`sequence_lengths.packed`)."""
 
     numbers: bytes
     sequences: bytes

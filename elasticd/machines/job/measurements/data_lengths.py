@@ -29,7 +29,11 @@ def measured(turn: Turn, step: Step) -> None:
     before = job.lengths or even(job.spec.sample_tokens)
     if shift is not None:
         after, reason = shift.after, shift.reason
-    elif job.lengths is None and len(state.recent) >= turn.settings.detect.settle and state.lengths is not None:
+    elif (
+        job.lengths is None
+        and state.lengths is not None
+        and len(state.recent) >= turn.settings.detect.refine_after_steps
+    ):
         after, reason = state.lengths, f"the data's lengths were measured: {state.lengths}; assumed, {before}"
     else:
         return

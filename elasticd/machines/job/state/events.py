@@ -28,45 +28,46 @@ from elasticd.wire.node_health import OfNode
 from elasticd.wire.probes import Frozen, Unreached
 from elasticd.wire.snapshots import Keeps, Whole
 
+#: The kinds of a `Note`. docs/reference/events.md is written from these lines.
 EventKind = Literal[
-    "configured",
-    "node_up",
-    "node_down",
-    "agent_restarted",
-    "worker_lost",
-    "job_gathered",
-    "planning",
-    "proposed",
-    "prepared",
-    "swapped",
-    "recorded",
-    "aborted",
-    "fenced",
-    "waiting",
-    "joined",
-    "slow",
-    "recovered",
-    "link",
-    "shifted",
-    "kept_plan",
-    "put_off",
-    "refused",
-    "rehearsed",
-    "fitted",
-    "chaos",
-    "drained",
-    "leaving",
-    "stopping",
-    "excluded",
-    "defect",
-    "gained",
-    "raised",
-    "halted",
-    "checkpoint",
-    "snapshot",
-    "finished",
-    "stopped",
-    "forgotten",
+    "configured",  # Detection or policy settings were changed while running.
+    "node_up",  # A node's agent connected.
+    "node_down",  # The connection to a node's agent is gone; its workers may still train.
+    "agent_restarted",  # A new agent took the place of one whose workers are lost.
+    "worker_lost",  # A worker process ended.
+    "job_gathered",  # All nodes and workers for a start of the job are there.
+    "planning",  # The planner was asked for a plan.
+    "proposed",  # A new plan was proposed to its members.
+    "prepared",  # All members have prepared the proposed plan.
+    "swapped",  # A worker runs the new plan.
+    "recorded",  # The new plan is in force.
+    "aborted",  # The proposed plan is given up.
+    "fenced",  # Lost workers are fenced off; nothing that they still send counts.
+    "waiting",  # The job waits: for devices, for a copy of the state, or for a rank that hangs.
+    "joined",  # A node or a worker joined the running job.
+    "slow",  # A device became a straggler, or slower still.
+    "recovered",  # A straggler became faster, or normal again.
+    "link",  # A link between nodes became slow, or normal again.
+    "shifted",  # The sequence lengths of the data have changed.
+    "kept_plan",  # The running plan stays, because a switch would not pay.
+    "put_off",  # After failed switches the next one is put off.
+    "refused",  # A plan or a profile was refused; the one in force stays.
+    "rehearsed",  # The workers measured all-reduces before the first plan.
+    "fitted",  # The model's profile was fitted to measured steps.
+    "chaos",  # A fault was injected.
+    "drained",  # A drain of a node began or ended.
+    "leaving",  # A worker leaves in good order: preemption, drain or stop.
+    "stopping",  # A user stopped the job; its workers may make a last checkpoint.
+    "excluded",  # A job in restart mode goes on without a slow node.
+    "defect",  # An error of elasticd itself; please report it.
+    "gained",  # The measured gain of a switch.
+    "raised",  # The script's own code raised an exception.
+    "halted",  # A worker's main thread hangs; where it is.
+    "checkpoint",  # A checkpoint is complete.
+    "snapshot",  # A snapshot is complete.
+    "finished",  # The job has trained all its steps.
+    "stopped",  # The job ended without finishing; why.
+    "forgotten",  # What the cluster kept of a job that is over was deleted.
 ]
 
 #: What a leader writes of a job.

@@ -1,7 +1,7 @@
 """A pool: some nodes that form a number of pipelines among themselves, and the most that they do in a time.
 
-A combination is a division for each node; they are tried best first by the bound of `bound`, which is a sum
-over groups, until it says that none that is left can do more. Of a combination all pipelines and their best
+A combination is a division for each node; they are tried best first by the bound of `group_bound`, which is a
+sum over groups, until it says that none that is left can do more. Of a combination all pipelines and their best
 partition are found at once (`shapes`, `partition`).
 """
 
