@@ -16,9 +16,15 @@ from hypothesis import strategies as st
 
 from elasticd.machines.worker import switch as sw
 from elasticd.machines.worker.switch import Phase, State
+from elasticd.wire.messages import Abort, Kept, Prepared, Recorded, Refused, Shutdown
 from tests.sizes import examples
 
 OLD, NEW = ("a", "b", "c"), ("b", "c", "d")  # a leaves, d joins
+
+
+def stayed(effect: sw.Effect) -> bool:
+    """Whether this effect says that a proposal is off here."""
+    return isinstance(effect, sw.Send) and isinstance(effect.message, Kept)
 
 
 @dataclass
@@ -27,7 +33,7 @@ class Rank:
     alive: bool = True
     inbox: list[sw.Event] = field(default_factory=list)
     copies: set[int] = field(default_factory=set)
-    reports: list[sw.Effect] = field(default_factory=list)
+    ends: list[sw.Effect] = field(default_factory=list)
     waits: str | None = None
     said: dict[str, object] = field(default_factory=dict)
 
@@ -57,14 +63,15 @@ class World:
     def _effect(self, name: str, rank: Rank, effect: sw.Effect) -> None:
         match effect:
             case sw.Prepare(number=n):
-                rank.inbox.append(sw.Stands(number=n))
+                rank.inbox.append(Prepared(number=n))
             case sw.Move():
                 rank.waits = "move"
                 rank.said["move"] = True
-            case sw.Say(ok=ok):
+            case sw.AllGatherOk(ok=ok):
                 rank.waits = "ok"
                 rank.said["ok"] = ok
             case sw.Swap(number=n, member=member):
+                rank.ends.append(effect)
                 if member:
                     rank.copies.add(n)
                 rank.waits = None
@@ -76,8 +83,10 @@ class World:
                 rank.copies.discard(1)
             case sw.Stop():
                 rank.waits = None
+            case _ if stayed(effect):
+                rank.ends.append(effect)
             case _:
-                rank.reports.append(effect)
+                pass
 
     def turn(self, name: str, coin: Callable[[], bool]) -> None:
         """One thing that this rank can do now: read a message, vote, or get on with a collective."""
@@ -87,7 +96,7 @@ class World:
         if rank.inbox and (rank.waits is None or coin()):
             self.feed(name, rank.inbox.pop(0))
             return
-        if rank.waits is None and rank.state.trains and rank.state.phase not in (Phase.DOUBT, Phase.STOPPED):
+        if rank.waits is None and rank.state.trains and rank.state.phase not in (Phase.IN_DOUBT, Phase.STOPPED):
             self.feed(name, sw.Voting())
             rank.waits, rank.said["vote"] = "vote", rank.state.voting
         elif rank.waits is not None:
@@ -95,7 +104,7 @@ class World:
 
     def _collective(self, name: str, rank: Rank, kind: str, coin: Callable[[], bool]) -> None:
         members = self._members(rank, kind)
-        left = [m for m in members if not self.ranks[m].alive or self.ranks[m].state.phase is Phase.DOUBT]
+        left = [m for m in members if not self.ranks[m].alive or self.ranks[m].state.phase is Phase.IN_DOUBT]
         arrived = {m: self.ranks[m].said.get(kind) for m in members if kind in self.ranks[m].said}
         done = rank.said.get(kind + "/done")
         if done is None and len(arrived) == len(members):
@@ -112,7 +121,7 @@ class World:
             rank.waits = None
             event: sw.Event
             if kind == "vote":
-                event = sw.Ordered(reason="a member died")
+                event = Shutdown(reason="a member died")
             elif kind == "ok":
                 event = sw.GatherFailed(number=2, reason="a member died")
             else:
@@ -139,13 +148,13 @@ class World:
 
     def check(self) -> None:
         living = {name: rank for name, rank in self.ranks.items() if rank.alive}
-        swapped = {n for n, r in self.ranks.items() if any(isinstance(e, sw.ReportSwapped) for e in r.reports)}
-        kept = {n for n, r in self.ranks.items() if any(isinstance(e, sw.ReportKept) for e in r.reports)}
+        swapped = {n for n, r in self.ranks.items() if any(isinstance(e, sw.Swap) for e in r.ends)}
+        kept = {n for n, r in self.ranks.items() if any(map(stayed, r.ends))}
         assert not (swapped and kept), f"{swapped} swapped and {kept} kept"
         for name, rank in living.items():
             if rank.state.trains:
                 assert rank.state.number in rank.copies, f"{name} trains a plan that it does not hold"
-            if rank.state.phase is Phase.DOUBT:
+            if rank.state.phase is Phase.IN_DOUBT:
                 assert rank.copies >= ({1} if name in OLD and not self.initial else set())
         if not self.initial and any(1 not in self.ranks[n].copies for n in OLD):
             assert swapped or self.recorded, "the old copy is gone although nobody swapped"
@@ -176,7 +185,7 @@ def test_any_order_with_an_abort_and_a_death_at_any_moment(
     for turn in range(140):
         if turn == abort:
             for rank in world.ranks.values():
-                rank.inbox.append(sw.Aborted(number=2, reason="the leader said so"))
+                rank.inbox.append(Abort(number=2, reason="the leader said so"))
         if turn == death:
             world.ranks[rng.choice(names)].alive = False
         world.turn(rng.choice(names), lambda: rng.random() < 0.5)
@@ -187,14 +196,14 @@ def test_any_order_with_an_abort_and_a_death_at_any_moment(
         numbers = {world.ranks[name].state.number for name in ("b", "c")}
         assert numbers in ({1}, {2})
         assert world.votes > 0
-        assert not any(rank.state.phase is Phase.DOUBT for rank in living)
+        assert not any(rank.state.phase is Phase.IN_DOUBT for rank in living)
         if abort is None:
             assert numbers == {2}, "without an abort or a death the switch happens"
             assert world.ranks["b"].copies == world.ranks["c"].copies == {2}, "the old copy is dropped"
             assert world.ranks["a"].state.phase is Phase.STANDBY
             assert world.ranks["a"].copies == {1}, "a leaver keeps its copy until the plan is recorded"
             world.recorded = True
-            world.feed("a", sw.Recorded(number=2))
+            world.feed("a", Recorded(number=2))
             assert world.ranks["a"].copies == set()
 
 
@@ -209,48 +218,50 @@ def test_a_job_starts_as_a_switch_from_nothing(seed: int) -> None:
 
 
 def test_the_life_of_one_rank_interrupted_by_an_abort_after_every_prefix() -> None:
-    """Wherever the abort falls, one report follows, and the rank trains on under one plan."""
+    """Wherever the abort falls, one end follows, and the rank trains on under one plan."""
     life: list[sw.Event] = [
         sw.Proposed(number=2, joins=True),
         sw.Voting(),
         sw.Voted(prepared=(0, 0)),
-        sw.Stands(number=2),
+        Prepared(number=2),
         sw.Voting(),
         sw.Voted(prepared=(2, 2)),
         sw.Moved(number=2),
     ]
     for cut in range(1, len(life) + 1):
         state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
-        reports: list[sw.Effect] = []
+        ends: list[sw.Effect] = []
         said: list[bool] = []
-        for event in [*life[:cut], sw.Aborted(number=2, reason="x"), *life[cut:]]:
+        for event in [*life[:cut], Abort(number=2, reason="x"), *life[cut:]]:
             if isinstance(event, sw.Voted) and event.prepared == (2, 2) and state.voting != 2:
                 event = sw.Voted(prepared=(state.voting, 2))
             try:
                 state, effects = sw.step(state, event)
             except sw.Unexpected:
                 continue  # the rest of a life that the abort ended
-            reports += [e for e in effects if isinstance(e, sw.ReportKept | sw.ReportSwapped)]
-            said += [e.ok for e in effects if isinstance(e, sw.Say)]
-        if state.phase is Phase.SAYING:
+            ends += [e for e in effects if stayed(e) or isinstance(e, sw.Swap)]
+            said += [e.ok for e in effects if isinstance(e, sw.AllGatherOk)]
+        if state.phase is Phase.ACKING:
             assert said == [cut == len(life)], "after an abort not ok is said"
             state, effects = sw.step(state, sw.Gathered(number=2, oks=(said[0], True)))
-            reports += [e for e in effects if isinstance(e, sw.ReportKept | sw.ReportSwapped)]
-        assert len(reports) == 1
+            ends += [e for e in effects if stayed(e) or isinstance(e, sw.Swap)]
+        assert len(ends) == 1
         assert state.phase is Phase.TRAINING
-        assert state.number == (2 if isinstance(reports[0], sw.ReportSwapped) else 1)
+        assert state.number == (2 if isinstance(ends[0], sw.Swap) else 1)
 
 
 def test_a_refusal_votes_zero_until_the_abort() -> None:
     state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
     state, _ = sw.step(state, sw.Proposed(number=2, joins=True))
-    state, effects = sw.step(state, sw.Failed(number=2, reason="no memory"))
-    assert effects == (sw.ReportRefused(number=2, reason="no memory"),)
+    refused = Refused(number=2, reason="no memory")
+    state, effects = sw.step(state, refused)
+    assert effects == (sw.Send(message=refused),)
     state, _ = sw.step(state, sw.Voting())
     assert state.voting == 0
     state, _ = sw.step(state, sw.Voted(prepared=(2, 0)))
-    state, effects = sw.step(state, sw.Aborted(number=2, reason="refused"))
-    assert effects == (sw.Cancel(number=2), sw.ReportKept(number=2, reason="refused"))
+    state, effects = sw.step(state, Abort(number=2, reason="refused"), 7)
+    word = Kept(number=2, step=7, reason="refused")
+    assert effects == (sw.Cancel(number=2), sw.Send(message=word)), "after seven updates"
     assert state.phase is Phase.TRAINING
 
 
@@ -262,20 +273,21 @@ def test_an_event_that_a_phase_cannot_meet_raises() -> None:
 def test_the_end_of_a_superseded_move_does_not_touch_the_next() -> None:
     """A joiner waits in vain for plan 1; while it wakes up, plan 2 is already being entered."""
     state, _ = sw.step(State(), sw.Proposed(number=1, joins=True))
-    state, _ = sw.step(state, sw.Stands(number=1))
+    state, _ = sw.step(state, Prepared(number=1))
     state, effects = sw.step(state, sw.Proposed(number=2, joins=True))
-    assert effects[:2] == (sw.Cancel(number=1), sw.ReportKept(number=1, reason="superseded by 2"))
-    state, _ = sw.step(state, sw.Stands(number=2))
+    word = Kept(number=1, step=0, reason="superseded by 2")
+    assert effects[:2] == (sw.Cancel(number=1), sw.Send(message=word))
+    state, _ = sw.step(state, Prepared(number=2))
     after, effects = sw.step(state, sw.MoveFailed(number=1, reason="shut"))
     assert (after, effects) == (state, ())
 
 
 def test_a_member_that_reads_only_the_abort_says_that_it_kept() -> None:
     state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
-    state, effects = sw.step(state, sw.Aborted(number=2, reason="x"))
-    assert effects == (sw.ReportKept(number=2, reason="x"),)
-    assert sw.step(state, sw.Aborted(number=2, reason="x")) == (state, ())
-    assert sw.step(State(), sw.Aborted(number=2, reason="x"))[1] == (), "a standby kept nothing"
+    state, effects = sw.step(state, Abort(number=2, reason="x"))
+    assert effects == (sw.Send(message=Kept(number=2, step=0, reason="x")),)
+    assert sw.step(state, Abort(number=2, reason="x")) == (state, ())
+    assert sw.step(State(), Abort(number=2, reason="x"))[1] == (), "a standby kept nothing"
 
 
 def test_a_proposal_read_twice_is_prepared_once() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from elasticd.machines.worker import switch as sw
 from elasticd.machines.worker.switch import Phase, State
+from elasticd.wire.messages import Abort, Bereft, Doubt, Fenced, Kept, Prepared, Recorded, Shutdown
 from tests.sizes import examples
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -90,13 +91,13 @@ class World:
         if self.open and self.fence:
             self.write_fence()
         elif self.open:
-            self._tell(lambda name, number=self.open: sw.Aborted(number=number, reason="late"))  # type: ignore[misc]
+            self._tell(lambda name, number=self.open: Abort(number=number, reason="late"))  # type: ignore[misc]
             self.aborting = True
 
     def write_fence(self) -> None:
         self.number += 1
         self.fence, self.open, self.aborting = self.number, 0, False
-        self._tell(lambda name: sw.Fenced(number=self.fence))
+        self._tell(lambda name: Fenced(number=self.fence, reason="death"))
 
     def _tell(self, event: object) -> None:
         for name in self.living():
@@ -141,32 +142,31 @@ class World:
                 self.prepared.setdefault(n, set()).add(name)
                 if self.prepared[n] == set(self.groups[n]):  # the transition group stands for all at once
                     for member in self.groups[n]:
-                        self.ranks[member].inbox.append(sw.Stands(number=n))
+                        self.ranks[member].inbox.append(Prepared(number=n))
                 rank.interrupted = rank.interrupted and rank.state.trains and not rank.state.fenced
             case sw.Move():
                 rank.waits, rank.said = "move", True
-            case sw.Say(ok=ok):
+            case sw.AllGatherOk(ok=ok):
                 rank.waits, rank.said = "ok", ok
             case sw.Swap(number=n, member=member):
                 if member:
                     rank.copies[n] = self.steps[n]
                 rank.waits = ""
-            case sw.ReportSwapped(number=n):
                 if n > self.recorded:
                     self.recorded = n
-                    self._tell(lambda name: sw.Recorded(number=n))
+                    self._tell(lambda name: Recorded(number=n))
                     if n == self.open:
                         self.open, self.fence, self.aborting = 0, 0, False
-            case sw.ReportKept(number=n):
+            case sw.Send(message=Kept(number=n)):
                 self.kept.add((n, name))
                 if n == self.open and not self.aborting:
                     self.give_up()
                 if n == self.open and all((n, m) in self.kept for m in self.plans[self.recorded]):
                     self.open, self.aborting = 0, False
-            case sw.ReportDoubt() | sw.ReportLost():
+            case sw.Send(message=Doubt() | Bereft()):
                 if not self.fence:
                     self.write_fence()
-            case sw.ReportStanding(fence=fence):
+            case sw.ReportState(fence=fence):
                 copies = dict(rank.copies)
                 if rank.state.side and name in self.plans[rank.state.side]:
                     copies[rank.state.side] = self.steps[rank.state.side]
@@ -176,7 +176,7 @@ class World:
                 rank.copies = {
                     n: s for n, s in rank.copies.items() if n == rank.state.number and rank.state.trains
                 }
-            case sw.Retire():
+            case sw.DropState():
                 rank.copies = {}
             case sw.Interrupt():
                 rank.interrupted = True
@@ -193,12 +193,10 @@ class World:
             self.feed(name, rank.inbox.pop(0))
         elif rank.waits:
             self._collective(name, rank)
-        elif rank.state.phase is Phase.INTERRUPTED:
+        elif rank.state.phase is Phase.STOPPING:
             rank.interrupted = False
             self.feed(name, sw.Rested())
-        elif rank.state.trains and not rank.state.fenced and rank.state.phase in (
-            Phase.TRAINING, Phase.PREPARING, Phase.READY, Phase.WITHDRAWN
-        ):  # fmt: skip
+        elif rank.state.at_work:
             rank.interrupted = False
             self.feed(name, sw.Voting())
             rank.waits, rank.said = "vote", rank.state.voting
@@ -222,13 +220,13 @@ class World:
         others = [self.ranks[m] for m in members]
         broken = rank.interrupted or any(not r.alive or r.interrupted for r in others)
         if rank.waits == "vote":  # who rests, or moves on to a recovery, votes no more
-            broken = broken or any(r.state.fenced or r.state.phase is Phase.BEREFT for r in others)
+            broken = broken or any(r.state.fenced or r.state.phase is Phase.PEERS_LOST for r in others)
         kind, number = rank.waits, rank.state.proposal
         if key in self.results and not (broken and self.rng.random() < 0.5):
             rank.waits = ""
             result = self.results[key]
             if kind == "vote":
-                assert not rank.state.fenced or rank.state.phase is Phase.INTERRUPTED
+                assert not rank.state.fenced or rank.state.phase is Phase.STOPPING
                 rank.copies[rank.state.number] += 1
                 rank.updates.append((rank.state.number, rank.copies[rank.state.number]))
                 self.feed(name, sw.Voted(prepared=result))  # type: ignore[arg-type]
@@ -238,7 +236,7 @@ class World:
                 self.feed(name, sw.Gathered(number=number, oks=result))  # type: ignore[arg-type]
         elif broken:
             rank.waits = ""
-            event: sw.Event = sw.Lost(reason="broken")
+            event: sw.Event = Bereft(step=0, reason="broken")
             if kind == "move":
                 event = sw.MoveFailed(number=number, reason="broken")
             elif kind == "ok":
@@ -302,13 +300,13 @@ def test_wherever_deaths_fall_the_survivors_go_on_under_one_plan(seed: int, deat
 
 def test_after_a_fence_nothing_is_updated_until_a_recovery_swapped() -> None:
     state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
-    state, effects = sw.step(state, sw.Fenced(number=2))
+    state, effects = sw.step(state, Fenced(number=2, reason="death"))
     assert effects == (sw.Interrupt(),)
-    state, effects = sw.step(state, sw.Lost(reason="shut"))
-    assert (state.phase, effects) == (Phase.FENCED, (sw.ReportStanding(fence=2),))
+    state, effects = sw.step(state, Bereft(step=0, reason="shut"))
+    assert (state.phase, effects) == (Phase.FENCED, (sw.ReportState(fence=2),))
     state, _ = sw.step(state, sw.Proposed(number=3, joins=True))
-    state, effects = sw.step(state, sw.Stands(number=3))
-    assert effects == (sw.ReportPrepared(number=3), sw.Move(number=3)), "without a vote"
+    state, effects = sw.step(state, Prepared(number=3))
+    assert effects == (sw.Send(message=Prepared(number=3)), sw.Move(number=3)), "without a vote"
     state, _ = sw.step(state, sw.Moved(number=3))
     state, effects = sw.step(state, sw.Gathered(number=3, oks=(True, True)))
     assert state.phase is Phase.TRAINING
@@ -316,29 +314,29 @@ def test_after_a_fence_nothing_is_updated_until_a_recovery_swapped() -> None:
 
 
 def test_a_verified_copy_outlives_the_doubt() -> None:
-    state = State(phase=Phase.SAYING, number=1, trains=True, joins=True, seen=2, proposal=2, ok=True)
+    state = State(phase=Phase.ACKING, number=1, trains=True, joins=True, seen=2, proposal=2, ok=True)
     state, _ = sw.step(state, sw.GatherFailed(number=2, reason="reset"))
-    assert state.phase is Phase.DOUBT
-    state, effects = sw.step(state, sw.Fenced(number=3))
+    assert state.phase is Phase.IN_DOUBT
+    state, effects = sw.step(state, Fenced(number=3, reason="death"))
     assert state.phase is Phase.FENCED
     assert state.side == 2, "no cancel: the others may have swapped"
     assert not any(isinstance(effect, sw.Cancel) for effect in effects)
-    assert effects[-1] == sw.ReportStanding(fence=3)
+    assert effects[-1] == sw.ReportState(fence=3)
 
 
-def test_the_evicted_renounces_only_at_rest() -> None:
+def test_an_evicted_rank_drops_its_state_only_at_rest() -> None:
     state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
-    state, effects = sw.step(state, sw.Fenced(number=2, evicted=True))
+    state, effects = sw.step(state, Fenced(number=2, reason="death", evicted=True))
     assert effects == (sw.Interrupt(),)
     state, effects = sw.step(state, sw.Rested())
-    assert effects == (sw.Renounce(),)
+    assert effects == (sw.DropStateAndRejoin(),)
     assert state == State(seen=2, fence=2)
 
 
 def test_the_end_may_come_between_two_steps() -> None:
     """The main thread has not heard of it when it takes its number for the vote, and hears its outcome."""
-    state, effects = sw.step(State(trains=True), sw.Ordered(reason="over"))
+    state, effects = sw.step(State(trains=True), Shutdown(reason="over"))
     assert effects == (sw.Stop(reason="over"),)
-    for event in (sw.Voting(), sw.Voted(prepared=(0, 0)), sw.Lost(reason="they ended too")):
+    for event in (sw.Voting(), sw.Voted(prepared=(0, 0)), Bereft(step=0, reason="they ended too")):
         state, effects = sw.step(state, event)
         assert (state.phase, effects) == (Phase.STOPPED, ())

@@ -30,6 +30,7 @@ from elasticd_planner.layout.layouts import Layouts
 
 from elasticd.machines.worker import switch as sw
 from elasticd.runtime.comm.groups import TERMS, Fabric, Group
+from elasticd.wire.messages import Doubt, Kept, Prepared
 from tests.migration.files import Files
 from tests.migration.plans import SPEC, plan
 from tests.migration.ranks import assert_same_bits, local, members, trained
@@ -92,7 +93,7 @@ class Rank:
     def run(self) -> str:
         """What this rank reports: swapped, kept or doubt."""
         self.feed(sw.Proposed(number=2, joins=self.me in NEW.plan.members))
-        self.feed(sw.Stands(number=2))
+        self.feed(Prepared(number=2))
         if self.state.trains:
             self.feed(sw.Voting())
             self.feed(sw.Voted(prepared=(2,) * len(OLD.plan.members)))
@@ -104,13 +105,13 @@ class Rank:
             match effect:
                 case sw.Move():
                     self.feed(self.moved())
-                case sw.Say(ok=ok):
+                case sw.AllGatherOk(ok=ok):
                     self.feed(self.said(ok))
-                case sw.ReportSwapped():
+                case sw.Swap():
                     self.outcome = "swapped"
-                case sw.ReportKept():
+                case sw.Send(message=Kept()):
                     self.outcome = "kept"
-                case sw.ReportDoubt():
+                case sw.Send(message=Doubt()):
                     self.outcome = "doubt"
 
     def moved(self) -> sw.Event:

@@ -1,4 +1,4 @@
-"""Transition groups: what the members of a switch or a recovery do together, from preparing to the swap."""
+"""Simulated transition groups: the collectives of a switch or a recovery, from its preparation to the swap."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from elasticd.simulator.devices.device_model import Truth
 from elasticd.simulator.devices.transfer_time import Move, move
 from elasticd.simulator.engine import Engine
 from elasticd.simulator.scenarios.scenario import Times
-from elasticd.wire.messages import Swapped
+from elasticd.wire.messages import Prepared, Swapped
 
 
 @dataclass(kw_only=True)
 class Transition:
-    """One proposal's group: `names` in rank order of old and new, who of them is ready, moves, and said what.
-    It leads on from `step`; `began` when the last of them came, the old members being the last."""
+    """The transition group of one proposal."""
 
     proposal: Proposal
-    names: tuple[str, ...]
-    ready: set[str] = field(default_factory=set)
-    moving: set[str] = field(default_factory=set)
-    said: dict[str, bool] = field(default_factory=dict)
-    found: Move | None = None
-    began: float = 0.0
-    step: int = 0
+    names: tuple[str, ...]  # devices of old and new members, in rank order
+    ready: set[str] = field(default_factory=set)  # devices that have prepared
+    moving: set[str] = field(default_factory=set)  # devices that have entered the group
+    said: dict[str, bool] = field(default_factory=dict)  # by device: what it says in the all-gather of ok
+    found: Move | None = None  # what moves, and for how long
+    began: float = 0.0  # seconds, when the last of them entered
+    step: int = 0  # updates applied to the state that moves
 
 
 class Gang(Protocol):
-    """Who the members are, and what they can do together."""
+    """The job's workers by device, and how long what they do together takes."""
 
     workers: dict[str, Worker]
     step: int
@@ -49,7 +48,7 @@ class Gang(Protocol):
 
 
 class Transitions:
-    """By number; one is forgotten once its end was gathered, or when the next is prepared."""
+    """Transition groups by their plan's number; one is forgotten after its all-gather of ok."""
 
     def __init__(self, engine: Engine, truth: Truth, times: Times, gang: Gang) -> None:
         self._engine, self._truth, self._times, self._gang = engine, truth, times, gang
@@ -61,12 +60,12 @@ class Transitions:
         return self._open[number]
 
     def shares(self, worker: Worker, device: str) -> bool:
-        """Whether a worker that moves, or has said its word, waits for `device`."""
+        """Whether a worker that moves, or is in the all-gather of ok, waits for `device`."""
         transition = self._open.get(worker.state.proposal)
         return transition is not None and device in transition.names
 
     def said(self, worker: Worker) -> bool:
-        """Whether it has said its word in the transition that it is in."""
+        """Whether a worker is in the all-gather of ok."""
         transition = self._open.get(worker.state.proposal)
         return transition is not None and worker.device in transition.said
 
@@ -80,14 +79,14 @@ class Transitions:
         self._gang.together(self._times.prepare, [worker], lambda: self._prepared(worker, number))
 
     def _prepared(self, worker: Worker, number: int) -> None:
-        """The group stands once all of its members are ready."""
+        """All members' preparations end once all of them are ready."""
         if worker.state.proposal != number:
             return
         transition = self.of(number)
         transition.ready.add(worker.device)
         if len(transition.ready) == len(transition.names):
             for member in self._members(transition):
-                member.feed(sw.Stands(number=number))
+                member.feed(Prepared(number=number))
 
     def leave(self, worker: Worker, number: int) -> None:
         transition = self._open.get(number)
@@ -97,12 +96,12 @@ class Transitions:
             transition.said.pop(worker.device, None)
 
     def gone(self, worker: Worker) -> None:
-        """Its process ended: without it no group stands."""
+        """Takes a worker whose process ended out of all groups: without it none stands."""
         for number in self._open:
             self.leave(worker, number)
 
     def enter(self, worker: Worker, number: int) -> None:
-        """State moves once all are there."""
+        """A worker enters its group; state moves once all members have."""
         transition = self.of(number)
         proposal, recovery = transition.proposal, transition.proposal.recovery
         transition.step = self._gang.step if recovery is None else recovery.step
@@ -127,7 +126,7 @@ class Transitions:
 
         self._gang.together(found.seconds + pause, members, moved)
 
-    def say(self, worker: Worker, number: int, ok: bool) -> None:
+    def all_gather_ok(self, worker: Worker, number: int, ok: bool) -> None:
         transition = self.of(number)
         transition.said[worker.device] = ok
         if len(transition.said) < len(transition.names):
@@ -145,7 +144,8 @@ class Transitions:
         self._open.pop(number, None)
         self._gang.train()
 
-    def report(self, worker: Worker, number: int) -> Swapped:
+    def switched(self, worker: Worker, number: int) -> Swapped:
+        """Returns the message of a worker's swap: what the switch cost it."""
         transition = self.of(number)
         assert transition.found is not None
         lacking = transition.found.lacking.get(worker.device, 0)
