@@ -48,7 +48,7 @@ def _events(table: Mapping[tuple[Any, type], Callable[..., Any]], phases: Iterab
 
 DRAWINGS: dict[str, Callable[[], str]] = {
     "job": job,
-    "switch": lambda: _events(switch.TABLE, switch.Phase),
+    "switch": lambda: _events(switch.TABLE, switch.SwitchPhase),
     "agent": lambda: _events(machine.TABLE, machine.Phase),
 }
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.machines.worker import switch as sw
-from elasticd.machines.worker.switch import Phase, State
+from elasticd.machines.worker.switch import SwitchPhase, SwitchState
 from elasticd.wire.messages import Abort, Bereft, Doubt, Fenced, Kept, Prepared, Recorded, Shutdown
 from tests.sizes import examples
 
@@ -24,10 +24,10 @@ NAMES = ("a", "b", "c", "d", "e")
 class Rank:
     """`copies`: plan number to updates made; `reduced`: the step whose gradients are kept for its update."""
 
-    state: State = field(default_factory=State)
+    state: SwitchState = field(default_factory=SwitchState)
     alive: bool = True
     copies: dict[int, int] = field(default_factory=dict)
-    inbox: list[sw.Event] = field(default_factory=list)
+    inbox: list[sw.SwitchEvent] = field(default_factory=list)
     waits: str = ""
     said: object = None
     standing: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class World:
         self.results: dict[tuple[int, str, int], tuple[object, ...]] = {}
         for name in self.plans[1]:
             rank = self.ranks[name]
-            rank.state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
+            rank.state = SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True, seen=1)
             rank.copies = {1: 0}
 
     # the leader -------------------------------------------------------------------------------------------
@@ -130,13 +130,13 @@ class World:
 
     # the ranks --------------------------------------------------------------------------------------------
 
-    def feed(self, name: str, event: sw.Event) -> None:
+    def feed(self, name: str, event: sw.SwitchEvent) -> None:
         rank = self.ranks[name]
         rank.state, effects = sw.step(rank.state, event)
         for effect in effects:
             self._effect(name, rank, effect)
 
-    def _effect(self, name: str, rank: Rank, effect: sw.Effect) -> None:
+    def _effect(self, name: str, rank: Rank, effect: sw.SwitchEffect) -> None:
         match effect:
             case sw.Prepare(number=n):
                 self.prepared.setdefault(n, set()).add(name)
@@ -144,7 +144,7 @@ class World:
                     for member in self.groups[n]:
                         self.ranks[member].inbox.append(Prepared(number=n))
                 rank.interrupted = rank.interrupted and rank.state.trains and not rank.state.fenced
-            case sw.Move():
+            case sw.MoveState():
                 rank.waits, rank.said = "move", True
             case sw.AllGatherOk(ok=ok):
                 rank.waits, rank.said = "ok", ok
@@ -157,13 +157,13 @@ class World:
                     self._tell(lambda name: Recorded(number=n))
                     if n == self.open:
                         self.open, self.fence, self.aborting = 0, 0, False
-            case sw.Send(message=Kept(number=n)):
+            case sw.SendToLeader(message=Kept(number=n)):
                 self.kept.add((n, name))
                 if n == self.open and not self.aborting:
                     self.give_up()
                 if n == self.open and all((n, m) in self.kept for m in self.plans[self.recorded]):
                     self.open, self.aborting = 0, False
-            case sw.Send(message=Doubt() | Bereft()):
+            case sw.SendToLeader(message=Doubt() | Bereft()):
                 if not self.fence:
                     self.write_fence()
             case sw.ReportState(fence=fence):
@@ -193,7 +193,7 @@ class World:
             self.feed(name, rank.inbox.pop(0))
         elif rank.waits:
             self._collective(name, rank)
-        elif rank.state.phase is Phase.STOPPING:
+        elif rank.state.phase is SwitchPhase.STOPPING:
             rank.interrupted = False
             self.feed(name, sw.Rested())
         elif rank.state.at_work:
@@ -220,23 +220,23 @@ class World:
         others = [self.ranks[m] for m in members]
         broken = rank.interrupted or any(not r.alive or r.interrupted for r in others)
         if rank.waits == "vote":  # who rests, or moves on to a recovery, votes no more
-            broken = broken or any(r.state.fenced or r.state.phase is Phase.PEERS_LOST for r in others)
+            broken = broken or any(r.state.fenced or r.state.phase is SwitchPhase.PEERS_LOST for r in others)
         kind, number = rank.waits, rank.state.proposal
         if key in self.results and not (broken and self.rng.random() < 0.5):
             rank.waits = ""
             result = self.results[key]
             if kind == "vote":
-                assert not rank.state.fenced or rank.state.phase is Phase.STOPPING
+                assert not rank.state.fenced or rank.state.phase is SwitchPhase.STOPPING
                 rank.copies[rank.state.number] += 1
                 rank.updates.append((rank.state.number, rank.copies[rank.state.number]))
                 self.feed(name, sw.Voted(prepared=result))  # type: ignore[arg-type]
             elif kind == "move":
-                self.feed(name, sw.Moved(number=number))
+                self.feed(name, sw.StateMoved(number=number))
             else:
                 self.feed(name, sw.Gathered(number=number, oks=result))  # type: ignore[arg-type]
         elif broken:
             rank.waits = ""
-            event: sw.Event = Bereft(step=0, reason="broken")
+            event: sw.SwitchEvent = Bereft(step=0, reason="broken")
             if kind == "move":
                 event = sw.MoveFailed(number=number, reason="broken")
             elif kind == "ok":
@@ -255,8 +255,8 @@ class World:
     def settled(self) -> bool:
         """All that live train one plan, or stand by (a joiner waits in vain until the next proposal)."""
         states = [self.ranks[name].state for name in self.living()]
-        rest = {Phase.TRAINING, Phase.STANDBY}
-        training = {s.number for s in states if s.phase is Phase.TRAINING}
+        rest = {SwitchPhase.TRAINING, SwitchPhase.STANDBY}
+        training = {s.number for s in states if s.phase is SwitchPhase.TRAINING}
         resting = all(s.phase in rest or not (s.trains or s.fenced) for s in states)
         return resting and len(training) == 1
 
@@ -292,51 +292,53 @@ def test_wherever_deaths_fall_the_survivors_go_on_under_one_plan(seed: int, deat
     made: dict[int, set[str]] = {}
     for name in world.living():
         rank = world.ranks[name]
-        if rank.state.phase is Phase.TRAINING:
+        if rank.state.phase is SwitchPhase.TRAINING:
             assert rank.state.number in rank.copies
             made.setdefault(rank.copies[rank.state.number], set()).add(name)
     assert max(made) - min(made) <= 1, "who trains is at most one vote apart"
 
 
 def test_after_a_fence_nothing_is_updated_until_a_recovery_swapped() -> None:
-    state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
+    state = SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True, seen=1)
     state, effects = sw.step(state, Fenced(number=2, reason="death"))
     assert effects == (sw.Interrupt(),)
     state, effects = sw.step(state, Bereft(step=0, reason="shut"))
-    assert (state.phase, effects) == (Phase.FENCED, (sw.ReportState(fence=2),))
+    assert (state.phase, effects) == (SwitchPhase.FENCED, (sw.ReportState(fence=2),))
     state, _ = sw.step(state, sw.Proposed(number=3, joins=True))
     state, effects = sw.step(state, Prepared(number=3))
-    assert effects == (sw.Send(message=Prepared(number=3)), sw.Move(number=3)), "without a vote"
-    state, _ = sw.step(state, sw.Moved(number=3))
+    assert effects == (sw.SendToLeader(message=Prepared(number=3)), sw.MoveState(number=3)), "without a vote"
+    state, _ = sw.step(state, sw.StateMoved(number=3))
     state, effects = sw.step(state, sw.Gathered(number=3, oks=(True, True)))
-    assert state.phase is Phase.TRAINING
+    assert state.phase is SwitchPhase.TRAINING
     assert (state.number, state.fenced, state.holds_old) == (3, False, True)
 
 
 def test_a_verified_copy_outlives_the_doubt() -> None:
-    state = State(phase=Phase.ACKING, number=1, trains=True, joins=True, seen=2, proposal=2, ok=True)
+    state = SwitchState(
+        phase=SwitchPhase.ACKING, number=1, trains=True, joins=True, seen=2, proposal=2, ok=True
+    )
     state, _ = sw.step(state, sw.GatherFailed(number=2, reason="reset"))
-    assert state.phase is Phase.IN_DOUBT
+    assert state.phase is SwitchPhase.IN_DOUBT
     state, effects = sw.step(state, Fenced(number=3, reason="death"))
-    assert state.phase is Phase.FENCED
+    assert state.phase is SwitchPhase.FENCED
     assert state.side == 2, "no cancel: the others may have swapped"
     assert not any(isinstance(effect, sw.Cancel) for effect in effects)
     assert effects[-1] == sw.ReportState(fence=3)
 
 
 def test_an_evicted_rank_drops_its_state_only_at_rest() -> None:
-    state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
+    state = SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True, seen=1)
     state, effects = sw.step(state, Fenced(number=2, reason="death", evicted=True))
     assert effects == (sw.Interrupt(),)
     state, effects = sw.step(state, sw.Rested())
     assert effects == (sw.DropStateAndRejoin(),)
-    assert state == State(seen=2, fence=2)
+    assert state == SwitchState(seen=2, fence=2)
 
 
 def test_the_end_may_come_between_two_steps() -> None:
     """The main thread has not heard of it when it takes its number for the vote, and hears its outcome."""
-    state, effects = sw.step(State(trains=True), Shutdown(reason="over"))
-    assert effects == (sw.Stop(reason="over"),)
+    state, effects = sw.step(SwitchState(trains=True), Shutdown(reason="over"))
+    assert effects == (sw.StopTraining(reason="over"),)
     for event in (sw.Voting(), sw.Voted(prepared=(0, 0)), Bereft(step=0, reason="they ended too")):
         state, effects = sw.step(state, event)
-        assert (state.phase, effects) == (Phase.STOPPED, ())
+        assert (state.phase, effects) == (SwitchPhase.STOPPED, ())

@@ -9,23 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.machines.worker import switch as sw
-from elasticd.machines.worker.switch import Phase, State
+from elasticd.machines.worker.switch import SwitchPhase, SwitchState
 from elasticd.wire.messages import Abort, Fenced, Prepared, Recorded
 from tests.machines.test_switch import NEW, OLD, World, propose
 from tests.machines.test_switch_faults import Rank
 from tests.machines.test_switch_faults import World as Faults
 from tests.sizes import examples
 
-TRAINING = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
+TRAINING = SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True, seen=1)
 #: From the proposal of a plan without it to the record of that plan.
-LIFE: list[sw.Event] = [
+LIFE: list[sw.SwitchEvent] = [
     sw.Proposed(number=2, joins=False),
     sw.Voting(),
     sw.Voted(prepared=(0, 0)),
     Prepared(number=2),
     sw.Voting(),
     sw.Voted(prepared=(2, 2)),
-    sw.Moved(number=2),
+    sw.StateMoved(number=2),
     sw.Gathered(number=2, oks=(True, True)),
     Recorded(number=2),
 ]
@@ -39,12 +39,12 @@ def test_told_after_any_prefix_of_the_switch_it_goes_at_its_end_and_changes_noth
         plain += effects
     state = TRAINING
     for event in [*LIFE[:cut], sw.DrainRequested(), *LIFE[cut:]]:
-        assert state.phase is not Phase.STOPPED, "before the end"
+        assert state.phase is not SwitchPhase.STOPPED, "before the end"
         state, effects = sw.step(state, event)
         told += effects
     assert told == [*plain, sw.Depart()]
     assert plain[-1] == sw.DropOld(), "its copy goes with the record, not before"
-    assert state.phase is Phase.STOPPED
+    assert state.phase is SwitchPhase.STOPPED
 
 
 def test_one_that_hears_of_the_record_before_its_own_end_of_the_switch_goes_all_the_same() -> None:
@@ -57,7 +57,7 @@ def test_one_that_hears_of_the_record_before_its_own_end_of_the_switch_goes_all_
 
 
 def test_one_that_stands_by_goes_at_once_and_hears_what_still_comes() -> None:
-    state, effects = sw.step(State(), sw.DrainRequested())
+    state, effects = sw.step(SwitchState(), sw.DrainRequested())
     assert effects == (sw.Depart(),)
     for event in (
         sw.Proposed(number=2, joins=True),
@@ -66,11 +66,11 @@ def test_one_that_stands_by_goes_at_once_and_hears_what_still_comes() -> None:
         sw.DrainRequested(),
     ):
         state, effects = sw.step(state, event)
-        assert (state.phase, effects) == (Phase.STOPPED, ())
+        assert (state.phase, effects) == (SwitchPhase.STOPPED, ())
 
 
 def test_one_that_was_to_join_goes_after_the_abort() -> None:
-    state, _ = sw.step(State(), sw.Proposed(number=2, joins=True))
+    state, _ = sw.step(SwitchState(), sw.Proposed(number=2, joins=True))
     state, effects = sw.step(state, sw.DrainRequested())
     assert effects == ()
     state, effects = sw.step(state, Abort(number=2, reason="it was told to go"))
@@ -96,7 +96,7 @@ def held(rank: Rank) -> int:
 
 
 def departed(world: World | Faults, name: str) -> bool:
-    return bool(world.ranks[name].state.draining) and world.ranks[name].state.phase is Phase.STOPPED
+    return bool(world.ranks[name].state.draining) and world.ranks[name].state.phase is SwitchPhase.STOPPED
 
 
 @given(seed=st.integers(0, 10**9), at=st.integers(0, 140), who=st.sampled_from(sorted({*OLD, *NEW})))

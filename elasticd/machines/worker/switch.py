@@ -1,7 +1,7 @@
 """The switch machine of one rank: it prepares a proposed plan, switches to it, and comes to rest after a fault.
 
 Pure: `step(state, event) -> (state, effects)`. The wire messages of `elasticd.wire.messages` are its events as
-they are read, and it returns the messages that the leader is to read as `Send` effects.
+they are read, and it returns the messages that the leader is to read as `SendToLeader` effects.
 
 How a switch goes (DESIGN 6). A proposal is prepared in the background while training goes on. Once the
 transition group (old and new members) stands, the rank puts the number into its vote; a vote in which all
@@ -59,7 +59,7 @@ from elasticd.wire.messages import (
 )
 
 
-class Phase(Enum):
+class SwitchPhase(Enum):
     """What a rank is doing."""
 
     STANDBY = "standby"  # holds no plan: waits to be used
@@ -77,13 +77,13 @@ class Phase(Enum):
 
 
 #: In these the plan in force may train, unless a fence holds it.
-BESIDE = (Phase.TRAINING, Phase.PREPARING, Phase.READY, Phase.REFUSED)
+BESIDE = (SwitchPhase.TRAINING, SwitchPhase.PREPARING, SwitchPhase.READY, SwitchPhase.REFUSED)
 
 
-class State(Value, frozen=True, kw_only=True):
+class SwitchState(Value, frozen=True, kw_only=True):
     """What a rank knows of switches."""
 
-    phase: Phase = Phase.STANDBY
+    phase: SwitchPhase = SwitchPhase.STANDBY
     number: int = 0  # of the plan in force here (0: none)
     step: int = 0  # updates applied here when the last event came
     trains: bool = False  # whether this rank is a member of the plan in force
@@ -134,7 +134,7 @@ class Voted(Value, frozen=True, kw_only=True):
     prepared: tuple[int, ...]  # the number that each rank voted, in rank order
 
 
-class Moved(Value, frozen=True, kw_only=True):
+class StateMoved(Value, frozen=True, kw_only=True):
     """All that this rank needs under the proposed plan is in side buffers, and verified."""
 
     number: int
@@ -166,11 +166,11 @@ class DrainRequested(Value, frozen=True, kw_only=True):
 
 
 #: The messages of the agent that are events as they are; `Propose` becomes `Proposed`.
-Order = Abort | Fenced | Recorded | Rejected | Shutdown
+AgentOrder = Abort | Fenced | Recorded | Rejected | Shutdown
 #: `Prepared` and `Refused` are the ends of a preparation here, `Bereft` that a collective of the plan in force
 #: failed, the main thread being at rest before the update of its step. They are sent on if they still hold.
-Event = (
-    Order
+SwitchEvent = (
+    AgentOrder
     | Prepared
     | Refused
     | Bereft
@@ -178,7 +178,7 @@ Event = (
     | Rested
     | Voting
     | Voted
-    | Moved
+    | StateMoved
     | MoveFailed
     | Gathered
     | GatherFailed
@@ -188,77 +188,77 @@ Event = (
 # -- effects ---------------------------------------------------------------------------------------------------
 
 
-class Effect(Value, frozen=True, kw_only=True):
+class SwitchEffect(Value, frozen=True, kw_only=True):
     """What the rank is to do, in the order of the effects."""
 
 
-class Send(Effect, frozen=True, kw_only=True):
+class SendToLeader(SwitchEffect, frozen=True, kw_only=True):
     """Send this message to the leader."""
 
     message: Prepared | Refused | Kept | Doubt | Bereft
 
 
-class ReportState(Effect, frozen=True, kw_only=True):
+class ReportState(SwitchEffect, frozen=True, kw_only=True):
     """Send the leader which copies are held, of which plans, at which step, in answer to this fence."""
 
     fence: int
 
 
-class Prepare(Effect, frozen=True, kw_only=True):
+class Prepare(SwitchEffect, frozen=True, kw_only=True):
     """Make the transition group and the modules of the proposed plan, beside training."""
 
     number: int
 
 
-class Cancel(Effect, frozen=True, kw_only=True):
+class Cancel(SwitchEffect, frozen=True, kw_only=True):
     """Drop all that was made for this number; the plan in force is untouched."""
 
     number: int
 
 
-class Move(Effect, frozen=True, kw_only=True):
+class MoveState(SwitchEffect, frozen=True, kw_only=True):
     """Enter the transition group: move and verify."""
 
     number: int
 
 
-class AllGatherOk(Effect, frozen=True, kw_only=True):
+class AllGatherOk(SwitchEffect, frozen=True, kw_only=True):
     """Take part in the all-gather of ok."""
 
     number: int
     ok: bool
 
 
-class Swap(Effect, frozen=True, kw_only=True):
+class Swap(SwitchEffect, frozen=True, kw_only=True):
     """Put the new plan into force, keep the old copy, and send the leader what the switch cost."""
 
     number: int
     member: bool  # whether this rank trains under the new plan
 
 
-class DropOld(Effect, frozen=True, kw_only=True):
+class DropOld(SwitchEffect, frozen=True, kw_only=True):
     """Drop every copy but the one in force."""
 
 
-class DropState(Effect, frozen=True, kw_only=True):
+class DropState(SwitchEffect, frozen=True, kw_only=True):
     """Drop every copy: the job went on without this rank, which stands by."""
 
 
-class DropStateAndRejoin(Effect, frozen=True, kw_only=True):
+class DropStateAndRejoin(SwitchEffect, frozen=True, kw_only=True):
     """Drop every copy and take a new incarnation."""
 
 
-class Interrupt(Effect, frozen=True, kw_only=True):
+class Interrupt(SwitchEffect, frozen=True, kw_only=True):
     """Abort the collectives that this rank may wait in, never the optimizer; the copies stay."""
 
 
-class Stop(Effect, frozen=True, kw_only=True):
+class StopTraining(SwitchEffect, frozen=True, kw_only=True):
     """End: the job is stopped from outside."""
 
     reason: str
 
 
-class Depart(Effect, frozen=True, kw_only=True):
+class Depart(SwitchEffect, frozen=True, kw_only=True):
     """End, after a drain: no rank needs anything of this one any more."""
 
 
@@ -266,11 +266,11 @@ class Unexpected(RuntimeError):
     """An event that this phase cannot meet: a fault in the program around the machine."""
 
 
-Step = tuple[State, tuple[Effect, ...]]
-Handler = Callable[[State, Any], Step]
+_Step = tuple[SwitchState, tuple[SwitchEffect, ...]]
+_Handler = Callable[[SwitchState, Any], _Step]
 
 
-def step(state: State, event: Event, updates: int = 0) -> Step:
+def step(state: SwitchState, event: SwitchEvent, updates: int = 0) -> _Step:
     """Takes one event. The machine needs no clock: deadlines are the leader's, who aborts.
 
     Args:
@@ -288,47 +288,47 @@ def step(state: State, event: Event, updates: int = 0) -> Step:
     if handler is None:
         raise Unexpected(f"{type(event).__name__} in phase {state.phase.value}")
     state, effects = handler(to(state, step=updates), event)
-    if state.later and state.phase in (Phase.TRAINING, Phase.STANDBY):
+    if state.later and state.phase in (SwitchPhase.TRAINING, SwitchPhase.STANDBY):
         later = Proposed(number=state.later, joins=state.later_joins)
         state, more = proposed(to(state, later=0), later)
         effects = (*effects, *more)
-    if state.draining and state.phase is Phase.STANDBY and not state.holds_old:
-        return to(state, phase=Phase.STOPPED), (*effects, Depart())
+    if state.draining and state.phase is SwitchPhase.STANDBY and not state.holds_old:
+        return to(state, phase=SwitchPhase.STOPPED), (*effects, Depart())
     return state, effects
 
 
-def to(state: State, **changes: Any) -> State:
+def to(state: SwitchState, **changes: Any) -> SwitchState:
     return msgspec.structs.replace(state, **changes)
 
 
-def without_proposal(state: State, **changes: Any) -> State:
+def without_proposal(state: SwitchState, **changes: Any) -> SwitchState:
     return to(state, proposal=0, joins=False, aborted=None, ok=False, **changes)
 
 
-def resume(state: State) -> State:
+def resume(state: SwitchState) -> SwitchState:
     """Back to where the plan in force (if any) leaves this rank, with no proposal."""
     state = without_proposal(state)
     if state.fenced:
-        return to(state, phase=Phase.FENCED)
-    return to(state, phase=Phase.TRAINING if state.trains else Phase.STANDBY)
+        return to(state, phase=SwitchPhase.FENCED)
+    return to(state, phase=SwitchPhase.TRAINING if state.trains else SwitchPhase.STANDBY)
 
 
-def ignore(state: State, event: Any) -> Step:
+def ignore(state: SwitchState, event: Any) -> _Step:
     return state, ()
 
 
-def stale(state: State, event: Moved | MoveFailed | Gathered | GatherFailed) -> Step:
+def stale(state: SwitchState, event: StateMoved | MoveFailed | Gathered | GatherFailed) -> _Step:
     """The end of a move that was left: superseded, fenced off, or stopped."""
-    if event.number >= state.seen and state.phase not in (Phase.IN_DOUBT, Phase.STOPPED):
+    if event.number >= state.seen and state.phase not in (SwitchPhase.IN_DOUBT, SwitchPhase.STOPPED):
         raise Unexpected(f"{type(event).__name__} of {event.number} in phase {state.phase.value}")
     return state, ()
 
 
-def stayed(state: State, number: int, reason: str) -> Send:
-    return Send(message=Kept(number=number, step=state.step, reason=reason))
+def stayed(state: SwitchState, number: int, reason: str) -> SendToLeader:
+    return SendToLeader(message=Kept(number=number, step=state.step, reason=reason))
 
 
-def stay(state: State, reason: str) -> Step:
+def stay(state: SwitchState, reason: str) -> _Step:
     """Gives the proposal up: the plan in force goes on."""
     number = state.proposal
     return resume(state), (Cancel(number=number), stayed(state, number, reason))
@@ -337,16 +337,16 @@ def stay(state: State, reason: str) -> Step:
 # -- a proposal: from reading it to the swap, or back ----------------------------------------------------------
 
 
-def proposed(state: State, event: Proposed) -> Step:
+def proposed(state: SwitchState, event: Proposed) -> _Step:
     if event.number <= state.seen:
         return state, ()  # read again, after a reconnect
-    drop: tuple[Effect, ...] = ()
+    drop: tuple[SwitchEffect, ...] = ()
     if state.holds_old and not state.trains and not state.fenced:
         drop = (DropOld(),)  # it was no member and is used again: the next proposal proves the record
         state = to(state, holds_old=False)
     state = to(
         state,
-        phase=Phase.PREPARING,
+        phase=SwitchPhase.PREPARING,
         proposal=event.number,
         seen=event.number,
         joins=event.joins,
@@ -355,7 +355,7 @@ def proposed(state: State, event: Proposed) -> Step:
     return state, (*drop, Prepare(number=event.number))
 
 
-def superseded(state: State, event: Proposed) -> Step:
+def superseded(state: SwitchState, event: Proposed) -> _Step:
     """A new proposal while one is open here: the leader has closed the old one, this rank missed why."""
     if event.number <= state.seen:
         return state, ()
@@ -364,34 +364,34 @@ def superseded(state: State, event: Proposed) -> Step:
     return state, (*effects, *more)
 
 
-def proposed_moving(state: State, event: Proposed) -> Step:
+def proposed_moving(state: SwitchState, event: Proposed) -> _Step:
     """To a rank that only joins it says that the old members will not come any more."""
     return postponed(state, event) if state.trains else superseded(state, event)
 
 
-def postponed(state: State, event: Proposed) -> Step:
+def postponed(state: SwitchState, event: Proposed) -> _Step:
     """Others have heard the end of this switch already; here it is on its way."""
     if event.number <= state.seen:
         return state, ()
     return to(state, later=event.number, later_joins=event.joins), ()
 
 
-def recorded(state: State, event: Recorded) -> Step:
+def recorded(state: SwitchState, event: Recorded) -> _Step:
     state = to(state, recorded=max(state.recorded, event.number))
     if state.holds_old and not state.trains and not state.fenced and event.number >= state.number:
         return to(state, holds_old=False), (DropOld(),)
     return state, ()
 
 
-def recorded_fenced(state: State, event: Recorded) -> Step:
+def recorded_fenced(state: SwitchState, event: Recorded) -> _Step:
     """The others recovered, and this rank's copies were of no use: it stands by."""
     if event.number <= state.fence:
         return state, ()
     seen = max(state.seen, event.number)
-    return State(seen=seen, fence=state.fence, draining=state.draining), (DropState(),)
+    return SwitchState(seen=seen, fence=state.fence, draining=state.draining), (DropState(),)
 
 
-def abort(state: State, event: Abort) -> Step:
+def abort(state: SwitchState, event: Abort) -> _Step:
     if event.number != state.proposal:
         if event.number <= state.seen:
             return state, ()  # read again
@@ -403,7 +403,7 @@ def abort(state: State, event: Abort) -> Step:
     return stay(state, event.reason)
 
 
-def abort_moving(state: State, event: Abort) -> Step:
+def abort_moving(state: SwitchState, event: Abort) -> _Step:
     """Others may already have said ok: the move goes on to the all-gather, in which this rank says not ok."""
     if event.number == state.later:
         return to(state, later=0, seen=event.number), (stayed(state, event.number, event.reason),)
@@ -412,59 +412,59 @@ def abort_moving(state: State, event: Abort) -> Step:
     return to(state, aborted=event.reason), ()
 
 
-def prepared(state: State, event: Prepared) -> Step:
+def prepared(state: SwitchState, event: Prepared) -> _Step:
     if event.number != state.proposal:
         return state, ()  # cancelled meanwhile
     if state.at_work:
-        return to(state, phase=Phase.READY), (Send(message=event),)
-    return to(state, phase=Phase.MOVING), (Send(message=event), Move(number=event.number))
+        return to(state, phase=SwitchPhase.READY), (SendToLeader(message=event),)
+    return to(state, phase=SwitchPhase.MOVING), (SendToLeader(message=event), MoveState(number=event.number))
 
 
-def refused(state: State, event: Refused) -> Step:
+def refused(state: SwitchState, event: Refused) -> _Step:
     if event.number != state.proposal:
         return state, ()
-    return to(state, phase=Phase.REFUSED), (Send(message=event),)
+    return to(state, phase=SwitchPhase.REFUSED), (SendToLeader(message=event),)
 
 
-def voting(state: State, event: Voting) -> Step:
-    return to(state, voting=state.proposal if state.phase is Phase.READY else 0), ()
+def voting(state: SwitchState, event: Voting) -> _Step:
+    return to(state, voting=state.proposal if state.phase is SwitchPhase.READY else 0), ()
 
 
-def voted(state: State, event: Voted) -> Step:
+def voted(state: SwitchState, event: Voted) -> _Step:
     number = state.voting
     agreed = number != 0 and number == state.proposal and set(event.prepared) == {number}
     state, effects = voted_stopping(state, event)
     if agreed:
-        return to(state, phase=Phase.MOVING), (*effects, Move(number=number))
+        return to(state, phase=SwitchPhase.MOVING), (*effects, MoveState(number=number))
     if state.aborted is not None:
         state, more = stay(state, state.aborted)
         return state, (*effects, *more)
     return state, effects
 
 
-def moved(state: State, event: Moved) -> Step:
+def moved(state: SwitchState, event: StateMoved) -> _Step:
     if event.number != state.proposal:
         return stale(state, event)
     ok = state.aborted is None
-    return to(state, phase=Phase.ACKING, ok=ok), (AllGatherOk(number=event.number, ok=ok),)
+    return to(state, phase=SwitchPhase.ACKING, ok=ok), (AllGatherOk(number=event.number, ok=ok),)
 
 
-def move_failed(state: State, event: MoveFailed) -> Step:
+def move_failed(state: SwitchState, event: MoveFailed) -> _Step:
     """Not ok is said all the same, so that the others need not wait to learn it."""
     if event.number != state.proposal:
         return stale(state, event)
-    state = to(state, phase=Phase.ACKING, ok=False, aborted=state.aborted or event.reason)
+    state = to(state, phase=SwitchPhase.ACKING, ok=False, aborted=state.aborted or event.reason)
     return state, (AllGatherOk(number=event.number, ok=False),)
 
 
-def swap(state: State) -> Step:
+def swap(state: SwitchState) -> _Step:
     number, member = state.proposal, state.joins
     held = state.trains or state.holds_old
     state = to(state, number=number, trains=member, holds_old=held, fenced=False, side=0)
     return resume(state), (Swap(number=number, member=member),)
 
 
-def gathered(state: State, event: Gathered) -> Step:
+def gathered(state: SwitchState, event: Gathered) -> _Step:
     if event.number != state.proposal:
         return stale(state, event)
     if not all(event.oks):
@@ -475,24 +475,24 @@ def gathered(state: State, event: Gathered) -> Step:
     return state, effects
 
 
-def gather_failed(state: State, event: GatherFailed) -> Step:
+def gather_failed(state: SwitchState, event: GatherFailed) -> _Step:
     if event.number != state.proposal:
         return stale(state, event)
     if not state.ok:  # without this rank's ok no rank can have swapped
         return stay(state, state.aborted or event.reason)
     word = Doubt(number=state.proposal, step=state.step, reason=event.reason)
-    return to(state, phase=Phase.IN_DOUBT), (Send(message=word),)
+    return to(state, phase=SwitchPhase.IN_DOUBT), (SendToLeader(message=word),)
 
 
 # -- a fault: the rank comes to rest, and reports what it holds ------------------------------------------------
 
 
-def peers_lost(state: State, event: Bereft) -> Step:
+def peers_lost(state: SwitchState, event: Bereft) -> _Step:
     """The others are gone: what has been prepared beside stays until the fence closes it."""
-    return to(state, phase=Phase.PEERS_LOST, voting=0), (Send(message=event),)
+    return to(state, phase=SwitchPhase.PEERS_LOST, voting=0), (SendToLeader(message=event),)
 
 
-def fence(state: State, event: Fenced) -> State:
+def fence(state: SwitchState, event: Fenced) -> SwitchState:
     return to(
         state,
         fence=event.number,
@@ -503,89 +503,89 @@ def fence(state: State, event: Fenced) -> State:
     )
 
 
-def resolved(state: State, event: Fenced) -> bool:
+def resolved(state: SwitchState, event: Fenced) -> bool:
     """Whether this fence was read before, or was resolved before the proposal that this rank is busy with: a
     worker that comes back to its agent reads it again."""
     return event.number <= state.fence or (event.number < state.proposal and not event.evicted)
 
 
-def fenced_beside(state: State, event: Fenced) -> Step:
+def fenced_beside(state: SwitchState, event: Fenced) -> _Step:
     """A preparation runs beside training, or beside a main thread that waits."""
     return (fenced_training if state.at_work else fenced_at_rest)(state, event)
 
 
-def fenced_training(state: State, event: Fenced) -> Step:
+def fenced_training(state: SwitchState, event: Fenced) -> _Step:
     """The main thread is at work: it is freed, and comes to rest. What was prepared is closed."""
     if resolved(state, event):
         return state, ()
-    cancel: tuple[Effect, ...] = (Cancel(number=state.proposal),) if state.proposal else ()
-    state = without_proposal(fence(state, event), phase=Phase.STOPPING, voting=0)
+    cancel: tuple[SwitchEffect, ...] = (Cancel(number=state.proposal),) if state.proposal else ()
+    state = without_proposal(fence(state, event), phase=SwitchPhase.STOPPING, voting=0)
     return state, (*cancel, Interrupt())
 
 
-def fenced_moving(state: State, event: Fenced) -> Step:
+def fenced_moving(state: SwitchState, event: Fenced) -> _Step:
     """In the midst of a move: its end, which is near, decides what this rank holds."""
     if resolved(state, event):
         return state, ()
-    return to(fence(state, event), phase=Phase.STOPPING), (Interrupt(),)
+    return to(fence(state, event), phase=SwitchPhase.STOPPING), (Interrupt(),)
 
 
-def fenced_at_rest(state: State, event: Fenced) -> Step:
+def fenced_at_rest(state: SwitchState, event: Fenced) -> _Step:
     """Nothing is under way here but, perhaps, a preparation."""
     if resolved(state, event):
         return state, ()
-    cancel: tuple[Effect, ...] = (Cancel(number=state.proposal),) if state.proposal else ()
+    cancel: tuple[SwitchEffect, ...] = (Cancel(number=state.proposal),) if state.proposal else ()
     state, report = at_rest(without_proposal(fence(state, event)))
     return state, (*cancel, Interrupt(), *report)
 
 
-def fenced_in_doubt(state: State, event: Fenced) -> Step:
+def fenced_in_doubt(state: SwitchState, event: Fenced) -> _Step:
     """The verified copy stays beside the old one: either may be what the others go on from."""
     if resolved(state, event):
         return state, ()
     return fenced_at_rest(without_proposal(state, side=state.proposal), event)
 
 
-def fenced_again(state: State, event: Fenced) -> Step:
+def fenced_again(state: SwitchState, event: Fenced) -> _Step:
     """Before the main thread came to rest."""
     if event.number <= state.fence:
         return state, ()
     return fence(state, event), (Interrupt(),)
 
 
-def at_rest(state: State, event: Rested | Bereft | None = None) -> Step:
+def at_rest(state: SwitchState, event: Rested | Bereft | None = None) -> _Step:
     """What is held is reported. An incarnation that was fenced off owns nothing any more."""
     if state.evicted:
-        after = State(seen=state.seen, fence=state.fence, draining=state.draining)
+        after = SwitchState(seen=state.seen, fence=state.fence, draining=state.draining)
         return after, (DropState() if state.draining else DropStateAndRejoin(),)
-    phase = Phase.FENCED if state.fenced else Phase.STANDBY
+    phase = SwitchPhase.FENCED if state.fenced else SwitchPhase.STANDBY
     return to(state, phase=phase), (ReportState(fence=state.fence),)
 
 
-def voted_stopping(state: State, event: Voted) -> Step:
+def voted_stopping(state: SwitchState, event: Voted) -> _Step:
     """After a fence, too, a vote that completes has its update made; but it moves nothing any more."""
-    effects: tuple[Effect, ...] = (DropOld(),) if state.holds_old else ()
+    effects: tuple[SwitchEffect, ...] = (DropOld(),) if state.holds_old else ()
     return to(state, voting=0, holds_old=False), effects
 
 
-def moved_stopping(state: State, event: Moved | MoveFailed) -> Step:
+def moved_stopping(state: SwitchState, event: StateMoved | MoveFailed) -> _Step:
     """A move that ends after the fence: ok was not said, so no rank can have swapped."""
     if event.number != state.proposal:
         return state, ()
     return without_proposal(state), (Cancel(number=event.number),)
 
 
-def gathered_stopping(state: State, event: Gathered) -> Step:
+def gathered_stopping(state: SwitchState, event: Gathered) -> _Step:
     """All said ok before the fence: this rank swapped, and is under the new plan."""
     if event.number != state.proposal:
         return state, ()
     if not all(event.oks):
         return without_proposal(state), (Cancel(number=event.number),)
     state, effects = swap(state)
-    return to(state, phase=Phase.STOPPING, fenced=True), effects
+    return to(state, phase=SwitchPhase.STOPPING, fenced=True), effects
 
 
-def gather_failed_stopping(state: State, event: GatherFailed) -> Step:
+def gather_failed_stopping(state: SwitchState, event: GatherFailed) -> _Step:
     if event.number != state.proposal:
         return state, ()
     if state.ok:
@@ -596,19 +596,19 @@ def gather_failed_stopping(state: State, event: GatherFailed) -> Step:
 # -- the end ---------------------------------------------------------------------------------------------------
 
 
-def drain(state: State, event: DrainRequested) -> Step:
+def drain(state: SwitchState, event: DrainRequested) -> _Step:
     """The rank stays what it is, a source most of all, until a plan without it is in force: see `step`."""
     return to(state, draining=True), ()
 
 
-def stop(state: State, event: Shutdown | Rejected) -> Step:
-    return to(state, phase=Phase.STOPPED), (Stop(reason=event.reason),)
+def stop(state: SwitchState, event: Shutdown | Rejected) -> _Step:
+    return to(state, phase=SwitchPhase.STOPPED), (StopTraining(reason=event.reason),)
 
 
-P = Phase
-_OUTCOMES = (Moved, MoveFailed, Gathered, GatherFailed)
+P = SwitchPhase
+_OUTCOMES = (StateMoved, MoveFailed, Gathered, GatherFailed)
 
-TABLE: dict[tuple[Phase, type], Handler] = {
+TABLE: dict[tuple[SwitchPhase, type], _Handler] = {
     **{(phase, kind): stop for kind in (Shutdown, Rejected) for phase in P if phase is not P.STOPPED},
     **{(phase, DrainRequested): drain for phase in P},
     **{(phase, Recorded): recorded for phase in P},
@@ -630,7 +630,7 @@ TABLE: dict[tuple[Phase, type], Handler] = {
     (P.FENCED, Recorded): recorded_fenced,
     (P.PREPARING, Prepared): prepared,
     (P.PREPARING, Refused): refused,
-    (P.MOVING, Moved): moved,
+    (P.MOVING, StateMoved): moved,
     (P.MOVING, MoveFailed): move_failed,
     (P.ACKING, Gathered): gathered,
     (P.ACKING, GatherFailed): gather_failed,
@@ -639,7 +639,7 @@ TABLE: dict[tuple[Phase, type], Handler] = {
     (P.STOPPING, Rested): at_rest,
     (P.STOPPING, Bereft): at_rest,
     (P.STOPPING, Voted): voted_stopping,
-    (P.STOPPING, Moved): moved_stopping,
+    (P.STOPPING, StateMoved): moved_stopping,
     (P.STOPPING, MoveFailed): moved_stopping,
     (P.STOPPING, Gathered): gathered_stopping,
     (P.STOPPING, GatherFailed): gather_failed_stopping,

@@ -59,9 +59,9 @@ class Switcher:
         self._recipe, self._seed, self._where = recipe, seed, where or Nowhere()
         self._control, self._store, self._pacer = control, store, pacer
         self._device, self._address = control.welcome.device, control.welcome.address
-        self._state = sw.State()
+        self._state = sw.SwitchState()
         self._lock = threading.RLock()
-        self._todo: queue.Queue[sw.Effect] = queue.Queue()  # of the main thread
+        self._todo: queue.Queue[sw.SwitchEffect] = queue.Queue()  # of the main thread
         self._proposals: dict[int, Proposal] = {}  # the newest, by its plan's number
         self._fabrics = Fabrics()
         self._prepared: dict[int, PreparedPlan] = {}  # by number
@@ -79,7 +79,7 @@ class Switcher:
             case Propose(proposal=proposal):
                 self._proposals = {proposal.number: proposal}
                 self._feed(sw.Proposed(number=proposal.number, joins=self._device in proposal.plan.members))
-            case _ if isinstance(message, sw.Order):
+            case _ if isinstance(message, sw.AgentOrder):
                 self._feed(message)
             case Closed(reason=reason):
                 self._close(reason)
@@ -100,15 +100,15 @@ class Switcher:
             waits = self.engine is None or not self.at_work
         if waits:
             self._fabrics.shut()
-            self._todo.put(sw.Stop(reason=reason))
+            self._todo.put(sw.StopTraining(reason=reason))
 
-    def _feed(self, event: sw.Event) -> None:
+    def _feed(self, event: sw.SwitchEvent) -> None:
         with self._lock:
             self._state, effects = sw.step(self._state, event, self.step)
             for effect in effects:
                 self._run(effect)
 
-    def _run(self, effect: sw.Effect) -> None:
+    def _run(self, effect: sw.SwitchEffect) -> None:
         """Runs an effect that takes no time where it arises; the main thread's wait in its queue."""
         match effect:
             case sw.Prepare(number=number):
@@ -119,11 +119,11 @@ class Switcher:
                 self._fabrics.remember(thread)
             case sw.Cancel(number=number):
                 self._cancel(number)
-            case sw.Send(message=message):
+            case sw.SendToLeader(message=message):
                 self._control.send(message)
             case sw.ReportState(fence=fence):
                 self._control.send(self._state_report(fence))
-            case sw.Stop() | sw.Interrupt():
+            case sw.StopTraining() | sw.Interrupt():
                 self._fabrics.shut()
                 self._todo.put(effect)  # wakes a main thread that waits here
             case _:
@@ -155,7 +155,7 @@ class Switcher:
         """A fabric that a cancellation of `number` shuts, also one that came while this was under way."""
         fabric = Fabric(f"plan/{number}/{part}", self._device, self._address, self._store)
         with self._lock:
-            if self._state.proposal != number or self._state.phase is sw.Phase.STOPPED:
+            if self._state.proposal != number or self._state.phase is sw.SwitchPhase.STOPPED:
                 self._fabrics.release(fabric)
                 raise Cancelled(f"proposal {number} was given up")
             self._fabrics.add(number, fabric)
@@ -260,7 +260,7 @@ class Switcher:
         while True:
             while not self._todo.empty():
                 self._do(self._todo.get_nowait())
-            if self._state.phase is sw.Phase.STOPPING:
+            if self._state.phase is sw.SwitchPhase.STOPPING:
                 self._feed(sw.Rested())
                 continue
             standby = not self._state.trains and not self._state.fenced and self.engine is None
@@ -293,9 +293,9 @@ class Switcher:
         self.end()
         return JobStopped(f"elasticd: {reason}")
 
-    def _do(self, effect: sw.Effect) -> None:
+    def _do(self, effect: sw.SwitchEffect) -> None:
         match effect:
-            case sw.Move(number=number):
+            case sw.MoveState(number=number):
                 self._move(number)
             case sw.AllGatherOk(number=number, ok=ok):
                 self._all_gather_ok(number, ok)
@@ -310,7 +310,7 @@ class Switcher:
                 self._rejoin()
             case sw.Depart():
                 raise Departed
-            case sw.Stop(reason=reason):
+            case sw.StopTraining(reason=reason):
                 if self._over is not None:
                     raise JobOver(self._over)
                 raise self._stopped(reason)
@@ -329,7 +329,7 @@ class Switcher:
             prepared.transition.shut()  # frees the others, who learn it the same way
             self._feed(sw.MoveFailed(number=number, reason=f"{self._device}: {error}"))
         else:
-            self._feed(sw.Moved(number=number))
+            self._feed(sw.StateMoved(number=number))
 
     def _moved(self, prepared: PreparedPlan) -> MoveResult:
         engine, step = self.engine, self.step

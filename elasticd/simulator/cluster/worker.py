@@ -14,24 +14,24 @@ class SimulationError(RuntimeError):
     """An error of this program, or of a machine that it plays."""
 
 
-class Gang(Protocol):
+class EffectRunner(Protocol):
     """What workers do together: it carries out the effects of their machines."""
 
     step: int  # updates that the job has applied
 
-    def run(self, worker: Worker, effect: sw.Effect) -> None: ...
+    def run(self, worker: SimulatedWorker, effect: sw.SwitchEffect) -> None: ...
 
-    def died(self, worker: Worker, *, told: bool) -> None:
+    def died(self, worker: SimulatedWorker, *, told: bool) -> None:
         """The process is gone. `told`: its peers' connections to it close at once, since its node lives."""
 
 
-class Worker:
+class SimulatedWorker:
     """One training process. While it is frozen, what it would do waits in order until it is thawed.
 
     Args:
         device: Its device's name.
         client: Its name as a client of its agent.
-        gang: What it does together with the job's other workers.
+        worker_group: What it does together with the job's other workers.
         emit: Takes a message to its agent.
         renew: Makes it known to its agent as another incarnation.
     """
@@ -40,14 +40,14 @@ class Worker:
         self,
         device: str,
         client: str,
-        gang: Gang,
+        worker_group: EffectRunner,
         *,
-        emit: Callable[[Worker, FromWorker], None],
-        renew: Callable[[Worker], None],
+        emit: Callable[[SimulatedWorker, FromWorker], None],
+        renew: Callable[[SimulatedWorker], None],
     ) -> None:
         self.device, self.client = device, client
-        self._gang, self._emit, self._renew = gang, emit, renew
-        self.state = sw.State()
+        self._worker_group, self._emit, self._renew = worker_group, emit, renew
+        self.state = sw.SwitchState()
         self.proposal: Proposal | None = None  # the one that it read last
         self.plan, self.step = 0, 0  # in force here (0: it stands by), after so many updates
         self.kept: dict[int, int] = {}  # other copies of the state: the updates applied, by plan
@@ -88,20 +88,20 @@ class Worker:
             case Propose(proposal=proposal):
                 self.proposal = proposal
                 self.feed(sw.Proposed(number=proposal.number, joins=self.device in proposal.plan.members))
-            case _ if isinstance(message, sw.Order):
+            case _ if isinstance(message, sw.AgentOrder):
                 self.feed(message)
             case _:
                 pass  # a welcome, or the end for one that stood by
 
-    def feed(self, event: sw.Event) -> None:
+    def feed(self, event: sw.SwitchEvent) -> None:
         if not self.alive:
             return
         if self.frozen:
             self.later(lambda: self.feed(event))
             return
-        self.state, effects = sw.step(self.state, event, self._gang.step)
+        self.state, effects = sw.step(self.state, event, self._worker_group.step)
         for effect in effects:
-            self._gang.run(self, effect)
+            self._worker_group.run(self, effect)
 
     def say(self, body: FromWorker) -> None:
         if self.alive:

@@ -16,7 +16,7 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.worker import switch as sw
 from elasticd.simulator.cluster.transition_groups import Transition, Transitions
-from elasticd.simulator.cluster.worker import SimulationError, Worker
+from elasticd.simulator.cluster.worker import SimulatedWorker, SimulationError
 from elasticd.simulator.devices.device_model import StepTimes, Truth
 from elasticd.simulator.engine import Engine
 from elasticd.simulator.scenarios.scenario import Times
@@ -38,7 +38,7 @@ class Began:
 Told = Callable[[Began, int], None]
 
 
-class Gang:
+class WorkerGroup:
     """The workers of the job, by device.
 
     Args:
@@ -80,14 +80,14 @@ class Gang:
         """Starts over with processes that know nothing but the checkpoint of `step`."""
         self.life += 1
         self.step = step
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, SimulatedWorker] = {}
         self.plan: Plan | None = None
         self.over_at: float | None = None
         self._last = self._engine.now()
         self._waiting: list[Callable[[], None]] = []
         self._transitions = Transitions(self._engine, self._truth, self._times, self)
 
-    def together(self, seconds: float, members: Sequence[Worker], done: Callable[[], None]) -> None:
+    def together(self, seconds: float, members: Sequence[SimulatedWorker], done: Callable[[], None]) -> None:
         """Calls `done` after `seconds`, as soon as all `members` can be reached: they do something together. It
         is never called once one of them died or was torn out of it."""
         life, eras = self.life, [member.era for member in members]
@@ -111,21 +111,21 @@ class Gang:
 
     # -- what the machines ask for ---------------------------------------------------------------------------
 
-    def run(self, worker: Worker, effect: sw.Effect) -> None:
+    def run(self, worker: SimulatedWorker, effect: sw.SwitchEffect) -> None:
         self.workers[worker.device] = worker
         match effect:
             case sw.Prepare(number=number):
                 self._transitions.prepare(worker, number)
             case sw.Cancel(number=number):
                 self._transitions.leave(worker, number)
-            case sw.Move(number=number):
+            case sw.MoveState(number=number):
                 self._transitions.enter(worker, number)
             case sw.AllGatherOk(number=number, ok=ok):
                 self._transitions.all_gather_ok(worker, number, ok)
             case sw.Swap(number=number, member=member):
                 worker.swap(number, self._transitions.of(number).step, member)
                 worker.say(self._transitions.switched(worker, number))
-            case sw.Send(message=message):
+            case sw.SendToLeader(message=message):
                 worker.say(message)
             case sw.ReportState(fence=fence):
                 worker.say(worker.state_report(fence))
@@ -137,7 +137,7 @@ class Gang:
                 worker.drop_state()
             case sw.DropStateAndRejoin():
                 worker.drop_state_and_rejoin()
-            case sw.Stop():
+            case sw.StopTraining():
                 self.end()
             case _:
                 raise SimulationError(f"nobody carries {type(effect).__name__} out")
@@ -172,7 +172,7 @@ class Gang:
 
     # -- faults ------------------------------------------------------------------------------------------------
 
-    def died(self, worker: Worker, *, told: bool) -> None:
+    def died(self, worker: SimulatedWorker, *, told: bool) -> None:
         """A process ended: its peers find its connections closed; if its node is gone, they time out."""
         if not worker.alive:
             return
@@ -195,31 +195,31 @@ class Gang:
 
         self._engine.after(seconds, fail)
 
-    def _bereave(self, worker: Worker, device: str, why: str) -> None:
+    def _bereave(self, worker: SimulatedWorker, device: str, why: str) -> None:
         """A collective with `device` fails here."""
         if worker.frozen:
             era = worker.era
             worker.later(lambda: self._bereave(worker, device, why) if worker.era == era else None)
             return
-        if worker.state.phase in (sw.Phase.MOVING, sw.Phase.ACKING) and self._transitions.shares(
+        if worker.state.phase in (sw.SwitchPhase.MOVING, sw.SwitchPhase.ACKING) and self._transitions.shares(
             worker, device
         ):
             worker.torn()
             number = worker.state.proposal
-            if worker.state.phase is sw.Phase.MOVING:
+            if worker.state.phase is sw.SwitchPhase.MOVING:
                 worker.feed(sw.MoveFailed(number=number, reason=why))
             worker.feed(sw.GatherFailed(number=number, reason=why))
         if worker.at_work and self.plan is not None and device in self.plan.members:
             worker.torn()
             worker.feed(Bereft(step=self.step, reason=why, plan=worker.plan))
 
-    def _interrupt(self, worker: Worker) -> None:
+    def _interrupt(self, worker: SimulatedWorker) -> None:
         """Every collective that the worker waits in fails at once; then it is at rest."""
         worker.torn()
         life = self.life
 
         def rest() -> None:
-            if self.life != life or worker.state.phase is not sw.Phase.STOPPING:
+            if self.life != life or worker.state.phase is not sw.SwitchPhase.STOPPING:
                 return
             number, why = worker.state.proposal, "a fence was read"
             if number and self._transitions.said(worker):
@@ -262,14 +262,16 @@ class Gang:
             for index, measured in enumerate(self._truth.measurements(plan, step, times))
         ]
 
-    def _counted(self, began: Began, steps: int, plan: Plan, members: list[Worker]) -> None:
+    def _counted(self, began: Began, steps: int, plan: Plan, members: list[SimulatedWorker]) -> None:
         """Counts steps that were not played: no proposal was open, so that the last vote stands for all. The
         first member's report of the last one says how far they are."""
         last = self.step + steps - 1
         reports = self._reports(plan, last, self._truth.step(plan, last), began.tokens)
         self._passed(began, steps, members, reports[:1])
 
-    def _passed(self, began: Began, steps: int, members: list[Worker], reports: Sequence[Report]) -> None:
+    def _passed(
+        self, began: Began, steps: int, members: list[SimulatedWorker], reports: Sequence[Report]
+    ) -> None:
         """Steps are made: the vote's records. Their outcome follows once the script had its turn."""
         if self.over:
             return
@@ -284,7 +286,7 @@ class Gang:
         self._trained(began, steps)
         self._go_on(members)
 
-    def _go_on(self, members: list[Worker]) -> None:
+    def _go_on(self, members: list[SimulatedWorker]) -> None:
         """The vote's outcome, also for members that lost another one just then; then the switch that it
         decided, the end, or the next step."""
         if self._steps is not None and self.step >= self._steps:
@@ -294,7 +296,9 @@ class Gang:
             return
         numbers = tuple(worker.state.voting for worker in members)
         for worker in members:
-            if worker.state.phase is not sw.Phase.STOPPED:  # by an order that the script let it hear just now
+            if (
+                worker.state.phase is not sw.SwitchPhase.STOPPED
+            ):  # by an order that the script let it hear just now
                 worker.feed(sw.Voted(prepared=numbers))
         if numbers[0] == 0 or len(set(numbers)) > 1:
             self.train()
