@@ -320,7 +320,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "gain": gain,
     "map": room_table,
     "job": job,
-    "switch": lambda: _events(switch.TABLE, switch.Phase),
+    "switch": lambda: _events(switch.TABLE, switch.SwitchPhase),
     "agent": lambda: _events(machine.TABLE, machine.Phase),
 }
 

@@ -9,10 +9,10 @@ from elasticd.machines.job.state.job_state import OVER, Phase, Settings
 from elasticd.records import Keys
 from elasticd.simulator.cluster.fault_events import Script
 from elasticd.simulator.cluster.launcher import Operator
-from elasticd.simulator.cluster.leader import Leader
+from elasticd.simulator.cluster.leader import SimulatedLeader
 from elasticd.simulator.cluster.nodes import Node, read_for_all
 from elasticd.simulator.cluster.worker import SimulationError
-from elasticd.simulator.cluster.workers import Began, Gang, whole_steps
+from elasticd.simulator.cluster.workers import Began, WorkerGroup, whole_steps
 from elasticd.simulator.devices.device_model import Truth
 from elasticd.simulator.engine import Engine
 from elasticd.simulator.planning import Planner
@@ -84,7 +84,7 @@ class Simulation:
         self._down_seconds = 0.0
         self._out_of_time = False
         self._leaders = 0
-        self.gang = Gang(
+        self.worker_group = WorkerGroup(
             self.engine,
             self.truth,
             times,
@@ -95,7 +95,7 @@ class Simulation:
             starved=lambda device: self.script.starve(device),
             recovered=self._recovered,
         )
-        self.nodes = [Node(node, self.gang, self._up, self._refused) for node in self.cluster.nodes]
+        self.nodes = [Node(node, self.worker_group, self._up, self._refused) for node in self.cluster.nodes]
         self._node = {node.name: node for node in self.nodes}
         self.settings = Settings(
             detect=scenario.detect,
@@ -106,14 +106,14 @@ class Simulation:
         )
         self.leader = self._elected()
         self.operator = Operator(
-            scenario, self.engine, self.truth, self.gang, self.nodes, self.trained, self._happened
+            scenario, self.engine, self.truth, self.worker_group, self.nodes, self.trained, self._happened
         )
         self.script = Script(
             scenario.faults,
             times.patience,
             self.engine,
             self.truth,
-            self.gang,
+            self.worker_group,
             self._node,
             self.operator,
             self,
@@ -151,7 +151,7 @@ class Simulation:
     # -- beginning and end ---------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        self.gang.end()
+        self.worker_group.end()
         self._out_of_time = True
 
     def _ended(self) -> bool:
@@ -166,9 +166,9 @@ class Simulation:
             return not brings_nodes
         if not brings_nodes and now - self._told_at > VAIN_SECONDS and self._waits():
             return True
-        if not brings_nodes and now - self._told_at > STUCK_SECONDS and not self.gang.over:
-            raise SimulationError(f"the job stands still after step {self.gang.step}")
-        return job is not None and job.phase in OVER and self.gang.over
+        if not brings_nodes and now - self._told_at > STUCK_SECONDS and not self.worker_group.over:
+            raise SimulationError(f"the job stands still after step {self.worker_group.step}")
+        return job is not None and job.phase in OVER and self.worker_group.over
 
     def _waits(self) -> str:
         return self.leader.waits(self.operator.job)
@@ -183,8 +183,10 @@ class Simulation:
         return job.reason if over and job is not None else ""
 
     def _totals(self) -> Totals:
-        gang, trained = self.gang, self.trained
-        seconds = gang.over_at if gang.over_at is not None and not self.stopped else self.engine.now()
+        worker_group, trained = self.worker_group, self.trained
+        seconds = (
+            worker_group.over_at if worker_group.over_at is not None and not self.stopped else self.engine.now()
+        )
         if self.stopped and self.stretches:
             self._down_seconds += seconds - self.stretches[-1].stop
         return Totals(
@@ -192,13 +194,13 @@ class Simulation:
             seconds=rounded(seconds),
             steps=rounded(trained.steps),
             tokens_per_second=rounded(trained.tokens / seconds) if seconds else 0.0,
-            switches=gang.switches,
-            pause_seconds=rounded(gang.pause_seconds),
+            switches=worker_group.switches,
+            pause_seconds=rounded(worker_group.pause_seconds),
             plans=self._plans + self.leader.plans,
             planning_seconds=rounded(self._planning_seconds + self.leader.planning_seconds),
-            bytes_moved=gang.bytes_moved,
-            recoveries=gang.recoveries,
-            recovery_seconds=rounded(gang.recovery_seconds),
+            bytes_moved=worker_group.bytes_moved,
+            recoveries=worker_group.recoveries,
+            recovery_seconds=rounded(worker_group.recovery_seconds),
             restarts=self.operator.restarts,
             down_seconds=rounded(self._down_seconds),
             lost_steps=rounded(trained.lost),
@@ -233,19 +235,23 @@ class Simulation:
         self._quiet, self._told_at = 0, self.engine.now()
         self.timeline.append(
             Happening(
-                seconds=rounded(self.engine.now()), step=self.gang.step, kind=kind, text=text, data=data or {}
+                seconds=rounded(self.engine.now()),
+                step=self.worker_group.step,
+                kind=kind,
+                text=text,
+                data=data or {},
             )
         )
 
     def _recovered(self, number: int, seconds: float) -> None:
-        text = f"plan {number} goes on from step {self.gang.step}, {seconds:.1f} s after the last one"
+        text = f"plan {number} goes on from step {self.worker_group.step}, {seconds:.1f} s after the last one"
         self._happened("resumed", text, {"number": number, "seconds": rounded(seconds)})
 
     # -- the leader ----------------------------------------------------------------------------------------
 
-    def _elected(self) -> Leader:
+    def _elected(self) -> SimulatedLeader:
         self._leaders += 1
-        return Leader(
+        return SimulatedLeader(
             self.engine,
             self.server,
             KEYS,
@@ -283,7 +289,7 @@ class Simulation:
         settle, scenario = self.scenario.settle, self.scenario
         if settle is None or self._quiet < settle or not self.leader.idle(self.operator.job):
             return 0
-        now, step = self.engine.now(), self.gang.step
+        now, step = self.engine.now(), self.worker_group.step
         times = self.script.times(now)
         if scenario.seconds is not None:
             times.append(scenario.seconds)
@@ -292,20 +298,20 @@ class Simulation:
 
     def _trained(self, began: Began, steps: int) -> None:
         """After each stretch: it is recorded, and what the script has for this step happens."""
-        assert self.gang.plan is not None
+        assert self.worker_group.plan is not None
         now = self.engine.now()
-        if self.stretches and self.stretches[-1].start_number != self.gang.life:
+        if self.stretches and self.stretches[-1].start_number != self.worker_group.life:
             self._down_seconds += began.now - self.stretches[-1].stop
         self.trained.add(steps, began.tokens)
         self.stretches.append(
             Stretch(
                 start=rounded(began.now),
                 stop=rounded(now),
-                first_step=self.gang.step - steps,
+                first_step=self.worker_group.step - steps,
                 steps=steps,
                 tokens=began.tokens,
-                start_number=self.gang.life,
-                plan=self.gang.plan.number,
+                start_number=self.worker_group.life,
+                plan=self.worker_group.plan.number,
                 bound=rounded(self.bounds.seconds(began.speeds, began.profile)),
             )
         )
@@ -313,9 +319,9 @@ class Simulation:
         if self._progress is not None:
             scenario = self.scenario
             self._progress(
-                self.gang.step / scenario.steps if scenario.steps else now / (scenario.seconds or now)
+                self.worker_group.step / scenario.steps if scenario.steps else now / (scenario.seconds or now)
             )
-        self.script.at_step(self.gang.step)
+        self.script.at_step(self.worker_group.step)
 
 
 def truth_of(scenario: Scenario) -> Truth:

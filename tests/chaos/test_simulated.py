@@ -26,7 +26,7 @@ def test_a_short_freeze_costs_its_seconds_and_nothing_else() -> None:
     calm.run()
     frozen = Simulation(scenario(Faults().freeze("n0/0", 3.0).at_step(20), SHAPE, seed=3))
     frozen.run()
-    assert frozen.gang.step == calm.gang.step
+    assert frozen.worker_group.step == calm.worker_group.step
     assert 2.5 < frozen.engine.now() - calm.engine.now() < 3.5
     assert not [event for event in frozen.timeline if event.kind == "fenced"]
 

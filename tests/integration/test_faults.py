@@ -72,7 +72,7 @@ def test_the_last_survivor_goes_on_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "moment",
-    sizes.beside(["moving"], ["preparing", "voting", "moving", "saying", "swapping"]),
+    sizes.beside(["moving"], ["preparing", "voting", "moving", "acking", "swapping"]),
 )
 def test_a_worker_killed_at_any_moment_of_a_switch_costs_one_device(moment: str) -> None:
     with Cluster({"a": 2, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:

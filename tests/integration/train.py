@@ -76,8 +76,8 @@ def die_at(moment: str) -> None:
         Switcher.prepared = votes  # type: ignore[method-assign]
     elif moment == "moving":
         Switcher._moved = deadly(Switcher._moved)  # type: ignore[method-assign]
-    elif moment == "saying":
-        Switcher._say = deadly(Switcher._say)  # type: ignore[method-assign]
+    elif moment == "acking":
+        Switcher._all_gather_ok = deadly(Switcher._all_gather_ok)  # type: ignore[method-assign]
     elif moment == "swapping":
         Switcher._swap = deadly(Switcher._swap)  # type: ignore[method-assign]
     elif moment == "in place":

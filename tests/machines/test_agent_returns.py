@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -61,8 +62,8 @@ def test_worker_that_missed_how_its_plan_ended_hears_it_when_it_comes_back() -> 
     assert sent(run(back(0), state=state)[1])[1:] == [("w0", Recorded(number=4))]
     assert sent(run(back(1), state=state)[1])[1:] == [], "a member has nothing to drop"
     assert sent(run(hello(0), state=state)[1])[1:] == [], "who is new has missed nothing"
-    left = sw.State(phase=sw.Phase.STANDBY, number=4, seen=4, holds_old=True, leaving=True)
-    assert obeyed(left, sent(run(back(0), state=state)[1])[1:]).phase is sw.Phase.STOPPED, "it departs"
+    left = sw.SwitchState(phase=sw.SwitchPhase.STANDBY, number=4, seen=4, holds_old=True, draining=True)
+    assert obeyed(left, sent(run(back(0), state=state)[1])[1:]).phase is sw.SwitchPhase.STOPPED, "it departs"
 
 
 def test_worker_that_lost_the_others_and_missed_the_recovery_stands_by_for_the_next_plan() -> None:
@@ -71,36 +72,30 @@ def test_worker_that_lost_the_others_and_missed_the_recovery_stands_by_for_the_n
     _, effects = run(back(0), state=state)
     orders = sent(effects)[1:]
     assert orders == [("w0", Fenced(number=3, reason="it froze")), ("w0", Recorded(number=4))]
-    stands_still = sw.State(phase=sw.Phase.BEREFT, number=2, seen=2, trains=True)
+    stands_still = sw.SwitchState(phase=sw.SwitchPhase.PEERS_LOST, number=2, seen=2, trains=True)
     after = obeyed(stands_still, orders)
-    assert after.phase is sw.Phase.STANDBY
+    assert after.phase is sw.SwitchPhase.STANDBY
     after, effects = sw.step(after, sw.Proposed(number=5, joins=True))
     assert effects == (sw.Prepare(number=5),)
 
 
-@pytest.mark.parametrize("phase", [sw.Phase.PREPARING, sw.Phase.MOVING, sw.Phase.SAYING, sw.Phase.DOUBT])
-def test_worker_that_joins_by_a_later_proposal_is_not_torn_out_of_it(phase: sw.Phase) -> None:
+@pytest.mark.parametrize(
+    "phase", [sw.SwitchPhase.PREPARING, sw.SwitchPhase.MOVING, sw.SwitchPhase.ACKING, sw.SwitchPhase.IN_DOUBT]
+)
+def test_worker_that_joins_by_a_later_proposal_is_not_torn_out_of_it(phase: sw.SwitchPhase) -> None:
     """It knows nothing of a fence that was over before it came."""
     state, _ = run(fence(3, {"n1/0": "x"}), OTHERS_WENT_ON)
-    joins = sw.State(phase=phase, proposal=5, seen=5, joins=True, ok=phase is sw.Phase.DOUBT)
+    joins = sw.SwitchState(phase=phase, proposal=5, seen=5, joins=True, ok=phase is sw.SwitchPhase.IN_DOUBT)
     after = obeyed(joins, sent(run(back(0), state=state)[1])[1:])
     assert (after.phase, after.proposal) == (phase, 5)
-    after, _ = sw.step(after, sw.Fenced(number=6))
+    after, _ = sw.step(after, Fenced(number=6, reason="death"))
     assert after.phase is not phase, "one that closes the proposal is obeyed"
 
 
-def obeyed(state: sw.State, orders: list[tuple[str, object]]) -> sw.State:
+def obeyed(state: sw.SwitchState, orders: list[tuple[str, Any]]) -> sw.SwitchState:
     """A worker's machine once it has read these."""
     for _, order in orders:
-        event: sw.Event
-        match order:
-            case Fenced(number=number, evicted=evicted):
-                event = sw.Fenced(number=number, evicted=evicted)
-            case Recorded(number=number):
-                event = sw.Recorded(number=number)
-            case _:
-                raise AssertionError(order)
-        state, _ = sw.step(state, event)
+        state, _ = sw.step(state, order)
     return state
 
 

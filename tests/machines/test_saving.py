@@ -8,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from elasticd.machines.worker import checkpointing
-from elasticd.machines.worker.checkpointing import Begin, Close, GiveUp, Skip, State, Status
+from elasticd.machines.worker.checkpointing import Begin, CheckpointState, Close, GiveUp, Skip, Status
 from tests.sizes import examples
 
 
@@ -16,11 +16,11 @@ from tests.sizes import examples
 class Rank:
     """A rank with its thread: what the effects asked of it, and what it is at. Two that stand alike are two."""
 
-    state: State
+    state: CheckpointState
     thread: tuple[str, int] | None = None
     done: list[str] = field(default_factory=list)
 
-    def take(self, effects: tuple[checkpointing.Effect, ...]) -> None:
+    def take(self, effects: tuple[checkpointing.CheckpointEffect, ...]) -> None:
         for effect in effects:
             match effect:
                 case Begin(step=step):
@@ -60,7 +60,7 @@ def vote(ranks: list[Rank], step: int, words: list[int] | None = None, *, last: 
 
 
 def ranks(count: int, every: int = 2) -> list[Rank]:
-    return [Rank(state=State(every=every)) for _ in range(count)]
+    return [Rank(state=CheckpointState(every=every)) for _ in range(count)]
 
 
 def test_a_checkpoint_is_closed_by_the_first_rank_once_all_have_written() -> None:

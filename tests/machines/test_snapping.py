@@ -15,11 +15,11 @@ from tests.sizes import examples
 class Rank:
     """A rank's machine, the files that it has orders to make, and what its agent holds: slot by mark."""
 
-    state: sn.State
+    state: sn.SnapshotState
     orders: list[sn.Make] = field(default_factory=list)
     held: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def take(self, step: sn.Step) -> None:
+    def take(self, step: sn._Step) -> None:
         self.state, effects = step
         for make in effects:
             assert make.slot not in self.held.values(), "a slot in use gets no other file"
@@ -89,12 +89,12 @@ def act(data: st.DataObject, rank: Rank, what: str) -> None:
 
 
 def test_a_word_of_the_agent_about_what_is_not_here_changes_nothing() -> None:
-    state = sn.State(every=1)
+    state = sn.SnapshotState(every=1)
     assert sn.freed(state, 3, 4) == (state, ())
 
 
 def test_a_share_that_grows_gets_larger_files_as_slots_come_free() -> None:
-    state, first = sn.sized(sn.State(every=1), 1, 100)
+    state, first = sn.sized(sn.SnapshotState(every=1), 1, 100)
     assert first == (sn.Make(slot=0, size=100), sn.Make(slot=1, size=100))
     assert not state.ready(1, 1)
     for make in first:
@@ -110,7 +110,7 @@ def test_a_share_that_grows_gets_larger_files_as_slots_come_free() -> None:
 
 
 def test_while_both_slots_are_in_use_nobody_is_asked_to_copy() -> None:
-    state, makes = sn.sized(sn.State(every=2), 1, 10)
+    state, makes = sn.sized(sn.SnapshotState(every=2), 1, 10)
     for make in makes:
         state, _ = sn.made(state, make.slot, 10)
     for step in (2, 4):

@@ -15,19 +15,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.machines.worker import switch as sw
-from elasticd.machines.worker.switch import Phase, State
+from elasticd.machines.worker.switch import SwitchPhase, SwitchState
+from elasticd.wire.messages import Abort, Kept, Prepared, Recorded, Refused, Shutdown
 from tests.sizes import examples
 
 OLD, NEW = ("a", "b", "c"), ("b", "c", "d")  # a leaves, d joins
 
 
+def stayed(effect: sw.SwitchEffect) -> bool:
+    """Whether this effect says that a proposal is off here."""
+    return isinstance(effect, sw.SendToLeader) and isinstance(effect.message, Kept)
+
+
 @dataclass
 class Rank:
-    state: State
+    state: SwitchState
     alive: bool = True
-    inbox: list[sw.Event] = field(default_factory=list)
+    inbox: list[sw.SwitchEvent] = field(default_factory=list)
     copies: set[int] = field(default_factory=set)
-    reports: list[sw.Effect] = field(default_factory=list)
+    ends: list[sw.SwitchEffect] = field(default_factory=list)
     waits: str | None = None
     said: dict[str, object] = field(default_factory=dict)
 
@@ -38,33 +44,34 @@ class World:
     def __init__(self, initial: bool = False) -> None:
         self.initial = initial
         names = NEW if initial else sorted({*OLD, *NEW})
-        self.ranks = {name: Rank(State()) for name in names}
+        self.ranks = {name: Rank(SwitchState()) for name in names}
         if not initial:
             for name in OLD:
-                self.ranks[name].state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
+                self.ranks[name].state = SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True, seen=1)
                 self.ranks[name].copies = {1}
         self.votes = 0
         self.recorded = False
 
     # what a rank does when it is given a turn -------------------------------------------------------------
 
-    def feed(self, name: str, event: sw.Event) -> None:
+    def feed(self, name: str, event: sw.SwitchEvent) -> None:
         rank = self.ranks[name]
         rank.state, effects = sw.step(rank.state, event)
         for effect in effects:
             self._effect(name, rank, effect)
 
-    def _effect(self, name: str, rank: Rank, effect: sw.Effect) -> None:
+    def _effect(self, name: str, rank: Rank, effect: sw.SwitchEffect) -> None:
         match effect:
             case sw.Prepare(number=n):
-                rank.inbox.append(sw.Stands(number=n))
-            case sw.Move():
+                rank.inbox.append(Prepared(number=n))
+            case sw.MoveState():
                 rank.waits = "move"
                 rank.said["move"] = True
-            case sw.Say(ok=ok):
+            case sw.AllGatherOk(ok=ok):
                 rank.waits = "ok"
                 rank.said["ok"] = ok
             case sw.Swap(number=n, member=member):
+                rank.ends.append(effect)
                 if member:
                     rank.copies.add(n)
                 rank.waits = None
@@ -74,10 +81,12 @@ class World:
                 rank.said = {}
             case sw.DropOld():
                 rank.copies.discard(1)
-            case sw.Stop():
+            case sw.StopTraining():
                 rank.waits = None
+            case _ if stayed(effect):
+                rank.ends.append(effect)
             case _:
-                rank.reports.append(effect)
+                pass
 
     def turn(self, name: str, coin: Callable[[], bool]) -> None:
         """One thing that this rank can do now: read a message, vote, or get on with a collective."""
@@ -87,7 +96,11 @@ class World:
         if rank.inbox and (rank.waits is None or coin()):
             self.feed(name, rank.inbox.pop(0))
             return
-        if rank.waits is None and rank.state.trains and rank.state.phase not in (Phase.DOUBT, Phase.STOPPED):
+        if (
+            rank.waits is None
+            and rank.state.trains
+            and rank.state.phase not in (SwitchPhase.IN_DOUBT, SwitchPhase.STOPPED)
+        ):
             self.feed(name, sw.Voting())
             rank.waits, rank.said["vote"] = "vote", rank.state.voting
         elif rank.waits is not None:
@@ -95,7 +108,9 @@ class World:
 
     def _collective(self, name: str, rank: Rank, kind: str, coin: Callable[[], bool]) -> None:
         members = self._members(rank, kind)
-        left = [m for m in members if not self.ranks[m].alive or self.ranks[m].state.phase is Phase.DOUBT]
+        left = [
+            m for m in members if not self.ranks[m].alive or self.ranks[m].state.phase is SwitchPhase.IN_DOUBT
+        ]
         arrived = {m: self.ranks[m].said.get(kind) for m in members if kind in self.ranks[m].said}
         done = rank.said.get(kind + "/done")
         if done is None and len(arrived) == len(members):
@@ -110,9 +125,9 @@ class World:
         elif left:
             rank.said = {}
             rank.waits = None
-            event: sw.Event
+            event: sw.SwitchEvent
             if kind == "vote":
-                event = sw.Ordered(reason="a member died")
+                event = Shutdown(reason="a member died")
             elif kind == "ok":
                 event = sw.GatherFailed(number=2, reason="a member died")
             else:
@@ -125,7 +140,7 @@ class World:
             self.votes += 1
             self.feed(name, sw.Voted(prepared=result))
         elif kind == "move":
-            self.feed(name, sw.Moved(number=2))
+            self.feed(name, sw.StateMoved(number=2))
         else:
             self.feed(name, sw.Gathered(number=2, oks=result))
             assert all(result) or rank.state.number != 2, "somebody said not ok, and this rank swapped"
@@ -139,13 +154,13 @@ class World:
 
     def check(self) -> None:
         living = {name: rank for name, rank in self.ranks.items() if rank.alive}
-        swapped = {n for n, r in self.ranks.items() if any(isinstance(e, sw.ReportSwapped) for e in r.reports)}
-        kept = {n for n, r in self.ranks.items() if any(isinstance(e, sw.ReportKept) for e in r.reports)}
+        swapped = {n for n, r in self.ranks.items() if any(isinstance(e, sw.Swap) for e in r.ends)}
+        kept = {n for n, r in self.ranks.items() if any(map(stayed, r.ends))}
         assert not (swapped and kept), f"{swapped} swapped and {kept} kept"
         for name, rank in living.items():
             if rank.state.trains:
                 assert rank.state.number in rank.copies, f"{name} trains a plan that it does not hold"
-            if rank.state.phase is Phase.DOUBT:
+            if rank.state.phase is SwitchPhase.IN_DOUBT:
                 assert rank.copies >= ({1} if name in OLD and not self.initial else set())
         if not self.initial and any(1 not in self.ranks[n].copies for n in OLD):
             assert swapped or self.recorded, "the old copy is gone although nobody swapped"
@@ -176,7 +191,7 @@ def test_any_order_with_an_abort_and_a_death_at_any_moment(
     for turn in range(140):
         if turn == abort:
             for rank in world.ranks.values():
-                rank.inbox.append(sw.Aborted(number=2, reason="the leader said so"))
+                rank.inbox.append(Abort(number=2, reason="the leader said so"))
         if turn == death:
             world.ranks[rng.choice(names)].alive = False
         world.turn(rng.choice(names), lambda: rng.random() < 0.5)
@@ -187,14 +202,14 @@ def test_any_order_with_an_abort_and_a_death_at_any_moment(
         numbers = {world.ranks[name].state.number for name in ("b", "c")}
         assert numbers in ({1}, {2})
         assert world.votes > 0
-        assert not any(rank.state.phase is Phase.DOUBT for rank in living)
+        assert not any(rank.state.phase is SwitchPhase.IN_DOUBT for rank in living)
         if abort is None:
             assert numbers == {2}, "without an abort or a death the switch happens"
             assert world.ranks["b"].copies == world.ranks["c"].copies == {2}, "the old copy is dropped"
-            assert world.ranks["a"].state.phase is Phase.STANDBY
+            assert world.ranks["a"].state.phase is SwitchPhase.STANDBY
             assert world.ranks["a"].copies == {1}, "a leaver keeps its copy until the plan is recorded"
             world.recorded = True
-            world.feed("a", sw.Recorded(number=2))
+            world.feed("a", Recorded(number=2))
             assert world.ranks["a"].copies == set()
 
 
@@ -209,76 +224,79 @@ def test_a_job_starts_as_a_switch_from_nothing(seed: int) -> None:
 
 
 def test_the_life_of_one_rank_interrupted_by_an_abort_after_every_prefix() -> None:
-    """Wherever the abort falls, one report follows, and the rank trains on under one plan."""
-    life: list[sw.Event] = [
+    """Wherever the abort falls, one end follows, and the rank trains on under one plan."""
+    life: list[sw.SwitchEvent] = [
         sw.Proposed(number=2, joins=True),
         sw.Voting(),
         sw.Voted(prepared=(0, 0)),
-        sw.Stands(number=2),
+        Prepared(number=2),
         sw.Voting(),
         sw.Voted(prepared=(2, 2)),
-        sw.Moved(number=2),
+        sw.StateMoved(number=2),
     ]
     for cut in range(1, len(life) + 1):
-        state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
-        reports: list[sw.Effect] = []
+        state = SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True, seen=1)
+        ends: list[sw.SwitchEffect] = []
         said: list[bool] = []
-        for event in [*life[:cut], sw.Aborted(number=2, reason="x"), *life[cut:]]:
+        for event in [*life[:cut], Abort(number=2, reason="x"), *life[cut:]]:
             if isinstance(event, sw.Voted) and event.prepared == (2, 2) and state.voting != 2:
                 event = sw.Voted(prepared=(state.voting, 2))
             try:
                 state, effects = sw.step(state, event)
             except sw.Unexpected:
                 continue  # the rest of a life that the abort ended
-            reports += [e for e in effects if isinstance(e, sw.ReportKept | sw.ReportSwapped)]
-            said += [e.ok for e in effects if isinstance(e, sw.Say)]
-        if state.phase is Phase.SAYING:
+            ends += [e for e in effects if stayed(e) or isinstance(e, sw.Swap)]
+            said += [e.ok for e in effects if isinstance(e, sw.AllGatherOk)]
+        if state.phase is SwitchPhase.ACKING:
             assert said == [cut == len(life)], "after an abort not ok is said"
             state, effects = sw.step(state, sw.Gathered(number=2, oks=(said[0], True)))
-            reports += [e for e in effects if isinstance(e, sw.ReportKept | sw.ReportSwapped)]
-        assert len(reports) == 1
-        assert state.phase is Phase.TRAINING
-        assert state.number == (2 if isinstance(reports[0], sw.ReportSwapped) else 1)
+            ends += [e for e in effects if stayed(e) or isinstance(e, sw.Swap)]
+        assert len(ends) == 1
+        assert state.phase is SwitchPhase.TRAINING
+        assert state.number == (2 if isinstance(ends[0], sw.Swap) else 1)
 
 
 def test_a_refusal_votes_zero_until_the_abort() -> None:
-    state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
+    state = SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True, seen=1)
     state, _ = sw.step(state, sw.Proposed(number=2, joins=True))
-    state, effects = sw.step(state, sw.Failed(number=2, reason="no memory"))
-    assert effects == (sw.ReportRefused(number=2, reason="no memory"),)
+    refused = Refused(number=2, reason="no memory")
+    state, effects = sw.step(state, refused)
+    assert effects == (sw.SendToLeader(message=refused),)
     state, _ = sw.step(state, sw.Voting())
     assert state.voting == 0
     state, _ = sw.step(state, sw.Voted(prepared=(2, 0)))
-    state, effects = sw.step(state, sw.Aborted(number=2, reason="refused"))
-    assert effects == (sw.Cancel(number=2), sw.ReportKept(number=2, reason="refused"))
-    assert state.phase is Phase.TRAINING
+    state, effects = sw.step(state, Abort(number=2, reason="refused"), 7)
+    word = Kept(number=2, step=7, reason="refused")
+    assert effects == (sw.Cancel(number=2), sw.SendToLeader(message=word)), "after seven updates"
+    assert state.phase is SwitchPhase.TRAINING
 
 
 def test_an_event_that_a_phase_cannot_meet_raises() -> None:
     with pytest.raises(sw.Unexpected, match="Moved of 2 in phase training"):
-        sw.step(State(phase=Phase.TRAINING, number=1, trains=True), sw.Moved(number=2))
+        sw.step(SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True), sw.StateMoved(number=2))
 
 
 def test_the_end_of_a_superseded_move_does_not_touch_the_next() -> None:
     """A joiner waits in vain for plan 1; while it wakes up, plan 2 is already being entered."""
-    state, _ = sw.step(State(), sw.Proposed(number=1, joins=True))
-    state, _ = sw.step(state, sw.Stands(number=1))
+    state, _ = sw.step(SwitchState(), sw.Proposed(number=1, joins=True))
+    state, _ = sw.step(state, Prepared(number=1))
     state, effects = sw.step(state, sw.Proposed(number=2, joins=True))
-    assert effects[:2] == (sw.Cancel(number=1), sw.ReportKept(number=1, reason="superseded by 2"))
-    state, _ = sw.step(state, sw.Stands(number=2))
+    word = Kept(number=1, step=0, reason="superseded by 2")
+    assert effects[:2] == (sw.Cancel(number=1), sw.SendToLeader(message=word))
+    state, _ = sw.step(state, Prepared(number=2))
     after, effects = sw.step(state, sw.MoveFailed(number=1, reason="shut"))
     assert (after, effects) == (state, ())
 
 
 def test_a_member_that_reads_only_the_abort_says_that_it_kept() -> None:
-    state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
-    state, effects = sw.step(state, sw.Aborted(number=2, reason="x"))
-    assert effects == (sw.ReportKept(number=2, reason="x"),)
-    assert sw.step(state, sw.Aborted(number=2, reason="x")) == (state, ())
-    assert sw.step(State(), sw.Aborted(number=2, reason="x"))[1] == (), "a standby kept nothing"
+    state = SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True, seen=1)
+    state, effects = sw.step(state, Abort(number=2, reason="x"))
+    assert effects == (sw.SendToLeader(message=Kept(number=2, step=0, reason="x")),)
+    assert sw.step(state, Abort(number=2, reason="x")) == (state, ())
+    assert sw.step(SwitchState(), Abort(number=2, reason="x"))[1] == (), "a standby kept nothing"
 
 
 def test_a_proposal_read_twice_is_prepared_once() -> None:
-    state, _ = sw.step(State(), sw.Proposed(number=1, joins=True))
+    state, _ = sw.step(SwitchState(), sw.Proposed(number=1, joins=True))
     again, effects = sw.step(state, sw.Proposed(number=1, joins=True))
     assert (again, effects) == (state, ())

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elasticd.machines.worker import switch as sw
-from elasticd.machines.worker.switch import Phase, State
+from elasticd.machines.worker.switch import SwitchPhase, SwitchState
+from elasticd.wire.messages import Abort, Bereft, Doubt, Fenced, Kept, Prepared, Recorded, Shutdown
 from tests.sizes import examples
 
 NAMES = ("a", "b", "c", "d", "e")
@@ -23,10 +24,10 @@ NAMES = ("a", "b", "c", "d", "e")
 class Rank:
     """`copies`: plan number to updates made; `reduced`: the step whose gradients are kept for its update."""
 
-    state: State = field(default_factory=State)
+    state: SwitchState = field(default_factory=SwitchState)
     alive: bool = True
     copies: dict[int, int] = field(default_factory=dict)
-    inbox: list[sw.Event] = field(default_factory=list)
+    inbox: list[sw.SwitchEvent] = field(default_factory=list)
     waits: str = ""
     said: object = None
     standing: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class World:
         self.results: dict[tuple[int, str, int], tuple[object, ...]] = {}
         for name in self.plans[1]:
             rank = self.ranks[name]
-            rank.state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
+            rank.state = SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True, seen=1)
             rank.copies = {1: 0}
 
     # the leader -------------------------------------------------------------------------------------------
@@ -90,13 +91,13 @@ class World:
         if self.open and self.fence:
             self.write_fence()
         elif self.open:
-            self._tell(lambda name, number=self.open: sw.Aborted(number=number, reason="late"))  # type: ignore[misc]
+            self._tell(lambda name, number=self.open: Abort(number=number, reason="late"))  # type: ignore[misc]
             self.aborting = True
 
     def write_fence(self) -> None:
         self.number += 1
         self.fence, self.open, self.aborting = self.number, 0, False
-        self._tell(lambda name: sw.Fenced(number=self.fence))
+        self._tell(lambda name: Fenced(number=self.fence, reason="death"))
 
     def _tell(self, event: object) -> None:
         for name in self.living():
@@ -129,44 +130,43 @@ class World:
 
     # the ranks --------------------------------------------------------------------------------------------
 
-    def feed(self, name: str, event: sw.Event) -> None:
+    def feed(self, name: str, event: sw.SwitchEvent) -> None:
         rank = self.ranks[name]
         rank.state, effects = sw.step(rank.state, event)
         for effect in effects:
             self._effect(name, rank, effect)
 
-    def _effect(self, name: str, rank: Rank, effect: sw.Effect) -> None:
+    def _effect(self, name: str, rank: Rank, effect: sw.SwitchEffect) -> None:
         match effect:
             case sw.Prepare(number=n):
                 self.prepared.setdefault(n, set()).add(name)
                 if self.prepared[n] == set(self.groups[n]):  # the transition group stands for all at once
                     for member in self.groups[n]:
-                        self.ranks[member].inbox.append(sw.Stands(number=n))
+                        self.ranks[member].inbox.append(Prepared(number=n))
                 rank.interrupted = rank.interrupted and rank.state.trains and not rank.state.fenced
-            case sw.Move():
+            case sw.MoveState():
                 rank.waits, rank.said = "move", True
-            case sw.Say(ok=ok):
+            case sw.AllGatherOk(ok=ok):
                 rank.waits, rank.said = "ok", ok
             case sw.Swap(number=n, member=member):
                 if member:
                     rank.copies[n] = self.steps[n]
                 rank.waits = ""
-            case sw.ReportSwapped(number=n):
                 if n > self.recorded:
                     self.recorded = n
-                    self._tell(lambda name: sw.Recorded(number=n))
+                    self._tell(lambda name: Recorded(number=n))
                     if n == self.open:
                         self.open, self.fence, self.aborting = 0, 0, False
-            case sw.ReportKept(number=n):
+            case sw.SendToLeader(message=Kept(number=n)):
                 self.kept.add((n, name))
                 if n == self.open and not self.aborting:
                     self.give_up()
                 if n == self.open and all((n, m) in self.kept for m in self.plans[self.recorded]):
                     self.open, self.aborting = 0, False
-            case sw.ReportDoubt() | sw.ReportLost():
+            case sw.SendToLeader(message=Doubt() | Bereft()):
                 if not self.fence:
                     self.write_fence()
-            case sw.ReportStanding(fence=fence):
+            case sw.ReportState(fence=fence):
                 copies = dict(rank.copies)
                 if rank.state.side and name in self.plans[rank.state.side]:
                     copies[rank.state.side] = self.steps[rank.state.side]
@@ -176,7 +176,7 @@ class World:
                 rank.copies = {
                     n: s for n, s in rank.copies.items() if n == rank.state.number and rank.state.trains
                 }
-            case sw.Retire():
+            case sw.DropState():
                 rank.copies = {}
             case sw.Interrupt():
                 rank.interrupted = True
@@ -193,12 +193,10 @@ class World:
             self.feed(name, rank.inbox.pop(0))
         elif rank.waits:
             self._collective(name, rank)
-        elif rank.state.phase is Phase.INTERRUPTED:
+        elif rank.state.phase is SwitchPhase.STOPPING:
             rank.interrupted = False
             self.feed(name, sw.Rested())
-        elif rank.state.trains and not rank.state.fenced and rank.state.phase in (
-            Phase.TRAINING, Phase.PREPARING, Phase.READY, Phase.WITHDRAWN
-        ):  # fmt: skip
+        elif rank.state.at_work:
             rank.interrupted = False
             self.feed(name, sw.Voting())
             rank.waits, rank.said = "vote", rank.state.voting
@@ -222,23 +220,23 @@ class World:
         others = [self.ranks[m] for m in members]
         broken = rank.interrupted or any(not r.alive or r.interrupted for r in others)
         if rank.waits == "vote":  # who rests, or moves on to a recovery, votes no more
-            broken = broken or any(r.state.fenced or r.state.phase is Phase.BEREFT for r in others)
+            broken = broken or any(r.state.fenced or r.state.phase is SwitchPhase.PEERS_LOST for r in others)
         kind, number = rank.waits, rank.state.proposal
         if key in self.results and not (broken and self.rng.random() < 0.5):
             rank.waits = ""
             result = self.results[key]
             if kind == "vote":
-                assert not rank.state.fenced or rank.state.phase is Phase.INTERRUPTED
+                assert not rank.state.fenced or rank.state.phase is SwitchPhase.STOPPING
                 rank.copies[rank.state.number] += 1
                 rank.updates.append((rank.state.number, rank.copies[rank.state.number]))
                 self.feed(name, sw.Voted(prepared=result))  # type: ignore[arg-type]
             elif kind == "move":
-                self.feed(name, sw.Moved(number=number))
+                self.feed(name, sw.StateMoved(number=number))
             else:
                 self.feed(name, sw.Gathered(number=number, oks=result))  # type: ignore[arg-type]
         elif broken:
             rank.waits = ""
-            event: sw.Event = sw.Lost(reason="broken")
+            event: sw.SwitchEvent = Bereft(step=0, reason="broken")
             if kind == "move":
                 event = sw.MoveFailed(number=number, reason="broken")
             elif kind == "ok":
@@ -257,8 +255,8 @@ class World:
     def settled(self) -> bool:
         """All that live train one plan, or stand by (a joiner waits in vain until the next proposal)."""
         states = [self.ranks[name].state for name in self.living()]
-        rest = {Phase.TRAINING, Phase.STANDBY}
-        training = {s.number for s in states if s.phase is Phase.TRAINING}
+        rest = {SwitchPhase.TRAINING, SwitchPhase.STANDBY}
+        training = {s.number for s in states if s.phase is SwitchPhase.TRAINING}
         resting = all(s.phase in rest or not (s.trains or s.fenced) for s in states)
         return resting and len(training) == 1
 
@@ -294,51 +292,53 @@ def test_wherever_deaths_fall_the_survivors_go_on_under_one_plan(seed: int, deat
     made: dict[int, set[str]] = {}
     for name in world.living():
         rank = world.ranks[name]
-        if rank.state.phase is Phase.TRAINING:
+        if rank.state.phase is SwitchPhase.TRAINING:
             assert rank.state.number in rank.copies
             made.setdefault(rank.copies[rank.state.number], set()).add(name)
     assert max(made) - min(made) <= 1, "who trains is at most one vote apart"
 
 
 def test_after_a_fence_nothing_is_updated_until_a_recovery_swapped() -> None:
-    state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
-    state, effects = sw.step(state, sw.Fenced(number=2))
+    state = SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True, seen=1)
+    state, effects = sw.step(state, Fenced(number=2, reason="death"))
     assert effects == (sw.Interrupt(),)
-    state, effects = sw.step(state, sw.Lost(reason="shut"))
-    assert (state.phase, effects) == (Phase.FENCED, (sw.ReportStanding(fence=2),))
+    state, effects = sw.step(state, Bereft(step=0, reason="shut"))
+    assert (state.phase, effects) == (SwitchPhase.FENCED, (sw.ReportState(fence=2),))
     state, _ = sw.step(state, sw.Proposed(number=3, joins=True))
-    state, effects = sw.step(state, sw.Stands(number=3))
-    assert effects == (sw.ReportPrepared(number=3), sw.Move(number=3)), "without a vote"
-    state, _ = sw.step(state, sw.Moved(number=3))
+    state, effects = sw.step(state, Prepared(number=3))
+    assert effects == (sw.SendToLeader(message=Prepared(number=3)), sw.MoveState(number=3)), "without a vote"
+    state, _ = sw.step(state, sw.StateMoved(number=3))
     state, effects = sw.step(state, sw.Gathered(number=3, oks=(True, True)))
-    assert state.phase is Phase.TRAINING
+    assert state.phase is SwitchPhase.TRAINING
     assert (state.number, state.fenced, state.holds_old) == (3, False, True)
 
 
 def test_a_verified_copy_outlives_the_doubt() -> None:
-    state = State(phase=Phase.SAYING, number=1, trains=True, joins=True, seen=2, proposal=2, ok=True)
+    state = SwitchState(
+        phase=SwitchPhase.ACKING, number=1, trains=True, joins=True, seen=2, proposal=2, ok=True
+    )
     state, _ = sw.step(state, sw.GatherFailed(number=2, reason="reset"))
-    assert state.phase is Phase.DOUBT
-    state, effects = sw.step(state, sw.Fenced(number=3))
-    assert state.phase is Phase.FENCED
+    assert state.phase is SwitchPhase.IN_DOUBT
+    state, effects = sw.step(state, Fenced(number=3, reason="death"))
+    assert state.phase is SwitchPhase.FENCED
     assert state.side == 2, "no cancel: the others may have swapped"
     assert not any(isinstance(effect, sw.Cancel) for effect in effects)
-    assert effects[-1] == sw.ReportStanding(fence=3)
+    assert effects[-1] == sw.ReportState(fence=3)
 
 
-def test_the_evicted_renounces_only_at_rest() -> None:
-    state = State(phase=Phase.TRAINING, number=1, trains=True, seen=1)
-    state, effects = sw.step(state, sw.Fenced(number=2, evicted=True))
+def test_an_evicted_rank_drops_its_state_only_at_rest() -> None:
+    state = SwitchState(phase=SwitchPhase.TRAINING, number=1, trains=True, seen=1)
+    state, effects = sw.step(state, Fenced(number=2, reason="death", evicted=True))
     assert effects == (sw.Interrupt(),)
     state, effects = sw.step(state, sw.Rested())
-    assert effects == (sw.Renounce(),)
-    assert state == State(seen=2, fence=2)
+    assert effects == (sw.DropStateAndRejoin(),)
+    assert state == SwitchState(seen=2, fence=2)
 
 
 def test_the_end_may_come_between_two_steps() -> None:
     """The main thread has not heard of it when it takes its number for the vote, and hears its outcome."""
-    state, effects = sw.step(State(trains=True), sw.Ordered(reason="over"))
-    assert effects == (sw.Stop(reason="over"),)
-    for event in (sw.Voting(), sw.Voted(prepared=(0, 0)), sw.Lost(reason="they ended too")):
+    state, effects = sw.step(SwitchState(trains=True), Shutdown(reason="over"))
+    assert effects == (sw.StopTraining(reason="over"),)
+    for event in (sw.Voting(), sw.Voted(prepared=(0, 0)), Bereft(step=0, reason="they ended too")):
         state, effects = sw.step(state, event)
-        assert (state.phase, effects) == (Phase.STOPPED, ())
+        assert (state.phase, effects) == (SwitchPhase.STOPPED, ())

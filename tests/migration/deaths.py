@@ -30,6 +30,7 @@ from elasticd_planner.layout.layouts import Layouts
 
 from elasticd.machines.worker import switch as sw
 from elasticd.runtime.comm.groups import TERMS, Fabric, Group
+from elasticd.wire.messages import Doubt, Kept, Prepared
 from tests.migration.files import Files
 from tests.migration.plans import SPEC, plan
 from tests.migration.ranks import assert_same_bits, local, members, trained
@@ -84,36 +85,38 @@ class Rank:
         self.group.all_gather(torch.zeros(1))  # nobody dies before all have made it
         self.before = local(WHOLE, OLD, me)
         self.after: LocalState | None = None
-        self.state = sw.State(number=1, seen=1, trains=me in OLD.plan.members, phase=sw.Phase.STANDBY)
+        self.state = sw.SwitchState(
+            number=1, seen=1, trains=me in OLD.plan.members, phase=sw.SwitchPhase.STANDBY
+        )
         if self.state.trains:
-            self.state = sw.State(number=1, seen=1, trains=True, phase=sw.Phase.TRAINING)
+            self.state = sw.SwitchState(number=1, seen=1, trains=True, phase=sw.SwitchPhase.TRAINING)
         self.outcome = ""
 
     def run(self) -> str:
         """What this rank reports: swapped, kept or doubt."""
         self.feed(sw.Proposed(number=2, joins=self.me in NEW.plan.members))
-        self.feed(sw.Stands(number=2))
+        self.feed(Prepared(number=2))
         if self.state.trains:
             self.feed(sw.Voting())
             self.feed(sw.Voted(prepared=(2,) * len(OLD.plan.members)))
         return self.outcome
 
-    def feed(self, event: sw.Event) -> None:
+    def feed(self, event: sw.SwitchEvent) -> None:
         self.state, effects = sw.step(self.state, event)
         for effect in effects:
             match effect:
-                case sw.Move():
+                case sw.MoveState():
                     self.feed(self.moved())
-                case sw.Say(ok=ok):
+                case sw.AllGatherOk(ok=ok):
                     self.feed(self.said(ok))
-                case sw.ReportSwapped():
+                case sw.Swap():
                     self.outcome = "swapped"
-                case sw.ReportKept():
+                case sw.SendToLeader(message=Kept()):
                     self.outcome = "kept"
-                case sw.ReportDoubt():
+                case sw.SendToLeader(message=Doubt()):
                     self.outcome = "doubt"
 
-    def moved(self) -> sw.Event:
+    def moved(self) -> sw.SwitchEvent:
         transport = Stepping(self.group.backend, self.group.members, self.me, self.group.all_gather)
         transport.steps = self.steps
         try:
@@ -123,9 +126,9 @@ class Rank:
             return sw.MoveFailed(number=2, reason=f"{self.me}: {error}")
         self.after = result.state
         self.kept = transport  # its last messages may be on their way
-        return sw.Moved(number=2)
+        return sw.StateMoved(number=2)
 
-    def said(self, ok: bool) -> sw.Event:
+    def said(self, ok: bool) -> sw.SwitchEvent:
         self.steps.next(LAST[0])
         try:
             if self.steps.fatal == len(self.steps.names):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from elasticd.runtime.switch.copies import Copies, Kept
+from elasticd.runtime.switch.copies import Copies, KeptCopy
 from elasticd.wire.messages import Copy
 
 
@@ -14,7 +14,7 @@ def test_what_is_held_is_told_also_while_copies_go() -> None:
     gone: list[int] = []
     copies = Copies(lambda number, engine: gone.append(number))
 
-    class Read(Kept):
+    class Read(KeptCopy):
         @property
         def step(self) -> int:  # type: ignore[override]
             copies.drop()
@@ -25,7 +25,7 @@ def test_what_is_held_is_told_also_while_copies_go() -> None:
         copies.keep(number, SimpleNamespace(spent=False, torn=False, stale=False), 5)  # type: ignore[arg-type]
     object.__setattr__(read, "engine", copies._kept[1].engine)
     copies._kept[1] = read
-    assert copies.standing(4, None, 5).copies == tuple(Copy(number=number, step=5) for number in (1, 2, 3))
+    assert copies.report(4, None, 5).copies == tuple(Copy(number=number, step=5) for number in (1, 2, 3))
     assert gone == [1, 2, 3]
 
 
@@ -36,4 +36,4 @@ def test_a_state_in_the_midst_of_an_update_is_no_copy() -> None:
         spent=False, torn=True, stale=False, reduced=None, last=None, plan=SimpleNamespace(number=2)
     )
     copies.keep(1, torn, 5)
-    assert copies.standing(4, torn, 5).copies == ()
+    assert copies.report(4, torn, 5).copies == ()

@@ -54,7 +54,7 @@ def worker(device: str, store: Any, old: Plan, new: Plan) -> dict[str, Any]:
     said = []
     if engine is not None:
         assert engine.spent
-        said = [copy.number for copy in Copies(lambda number, engine: None).standing(3, engine, SWITCH).copies]
+        said = [copy.number for copy in Copies(lambda number, engine: None).report(3, engine, SWITCH).copies]
     if prepared.engine is None:
         return {"said": said, "losses": [d.outcome.loss for d in done]}
     engine = prepared.engine

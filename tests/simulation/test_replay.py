@@ -23,7 +23,7 @@ from elasticd.machines.coordinator.machine import State
 from elasticd.machines.job.state.events import AgentUp, Event
 from elasticd.machines.job.state.job_state import NOTHING, Phase, fresh
 from elasticd.recording import Line, RecordingError
-from elasticd.simulator.cluster.leader import Leader
+from elasticd.simulator.cluster.leader import SimulatedLeader
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.replay import Replayed, replay
 from elasticd.simulator.run import Simulation
@@ -60,10 +60,10 @@ step = 50
 @contextmanager
 def recorded(lines: list[bytes]) -> Iterator[None]:
     """Every leader of a simulation is recorded, as a coordinator records itself."""
-    apply = Leader.apply
+    apply = SimulatedLeader.apply
     seen: set[int] = set()
 
-    def recording_apply(self: Leader, event: Event) -> None:
+    def recording_apply(self: SimulatedLeader, event: Event) -> None:
         now, before = self._engine.now(), self.state
         if id(self) not in seen:
             seen.add(id(self))
@@ -78,11 +78,11 @@ def recorded(lines: list[bytes]) -> Iterator[None]:
             self._tell = told
         lines[at:at] = [recording.heard(event, now, now), *notes]
 
-    Leader.apply = recording_apply  # type: ignore[method-assign]
+    SimulatedLeader.apply = recording_apply  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Leader.apply = apply  # type: ignore[method-assign]
+        SimulatedLeader.apply = apply  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ def play(given: Scenario, planner: Planner | None = None) -> Play:
     return Play(
         seed=given.seed,
         faults=len(given.faults),
-        steps=simulation.gang.step,
+        steps=simulation.worker_group.step,
         plans=sum(len(job.plans) for job in history.jobs.values()),
         fences=sum(len(job.gone) for job in history.jobs.values()),
         restarts=simulation.operator.restarts,
@@ -115,8 +115,8 @@ def _steps(simulation: Simulation, history: History, given: Scenario) -> list[st
     harmless = not {fault.kind for fault in given.faults} & set(HARMFUL)
     if harmless and any(job.gone for job in history.jobs.values()):
         wrong.append("somebody was fenced off though every worker lived and reached every other")
-    if not simulation.stopped and simulation.gang.step != given.steps:
-        wrong.append(f"the job ended after {simulation.gang.step} of {given.steps} steps")
+    if not simulation.stopped and simulation.worker_group.step != given.steps:
+        wrong.append(f"the job ended after {simulation.worker_group.step} of {given.steps} steps")
     return wrong
 
 

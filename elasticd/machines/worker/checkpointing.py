@@ -1,4 +1,4 @@
-"""When a checkpoint is written, and when it is whole: a pure machine, one on each rank.
+"""The checkpoint machine of one rank: when a checkpoint is written, and when it is complete. Pure.
 
 Theory of operation. The vote that ends a step carries one small word from every rank: which checkpoint it is
 busy with, and how far it is. All ranks see the same words, so that all decide alike, without a message of
@@ -29,10 +29,12 @@ from elasticd_planner.value import Value
 
 
 class Status(IntEnum):
-    FREE = 0
-    WRITING = 1
-    WRITTEN = 2
-    FAILED = 3
+    """What a rank does for the checkpoint that was begun last."""
+
+    FREE = 0  # nothing
+    WRITING = 1  # its share of the state goes to disk
+    WRITTEN = 2  # its share is on disk
+    FAILED = 3  # its share could not be written
     BUSY = 4  # closing it, or letting go of one that was given up
 
 
@@ -41,19 +43,18 @@ _BASE = 8
 _PART = (Status.WRITING, Status.WRITTEN, Status.FAILED)
 
 
-class State(Value, frozen=True, kw_only=True):
-    """`step` is the last checkpoint that was begun here (-1: none), `members` how many began it, `first`
-    whether this rank closes it."""
+class CheckpointState(Value, frozen=True, kw_only=True):
+    """What a rank knows of checkpoints."""
 
-    every: int
-    step: int = -1
+    every: int  # steps from one checkpoint to the next
+    step: int = -1  # of the last checkpoint that was begun here (-1: none)
     status: Status = Status.FREE
-    members: int = 0
-    first: bool = False
+    members: int = 0  # ranks that began it
+    first: bool = False  # whether this rank closes it
 
     @property
     def word(self) -> int:
-        """What goes into the vote's record."""
+        """This rank's word in the vote's record."""
         return 0 if self.status is Status.FREE else self.step * _BASE + self.status
 
 
@@ -64,13 +65,13 @@ class Begin(Value, frozen=True, kw_only=True):
 
 
 class Close(Value, frozen=True, kw_only=True):
-    """All have written: merge, publish, name."""
+    """All ranks have written their shares: merge them, have the checkpoint published and give it its name."""
 
     step: int
 
 
 class GiveUp(Value, frozen=True, kw_only=True):
-    """Stop writing it; the first removes what there is of it."""
+    """Stop writing this checkpoint; the first rank removes its files."""
 
     step: int
     reason: str
@@ -83,17 +84,25 @@ class Skip(Value, frozen=True, kw_only=True):
     reason: str
 
 
-Effect = Begin | Close | GiveUp | Skip
-Step = tuple[State, tuple[Effect, ...]]
+CheckpointEffect = Begin | Close | GiveUp | Skip
+_Step = tuple[CheckpointState, tuple[CheckpointEffect, ...]]
 
 
-def due(state: State, step: int) -> bool:
+def due(state: CheckpointState, step: int) -> bool:
+    """Whether a checkpoint is due after `step` updates."""
     return step % state.every == 0 and step > 0
 
 
-def voted(state: State, step: int, words: Sequence[int], rank: int, *, now_due: bool) -> Step:
-    """The vote after which `step` updates are applied carried these words, in rank order. `now_due`: a
-    checkpoint of this step is wanted."""
+def voted(state: CheckpointState, step: int, words: Sequence[int], rank: int, *, now_due: bool) -> _Step:
+    """Takes the outcome of a vote.
+
+    Args:
+        state: What this rank knows.
+        step: Updates applied after that vote.
+        words: The word of each rank, in rank order.
+        rank: This rank's index.
+        now_due: Whether a checkpoint of this step is wanted.
+    """
     told = [(word // _BASE, Status(word % _BASE)) for word in words]
     state, effects = _settle(state, told)
     if not now_due:
@@ -102,12 +111,14 @@ def voted(state: State, step: int, words: Sequence[int], rank: int, *, now_due: 
     if busy:
         skip = Skip(step=step, reason=f"the checkpoint of step {busy[0]} is still being written")
         return state, (*effects, skip)
-    state = State(every=state.every, step=step, status=Status.WRITING, members=len(words), first=rank == 0)
+    state = CheckpointState(
+        every=state.every, step=step, status=Status.WRITING, members=len(words), first=rank == 0
+    )
     return state, (*effects, Begin(step=step))
 
 
-def _settle(state: State, told: Sequence[tuple[int, Status]]) -> Step:
-    """What the words say about the checkpoint that this rank has a part in."""
+def _settle(state: CheckpointState, told: Sequence[tuple[int, Status]]) -> _Step:
+    """Closes the checkpoint that this rank has a part in, or gives it up, as the words say."""
     if state.status not in _PART:
         return state, ()
     part = [status for at, status in told if at == state.step and status in _PART]
@@ -122,11 +133,11 @@ def _settle(state: State, told: Sequence[tuple[int, Status]]) -> Step:
     return msgspec.structs.replace(state, status=Status.FREE), ()
 
 
-def _give_up(state: State, reason: str) -> Step:
+def _give_up(state: CheckpointState, reason: str) -> _Step:
     return msgspec.structs.replace(state, status=Status.BUSY), (GiveUp(step=state.step, reason=reason),)
 
 
-def left(state: State) -> Step:
+def left(state: CheckpointState) -> _Step:
     """This rank is no member of the plan any more: the others give up what it began with them, or go on to
     the next while it closes this one, which would then be taken for the newer."""
     if state.status is Status.FREE:
@@ -134,15 +145,15 @@ def left(state: State) -> Step:
     return _give_up(state, "this rank left the plan")
 
 
-def wrote(state: State, step: int, *, ok: bool) -> State:
-    """This rank's thread has brought its part to disk, or could not."""
+def wrote(state: CheckpointState, step: int, *, ok: bool) -> CheckpointState:
+    """This rank's thread has written its share of the checkpoint of `step`, or could not."""
     if step != state.step or state.status is not Status.WRITING:
         return state
     return msgspec.structs.replace(state, status=Status.WRITTEN if ok else Status.FAILED)
 
 
-def done(state: State, step: int) -> State:
-    """Nothing is left to do for it: it was closed, or its thread let go of it."""
+def done(state: CheckpointState, step: int) -> CheckpointState:
+    """The checkpoint of `step` was closed, or this rank's thread has stopped writing it."""
     if step != state.step or state.status is not Status.BUSY:
         return state
     return msgspec.structs.replace(state, status=Status.FREE)

@@ -1,4 +1,4 @@
-"""When a worker copies a snapshot, and into which of its memory files: a pure machine, one on each rank.
+"""The snapshot machine of one rank: when it copies a snapshot, and into which of its memory files. Pure.
 
 Theory of operation. A worker has a few slots, each a memory file. A snapshot is copied into a slot that is
 free, and its file handed to the agent, who keeps it and sends it on: until it says that the snapshot is freed,
@@ -21,92 +21,92 @@ from collections.abc import Sequence
 import msgspec
 from elasticd_planner.value import Value
 
-#: Slots of a worker: the newest set of snapshots that is whole, and the one that is to become it.
+#: Slots of a worker: for the newest complete set of snapshots, and for the next one.
 SLOTS = 2
 
 
 class Slot(Value, frozen=True, kw_only=True):
-    """A memory file of `room` bytes (0: none yet). used: plan and step of what lies in it. making: a file with
-    more room is on its way."""
+    """A memory file for one snapshot."""
 
-    room: int = 0
-    used: tuple[int, int] | None = None
-    making: bool = False
+    room: int = 0  # bytes (0: there is no file yet)
+    used: tuple[int, int] | None = None  # plan and step of the snapshot in it
+    making: bool = False  # whether a larger file is being made
 
 
-class State(Value, frozen=True, kw_only=True):
-    """A snapshot is due every `every` steps; a share of plan `plan` takes `need` bytes."""
+class SnapshotState(Value, frozen=True, kw_only=True):
+    """What a rank knows of snapshots."""
 
-    every: int
-    plan: int = -1
-    need: int = 0
+    every: int  # steps from one snapshot to the next
+    plan: int = -1  # number of the plan in force (-1: none)
+    need: int = 0  # bytes of this rank's share under that plan
     slots: tuple[Slot, ...] = (Slot(),) * SLOTS
 
     def free(self) -> int | None:
-        """A slot that may be copied into."""
+        """Returns the index of a slot that may be copied into, if any."""
         for index, slot in enumerate(self.slots):
             if slot.used is None and not slot.making and slot.room >= self.need:
                 return index
         return None
 
     def ready(self, plan: int, step: int) -> bool:
-        """For the record of the vote after which `step` updates are applied under plan `plan`."""
+        """Returns this rank's bit in the vote after which `step` updates are applied under plan `plan`."""
         return step % self.every == 0 and plan == self.plan and self.free() is not None
 
 
-def first(every: int) -> State:
+def first(every: int) -> SnapshotState:
     """At the start of a worker. With a snapshot at every step one more slot is copied into while the one before
     is still on its way to another node: with two, every other step went without."""
-    return State(every=every, slots=(Slot(),) * (SLOTS + (every == 1)))
+    return SnapshotState(every=every, slots=(Slot(),) * (SLOTS + (every == 1)))
 
 
 class Make(Value, frozen=True, kw_only=True):
-    """Make a memory file of so many bytes for a slot, in place of what it has; say `made` then."""
+    """Make a memory file for a slot, in place of the one it has, and call `made` then."""
 
     slot: int
-    size: int
+    size: int  # bytes
 
 
-Step = tuple[State, tuple[Make, ...]]
+SnapshotStep = tuple[SnapshotState, tuple[Make, ...]]
 
 
-def sized(state: State, plan: int, need: int) -> Step:
-    """Under this plan a share takes so many bytes."""
+def sized(state: SnapshotState, plan: int, need: int) -> SnapshotStep:
+    """Takes the bytes of this rank's share under a new plan."""
     return _make(msgspec.structs.replace(state, plan=plan, need=need))
 
 
-def made(state: State, slot: int, room: int) -> Step:
+def made(state: SnapshotState, slot: int, room: int) -> SnapshotStep:
+    """A slot has a new memory file of `room` bytes."""
     return _make(_with(state, slot, msgspec.structs.replace(state.slots[slot], room=room, making=False)))
 
 
-def voted(state: State, step: int, bits: Sequence[bool]) -> tuple[State, int | None]:
-    """The vote after which `step` updates are applied carried these bits: the slot to copy into, if any."""
+def voted(state: SnapshotState, step: int, bits: Sequence[bool]) -> tuple[SnapshotState, int | None]:
+    """Takes the bits of a vote, after which `step` updates are applied: returns the slot to copy to, if any."""
     slot = state.free() if bits and all(bits) else None
     if slot is None:
         return state, None
     return _with(state, slot, msgspec.structs.replace(state.slots[slot], used=(state.plan, step))), slot
 
 
-def freed(state: State, plan: int, step: int) -> Step:
-    """The agent let that snapshot go, or it could not be copied."""
+def freed(state: SnapshotState, plan: int, step: int) -> SnapshotStep:
+    """The agent freed that snapshot, or it could not be copied."""
     slots = [
         msgspec.structs.replace(slot, used=None) if slot.used == (plan, step) else slot for slot in state.slots
     ]
     return _make(msgspec.structs.replace(state, slots=tuple(slots)))
 
 
-def left(state: State) -> Step:
-    """Another agent, or another incarnation: what was handed over stays as it is, in files of others."""
+def left(state: SnapshotState) -> SnapshotStep:
+    """The worker has another agent or incarnation: files that it handed over are not its own any more."""
     slots = [Slot() if slot.used is not None else slot for slot in state.slots]
     return _make(msgspec.structs.replace(state, slots=tuple(slots)))
 
 
-def _with(state: State, index: int, slot: Slot) -> State:
+def _with(state: SnapshotState, index: int, slot: Slot) -> SnapshotState:
     return msgspec.structs.replace(state, slots=(*state.slots[:index], slot, *state.slots[index + 1 :]))
 
 
-def _make(state: State) -> Step:
-    """Whatever is too small and free gets a new file."""
+def _make(state: SnapshotState) -> SnapshotStep:
+    """Asks for a new file for each free slot that is too small."""
     effects = []
     for index, slot in enumerate(state.slots):
         if slot.used is None and not slot.making and slot.room < state.need:

@@ -1,201 +1,655 @@
-"""A worker's part in switches and faults: a pure state machine, one for each rank.
+"""The switch machine of one rank: it prepares a proposed plan, switches to it, and comes to rest after a fault.
+
+Pure: `step(state, event) -> (state, effects)`. The wire messages of `elasticd.wire.messages` are its events as
+they are read, and it returns the messages that the leader is to read as `SendToLeader` effects.
 
 How a switch goes (DESIGN 6). A proposal is prepared in the background while training goes on. Once the
 transition group (old and new members) stands, the rank puts the number into its vote; a vote in which all
 records carry the same number ends training under the old plan, for every rank after the same step. Ranks then
-move state into side buffers, and gather one *ok* each. All ok: all swap. One not ok:
-all go on as before.
+move state into side buffers, and all-gather one *ok* each. If every rank says ok, all swap to the new plan; if
+one says not ok, all go on under the old one.
 
 How a fault goes. The leader writes a fence, which closes every number up to its own. A rank that reads it
-aborts what it waits for, comes to rest, and says which copies it holds, of which plans, at which step. From
-these words the leader makes a recovery: a proposal without a vote, whose members move as soon as the transition
-group stands. It may be fenced off in its turn.
+aborts the collectives that it waits in, comes to rest, and reports which copies of the state it holds, of which
+plans, at which step. From these reports the leader makes a recovery: a proposal without a vote, whose members
+move as soon as the transition group stands. It may be closed by another fence in its turn.
 
-How a rank goes that was told to (a spot notice). It says so and changes nothing else: it trains, votes and is a
-source as before, until it stands by without a copy that others may need. That is after a plan without it was
-recorded, or at once where it stood by.
+How a rank drains (after a preemption notice). It trains, votes and is a source of state as before, until it
+stands by without a copy that others may need: after a plan without it was recorded, or at once where it stood
+by.
 
 Invariants, over all ranks that live (tests/machines/test_switch*.py walk the interleavings):
 
 - If one rank swapped to n, every rank that lives holds a verified copy of n, until a vote under n completed or
   a fence's recovery took its place.
 - A rank says ok only after it verified all that it needs, and never after it read an abort or a fence.
-- A copy is dropped only after a vote under a newer number completed (which proves that all members of that
-  plan swapped), or, by a leaver, after that plan was recorded.
-- Only a rank that said ok and did not hear the others is in doubt. Who never said ok may keep the old plan,
-  since nobody can have heard an ok from all. A rank that began to move therefore goes through with it also
-  after an abort, and says not ok; one that only joins waits for the old members until the next proposal
-  proves (it opens after all of them reported) that they will not come. Once it has said its word it waits for
-  the end as they do: the next proposal may well be read before.
+- A copy is dropped only after a vote under a newer number completed (which proves that all members of that plan
+  swapped), or, by a rank that is no member of the newer plan, after that plan was recorded.
+- Only a rank that said ok and did not hear the others is in doubt. A rank that never said ok may keep the old
+  plan, since no rank can have heard an ok from all. A rank that began to move therefore completes the
+  all-gather also after an abort, and says not ok; one that only joins waits for the old members until the next
+  proposal proves (it opens after all of them reported) that they will not come. Once it has said its word it
+  waits for the end as they do: the next proposal may well be read before.
 - After a fence no update is made until a recovery swapped.
-- Who was told to go departs only while it holds no copy; and then it does, whatever comes.
+- A rank that drains departs only while it holds no copy; and then it does, whatever comes.
 
-Every event that a phase can meet is in `TABLE`; one that is not raises `Unexpected`.
+Every event that a phase can meet is in `TABLE`; any other raises `Unexpected`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
-from elasticd.machines.worker.switch_faults import (
-    fenced_again,
-    fenced_at_rest,
-    fenced_in_doubt,
-    fenced_moving,
-    fenced_training,
-    gather_failed_interrupted,
-    gathered_interrupted,
-    lost,
-    rested,
-    stop,
-    told_to_go,
-    unmoved,
-    voted_interrupted,
-)
-from elasticd.machines.worker.switch_moves import (
-    Step,
-    abort,
-    abort_moving,
-    failed,
-    gather_failed,
-    gathered,
-    ignore,
-    kept_for_later,
-    move_failed,
-    moved,
-    proposed,
-    proposed_moving,
-    recorded,
-    recorded_fenced,
-    stale,
-    stands,
-    superseded,
-    to,
-    voted,
-    voting,
-)
-from elasticd.machines.worker.switch_state import (
-    Aborted,
-    Cancel,
-    Depart,
-    DropOld,
-    Effect,
-    Event,
-    Failed,
+import msgspec
+from elasticd_planner.value import Value
+
+from elasticd.wire.messages import (
+    Abort,
+    Bereft,
+    Doubt,
     Fenced,
-    Gathered,
-    GatherFailed,
-    Interrupt,
-    Lost,
-    Move,
-    Moved,
-    MoveFailed,
-    Ordered,
-    Phase,
-    Prepare,
-    Proposed,
+    Kept,
+    Prepared,
     Recorded,
-    Renounce,
-    ReportDoubt,
-    ReportKept,
-    ReportLost,
-    ReportPrepared,
-    ReportRefused,
-    ReportStanding,
-    ReportSwapped,
-    Rested,
-    Retire,
-    Say,
-    Stands,
-    State,
-    Stop,
-    Swap,
-    ToldToGo,
-    Unexpected,
-    Voted,
-    Voting,
+    Refused,
+    Rejected,
+    Shutdown,
 )
 
 
-def step(state: State, event: Event) -> Step:
-    """The machine. It needs no clock: deadlines are the leader's, who aborts."""
+class SwitchPhase(Enum):
+    """What a rank is doing."""
+
+    STANDBY = "standby"  # holds no plan: waits to be used
+    TRAINING = "training"  # under the plan `number`
+    PREPARING = "preparing"  # trains (or waits) while a proposal is prepared beside
+    READY = "ready"  # prepared: votes the number
+    REFUSED = "refused"  # could not prepare: votes 0 and waits for the abort
+    MOVING = "moving"  # training is over: state moves into side buffers
+    ACKING = "acking"  # this rank has said ok or not ok
+    IN_DOUBT = "in doubt"  # said ok, and did not hear what the others said: waits for a fence
+    PEERS_LOST = "peers lost"  # a collective of the plan in force failed: at rest, waits for a fence
+    STOPPING = "stopping"  # a fence was read, and the main thread has not come to rest yet
+    FENCED = "fenced"  # at rest with its copies, has reported them: waits for a recovery
+    STOPPED = "stopped"
+
+
+#: In these the plan in force may train, unless a fence holds it.
+BESIDE = (SwitchPhase.TRAINING, SwitchPhase.PREPARING, SwitchPhase.READY, SwitchPhase.REFUSED)
+
+
+class SwitchState(Value, frozen=True, kw_only=True):
+    """What a rank knows of switches."""
+
+    phase: SwitchPhase = SwitchPhase.STANDBY
+    number: int = 0  # of the plan in force here (0: none)
+    step: int = 0  # updates applied here when the last event came
+    trains: bool = False  # whether this rank is a member of the plan in force
+    proposal: int = 0  # number of the plan being switched to (0: none)
+    joins: bool = False  # whether this rank is a member of the proposed plan
+    seen: int = 0  # the highest number ever proposed or closed
+    recorded: int = 0  # the highest plan that was read as recorded
+    voting: int = 0  # the number in the vote record that is under way (0: none)
+    aborted: str | None = None  # why the proposal was aborted, while the abort cannot be followed yet
+    ok: bool = False  # what this rank said in the all-gather of ok
+    holds_old: bool = False  # whether it keeps copies beside the one in force
+    #: Number of a verified copy that this rank said ok to, without hearing whether all did (0: none).
+    side: int = 0
+    later: int = 0  # a proposal that was read before the end of the one that this rank moves to (0: none)
+    later_joins: bool = False  # whether this rank is a member of the `later` plan
+    fence: int = 0  # the highest fence read
+    fenced: bool = False  # training is off until a recovery's swap
+    evicted: bool = False  # this incarnation was fenced off; once at rest it owns nothing any more
+    draining: bool = False  # this process is to end as soon as it holds nothing that others may need
+
+    @property
+    def at_work(self) -> bool:
+        """Whether the plan in force may make a step here."""
+        return self.trains and not self.fenced and self.phase in BESIDE
+
+
+# -- events: the messages that a rank reads or has prepared, and these -----------------------------------------
+
+
+class Proposed(Value, frozen=True, kw_only=True):
+    """A proposal was read."""
+
+    number: int
+    joins: bool  # whether this rank is a member of its plan
+
+
+class Rested(Value, frozen=True, kw_only=True):
+    """The main thread has come to rest between two steps, or after a move."""
+
+
+class Voting(Value, frozen=True, kw_only=True):
+    """The vote's record is made now; the new state's `voting` goes into it."""
+
+
+class Voted(Value, frozen=True, kw_only=True):
+    """The vote completed."""
+
+    prepared: tuple[int, ...]  # the number that each rank voted, in rank order
+
+
+class StateMoved(Value, frozen=True, kw_only=True):
+    """All that this rank needs under the proposed plan is in side buffers, and verified."""
+
+    number: int
+
+
+class MoveFailed(Value, frozen=True, kw_only=True):
+    """The move ended without that; the transition group may be gone with it."""
+
+    number: int
+    reason: str
+
+
+class Gathered(Value, frozen=True, kw_only=True):
+    """The all-gather of ok completed."""
+
+    number: int
+    oks: tuple[bool, ...]  # in rank order
+
+
+class GatherFailed(Value, frozen=True, kw_only=True):
+    """The all-gather of ok ended without its result: another rank may have it."""
+
+    number: int
+    reason: str
+
+
+class DrainRequested(Value, frozen=True, kw_only=True):
+    """This process is to end; the job goes on without it."""
+
+
+#: The messages of the agent that are events as they are; `Propose` becomes `Proposed`.
+AgentOrder = Abort | Fenced | Recorded | Rejected | Shutdown
+#: `Prepared` and `Refused` are the ends of a preparation here, `Bereft` that a collective of the plan in force
+#: failed, the main thread being at rest before the update of its step. They are sent on if they still hold.
+SwitchEvent = (
+    AgentOrder
+    | Prepared
+    | Refused
+    | Bereft
+    | Proposed
+    | Rested
+    | Voting
+    | Voted
+    | StateMoved
+    | MoveFailed
+    | Gathered
+    | GatherFailed
+    | DrainRequested
+)
+
+# -- effects ---------------------------------------------------------------------------------------------------
+
+
+class SwitchEffect(Value, frozen=True, kw_only=True):
+    """What the rank is to do, in the order of the effects."""
+
+
+class SendToLeader(SwitchEffect, frozen=True, kw_only=True):
+    """Send this message to the leader."""
+
+    message: Prepared | Refused | Kept | Doubt | Bereft
+
+
+class ReportState(SwitchEffect, frozen=True, kw_only=True):
+    """Send the leader which copies are held, of which plans, at which step, in answer to this fence."""
+
+    fence: int
+
+
+class Prepare(SwitchEffect, frozen=True, kw_only=True):
+    """Make the transition group and the modules of the proposed plan, beside training."""
+
+    number: int
+
+
+class Cancel(SwitchEffect, frozen=True, kw_only=True):
+    """Drop all that was made for this number; the plan in force is untouched."""
+
+    number: int
+
+
+class MoveState(SwitchEffect, frozen=True, kw_only=True):
+    """Enter the transition group: move and verify."""
+
+    number: int
+
+
+class AllGatherOk(SwitchEffect, frozen=True, kw_only=True):
+    """Take part in the all-gather of ok."""
+
+    number: int
+    ok: bool
+
+
+class Swap(SwitchEffect, frozen=True, kw_only=True):
+    """Put the new plan into force, keep the old copy, and send the leader what the switch cost."""
+
+    number: int
+    member: bool  # whether this rank trains under the new plan
+
+
+class DropOld(SwitchEffect, frozen=True, kw_only=True):
+    """Drop every copy but the one in force."""
+
+
+class DropState(SwitchEffect, frozen=True, kw_only=True):
+    """Drop every copy: the job went on without this rank, which stands by."""
+
+
+class DropStateAndRejoin(SwitchEffect, frozen=True, kw_only=True):
+    """Drop every copy and take a new incarnation."""
+
+
+class Interrupt(SwitchEffect, frozen=True, kw_only=True):
+    """Abort the collectives that this rank may wait in, never the optimizer; the copies stay."""
+
+
+class StopTraining(SwitchEffect, frozen=True, kw_only=True):
+    """End: the job is stopped from outside."""
+
+    reason: str
+
+
+class Depart(SwitchEffect, frozen=True, kw_only=True):
+    """End, after a drain: no rank needs anything of this one any more."""
+
+
+class Unexpected(RuntimeError):
+    """An event that this phase cannot meet: a fault in the program around the machine."""
+
+
+_Step = tuple[SwitchState, tuple[SwitchEffect, ...]]
+_Handler = Callable[[SwitchState, Any], _Step]
+
+
+def step(state: SwitchState, event: SwitchEvent, updates: int = 0) -> _Step:
+    """Takes one event. The machine needs no clock: deadlines are the leader's, who aborts.
+
+    Args:
+        state: What the last event left.
+        event: What happened.
+        updates: Updates that this rank has applied, which some of its messages tell.
+
+    Returns:
+        The new state, and the effects to carry out in their order.
+
+    Raises:
+        Unexpected: The phase cannot meet this event.
+    """
     handler = TABLE.get((state.phase, type(event)))
     if handler is None:
         raise Unexpected(f"{type(event).__name__} in phase {state.phase.value}")
-    state, effects = handler(state, event)
-    if state.later and state.phase in (Phase.TRAINING, Phase.STANDBY):
+    state, effects = handler(to(state, step=updates), event)
+    if state.later and state.phase in (SwitchPhase.TRAINING, SwitchPhase.STANDBY):
         later = Proposed(number=state.later, joins=state.later_joins)
         state, more = proposed(to(state, later=0), later)
         effects = (*effects, *more)
-    if state.leaving and state.phase is Phase.STANDBY and not state.holds_old:
-        return to(state, phase=Phase.STOPPED), (*effects, Depart())
+    if state.draining and state.phase is SwitchPhase.STANDBY and not state.holds_old:
+        return to(state, phase=SwitchPhase.STOPPED), (*effects, Depart())
     return state, effects
 
 
-P = Phase
-Handler = Callable[[State, Any], Step]
-_OUTCOMES = (Moved, MoveFailed, Gathered, GatherFailed)
-_BESIDE = (P.TRAINING, P.PREPARING, P.READY, P.WITHDRAWN)
+def to(state: SwitchState, **changes: Any) -> SwitchState:
+    return msgspec.structs.replace(state, **changes)
 
 
-def _by_thread(training: Handler, resting: Handler) -> Handler:
+def without_proposal(state: SwitchState, **changes: Any) -> SwitchState:
+    return to(state, proposal=0, joins=False, aborted=None, ok=False, **changes)
+
+
+def resume(state: SwitchState) -> SwitchState:
+    """Back to where the plan in force (if any) leaves this rank, with no proposal."""
+    state = without_proposal(state)
+    if state.fenced:
+        return to(state, phase=SwitchPhase.FENCED)
+    return to(state, phase=SwitchPhase.TRAINING if state.trains else SwitchPhase.STANDBY)
+
+
+def ignore(state: SwitchState, event: Any) -> _Step:
+    return state, ()
+
+
+def stale(state: SwitchState, event: StateMoved | MoveFailed | Gathered | GatherFailed) -> _Step:
+    """The end of a move that was left: superseded, fenced off, or stopped."""
+    if event.number >= state.seen and state.phase not in (SwitchPhase.IN_DOUBT, SwitchPhase.STOPPED):
+        raise Unexpected(f"{type(event).__name__} of {event.number} in phase {state.phase.value}")
+    return state, ()
+
+
+def stayed(state: SwitchState, number: int, reason: str) -> SendToLeader:
+    return SendToLeader(message=Kept(number=number, step=state.step, reason=reason))
+
+
+def stay(state: SwitchState, reason: str) -> _Step:
+    """Gives the proposal up: the plan in force goes on."""
+    number = state.proposal
+    return resume(state), (Cancel(number=number), stayed(state, number, reason))
+
+
+# -- a proposal: from reading it to the swap, or back ----------------------------------------------------------
+
+
+def proposed(state: SwitchState, event: Proposed) -> _Step:
+    if event.number <= state.seen:
+        return state, ()  # read again, after a reconnect
+    drop: tuple[SwitchEffect, ...] = ()
+    if state.holds_old and not state.trains and not state.fenced:
+        drop = (DropOld(),)  # it was no member and is used again: the next proposal proves the record
+        state = to(state, holds_old=False)
+    state = to(
+        state,
+        phase=SwitchPhase.PREPARING,
+        proposal=event.number,
+        seen=event.number,
+        joins=event.joins,
+        aborted=None,
+    )
+    return state, (*drop, Prepare(number=event.number))
+
+
+def superseded(state: SwitchState, event: Proposed) -> _Step:
+    """A new proposal while one is open here: the leader has closed the old one, this rank missed why."""
+    if event.number <= state.seen:
+        return state, ()
+    state, effects = stay(state, f"superseded by {event.number}")
+    state, more = proposed(state, event)
+    return state, (*effects, *more)
+
+
+def proposed_moving(state: SwitchState, event: Proposed) -> _Step:
+    """To a rank that only joins it says that the old members will not come any more."""
+    return postponed(state, event) if state.trains else superseded(state, event)
+
+
+def postponed(state: SwitchState, event: Proposed) -> _Step:
+    """Others have heard the end of this switch already; here it is on its way."""
+    if event.number <= state.seen:
+        return state, ()
+    return to(state, later=event.number, later_joins=event.joins), ()
+
+
+def recorded(state: SwitchState, event: Recorded) -> _Step:
+    state = to(state, recorded=max(state.recorded, event.number))
+    if state.holds_old and not state.trains and not state.fenced and event.number >= state.number:
+        return to(state, holds_old=False), (DropOld(),)
+    return state, ()
+
+
+def recorded_fenced(state: SwitchState, event: Recorded) -> _Step:
+    """The others recovered, and this rank's copies were of no use: it stands by."""
+    if event.number <= state.fence:
+        return state, ()
+    seen = max(state.seen, event.number)
+    return SwitchState(seen=seen, fence=state.fence, draining=state.draining), (DropState(),)
+
+
+def abort(state: SwitchState, event: Abort) -> _Step:
+    if event.number != state.proposal:
+        if event.number <= state.seen:
+            return state, ()  # read again
+        # Never seen open, so never prepared: the leader waits for this member's word all the same.
+        word = (stayed(state, event.number, event.reason),) if state.trains else ()
+        return to(state, seen=event.number), word
+    if state.voting == event.number:  # the number is in a vote under way, whose outcome comes first
+        return to(state, aborted=event.reason), ()
+    return stay(state, event.reason)
+
+
+def abort_moving(state: SwitchState, event: Abort) -> _Step:
+    """Others may already have said ok: the move goes on to the all-gather, in which this rank says not ok."""
+    if event.number == state.later:
+        return to(state, later=0, seen=event.number), (stayed(state, event.number, event.reason),)
+    if event.number != state.proposal:
+        return state, ()
+    return to(state, aborted=event.reason), ()
+
+
+def prepared(state: SwitchState, event: Prepared) -> _Step:
+    if event.number != state.proposal:
+        return state, ()  # cancelled meanwhile
+    if state.at_work:
+        return to(state, phase=SwitchPhase.READY), (SendToLeader(message=event),)
+    return to(state, phase=SwitchPhase.MOVING), (SendToLeader(message=event), MoveState(number=event.number))
+
+
+def refused(state: SwitchState, event: Refused) -> _Step:
+    if event.number != state.proposal:
+        return state, ()
+    return to(state, phase=SwitchPhase.REFUSED), (SendToLeader(message=event),)
+
+
+def voting(state: SwitchState, event: Voting) -> _Step:
+    return to(state, voting=state.proposal if state.phase is SwitchPhase.READY else 0), ()
+
+
+def voted(state: SwitchState, event: Voted) -> _Step:
+    number = state.voting
+    agreed = number != 0 and number == state.proposal and set(event.prepared) == {number}
+    state, effects = voted_stopping(state, event)
+    if agreed:
+        return to(state, phase=SwitchPhase.MOVING), (*effects, MoveState(number=number))
+    if state.aborted is not None:
+        state, more = stay(state, state.aborted)
+        return state, (*effects, *more)
+    return state, effects
+
+
+def moved(state: SwitchState, event: StateMoved) -> _Step:
+    if event.number != state.proposal:
+        return stale(state, event)
+    ok = state.aborted is None
+    return to(state, phase=SwitchPhase.ACKING, ok=ok), (AllGatherOk(number=event.number, ok=ok),)
+
+
+def move_failed(state: SwitchState, event: MoveFailed) -> _Step:
+    """Not ok is said all the same, so that the others need not wait to learn it."""
+    if event.number != state.proposal:
+        return stale(state, event)
+    state = to(state, phase=SwitchPhase.ACKING, ok=False, aborted=state.aborted or event.reason)
+    return state, (AllGatherOk(number=event.number, ok=False),)
+
+
+def swap(state: SwitchState) -> _Step:
+    number, member = state.proposal, state.joins
+    held = state.trains or state.holds_old
+    state = to(state, number=number, trains=member, holds_old=held, fenced=False, side=0)
+    return resume(state), (Swap(number=number, member=member),)
+
+
+def gathered(state: SwitchState, event: Gathered) -> _Step:
+    if event.number != state.proposal:
+        return stale(state, event)
+    if not all(event.oks):
+        return stay(state, state.aborted or "another rank said not ok")
+    state, effects = swap(state)
+    if state.holds_old and not state.trains and state.number <= state.recorded:  # others heard the end earlier
+        return to(state, holds_old=False), (*effects, DropOld())
+    return state, effects
+
+
+def gather_failed(state: SwitchState, event: GatherFailed) -> _Step:
+    if event.number != state.proposal:
+        return stale(state, event)
+    if not state.ok:  # without this rank's ok no rank can have swapped
+        return stay(state, state.aborted or event.reason)
+    word = Doubt(number=state.proposal, step=state.step, reason=event.reason)
+    return to(state, phase=SwitchPhase.IN_DOUBT), (SendToLeader(message=word),)
+
+
+# -- a fault: the rank comes to rest, and reports what it holds ------------------------------------------------
+
+
+def peers_lost(state: SwitchState, event: Bereft) -> _Step:
+    """The others are gone: what has been prepared beside stays until the fence closes it."""
+    return to(state, phase=SwitchPhase.PEERS_LOST, voting=0), (SendToLeader(message=event),)
+
+
+def fence(state: SwitchState, event: Fenced) -> SwitchState:
+    return to(
+        state,
+        fence=event.number,
+        seen=max(state.seen, event.number),
+        evicted=event.evicted,
+        later=0,
+        fenced=state.fenced or state.trains or state.holds_old or state.side != 0,
+    )
+
+
+def resolved(state: SwitchState, event: Fenced) -> bool:
+    """Whether this fence was read before, or was resolved before the proposal that this rank is busy with: a
+    worker that comes back to its agent reads it again."""
+    return event.number <= state.fence or (event.number < state.proposal and not event.evicted)
+
+
+def fenced_beside(state: SwitchState, event: Fenced) -> _Step:
     """A preparation runs beside training, or beside a main thread that waits."""
-
-    def handler(state: State, event: Any) -> Step:
-        return (training if state.trains and not state.fenced else resting)(state, event)
-
-    return handler
+    return (fenced_training if state.at_work else fenced_at_rest)(state, event)
 
 
-TABLE: dict[tuple[Phase, type[Event]], Handler] = {
-    **{(phase, Ordered): stop for phase in P if phase is not P.STOPPED},
-    **{(phase, ToldToGo): told_to_go for phase in P},
+def fenced_training(state: SwitchState, event: Fenced) -> _Step:
+    """The main thread is at work: it is freed, and comes to rest. What was prepared is closed."""
+    if resolved(state, event):
+        return state, ()
+    cancel: tuple[SwitchEffect, ...] = (Cancel(number=state.proposal),) if state.proposal else ()
+    state = without_proposal(fence(state, event), phase=SwitchPhase.STOPPING, voting=0)
+    return state, (*cancel, Interrupt())
+
+
+def fenced_moving(state: SwitchState, event: Fenced) -> _Step:
+    """In the midst of a move: its end, which is near, decides what this rank holds."""
+    if resolved(state, event):
+        return state, ()
+    return to(fence(state, event), phase=SwitchPhase.STOPPING), (Interrupt(),)
+
+
+def fenced_at_rest(state: SwitchState, event: Fenced) -> _Step:
+    """Nothing is under way here but, perhaps, a preparation."""
+    if resolved(state, event):
+        return state, ()
+    cancel: tuple[SwitchEffect, ...] = (Cancel(number=state.proposal),) if state.proposal else ()
+    state, report = at_rest(without_proposal(fence(state, event)))
+    return state, (*cancel, Interrupt(), *report)
+
+
+def fenced_in_doubt(state: SwitchState, event: Fenced) -> _Step:
+    """The verified copy stays beside the old one: either may be what the others go on from."""
+    if resolved(state, event):
+        return state, ()
+    return fenced_at_rest(without_proposal(state, side=state.proposal), event)
+
+
+def fenced_again(state: SwitchState, event: Fenced) -> _Step:
+    """Before the main thread came to rest."""
+    if event.number <= state.fence:
+        return state, ()
+    return fence(state, event), (Interrupt(),)
+
+
+def at_rest(state: SwitchState, event: Rested | Bereft | None = None) -> _Step:
+    """What is held is reported. An incarnation that was fenced off owns nothing any more."""
+    if state.evicted:
+        after = SwitchState(seen=state.seen, fence=state.fence, draining=state.draining)
+        return after, (DropState() if state.draining else DropStateAndRejoin(),)
+    phase = SwitchPhase.FENCED if state.fenced else SwitchPhase.STANDBY
+    return to(state, phase=phase), (ReportState(fence=state.fence),)
+
+
+def voted_stopping(state: SwitchState, event: Voted) -> _Step:
+    """After a fence, too, a vote that completes has its update made; but it moves nothing any more."""
+    effects: tuple[SwitchEffect, ...] = (DropOld(),) if state.holds_old else ()
+    return to(state, voting=0, holds_old=False), effects
+
+
+def moved_stopping(state: SwitchState, event: StateMoved | MoveFailed) -> _Step:
+    """A move that ends after the fence: ok was not said, so no rank can have swapped."""
+    if event.number != state.proposal:
+        return state, ()
+    return without_proposal(state), (Cancel(number=event.number),)
+
+
+def gathered_stopping(state: SwitchState, event: Gathered) -> _Step:
+    """All said ok before the fence: this rank swapped, and is under the new plan."""
+    if event.number != state.proposal:
+        return state, ()
+    if not all(event.oks):
+        return without_proposal(state), (Cancel(number=event.number),)
+    state, effects = swap(state)
+    return to(state, phase=SwitchPhase.STOPPING, fenced=True), effects
+
+
+def gather_failed_stopping(state: SwitchState, event: GatherFailed) -> _Step:
+    if event.number != state.proposal:
+        return state, ()
+    if state.ok:
+        return without_proposal(state, side=event.number, fenced=True), ()
+    return without_proposal(state), (Cancel(number=event.number),)
+
+
+# -- the end ---------------------------------------------------------------------------------------------------
+
+
+def drain(state: SwitchState, event: DrainRequested) -> _Step:
+    """The rank stays what it is, a source most of all, until a plan without it is in force: see `step`."""
+    return to(state, draining=True), ()
+
+
+def stop(state: SwitchState, event: Shutdown | Rejected) -> _Step:
+    return to(state, phase=SwitchPhase.STOPPED), (StopTraining(reason=event.reason),)
+
+
+P = SwitchPhase
+_OUTCOMES = (StateMoved, MoveFailed, Gathered, GatherFailed)
+
+TABLE: dict[tuple[SwitchPhase, type], _Handler] = {
+    **{(phase, kind): stop for kind in (Shutdown, Rejected) for phase in P if phase is not P.STOPPED},
+    **{(phase, DrainRequested): drain for phase in P},
     **{(phase, Recorded): recorded for phase in P},
     **{(phase, Proposed): proposed for phase in (P.STANDBY, P.TRAINING, P.FENCED)},
-    **{(phase, Proposed): superseded for phase in (P.PREPARING, P.READY, P.WITHDRAWN)},
+    **{(phase, Proposed): superseded for phase in (P.PREPARING, P.READY, P.REFUSED)},
     (P.MOVING, Proposed): proposed_moving,
-    (P.SAYING, Proposed): kept_for_later,
-    **{(phase, Aborted): abort for phase in (*_BESIDE, P.STANDBY, P.FENCED)},
-    **{(phase, Aborted): abort_moving for phase in (P.MOVING, P.SAYING)},
-    **{(phase, Voting): voting for phase in (*_BESIDE, P.INTERRUPTED)},
-    **{(phase, Voted): voted for phase in _BESIDE},
-    **{(phase, Lost): lost for phase in _BESIDE},
-    **{(phase, Fenced): _by_thread(fenced_training, fenced_at_rest) for phase in _BESIDE},
-    **{(phase, Fenced): fenced_moving for phase in (P.MOVING, P.SAYING)},
-    **{(phase, Fenced): fenced_at_rest for phase in (P.STANDBY, P.BEREFT, P.FENCED)},
-    # What a thread of a cancelled preparation still says is met in any phase, and meant for no one.
-    **{(phase, kind): ignore for phase in P for kind in (Stands, Failed)},
+    (P.ACKING, Proposed): postponed,
+    **{(phase, Abort): abort for phase in (*BESIDE, P.STANDBY, P.FENCED)},
+    **{(phase, Abort): abort_moving for phase in (P.MOVING, P.ACKING)},
+    **{(phase, Voting): voting for phase in (*BESIDE, P.STOPPING)},
+    **{(phase, Voted): voted for phase in BESIDE},
+    **{(phase, Bereft): peers_lost for phase in BESIDE},
+    **{(phase, Fenced): fenced_beside for phase in BESIDE},
+    **{(phase, Fenced): fenced_moving for phase in (P.MOVING, P.ACKING)},
+    **{(phase, Fenced): fenced_at_rest for phase in (P.STANDBY, P.PEERS_LOST, P.FENCED)},
+    # The thread of a cancelled preparation may end in any phase: nothing waits for it.
+    **{(phase, kind): ignore for phase in P for kind in (Prepared, Refused)},
     **{(phase, kind): stale for phase in P for kind in _OUTCOMES},
     (P.FENCED, Recorded): recorded_fenced,
-    (P.PREPARING, Stands): stands,
-    (P.PREPARING, Failed): failed,
-    (P.MOVING, Moved): moved,
+    (P.PREPARING, Prepared): prepared,
+    (P.PREPARING, Refused): refused,
+    (P.MOVING, StateMoved): moved,
     (P.MOVING, MoveFailed): move_failed,
-    (P.SAYING, Gathered): gathered,
-    (P.SAYING, GatherFailed): gather_failed,
-    (P.DOUBT, Fenced): fenced_in_doubt,
-    (P.INTERRUPTED, Fenced): fenced_again,
-    (P.INTERRUPTED, Rested): rested,
-    (P.INTERRUPTED, Lost): rested,
-    (P.INTERRUPTED, Voted): voted_interrupted,
-    (P.INTERRUPTED, Moved): unmoved,
-    (P.INTERRUPTED, MoveFailed): unmoved,
-    (P.INTERRUPTED, Gathered): gathered_interrupted,
-    (P.INTERRUPTED, GatherFailed): gather_failed_interrupted,
+    (P.ACKING, Gathered): gathered,
+    (P.ACKING, GatherFailed): gather_failed,
+    (P.IN_DOUBT, Fenced): fenced_in_doubt,
+    (P.STOPPING, Fenced): fenced_again,
+    (P.STOPPING, Rested): at_rest,
+    (P.STOPPING, Bereft): at_rest,
+    (P.STOPPING, Voted): voted_stopping,
+    (P.STOPPING, StateMoved): moved_stopping,
+    (P.STOPPING, MoveFailed): moved_stopping,
+    (P.STOPPING, Gathered): gathered_stopping,
+    (P.STOPPING, GatherFailed): gather_failed_stopping,
     # The main thread says that it rests wherever it may have been freed.
-    **{(phase, Rested): ignore for phase in P if phase is not P.INTERRUPTED},
-    **{(phase, kind): ignore for phase in (P.STOPPED, P.DOUBT, P.BEREFT) for kind in (Proposed, Aborted)},
-    **{(P.INTERRUPTED, kind): ignore for kind in (Proposed, Aborted)},
-    # The main thread hears of the end only between two steps.
-    **{(P.STOPPED, kind): ignore for kind in (Ordered, Fenced, Lost, Voting, Voted)},
+    **{(phase, Rested): ignore for phase in P if phase is not P.STOPPING},
+    **{
+        (phase, kind): ignore
+        for phase in (P.STOPPED, P.IN_DOUBT, P.PEERS_LOST, P.STOPPING)
+        for kind in (Proposed, Abort)
+    },
+    # The main thread learns of the end only between two steps.
+    **{(P.STOPPED, kind): ignore for kind in (Shutdown, Rejected, Fenced, Bereft, Voting, Voted)},
 }
-
-__all__ = [
-    "TABLE", "Aborted", "Cancel", "Depart", "DropOld", "Effect", "Event", "Failed", "Fenced", "GatherFailed",
-    "Gathered", "Interrupt", "Lost", "Move", "MoveFailed", "Moved", "Ordered", "Phase", "Prepare", "Proposed",
-    "Recorded", "Renounce", "ReportDoubt", "ReportKept", "ReportLost", "ReportPrepared", "ReportRefused",
-    "ReportStanding", "ReportSwapped", "Rested", "Retire", "Say", "Stands", "State", "Stop", "Swap", "ToldToGo",
-    "Unexpected", "Voted", "Voting",
-    "step",
-]  # fmt: skip

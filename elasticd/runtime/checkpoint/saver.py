@@ -77,7 +77,7 @@ class Saver:
         self.copy_seconds = 0.0  # what the last checkpoint held its step up
         self._spec, self._device, self._tell, self._lost = spec, device, tell, lost
         self._disk: Disk = disk or LocalDisk()
-        self._state = checkpointing.State(every=keeping.every)
+        self._state = checkpointing.CheckpointState(every=keeping.every)
         self._changed = threading.Condition()
         self._published: set[str] = set()
         self._given_up: set[int] = set()

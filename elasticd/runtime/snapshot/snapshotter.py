@@ -119,7 +119,7 @@ class Snapper:
 
     # -- what the thread beside does -------------------------------------------------------------------------
 
-    def _step(self, change: Callable[[snapshotting.State], snapshotting.Step]) -> None:
+    def _step(self, change: Callable[[snapshotting.SnapshotState], snapshotting.SnapshotStep]) -> None:
         with self._lock:
             self._state, makes = change(self._state)
             for make in makes:

@@ -1,5 +1,8 @@
-"""The copies of state that a rank holds beside the plan in force: of plans before it, and verified ones of
-plans that it does not know to be in force. Each may be what a recovery goes on from."""
+"""Copies of the training state that a rank holds beside the plan in force.
+
+They are of plans before it, and verified ones of plans that the rank does not know to be in force. Each may be
+what a recovery goes on from.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +14,58 @@ from elasticd.wire.messages import Copy, Standing
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """An engine and the updates that its state has seen."""
+class KeptCopy:
+    """A copy of the state, in the engine of its plan."""
 
     engine: Engine
-    step: int
+    step: int  # updates applied to it
 
 
 class Copies:
-    """By plan number. `let_go` is called with each engine that is dropped."""
+    """Copies by plan number.
+
+    Args:
+        let_go: Called with the plan number and the engine of each copy that is dropped.
+    """
 
     def __init__(self, let_go: Callable[[int, Engine], None]) -> None:
         self._let_go = let_go
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, KeptCopy] = {}
 
     def __bool__(self) -> bool:
         return bool(self._kept)
 
     def keep(self, number: int, engine: Engine, step: int) -> None:
-        self._kept[number] = Kept(engine=engine, step=step)
+        """Adds the copy of plan `number`, after `step` updates."""
+        self._kept[number] = KeptCopy(engine=engine, step=step)
 
     def get(self, number: int, engine: Engine | None, step: int) -> tuple[Engine | None, int]:
-        """The copy of that plan: `engine`, which is in force after `step` updates, or one that is kept;
-        None and -1 where there is none."""
+        """Returns the copy of a plan.
+
+        Args:
+            number: The plan's number.
+            engine: The engine in force, if any, which counts as a copy of its plan.
+            step: Updates applied to that one.
+
+        Returns:
+            Its engine and the updates applied to it; None and -1 if no copy is held.
+        """
         if engine is not None and engine.plan.number == number:
             return engine, step
         kept = self._kept.get(number)
         return (kept.engine, kept.step) if kept is not None else (None, -1)
 
-    def standing(self, fence: int, engine: Engine | None, step: int) -> Standing:
-        """What is held here, for the leader; nothing must be under way. What an update left that did not end is
-        of no step: a recovery may have asked for it, in which the user's optimizer raised."""
+    def report(self, fence: int, engine: Engine | None, step: int) -> Standing:
+        """Returns what is held here, in answer to a fence; no collective and no update may be under way.
+
+        What an update left that did not end is no copy of any step: a recovery may have asked for that update,
+        and the user's optimizer raised in it.
+
+        Args:
+            fence: The fence's number.
+            engine: The engine in force, if any.
+            step: Updates applied to it.
+        """
         copies = [
             Copy(number=number, step=kept.step, stale=kept.engine.stale)
             for number, kept in list(self._kept.items())
@@ -55,7 +79,7 @@ class Copies:
         return Standing(fence=fence, copies=tuple(copies), vote=vote)
 
     def drop(self) -> None:
-        """All of them go."""
+        """Drops all of them."""
         for number, kept in list(self._kept.items()):
             del self._kept[number]
             self._let_go(number, kept.engine)

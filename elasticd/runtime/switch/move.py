@@ -1,7 +1,7 @@
-"""What a switch makes and moves on one rank: a proposal's groups and modules, then its state in side buffers.
+"""The two long parts of a switch on one rank: making a plan's groups and modules, and moving the state.
 
-Nothing here decides; `switcher` calls it when the machine says so, `prepare` beside training and `move` when
-training has stopped.
+Nothing here decides: the switcher calls `prepare` beside training, and `move` when training has stopped, as the
+switch machine's effects say.
 """
 
 from __future__ import annotations
@@ -31,38 +31,37 @@ from elasticd.runtime.snapshot.restore import stood_in
 from elasticd.runtime.telemetry.main_thread import during
 from elasticd.wire.main_thread import FIRST, MOVING, READING
 
-#: What goes wrong in a move while the transition group is sound: not ok is said by a whole group.
+#: Errors of a move that leave the transition group usable: the rank says not ok in its all-gather.
 SOUND = (Corrupt, Incomplete, Disagreement, Lost, NotElementWise, NoCheckpoint)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """All that a proposal needs here before the switch: `engine` for a member of its plan, without state.
-    snapshot: what was read here for those that this rank stands in for, where snapshots are gone on from.
-    foreseen: who will send what to whom, where training goes on until the switch."""
+class PreparedPlan:
+    """All that a rank needs before it switches to a proposed plan."""
 
-    old: Layouts | None
-    new: Layouts
-    engine: Engine | None
-    transition: Fabric
-    group: Group
-    checkpoints: tuple[str, ...] = ()
-    recovery: Recovery | None = None
-    snapshot: LocalState | None = None
-    in_place: bool = False
-    foreseen: Foreseen | None = None
+    old: Layouts | None  # of the state that moves; None: it is read from a checkpoint, or made
+    new: Layouts  # of the proposed plan
+    engine: Engine | None  # without state; None on a rank that is no member of the plan
+    transition: Fabric  # the network of the transition group
+    group: Group  # the transition group
+    checkpoints: tuple[str, ...] = ()  # names of those that the job may start from, the newest first
+    recovery: Recovery | None = None  # what a recovery goes on from
+    snapshot: LocalState | None = None  # read here for lost ranks, where the recovery goes on from snapshots
+    in_place: bool = False  # whether the old copy is given up piece by piece, for lack of memory
+    foreseen: Foreseen | None = None  # the transfers, computed ahead where training goes on until the switch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class MoveResult:
     """Where a move leads, and what it cost."""
 
-    step: int
-    bytes_sent: int = 0
-    bytes_lacking: int = 0
-    bytes_state: int = 0
-    checkpoint: str = ""
-    began: float = 0.0
+    step: int  # updates that the new state has seen
+    bytes_sent: int = 0  # by this rank, checksums included
+    bytes_lacking: int = 0  # of the new state that this rank did not hold before
+    bytes_state: int = 0  # the job's whole state, each element once
+    checkpoint: str = ""  # name of the one that the state was read from ("": none)
+    began: float = 0.0  # seconds on `time.perf_counter`, when all ranks had come
+    #: By device that sent to this rank: bytes, and seconds until they were here.
     flows: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
 
@@ -73,10 +72,21 @@ def prepare(
     pace: Pace,
     fabric_of: Callable[[str], Fabric],
     training: Engine | None = None,
-) -> Prepared:
-    """New groups and modules, and the snapshots to go on from, then the transition group: it stands only when
-    all members are ready. `fabric_of` makes the fabrics, by the part that they are for. `training`: the engine
-    in force here, which goes on meanwhile."""
+) -> PreparedPlan:
+    """Makes new groups and modules, reads the snapshots to go on from, then joins the transition group, which
+    stands only when all members are ready.
+
+    Args:
+        proposal: The proposed plan, and the one before it.
+        recipe: What the job's script trains.
+        device: This rank's device.
+        pace: Paces an emulated device.
+        fabric_of: Makes the network of one part of the plan ("groups" or "transition").
+        training: The engine in force here, which trains on meanwhile.
+
+    Returns:
+        What `move` needs.
+    """
     spec, plan, old, recovery = recipe.model.spec, proposal.plan, proposal.old, proposal.recovery
     layouts = Layouts(spec, plan)
     engine = None
@@ -89,7 +99,7 @@ def prepare(
     transition = fabric_of("transition")
     group = transition.group(_members(old, plan, recovery), "transition")
     source = _source(spec, old, recovery) if old else None
-    return Prepared(
+    return PreparedPlan(
         old=source,
         new=layouts,
         engine=engine,
@@ -116,7 +126,7 @@ def _transport(group: Group) -> ProcessGroupTransport:
 
 
 def _members(old: Plan | None, plan: Plan, recovery: Recovery | None) -> tuple[str, ...]:
-    """The transition group: who has state, the old plan's members first, and who is to have it."""
+    """The transition group: the ranks that hold state, the old plan's members first, and those that will."""
     before = old.members if old is not None else ()
     if recovery is None:
         return tuple(dict.fromkeys((*before, *plan.members)))
@@ -134,12 +144,23 @@ def _source(spec: ModelSpec, old: Plan, recovery: Recovery | None) -> Layouts:
     return Remains(spec, old, gone=gone, stale=recovery.stale)
 
 
-def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, seed: int) -> Side:
-    """Fills the new engine from what all ranks hold, `engine` being the one here whose state is gone on from
-    (None: a joiner), which has made `step` updates.
+def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recipe, seed: int) -> MoveResult:
+    """Fills the new engine from what all ranks hold. The old engine is untouched, but by a move in place, which
+    leaves it spent.
 
-    The old engine is untouched, but by a move in place, which leaves it spent. Raises one of `SOUND`, or what
-    the transition group raises."""
+    Args:
+        prepared: What `prepare` made.
+        engine: The engine here whose state the job goes on from (None: this rank only joins).
+        step: Updates applied to it.
+        recipe: What the job's script trains.
+        seed: Of first values.
+
+    Returns:
+        The step that the new state is of, and what the move cost.
+
+    Raises:
+        SOUND, PeerLost, Cancelled: The move failed. After one of `SOUND` the transition group is usable.
+    """
     group, new, recovery = prepared.group, prepared.engine, prepared.recovery
     where = group.fabric.stopwatch.where
     if prepared.snapshot is not None:
@@ -156,7 +177,7 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
             with during(where, READING):
                 found = start_from(recipe.checkpoints, prepared.checkpoints, types, group, torch.device("cpu"))
             new.adopt(found.state)
-            return Side(step=found.step, checkpoint=found.name, began=began)
+            return MoveResult(step=found.step, checkpoint=found.name, began=began)
         if recovery is not None:
             raise NoCheckpoint("the job is to go on from a checkpoint, and this rank has no folder of any")
         if recipe.checkpoints is not None and group.rank == 0:
@@ -164,7 +185,7 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
         with during(where, FIRST):
             state = first_state(recipe.model, prepared.new, group.me, seed, recipe.master)
         new.adopt(state)
-        return Side(step=step, began=began)
+        return MoveResult(step=step, began=began)
     transport = _transport(group)
     group.fabric.keep(transport)  # whose last messages may still be on their way until all ranks have said ok
     with during(where, MOVING):
@@ -172,7 +193,7 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
     if new is not None:
         new.adopt(moved.state)
     sizes = moved.schema.sizes
-    return Side(
+    return MoveResult(
         step=step,
         bytes_sent=transport.bytes_sent,
         bytes_lacking=bytes_lacking(prepared.old, prepared.new, sizes).get(group.me, 0),
@@ -183,7 +204,7 @@ def move(prepared: Prepared, engine: Engine | None, step: int, recipe: Recipe, s
 
 
 def _migrated(
-    prepared: Prepared, old: Layouts, engine: Engine | None, transport: ProcessGroupTransport
+    prepared: PreparedPlan, old: Layouts, engine: Engine | None, transport: ProcessGroupTransport
 ) -> Moved:
     recovery, me = prepared.recovery, prepared.group.me
     try:

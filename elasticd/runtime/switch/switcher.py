@@ -1,10 +1,9 @@
-"""A rank's side of switches and faults at work: runs the effects of `machines.worker.switch` on real groups,
-models and state.
+"""Runs the switch machine of one rank (`machines.worker.switch`) on real groups, models and state.
 
-Three threads meet here. The control thread feeds what it reads. A preparer thread, one for each proposal,
-makes modules and groups while training goes on. The main thread, which trains, feeds votes and is alone in
-moving and swapping. The machine's state is stepped under one lock; what the main thread is to do waits in a
-queue for it.
+Three threads meet here. The control thread feeds the machine the messages that it reads. A preparer thread,
+one for each proposal, makes modules and groups while training goes on. The main thread, which trains, feeds
+votes and is alone in moving and swapping. The machine is stepped under one lock; effects for the main thread
+wait in a queue.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.exits import Departed, JobOver, JobStopped
 from elasticd.runtime.switch.copies import Copies
-from elasticd.runtime.switch.move import SOUND, Prepared, Side, move, prepare
+from elasticd.runtime.switch.move import SOUND, MoveResult, PreparedPlan, move, prepare
 from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.runtime.telemetry.main_thread import Nowhere, Where, during
-from elasticd.wire import messages
 from elasticd.wire.main_thread import IDLE
-from elasticd.wire.messages import Abort, Fenced, Pace, Propose, Recorded, Rejected, Shutdown, ToWorker
+from elasticd.wire.messages import Bereft, Closed, Pace, Prepared, Propose, Refused, Standing, Swapped, ToWorker
 
 log = logging.getLogger(__name__)
 
-#: Seconds after which a rank that waits for the leader's word says again that it waits.
+#: Seconds between two log lines of a rank that waits for the leader.
 _REMIND = 60.0
 
 
 class Switcher:
-    """Holds the engine in force (None on a standby device) and switches it. `step` is the number of updates
-    applied, set by the loop that trains."""
+    """Holds the engine in force and switches it.
 
-    #: Phases in which the engine in force may train, unless a fence holds it.
-    _AT_WORK = (sw.Phase.TRAINING, sw.Phase.PREPARING, sw.Phase.READY, sw.Phase.WITHDRAWN)
+    Attributes:
+        engine: The engine of the plan in force; None on a standby device.
+        step: Updates applied, set by the loop that trains.
+    """
 
     def __init__(
         self,
@@ -60,35 +59,29 @@ class Switcher:
         self._recipe, self._seed, self._where = recipe, seed, where or Nowhere()
         self._control, self._store, self._pacer = control, store, pacer
         self._device, self._address = control.welcome.device, control.welcome.address
-        self._state = sw.State()
+        self._state = sw.SwitchState()
         self._lock = threading.RLock()
-        self._todo: queue.Queue[sw.Effect] = queue.Queue()
-        self._proposals: dict[int, Proposal] = {}
+        self._todo: queue.Queue[sw.SwitchEffect] = queue.Queue()  # of the main thread
+        self._proposals: dict[int, Proposal] = {}  # the newest, by its plan's number
         self._fabrics = Fabrics()
-        self._prepared: dict[int, Prepared] = {}
-        self._side: Side | None = None
-        self._loaded: int | None = None
-        self._copies, self._began = Copies(self._let_go), 0.0
-        self._missed: list[tuple[int, Vote]] = []
-        self._over: str | None = None
+        self._prepared: dict[int, PreparedPlan] = {}  # by number
+        self._result: MoveResult | None = None  # of a move whose swap is not made
+        self._loaded: int | None = None  # the step of the checkpoint that the state was read from
+        self._copies, self._began = Copies(self._let_go), 0.0  # seconds on the clock at the start of a move
+        self._missed: list[tuple[int, Vote]] = []  # plan and vote of steps that the loop did not see end
+        self._over: str | None = None  # why the job is over
 
     # -- what the control thread does ---------------------------------------------------------------------
 
     def handle(self, message: ToWorker) -> None:
-        """Takes one message of the agent."""
+        """Takes one message of the agent, on the control thread."""
         match message:
             case Propose(proposal=proposal):
                 self._proposals = {proposal.number: proposal}
                 self._feed(sw.Proposed(number=proposal.number, joins=self._device in proposal.plan.members))
-            case Fenced(number=number, evicted=evicted):
-                self._feed(sw.Fenced(number=number, evicted=evicted))
-            case Abort(number=number, reason=reason):
-                self._feed(sw.Aborted(number=number, reason=reason))
-            case Recorded(number=number):
-                self._feed(sw.Recorded(number=number))
-            case Shutdown(reason=reason) | Rejected(reason=reason):
-                self._feed(sw.Ordered(reason=reason))
-            case messages.Closed(reason=reason):
+            case _ if isinstance(message, sw.AgentOrder):
+                self._feed(message)
+            case Closed(reason=reason):
                 self._close(reason)
             case Pace():
                 self._pacer.pace = message
@@ -96,27 +89,27 @@ class Switcher:
                 log.warning("the agent sent %s, which a running worker does not expect", type(message).__name__)
 
     def told_to_go(self) -> None:
-        """On any thread: `wait` or `voted` raise Departed once nobody needs anything of this rank."""
-        self._feed(sw.ToldToGo())
+        """Begins to drain, on any thread: `wait` or `voted` raise `Departed` once no rank needs its state."""
+        self._feed(sw.DrainRequested())
 
     def _close(self, reason: str) -> None:
-        """The last step is made. A rank that is at work ends by itself, or learns it when it loses the others;
-        one that waits for them, whatever for, ends now."""
+        """The last step is made. A rank that is at work ends by itself, or when it loses the others; one that
+        waits for them ends now."""
         with self._lock:
             self._over = reason
             waits = self.engine is None or not self.at_work
         if waits:
             self._fabrics.shut()
-            self._todo.put(sw.Stop(reason=reason))
+            self._todo.put(sw.StopTraining(reason=reason))
 
-    def _feed(self, event: sw.Event) -> None:
+    def _feed(self, event: sw.SwitchEvent) -> None:
         with self._lock:
-            self._state, effects = sw.step(self._state, event)
+            self._state, effects = sw.step(self._state, event, self.step)
             for effect in effects:
                 self._run(effect)
 
-    def _run(self, effect: sw.Effect) -> None:
-        """Effects that take no time are run where they arise; the rest waits for its thread."""
+    def _run(self, effect: sw.SwitchEffect) -> None:
+        """Runs an effect that takes no time where it arises; the main thread's wait in its queue."""
         match effect:
             case sw.Prepare(number=number):
                 thread = threading.Thread(
@@ -126,29 +119,15 @@ class Switcher:
                 self._fabrics.remember(thread)
             case sw.Cancel(number=number):
                 self._cancel(number)
-            case sw.Move() | sw.Say() | sw.Swap() | sw.DropOld() | sw.Retire() | sw.Renounce() | sw.Depart():
-                self._todo.put(effect)
-            case sw.Stop() | sw.Interrupt():
+            case sw.SendToLeader(message=message):
+                self._control.send(message)
+            case sw.ReportState(fence=fence):
+                self._control.send(self._state_report(fence))
+            case sw.StopTraining() | sw.Interrupt():
                 self._fabrics.shut()
                 self._todo.put(effect)  # wakes a main thread that waits here
-            case sw.ReportLost(reason=reason):
-                plan = self.engine.plan.number if self.engine is not None else 0
-                self._control.send(messages.Bereft(step=self.step, reason=reason, plan=plan))
-            case sw.ReportStanding(fence=fence):
-                self._control.send(self._standing(fence))
-            case sw.ReportPrepared(number=number):
-                self._control.send(messages.Prepared(number=number))
-            case sw.ReportRefused(number=number, reason=reason):
-                self._control.send(messages.Refused(number=number, reason=reason))
-            case sw.ReportKept(number=number, reason=reason):
-                self._control.send(messages.Kept(number=number, step=self.step, reason=reason))
-            case sw.ReportDoubt(number=number, reason=reason):
-                self._keep_side(number)
-                self._control.send(messages.Doubt(number=number, step=self.step, reason=reason))
-            case sw.ReportSwapped():
-                self._todo.put(effect)  # after the swap that it reports
             case _:
-                raise AssertionError(effect)
+                self._todo.put(effect)
 
     # -- what a preparer thread does -----------------------------------------------------------------------
 
@@ -157,14 +136,14 @@ class Switcher:
             prepared = self._make(self._proposals[number])
         except Exception as error:
             log.debug("preparing %d", number, exc_info=True)
-            self._feed(sw.Failed(number=number, reason=f"{self._device}: {type(error).__name__}: {error}"))
+            self._feed(Refused(number=number, reason=f"{self._device}: {type(error).__name__}: {error}"))
             return
         with self._lock:
             if self._state.proposal == number:
                 self._prepared[number] = prepared
-        self._feed(sw.Stands(number=number))
+        self._feed(Prepared(number=number))
 
-    def _make(self, proposal: Proposal) -> Prepared:
+    def _make(self, proposal: Proposal) -> PreparedPlan:
         fabric_of = partial(self._fabric, proposal.number)
         prepared = prepare(proposal, self._recipe, self._device, self._pacer, fabric_of, self.engine)
         prepared.transition.stopwatch.where = self._where  # until here this thread waited on them
@@ -176,44 +155,48 @@ class Switcher:
         """A fabric that a cancellation of `number` shuts, also one that came while this was under way."""
         fabric = Fabric(f"plan/{number}/{part}", self._device, self._address, self._store)
         with self._lock:
-            if self._state.proposal != number or self._state.phase is sw.Phase.STOPPED:
+            if self._state.proposal != number or self._state.phase is sw.SwitchPhase.STOPPED:
                 self._fabrics.release(fabric)
                 raise Cancelled(f"proposal {number} was given up")
             self._fabrics.add(number, fabric)
         return fabric
 
-    def _keep_side(self, number: int) -> None:
-        """The verified copy counts like an old one from now on."""
+    def _state_report(self, fence: int) -> Standing:
+        """What is held here at rest. A verified copy counts like an old one from now on."""
+        number = self._state.side
         prepared = self._prepared.get(number)
-        if self._side is not None and prepared is not None and prepared.engine is not None:
-            self._copies.keep(number, prepared.engine, self._side.step)
-
-    def _standing(self, fence: int) -> messages.Standing:
-        """What is held here, the main thread being at rest."""
-        if self._state.side:
-            self._keep_side(self._state.side)
-        return self._copies.standing(fence, self.engine, self.step)
+        if self._result is not None and prepared is not None and prepared.engine is not None:
+            self._copies.keep(number, prepared.engine, self._result.step)
+        return self._copies.report(fence, self.engine, self.step)
 
     def _cancel(self, number: int) -> None:
         self._prepared.pop(number, None)
-        self._side = None
+        self._result = None
         self._fabrics.cancel(number)
 
     # -- what the main thread does ---------------------------------------------------------------------------
 
     def prepared(self) -> int:
-        """The number for this step's vote."""
+        """Returns the number of the plan that this rank votes for in this step (0: none)."""
         self._feed(sw.Voting())
         return self._state.voting
 
     def voted(self, numbers: tuple[int, ...]) -> None:
-        """A vote completed: switches, where all ranks agree to, or recovers."""
+        """Takes a completed vote: switches if all ranks voted for the same plan.
+
+        Args:
+            numbers: The plan that each rank voted for, in rank order.
+        """
         self._fabrics.release_spent()
         self._feed(sw.Voted(prepared=numbers))
         self._rest()
 
     def wait(self) -> Engine:
-        """The engine to train with; a device that is not used stands by. Raises what `exits` has."""
+        """Returns the engine to train with; a device that is not used stands by until it is.
+
+        Raises:
+            JobStopped, JobOver, Departed: The job, or this rank's part in it, ends.
+        """
         while True:
             self._rest()
             if self.engine is not None and self.at_work:
@@ -223,8 +206,11 @@ class Switcher:
     def bereaved(self, error: Exception) -> None:
         """A collective of the plan in force failed: returns once a recovery swapped, or this rank stands by.
 
-        An update that was made all the same, by a vote that completed, counts. Raises `JobOver` where the
-        others are gone because they made the last step."""
+        An update that was made all the same, by a vote that completed, counts.
+
+        Raises:
+            JobOver: The others are gone because they made the last step.
+        """
         engine = self.engine
         assert engine is not None
         if engine.last is not None and engine.last.step == self.step:
@@ -232,46 +218,54 @@ class Switcher:
         with self._lock:
             if self._over is not None:
                 raise JobOver(self._over)
-            log.warning("lost the other ranks (%s): waiting for the coordinator's word", error)
-            self._feed(sw.Lost(reason=str(error)))
+            log.warning("lost the other ranks (%s): waiting for the coordinator", error)
+            self._lose_peers(str(error))
         self._rest()
+
+    def _lose_peers(self, reason: str) -> None:
+        assert self.engine is not None
+        self._feed(Bereft(step=self.step, reason=reason, plan=self.engine.plan.number))
 
     @property
     def leaving(self) -> bool:
-        """Whether this process was told to go."""
-        return self._state.leaving
+        """Whether this process drains."""
+        return self._state.draining
 
     def missed(self, plan: int, vote: Vote) -> None:
-        """A step of which the loop has not heard, though its update is made."""
+        """Notes a step whose update is made, though the loop did not see it end.
+
+        Args:
+            plan: Number of the plan that it was made under.
+            vote: What the ranks agreed on at its end.
+        """
         self.step = vote.step + 1
         self._missed.append((plan, vote))
 
     def taken(self) -> list[tuple[int, Vote]]:
-        """Steps that the loop is to give, which it did not hear the end of, each with its plan's number."""
+        """Returns the `missed` steps, which the loop is to give to the script, each with its plan's number."""
         missed, self._missed = self._missed, []
         return missed
 
     def loaded(self, step: int) -> bool:
-        """Whether the state after `step` updates is that of a checkpoint, on every member of the plan alike."""
+        """Whether the state after `step` updates was read from a checkpoint, by all members of the plan."""
         return self._loaded == step
 
     @property
     def at_work(self) -> bool:
         """Whether the engine in force may make a step."""
-        state = self._state
-        return state.trains and not state.fenced and state.phase in self._AT_WORK
+        return self._state.at_work
 
     def _rest(self) -> None:
-        """Does what there is to do, until this rank may train or stands by."""
+        """Runs the main thread's effects until this rank may train or stands by."""
         while True:
             while not self._todo.empty():
                 self._do(self._todo.get_nowait())
-            if self._state.phase is sw.Phase.INTERRUPTED:
+            if self._state.phase is sw.SwitchPhase.STOPPING:
                 self._feed(sw.Rested())
                 continue
             standby = not self._state.trains and not self._state.fenced and self.engine is None
             if self._todo.empty() and self.at_work and self.engine is not None and self.engine.spent:
-                self._feed(sw.Lost(reason="the move in place failed, and took the state that it began with"))
+                self._lose_peers("the move in place failed, and took the state that it began with")
                 continue
             if self._todo.empty() and (self.at_work or standby):
                 return
@@ -279,7 +273,7 @@ class Switcher:
                 self._next(f"waits ({self._state.phase.value})")
 
     def _next(self, what: str) -> None:
-        """The next thing to do, whenever it comes."""
+        """Runs the next effect, whenever it comes."""
         since = time.monotonic()
         while True:
             try:
@@ -289,37 +283,34 @@ class Switcher:
                 return
             except queue.Empty:
                 if self._control.lost:
-                    raise self._stopped(f"the agent is gone while it {what}: nobody tells it more") from None
+                    raise self._stopped(f"the agent is gone while it {what}: no order can reach it") from None
                 if time.monotonic() - since >= _REMIND:
                     since = time.monotonic()
-                    log.warning("%s %s for the coordinator's word, its state is safe", self._device, what)
+                    log.warning("%s %s for the coordinator, its state is safe", self._device, what)
 
     def _stopped(self, reason: str) -> JobStopped:
         self._fabrics.shut()
         self.end()
         return JobStopped(f"elasticd: {reason}")
 
-    def _do(self, effect: sw.Effect) -> None:
+    def _do(self, effect: sw.SwitchEffect) -> None:
         match effect:
-            case sw.Move(number=number):
+            case sw.MoveState(number=number):
                 self._move(number)
-            case sw.Say(number=number, ok=ok):
-                self._say(number, ok)
+            case sw.AllGatherOk(number=number, ok=ok):
+                self._all_gather_ok(number, ok)
             case sw.Swap(number=number, member=member):
                 self._swap(number, member)
-            case sw.ReportSwapped(number=number):
-                self._report_swapped(number)
             case sw.DropOld():
                 self._copies.drop()
-            case sw.Retire() | sw.Renounce():
-                self._retire()
-                if isinstance(effect, sw.Renounce):
-                    self._renew()
-            case sw.Interrupt():
-                pass
+            case sw.DropState():
+                self._drop_state()
+            case sw.DropStateAndRejoin():
+                self._drop_state()
+                self._rejoin()
             case sw.Depart():
                 raise Departed
-            case sw.Stop(reason=reason):
+            case sw.StopTraining(reason=reason):
                 if self._over is not None:
                     raise JobOver(self._over)
                 raise self._stopped(reason)
@@ -330,7 +321,7 @@ class Switcher:
         if prepared is None:
             return  # superseded meanwhile
         try:
-            self._side = self._moved(prepared)
+            self._result = self._moved(prepared)
         except SOUND as error:
             self._feed(sw.MoveFailed(number=number, reason=f"{self._device}: {error}"))
         except Exception as error:
@@ -338,9 +329,9 @@ class Switcher:
             prepared.transition.shut()  # frees the others, who learn it the same way
             self._feed(sw.MoveFailed(number=number, reason=f"{self._device}: {error}"))
         else:
-            self._feed(sw.Moved(number=number))
+            self._feed(sw.StateMoved(number=number))
 
-    def _moved(self, prepared: Prepared) -> Side:
+    def _moved(self, prepared: PreparedPlan) -> MoveResult:
         engine, step = self.engine, self.step
         recovery = prepared.recovery
         if recovery is not None and prepared.old is not None and not recovery.snapshots:
@@ -352,7 +343,7 @@ class Switcher:
                 step = self.step
         return move(prepared, engine, step, self._recipe, self._seed)
 
-    def _say(self, number: int, ok: bool) -> None:
+    def _all_gather_ok(self, number: int, ok: bool) -> None:
         prepared = self._prepared.get(number)
         if prepared is None:
             return
@@ -365,29 +356,25 @@ class Switcher:
             self._feed(sw.Gathered(number=number, oks=tuple(bool(o) for o in oks)))
 
     def _swap(self, number: int, member: bool) -> None:
-        prepared = self._prepared.pop(number)
-        assert self._side is not None
+        prepared, result, self._result = self._prepared.pop(number), self._result, None
+        assert result is not None
         self._fabrics.spent(prepared.transition, now=not member)
         if self.engine is not None:
             self._copies.keep(self.engine.plan.number, self.engine, self.step)
         self.engine = prepared.engine if member else None
-        self.step = self._side.step
+        self.step = result.step
         self._missed = [(plan, vote) for plan, vote in self._missed if vote.step < self.step]  # it goes back
-        self._loaded = self.step if self._side.checkpoint else None
-
-    def _report_swapped(self, number: int) -> None:
-        side, self._side = self._side, None
-        assert side is not None
+        self._loaded = self.step if result.checkpoint else None
         self._control.send(
-            messages.Swapped(
+            Swapped(
                 number=number,
-                step=side.step,
-                pause_seconds=time.perf_counter() - (self._began if self._copies else side.began),
-                bytes_sent=side.bytes_sent,
-                bytes_lacking=side.bytes_lacking,
-                bytes_state=side.bytes_state,
-                checkpoint=side.checkpoint,
-                flows=dict(side.flows),
+                step=result.step,
+                pause_seconds=time.perf_counter() - (self._began if self._copies else result.began),
+                bytes_sent=result.bytes_sent,
+                bytes_lacking=result.bytes_lacking,
+                bytes_state=result.bytes_state,
+                checkpoint=result.checkpoint,
+                flows=dict(result.flows),
             )
         )
 
@@ -395,8 +382,8 @@ class Switcher:
         self._prepared.pop(number, None)
         self._fabrics.release(engine.fabric)
 
-    def _retire(self) -> None:
-        """All copies go: this rank stands by."""
+    def _drop_state(self) -> None:
+        """Drops all copies: this rank stands by."""
         if self.engine is not None:
             self._copies.keep(self.engine.plan.number, self.engine, self.step)
             self.engine = None
@@ -404,14 +391,14 @@ class Switcher:
             self._cancel(number)
         self._copies.drop()
 
-    def _renew(self) -> None:
-        """Fenced off: what comes from here on is the work of another incarnation."""
+    def _rejoin(self) -> None:
+        """Comes again as another incarnation, after a fence closed this one."""
         log.warning("%s was fenced off; it comes again as a new incarnation", self._device)
         self._control.renew()
         self._missed.clear()
 
     def end(self) -> None:
-        """Lets all groups go."""
+        """Drops all groups and copies, at the end of the process."""
         self._prepared.clear()
         self._copies.clear()
         self._fabrics.end()

@@ -12,19 +12,19 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.chaos.fault import Fault
 from elasticd.simulator.cluster.launcher import Operator
-from elasticd.simulator.cluster.leader import Leader
+from elasticd.simulator.cluster.leader import SimulatedLeader
 from elasticd.simulator.cluster.nodes import Node
-from elasticd.simulator.cluster.worker import Worker
-from elasticd.simulator.cluster.workers import Gang
+from elasticd.simulator.cluster.worker import SimulatedWorker
+from elasticd.simulator.cluster.workers import WorkerGroup
 from elasticd.simulator.devices.device_model import Truth
 from elasticd.simulator.engine import FAULT, Engine
 
 
-class Leading(Protocol):
+class CurrentLeader(Protocol):
     """Who leads now; a takeover replaces it."""
 
     @property
-    def leader(self) -> Leader: ...
+    def leader(self) -> SimulatedLeader: ...
 
     def take_over(self) -> None: ...
 
@@ -38,16 +38,16 @@ class Script:
         patience: float,
         engine: Engine,
         truth: Truth,
-        gang: Gang,
+        worker_group: WorkerGroup,
         nodes: dict[str, Node],
         operator: Operator,
-        leading: Leading,
+        leading: CurrentLeader,
         tell: Callable[[str, str, dict[str, object]], None],
     ) -> None:
         listed = list(faults)
         self._by_step = sorted((f for f in listed if f.step is not None), key=lambda f: f.step or 0)
         self._by_time = sorted((f for f in listed if f.seconds is not None), key=lambda f: f.seconds or 0.0)
-        self._patience, self._engine, self._truth, self._gang = patience, engine, truth, gang
+        self._patience, self._engine, self._truth, self._worker_group = patience, engine, truth, worker_group
         self._nodes, self._operator, self._leading, self._tell = nodes, operator, leading, tell
         self._unlinked: set[str] = set()
         self._healing: list[float] = []
@@ -87,7 +87,7 @@ class Script:
 
     def linked(self, node: Node) -> bool:
         """Whether a node finds a leader, if there is one."""
-        gone = self._unlinked | self._gang.cut | {node_of(name) for name in self._crashed()}
+        gone = self._unlinked | self._worker_group.cut | {node_of(name) for name in self._crashed()}
         return node.name not in gone
 
     def _crashed(self) -> set[str]:
@@ -127,11 +127,13 @@ class Script:
             case "freeze":
                 for worker in self._workers(fault):
                     worker.freeze()
-                    self._gang.lose(worker.device, self._patience, f"gave no word for {self._patience:g} s")
+                    self._worker_group.lose(
+                        worker.device, self._patience, f"gave no word for {self._patience:g} s"
+                    )
             case "thaw":
                 for worker in self._workers(fault):
                     worker.thaw()
-                self._gang.reached()
+                self._worker_group.reached()
             case "cut":
                 self._unlinked.add(fault.node)
                 self._nodes[fault.node].apart = True
@@ -151,14 +153,14 @@ class Script:
 
         self._engine.call_at(at, end, FAULT)
 
-    def _workers(self, fault: Fault) -> list[Worker]:
+    def _workers(self, fault: Fault) -> list[SimulatedWorker]:
         """Of the device; nobody where nothing runs there."""
         node = self._nodes[node_of(fault.device)]
         return [worker for worker in node.workers.values() if worker.device == fault.device]
 
     def _heal(self, node: Node) -> None:
         self._unlinked.discard(node.name)
-        if node.name not in self._gang.cut:
+        if node.name not in self._worker_group.cut:
             node.back()
             self._relink(node)
 
@@ -168,7 +170,7 @@ class Script:
             return
         self._unlink(node)
         self._unlinked.discard(node.name)
-        if node.name not in self._gang.cut:
+        if node.name not in self._worker_group.cut:
             node.back()
         node.restart()
         self._relink(node)
@@ -210,20 +212,20 @@ class Script:
         until = self._engine.now() + lasts
         self._healing.append(until)
         node.apart = self._operator.harmed = True
-        self._gang.cut.add(node.name)
+        self._worker_group.cut.add(node.name)
         self._unlink(node)
         why = f"gave no word for {self._patience:g} s"
         for worker in node.workers.values():
-            self._gang.lose(worker.device, self._patience, why)
+            self._worker_group.lose(worker.device, self._patience, why)
 
         def heal() -> None:
             self._healing.remove(until)
-            self._gang.cut.discard(node.name)
+            self._worker_group.cut.discard(node.name)
             self._tell("healed", f"node {node.name} can be reached again", {"node": node.name})
             if node.name not in self._unlinked:
                 self._relink(node)
                 node.back()
-            self._gang.reached()
+            self._worker_group.reached()
             if node in self._operator.whole():
                 self._operator.join(node)
                 self._operator.more_nodes()

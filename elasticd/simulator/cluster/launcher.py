@@ -13,7 +13,7 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.records import JobSpec
 from elasticd.simulator.cluster.nodes import Node
-from elasticd.simulator.cluster.workers import Gang
+from elasticd.simulator.cluster.workers import WorkerGroup
 from elasticd.simulator.devices.device_model import Truth
 from elasticd.simulator.engine import Engine
 from elasticd.simulator.results.progress import Trained
@@ -28,12 +28,12 @@ class Operator:
         scenario: Scenario,
         engine: Engine,
         truth: Truth,
-        gang: Gang,
+        worker_group: WorkerGroup,
         nodes: Sequence[Node],
         trained: Trained,
         tell: Callable[[str, str, dict[str, object]], None],
     ) -> None:
-        self._scenario, self._engine, self._truth, self._gang = scenario, engine, truth, gang
+        self._scenario, self._engine, self._truth, self._worker_group = scenario, engine, truth, worker_group
         self._nodes, self._trained, self._tell = nodes, trained, tell
         self.job = "job"
         self.restarts = 0
@@ -57,7 +57,7 @@ class Operator:
 
     def whole(self) -> list[Node]:
         """The nodes on which torchrun can be started: all devices live, and somebody reaches them."""
-        broken = {node_of(name) for name in self._truth.dead} | self._gang.cut
+        broken = {node_of(name) for name in self._truth.dead} | self._worker_group.cut
         return [node for node in self._nodes if node.name not in broken]
 
     def start(self) -> None:
@@ -104,13 +104,13 @@ class Operator:
             self.needs_nodes = True
             return
         lost = self._trained.back_to(self._scenario.restart.checkpoint_steps)
-        self._gang.start(round(self._trained.steps))
+        self._worker_group.start(round(self._trained.steps))
         self.restarts += 1
         self.job = f"job-{self.restarts + 1}"
         left = len(self._nodes) - len(nodes)
         text = (
             f"the job is started again on {len(nodes)} nodes{f', without {left}' if left else ''}, from step "
-            f"{self._gang.step}: {lost:.0f} steps are lost"
+            f"{self._worker_group.step}: {lost:.0f} steps are lost"
         )
-        self._tell("restart", text, {"nodes": len(nodes), "step": self._gang.step, "lost": round(lost)})
+        self._tell("restart", text, {"nodes": len(nodes), "step": self._worker_group.step, "lost": round(lost)})
         self.start()

@@ -71,7 +71,7 @@ def _one_bereft(workers: Mapping[str, Worker]) -> bool:
     return any(worker.bereft_at is not None for worker in workers.values())
 
 
-class Leader:
+class SimulatedLeader:
     """One time of leading, from winning the key to `die`."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """Nodes: each with the real machine of an agent, a torchrun, and the workers that torchrun started.
 
 What is shared, so that thousands of devices stay cheap: one watch of the store reads each record once for
-all agents, and a worker's work is done by the gang, which knows what all of them do.
+all agents, and a worker's work is done by the worker group, which knows what all of them do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from elasticd.machines.agent.state import (
     Tell,
 )
 from elasticd.records import DoneRecord, Fence, JobSpec, Keys, NodeRecord, PlanRecord, Proposal, decode
-from elasticd.simulator.cluster.worker import Gang, SimulationError, Worker
+from elasticd.simulator.cluster.worker import EffectRunner, SimulatedWorker, SimulationError
 from elasticd.store.memory import MemoryStore
 from elasticd.store.protocol import WatchEvent, WatchItem
 from elasticd.wire.messages import (
@@ -61,14 +61,14 @@ class Node:
     def __init__(
         self,
         shape: NodeShape,
-        gang: Gang,
+        worker_group: EffectRunner,
         tell: Callable[[str, ToLeader], None],
         refused: Callable[[str, str], None],
     ) -> None:
         self.name = shape.name
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, SimulatedWorker] = {}
         self.apart = False
-        self._shape, self._gang, self._tell, self._refused = shape, gang, tell, refused
+        self._shape, self._worker_group, self._tell, self._refused = shape, worker_group, tell, refused
         self._events: deque[Event] = deque()
         self._missed: list[Event] = []
         self._hello: Callable[[int, int], Hello] | None = None
@@ -124,7 +124,7 @@ class Node:
         clients, gone = (*self.workers, self._torchrun), list(self.workers.values())
         self.workers, self._torchrun, self.asks = {}, "", False
         for worker in gone:
-            self._gang.died(worker, told=True)
+            self._worker_group.died(worker, told=True)
         for client in clients:
             if client:
                 self.emit(Ended(client=client, how=how))
@@ -134,7 +134,7 @@ class Node:
         gone, self.workers = list(self.workers.values()), {}
         self._torchrun, self.asks = "", False
         for worker in gone:
-            self._gang.died(worker, told=False)
+            self._worker_group.died(worker, told=False)
         self._missed.clear()
         was = self.state
         self.state = replace(
@@ -220,20 +220,22 @@ class Node:
         self._size = nodes * len(self._shape.devices)
         for rank, device in enumerate(self._shape.devices):
             name = device.name
-            worker = Worker(name, f"w{name}-{self._pid}", self._gang, emit=self._said, renew=self._renew)
+            worker = SimulatedWorker(
+                name, f"w{name}-{self._pid}", self._worker_group, emit=self._said, renew=self._renew
+            )
             self.workers[worker.client] = worker
             self._open(worker, rank)
 
-    def _open(self, worker: Worker, rank: int) -> None:
+    def _open(self, worker: SimulatedWorker, rank: int) -> None:
         assert self._hello is not None
         body = self._hello(self._size, rank)
         incarnation = f"i{body.pid}.{worker.incarnations}-{worker.device}"
         self.emit(Opened(client=worker.client, body=body, pid=body.pid, incarnation=incarnation))
 
-    def _said(self, worker: Worker, body: FromWorker) -> None:
+    def _said(self, worker: SimulatedWorker, body: FromWorker) -> None:
         self.emit(Said(client=worker.client, body=body))
 
-    def _renew(self, worker: Worker) -> None:
+    def _renew(self, worker: SimulatedWorker) -> None:
         """The same process on a new connection, as another incarnation."""
         del self.workers[worker.client]
         self.emit(Ended(client=worker.client, how="it was fenced off"))

@@ -1,4 +1,4 @@
-"""Transition groups: what the members of a switch or a recovery do together, from preparing to the swap."""
+"""Simulated transition groups: the collectives of a switch or a recovery, from its preparation to the swap."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Proposal
-from elasticd.simulator.cluster.worker import SimulationError, Worker
+from elasticd.simulator.cluster.worker import SimulatedWorker, SimulationError
 from elasticd.simulator.devices.device_model import Truth
 from elasticd.simulator.devices.transfer_time import Move, move
 from elasticd.simulator.engine import Engine
 from elasticd.simulator.scenarios.scenario import Times
-from elasticd.wire.messages import Swapped
+from elasticd.wire.messages import Prepared, Swapped
 
 
 @dataclass(kw_only=True)
 class Transition:
-    """One proposal's group: `names` in rank order of old and new, who of them is ready, moves, and said what.
-    It leads on from `step`; `began` when the last of them came, the old members being the last."""
+    """The transition group of one proposal."""
 
     proposal: Proposal
-    names: tuple[str, ...]
-    ready: set[str] = field(default_factory=set)
-    moving: set[str] = field(default_factory=set)
-    said: dict[str, bool] = field(default_factory=dict)
-    found: Move | None = None
-    began: float = 0.0
-    step: int = 0
+    names: tuple[str, ...]  # devices of old and new members, in rank order
+    ready: set[str] = field(default_factory=set)  # devices that have prepared
+    moving: set[str] = field(default_factory=set)  # devices that have entered the group
+    said: dict[str, bool] = field(default_factory=dict)  # by device: what it says in the all-gather of ok
+    found: Move | None = None  # what moves, and for how long
+    began: float = 0.0  # seconds, when the last of them entered
+    step: int = 0  # updates applied to the state that moves
 
 
-class Gang(Protocol):
-    """Who the members are, and what they can do together."""
+class GroupHost(Protocol):
+    """The job's workers by device, and how long what they do together takes."""
 
-    workers: dict[str, Worker]
+    workers: dict[str, SimulatedWorker]
     step: int
     plan: Plan | None
 
-    def together(self, seconds: float, members: Sequence[Worker], done: Callable[[], None]) -> None: ...
+    def together(
+        self, seconds: float, members: Sequence[SimulatedWorker], done: Callable[[], None]
+    ) -> None: ...
 
     def swapped(self, transition: Transition) -> None:
         """All said ok: the new plan is in force."""
@@ -49,10 +50,10 @@ class Gang(Protocol):
 
 
 class Transitions:
-    """By number; one is forgotten once its end was gathered, or when the next is prepared."""
+    """Transition groups by their plan's number; one is forgotten after its all-gather of ok."""
 
-    def __init__(self, engine: Engine, truth: Truth, times: Times, gang: Gang) -> None:
-        self._engine, self._truth, self._times, self._gang = engine, truth, times, gang
+    def __init__(self, engine: Engine, truth: Truth, times: Times, worker_group: GroupHost) -> None:
+        self._engine, self._truth, self._times, self._worker_group = engine, truth, times, worker_group
         self._open: dict[int, Transition] = {}
 
     def of(self, number: int) -> Transition:
@@ -60,52 +61,52 @@ class Transitions:
             raise SimulationError(f"nobody was told of proposal {number}")
         return self._open[number]
 
-    def shares(self, worker: Worker, device: str) -> bool:
-        """Whether a worker that moves, or has said its word, waits for `device`."""
+    def shares(self, worker: SimulatedWorker, device: str) -> bool:
+        """Whether a worker that moves, or is in the all-gather of ok, waits for `device`."""
         transition = self._open.get(worker.state.proposal)
         return transition is not None and device in transition.names
 
-    def said(self, worker: Worker) -> bool:
-        """Whether it has said its word in the transition that it is in."""
+    def said(self, worker: SimulatedWorker) -> bool:
+        """Whether a worker is in the all-gather of ok."""
         transition = self._open.get(worker.state.proposal)
         return transition is not None and worker.device in transition.said
 
-    def prepare(self, worker: Worker, number: int) -> None:
+    def prepare(self, worker: SimulatedWorker, number: int) -> None:
         proposal = worker.proposal
         if proposal is None or proposal.number != number:
             raise SimulationError(f"{worker.device} prepares {number}, which it was not told of")
         if number not in self._open:
             self._open = {known: kept for known, kept in self._open.items() if known >= number - 2}
             self._open[number] = Transition(proposal=proposal, names=_names(proposal))
-        self._gang.together(self._times.prepare, [worker], lambda: self._prepared(worker, number))
+        self._worker_group.together(self._times.prepare, [worker], lambda: self._prepared(worker, number))
 
-    def _prepared(self, worker: Worker, number: int) -> None:
-        """The group stands once all of its members are ready."""
+    def _prepared(self, worker: SimulatedWorker, number: int) -> None:
+        """All members' preparations end once all of them are ready."""
         if worker.state.proposal != number:
             return
         transition = self.of(number)
         transition.ready.add(worker.device)
         if len(transition.ready) == len(transition.names):
             for member in self._members(transition):
-                member.feed(sw.Stands(number=number))
+                member.feed(Prepared(number=number))
 
-    def leave(self, worker: Worker, number: int) -> None:
+    def leave(self, worker: SimulatedWorker, number: int) -> None:
         transition = self._open.get(number)
         if transition is not None:
             transition.ready.discard(worker.device)
             transition.moving.discard(worker.device)
             transition.said.pop(worker.device, None)
 
-    def gone(self, worker: Worker) -> None:
-        """Its process ended: without it no group stands."""
+    def gone(self, worker: SimulatedWorker) -> None:
+        """Takes a worker whose process ended out of all groups: without it none stands."""
         for number in self._open:
             self.leave(worker, number)
 
-    def enter(self, worker: Worker, number: int) -> None:
-        """State moves once all are there."""
+    def enter(self, worker: SimulatedWorker, number: int) -> None:
+        """A worker enters its group; state moves once all members have."""
         transition = self.of(number)
         proposal, recovery = transition.proposal, transition.proposal.recovery
-        transition.step = self._gang.step if recovery is None else recovery.step
+        transition.step = self._worker_group.step if recovery is None else recovery.step
         worker.side = number, transition.step
         if recovery is not None and worker.device in recovery.sources and proposal.old is not None:
             held = worker.holds(proposal.old.number)
@@ -123,29 +124,30 @@ class Transitions:
 
         def moved() -> None:
             for member in members:
-                member.feed(sw.Moved(number=number))
+                member.feed(sw.StateMoved(number=number))
 
-        self._gang.together(found.seconds + pause, members, moved)
+        self._worker_group.together(found.seconds + pause, members, moved)
 
-    def say(self, worker: Worker, number: int, ok: bool) -> None:
+    def all_gather_ok(self, worker: SimulatedWorker, number: int, ok: bool) -> None:
         transition = self.of(number)
         transition.said[worker.device] = ok
         if len(transition.said) < len(transition.names):
             return
         members = self._members(transition)
-        self._gang.together(self._times.message, members, lambda: self._gathered(transition, members))
+        self._worker_group.together(self._times.message, members, lambda: self._gathered(transition, members))
 
-    def _gathered(self, transition: Transition, members: Sequence[Worker]) -> None:
+    def _gathered(self, transition: Transition, members: Sequence[SimulatedWorker]) -> None:
         number = transition.proposal.number
         oks = tuple(transition.said[member.device] for member in members)
         if all(oks):
-            self._gang.swapped(transition)
+            self._worker_group.swapped(transition)
         for member in members:
             member.feed(sw.Gathered(number=number, oks=oks))
         self._open.pop(number, None)
-        self._gang.train()
+        self._worker_group.train()
 
-    def report(self, worker: Worker, number: int) -> Swapped:
+    def switched(self, worker: SimulatedWorker, number: int) -> Swapped:
+        """Returns the message of a worker's swap: what the switch cost it."""
         transition = self.of(number)
         assert transition.found is not None
         lacking = transition.found.lacking.get(worker.device, 0)
@@ -159,8 +161,8 @@ class Transitions:
             bytes_state=round(profile.parameter_bytes * (1 + profile.optimizer_factor)),
         )
 
-    def _members(self, transition: Transition) -> list[Worker]:
-        return [self._gang.workers[name] for name in transition.names]
+    def _members(self, transition: Transition) -> list[SimulatedWorker]:
+        return [self._worker_group.workers[name] for name in transition.names]
 
 
 def _names(proposal: Proposal) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A worker: the real machine of its switches and faults, and the copies of state that it holds."""
+"""A simulated training process: its real switch machine, and which copies of the state it holds."""
 
 from __future__ import annotations
 
@@ -9,60 +9,55 @@ from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.worker import switch as sw
 from elasticd.records import Proposal
-from elasticd.wire.messages import (
-    Abort,
-    Copy,
-    Fenced,
-    FromWorker,
-    Propose,
-    Recorded,
-    Rejected,
-    Shutdown,
-    Standing,
-    ToWorker,
-)
+from elasticd.wire.messages import Copy, FromWorker, Propose, Standing, ToWorker
 
 
 class SimulationError(RuntimeError):
-    """What must not happen in a simulation: an error of this program, or of a machine that it plays."""
+    """An error of this program, or of a machine that it plays."""
 
 
-class Gang(Protocol):
-    """What workers do together: the effects of their machines are carried out there."""
+class EffectRunner(Protocol):
+    """What workers do together: it carries out the effects of their machines."""
 
-    def run(self, worker: Worker, effect: sw.Effect) -> None: ...
+    step: int  # updates that the job has applied
 
-    def died(self, worker: Worker, *, told: bool) -> None:
-        """The process is gone. `told`: its peers learn it at once, since its machine lives."""
+    def run(self, worker: SimulatedWorker, effect: sw.SwitchEffect) -> None: ...
+
+    def died(self, worker: SimulatedWorker, *, told: bool) -> None:
+        """The process is gone. `told`: its peers' connections to it close at once, since its node lives."""
 
 
-class Worker:
-    """One training process. `plan` is in force here (0: it stands by) after `step` updates; `kept` are its
-    other copies, by plan, with their steps, and `side` the plan that it moved to last, with the step.
-    `proposal` is what it was told of last. `era` counts how often it was torn out of what it did with others:
-    what began before does not end any more. `renew` lets its agent know it as another incarnation. While it is
-    frozen, what it would do waits in order until it is thawed."""
+class SimulatedWorker:
+    """One training process. While it is frozen, what it would do waits in order until it is thawed.
+
+    Args:
+        device: Its device's name.
+        client: Its name as a client of its agent.
+        worker_group: What it does together with the job's other workers.
+        emit: Takes a message to its agent.
+        renew: Makes it known to its agent as another incarnation.
+    """
 
     def __init__(
         self,
         device: str,
         client: str,
-        gang: Gang,
+        worker_group: EffectRunner,
         *,
-        emit: Callable[[Worker, FromWorker], None],
-        renew: Callable[[Worker], None],
+        emit: Callable[[SimulatedWorker, FromWorker], None],
+        renew: Callable[[SimulatedWorker], None],
     ) -> None:
         self.device, self.client = device, client
-        self._gang, self._emit, self._renew = gang, emit, renew
-        self.state = sw.State()
-        self.proposal: Proposal | None = None
-        self.plan, self.step = 0, 0
-        self.kept: dict[int, int] = {}
-        self.side = (0, 0)
+        self._worker_group, self._emit, self._renew = worker_group, emit, renew
+        self.state = sw.SwitchState()
+        self.proposal: Proposal | None = None  # the one that it read last
+        self.plan, self.step = 0, 0  # in force here (0: it stands by), after so many updates
+        self.kept: dict[int, int] = {}  # other copies of the state: the updates applied, by plan
+        self.side = (0, 0)  # the plan that it moved to last, and the updates applied to that copy
         self.alive = True
         self.frozen = False
         self._waiting: list[Callable[[], None]] = []
-        self.era = 0
+        self.era = 0  # how often it was torn out of a collective: none that began before ends any more
         self.incarnations = 1
 
     @property
@@ -71,10 +66,8 @@ class Worker:
 
     @property
     def at_work(self) -> bool:
-        """Whether it may make a step under the plan in force here."""
-        state = self.state
-        beside = (sw.Phase.TRAINING, sw.Phase.PREPARING, sw.Phase.READY, sw.Phase.WITHDRAWN)
-        return self.alive and state.trains and not state.fenced and state.phase in beside
+        """Whether it lives and may make a step under the plan in force here."""
+        return self.alive and self.state.at_work
 
     def freeze(self) -> None:
         self.frozen = True
@@ -86,7 +79,7 @@ class Worker:
             call()
 
     def later(self, call: Callable[[], None]) -> None:
-        """Once it is thawed."""
+        """Has this called once it is thawed."""
         self._waiting.append(call)
 
     def receive(self, message: ToWorker) -> None:
@@ -97,26 +90,20 @@ class Worker:
             case Propose(proposal=proposal):
                 self.proposal = proposal
                 self.feed(sw.Proposed(number=proposal.number, joins=self.device in proposal.plan.members))
-            case Fenced(number=number, evicted=evicted):
-                self.feed(sw.Fenced(number=number, evicted=evicted))
-            case Abort(number=number, reason=reason):
-                self.feed(sw.Aborted(number=number, reason=reason))
-            case Recorded(number=number):
-                self.feed(sw.Recorded(number=number))
-            case Shutdown(reason=reason) | Rejected(reason=reason):
-                self.feed(sw.Ordered(reason=reason))
+            case _ if isinstance(message, sw.AgentOrder):
+                self.feed(message)
             case _:
                 pass  # a welcome, or the end for one that stood by
 
-    def feed(self, event: sw.Event) -> None:
+    def feed(self, event: sw.SwitchEvent) -> None:
         if not self.alive:
             return
         if self.frozen:
             self.later(lambda: self.feed(event))
             return
-        self.state, effects = sw.step(self.state, event)
+        self.state, effects = sw.step(self.state, event, self._worker_group.step)
         for effect in effects:
-            self._gang.run(self, effect)
+            self._worker_group.run(self, effect)
 
     def say(self, body: FromWorker) -> None:
         if self.alive:
@@ -131,15 +118,15 @@ class Worker:
         return self.step if number == self.plan else self.kept.get(number)
 
     def swap(self, number: int, step: int, member: bool) -> None:
-        """`number` is in force; the old copy stays."""
+        """Puts plan `number` into force, after `step` updates; the old copy stays."""
         if self.plan:
             self.kept[self.plan] = self.step
         self.kept.pop(number, None)
         self.plan, self.step = (number if member else 0), step
 
-    def standing(self, fence: int) -> Standing:
-        """What it holds, nothing being under way. All members of a plan hear its votes at one time here, so
-        that nobody is behind."""
+    def state_report(self, fence: int) -> Standing:
+        """Returns which copies it holds at rest. All members of a plan get a vote's outcome at one time here,
+        so that no copy is a step behind."""
         if self.state.side:
             number, step = self.side
             if number != self.state.side:
@@ -149,14 +136,14 @@ class Worker:
         copies = tuple(Copy(number=number, step=step) for number, step in sorted(held.items()))
         return Standing(fence=fence, copies=copies)
 
-    def retire(self) -> None:
-        """Every copy goes."""
+    def drop_state(self) -> None:
+        """Drops every copy."""
         self.kept.clear()
         self.plan = 0
 
-    def renounce(self) -> None:
-        """It owns nothing any more, and comes again as another incarnation."""
-        self.retire()
+    def drop_state_and_rejoin(self) -> None:
+        """Drops every copy, and comes again as another incarnation."""
+        self.drop_state()
         self.proposal = None
         self.torn()
         self.incarnations += 1

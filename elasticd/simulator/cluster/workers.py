@@ -1,8 +1,8 @@
-"""What the workers of a job do together: train step by step, vote, and lose each other.
+"""The simulated workers of one job: their steps, their votes, and the failures of what they do together.
 
-Every worker's part is decided by its own machine (`elasticd.machines.worker.switch`); here are the collectives
-between them, which complete when all members have come, and the time that all of it takes. What is under way
-when a member dies, or when a fence is read, ends there: its step is made again.
+Each worker decides by its own switch machine (`elasticd.machines.worker.switch`); here are the collectives
+between workers, which complete when all members have come, and the time that they take. A collective that is
+under way when a member dies, or when a fence is read, fails: its step is made again.
 """
 
 from __future__ import annotations
@@ -16,33 +16,42 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.worker import switch as sw
 from elasticd.simulator.cluster.transition_groups import Transition, Transitions
-from elasticd.simulator.cluster.worker import SimulationError, Worker
+from elasticd.simulator.cluster.worker import SimulatedWorker, SimulationError
 from elasticd.simulator.devices.device_model import StepTimes, Truth
 from elasticd.simulator.engine import Engine
 from elasticd.simulator.scenarios.scenario import Times
-from elasticd.wire.messages import Bereft, Doubt, Finished, Kept, Prepared, Refused, Report
+from elasticd.wire.messages import Bereft, Finished, Report
 
 
 @dataclass(frozen=True, kw_only=True)
 class Began:
-    """A stretch of training as it began: when, at which speeds, with which samples. What happens to a device
-    while a step is under way shows in the next one."""
+    """What holds for a number of steps as their first one begins. A change of a device's speed during a step
+    shows in the next one."""
 
-    now: float
-    speeds: Mapping[str, float]
+    now: float  # seconds
+    speeds: Mapping[str, float]  # by device
     profile: ModelProfile
-    tokens: int
+    tokens: int  # of each step
 
 
-#: Called after each stretch of training: how it began, and its steps.
+#: Called after a number of steps: what held as they began, and how many they were.
 Told = Callable[[Began, int], None]
 
 
-class Gang:
-    """The workers of the job, by device. `plan` is in force, `step` updates were applied. The script says by
-    `limit` how many steps may be counted without playing them (0: play the next one). `cut`: nodes that nobody
-    reaches; what their workers do with others waits. `recovered` is told of a recovery's plan and what the
-    fault took: the seconds from the last step's end."""
+class WorkerGroup:
+    """The workers of the job, by device.
+
+    Args:
+        engine: The virtual clock and its events.
+        truth: How fast devices and links are.
+        times: Seconds that a message, a preparation and the like take.
+        steps: How many steps the job trains (None: until the scenario ends).
+        samples: Samples of a step.
+        limit: By the seconds of a step: how many may be counted without playing them (0: play the next one).
+        trained: Called after a number of steps.
+        starved: Called with the reason when the plan in force does not fit the devices' memory.
+        recovered: Called with the number of a recovery's plan, and the seconds since the last step's end.
+    """
 
     def __init__(
         self,
@@ -63,24 +72,24 @@ class Gang:
         self.pause_seconds = self.recovery_seconds = 0.0
         self.bytes_moved = 0
         self.switches = self.recoveries = 0
-        self.cut: set[str] = set()
+        self.cut: set[str] = set()  # nodes that no message reaches: collectives of their workers wait
         self.life = 0
         self.start(0)
 
     def start(self, step: int) -> None:
-        """Processes that know nothing but the checkpoint of `step`."""
+        """Starts over with processes that know nothing but the checkpoint of `step`."""
         self.life += 1
         self.step = step
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, SimulatedWorker] = {}
         self.plan: Plan | None = None
         self.over_at: float | None = None
         self._last = self._engine.now()
         self._waiting: list[Callable[[], None]] = []
         self._transitions = Transitions(self._engine, self._truth, self._times, self)
 
-    def together(self, seconds: float, members: Sequence[Worker], done: Callable[[], None]) -> None:
-        """What `members` do together and end after `seconds`, if all of them can be reached then. It never ends
-        once one of them died or was torn out of it."""
+    def together(self, seconds: float, members: Sequence[SimulatedWorker], done: Callable[[], None]) -> None:
+        """Calls `done` after `seconds`, as soon as all `members` can be reached: they do something together. It
+        is never called once one of them died or was torn out of it."""
         life, eras = self.life, [member.era for member in members]
 
         def due() -> None:
@@ -95,55 +104,41 @@ class Gang:
         self._engine.after(seconds, due)
 
     def reached(self) -> None:
-        """A node can be reached again, or a worker was thawed: what waited for it goes on."""
+        """A node can be reached again, or a worker was thawed: collectives that waited for it complete."""
         waiting, self._waiting = self._waiting, []
         for due in waiting:
             self._engine.after(self._times.message, due)
 
     # -- what the machines ask for ---------------------------------------------------------------------------
 
-    def run(self, worker: Worker, effect: sw.Effect) -> None:
+    def run(self, worker: SimulatedWorker, effect: sw.SwitchEffect) -> None:
         self.workers[worker.device] = worker
         match effect:
             case sw.Prepare(number=number):
                 self._transitions.prepare(worker, number)
             case sw.Cancel(number=number):
                 self._transitions.leave(worker, number)
-            case sw.Move(number=number):
+            case sw.MoveState(number=number):
                 self._transitions.enter(worker, number)
-            case sw.Say(number=number, ok=ok):
-                self._transitions.say(worker, number, ok)
+            case sw.AllGatherOk(number=number, ok=ok):
+                self._transitions.all_gather_ok(worker, number, ok)
             case sw.Swap(number=number, member=member):
                 worker.swap(number, self._transitions.of(number).step, member)
+                worker.say(self._transitions.switched(worker, number))
+            case sw.SendToLeader(message=message):
+                worker.say(message)
+            case sw.ReportState(fence=fence):
+                worker.say(worker.state_report(fence))
             case sw.DropOld():
                 worker.kept.clear()
             case sw.Interrupt():
                 self._interrupt(worker)
-            case sw.Retire():
-                worker.retire()
-            case sw.Renounce():
-                worker.renounce()
-            case sw.Stop():
+            case sw.DropState():
+                worker.drop_state()
+            case sw.DropStateAndRejoin():
+                worker.drop_state_and_rejoin()
+            case sw.StopTraining():
                 self.end()
-            case _:
-                self._report(worker, effect)
-
-    def _report(self, worker: Worker, effect: sw.Effect) -> None:
-        match effect:
-            case sw.ReportPrepared(number=number):
-                worker.say(Prepared(number=number))
-            case sw.ReportRefused(number=number, reason=reason):
-                worker.say(Refused(number=number, reason=reason))
-            case sw.ReportSwapped(number=number):
-                worker.say(self._transitions.report(worker, number))
-            case sw.ReportKept(number=number, reason=reason):
-                worker.say(Kept(number=number, step=self.step, reason=reason))
-            case sw.ReportDoubt(number=number, reason=reason):
-                worker.say(Doubt(number=number, step=self.step, reason=reason))
-            case sw.ReportLost(reason=reason):
-                worker.say(Bereft(step=self.step, reason=reason, plan=worker.plan))
-            case sw.ReportStanding(fence=fence):
-                worker.say(worker.standing(fence))
             case _:
                 raise SimulationError(f"nobody carries {type(effect).__name__} out")
 
@@ -177,8 +172,8 @@ class Gang:
 
     # -- faults ------------------------------------------------------------------------------------------------
 
-    def died(self, worker: Worker, *, told: bool) -> None:
-        """Its peers find its connections closed; if its whole machine is gone, they wait."""
+    def died(self, worker: SimulatedWorker, *, told: bool) -> None:
+        """A process ended: its peers find its connections closed; if its node is gone, they time out."""
         if not worker.alive:
             return
         worker.alive = False
@@ -190,7 +185,7 @@ class Gang:
         self.lose(worker.device, self._times.message if told else self._times.patience, "is gone")
 
     def lose(self, device: str, seconds: float, why: str) -> None:
-        """After `seconds` fails what others do with `device`, where nothing else has ended it before."""
+        """Fails the collectives with `device` after `seconds`, where nothing else has ended them before."""
         life, others = self.life, [(other, other.era) for other in self.workers.values()]
 
         def fail() -> None:
@@ -200,31 +195,31 @@ class Gang:
 
         self._engine.after(seconds, fail)
 
-    def _bereave(self, worker: Worker, device: str, why: str) -> None:
+    def _bereave(self, worker: SimulatedWorker, device: str, why: str) -> None:
         """A collective with `device` fails here."""
         if worker.frozen:
             era = worker.era
             worker.later(lambda: self._bereave(worker, device, why) if worker.era == era else None)
             return
-        if worker.state.phase in (sw.Phase.MOVING, sw.Phase.SAYING) and self._transitions.shares(
+        if worker.state.phase in (sw.SwitchPhase.MOVING, sw.SwitchPhase.ACKING) and self._transitions.shares(
             worker, device
         ):
             worker.torn()
             number = worker.state.proposal
-            if worker.state.phase is sw.Phase.MOVING:
+            if worker.state.phase is sw.SwitchPhase.MOVING:
                 worker.feed(sw.MoveFailed(number=number, reason=why))
             worker.feed(sw.GatherFailed(number=number, reason=why))
         if worker.at_work and self.plan is not None and device in self.plan.members:
             worker.torn()
-            worker.feed(sw.Lost(reason=why))
+            worker.feed(Bereft(step=self.step, reason=why, plan=worker.plan))
 
-    def _interrupt(self, worker: Worker) -> None:
-        """All that it waits for fails at once; then it is at rest."""
+    def _interrupt(self, worker: SimulatedWorker) -> None:
+        """Every collective that the worker waits in fails at once; then it is at rest."""
         worker.torn()
         life = self.life
 
         def rest() -> None:
-            if self.life != life or worker.state.phase is not sw.Phase.INTERRUPTED:
+            if self.life != life or worker.state.phase is not sw.SwitchPhase.STOPPING:
                 return
             number, why = worker.state.proposal, "a fence was read"
             if number and self._transitions.said(worker):
@@ -238,7 +233,7 @@ class Gang:
     # -- training ----------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Begins the next step, or as many as need not be played, if all members are there and may."""
+        """Begins the next step, or as many as need not be played, if all members of the plan are at work."""
         if self.over or self.plan is None:
             return
         plan, truth = self.plan, self._truth
@@ -261,21 +256,23 @@ class Gang:
         self.together(float(times.seconds), members, lambda: self._passed(began, 1, members, reports))
 
     def _reports(self, plan: Plan, step: int, times: StepTimes, tokens: int) -> list[Report]:
-        """What the members say of a step; the first one speaks for all."""
+        """Returns the members' reports of a step; the first one adds the step's tokens."""
         return [
             Report(measurement=measured, loss=None, tokens=None if index else tokens)
             for index, measured in enumerate(self._truth.measurements(plan, step, times))
         ]
 
-    def _counted(self, began: Began, steps: int, plan: Plan, members: list[Worker]) -> None:
-        """Steps that were not played: nothing was under way, so that the last vote stands for all. The first
-        member's word of the last one says how far they are."""
+    def _counted(self, began: Began, steps: int, plan: Plan, members: list[SimulatedWorker]) -> None:
+        """Counts steps that were not played: no proposal was open, so that the last vote stands for all. The
+        first member's report of the last one says how far they are."""
         last = self.step + steps - 1
         reports = self._reports(plan, last, self._truth.step(plan, last), began.tokens)
         self._passed(began, steps, members, reports[:1])
 
-    def _passed(self, began: Began, steps: int, members: list[Worker], reports: Sequence[Report]) -> None:
-        """The vote's records; what they decide follows once the script has had its say."""
+    def _passed(
+        self, began: Began, steps: int, members: list[SimulatedWorker], reports: Sequence[Report]
+    ) -> None:
+        """Steps are made: the vote's records. Their outcome follows once the script had its turn."""
         if self.over:
             return
         for worker in members:
@@ -289,9 +286,9 @@ class Gang:
         self._trained(began, steps)
         self._go_on(members)
 
-    def _go_on(self, members: list[Worker]) -> None:
-        """The vote's result, also for those who lost another one just then; then the switch that it decided,
-        the end, or the next step."""
+    def _go_on(self, members: list[SimulatedWorker]) -> None:
+        """The vote's outcome, also for members that lost another one just then; then the switch that it
+        decided, the end, or the next step."""
         if self._steps is not None and self.step >= self._steps:
             self.end()
             for worker in members:
@@ -299,12 +296,14 @@ class Gang:
             return
         numbers = tuple(worker.state.voting for worker in members)
         for worker in members:
-            if worker.state.phase is not sw.Phase.STOPPED:  # by an order that the script let it hear just now
+            if (
+                worker.state.phase is not sw.SwitchPhase.STOPPED
+            ):  # by an order that the script let it hear just now
                 worker.feed(sw.Voted(prepared=numbers))
         if numbers[0] == 0 or len(set(numbers)) > 1:
             self.train()
 
 
 def whole_steps(seconds: float, each: float) -> int:
-    """How many whole steps fit."""
+    """Returns how many steps of `each` seconds fit into `seconds`."""
     return max(0, math.floor(seconds / each)) if math.isfinite(seconds) else 1 << 40
