@@ -14,13 +14,16 @@ from elasticd.version import __version__
 if TYPE_CHECKING:
     from elasticd.models.huggingface import from_hf
     from elasticd.runtime.api.ema import average
-    from elasticd.runtime.api.evaluation import Evaluation, HeldOut
+    from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, HeldOut
     from elasticd.runtime.api.job import Callback, Job
     from elasticd.runtime.api.metrics import Metrics
     from elasticd.runtime.api.step import Step
     from elasticd.runtime.api.watch import watch
+    from elasticd.runtime.checkpoint.options import CheckpointingOptions
+    from elasticd.runtime.data.options import DataOptions
     from elasticd.runtime.data.stream import Stream
     from elasticd.runtime.engine.mixed_precision import LossScale, Precision
+    from elasticd.runtime.engine.parallelism import ParallelismOptions
     from elasticd.runtime.exits import JobStopped
     from elasticd.runtime.model.model import Model
     from elasticd.runtime.model.tp_rules import Add, Column, Row, Rule, Slice, UnitsOf
@@ -28,14 +31,18 @@ if TYPE_CHECKING:
 __all__ = [
     "Add",
     "Callback",
+    "CheckpointingOptions",
     "Column",
+    "DataOptions",
     "Evaluation",
+    "EvaluationOptions",
     "HeldOut",
     "Job",
     "JobStopped",
     "LossScale",
     "Metrics",
     "Model",
+    "ParallelismOptions",
     "Precision",
     "Row",
     "Rule",
@@ -52,14 +59,18 @@ __all__ = [
 _HOMES = {
     "Add": "elasticd.runtime.model.tp_rules",
     "Callback": "elasticd.runtime.api.job",
+    "CheckpointingOptions": "elasticd.runtime.checkpoint.options",
     "Column": "elasticd.runtime.model.tp_rules",
+    "DataOptions": "elasticd.runtime.data.options",
     "Evaluation": "elasticd.runtime.api.evaluation",
+    "EvaluationOptions": "elasticd.runtime.api.evaluation",
     "HeldOut": "elasticd.runtime.api.evaluation",
     "Job": "elasticd.runtime.api.job",
     "JobStopped": "elasticd.runtime.exits",
     "LossScale": "elasticd.runtime.engine.mixed_precision",
     "Metrics": "elasticd.runtime.api.metrics",
     "Model": "elasticd.runtime.model.model",
+    "ParallelismOptions": "elasticd.runtime.engine.parallelism",
     "Precision": "elasticd.runtime.engine.mixed_precision",
     "Row": "elasticd.runtime.model.tp_rules",
     "Rule": "elasticd.runtime.model.tp_rules",

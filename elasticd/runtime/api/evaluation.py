@@ -28,6 +28,8 @@ from elasticd.runtime.engine.pipeline_stage import Loss
 
 #: The measure that every evaluation has.
 LOSS = "loss"
+#: The name of a held-out set that is given without one.
+HELD_OUT = "held_out"
 #: What a rank tells of a round beside its sums: hash of its samples, one more than the index of an unreadable
 #: one.
 _TOLD = struct.Struct("<Qq")
@@ -35,13 +37,17 @@ _TOLD = struct.Struct("<Qq")
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """A set to evaluate on: a map-style dataset. measures: by name what else is averaged beside the loss, each
-    (output, batch) -> (sum, count) like the loss. loss, collate: the job's own where they are None."""
+    """A set to evaluate on.
 
-    dataset: Dataset
+    Raises:
+        ValueError: the dataset is empty, or a measure is called "loss".
+    """
+
+    dataset: Dataset  #: map-style
+    #: What is averaged beside the loss, by name: each (output, batch) -> (sum, count), as the loss is.
     measures: Mapping[str, Loss] = field(default_factory=dict)
-    loss: Loss | None = None
-    collate: Collate | None = None
+    loss: Loss | None = None  #: None: the loss of the training
+    collate: Collate | None = None  #: None: that of the training
 
     def __post_init__(self) -> None:
         if not len(self.dataset):
@@ -51,7 +57,34 @@ class HeldOut:
 
     @cached_property
     def reader(self) -> Reader:
+        """Reads the set's samples ahead, the same one for all evaluations."""
         return Reader(self.dataset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """What a job can be evaluated on: the argument `evaluation` of `elasticd.Job`.
+
+    Raises:
+        ValueError: a set is empty.
+    """
+
+    #: A map-style dataset or a `HeldOut`, or several of them by name. `Job.evaluate` takes the name; a single
+    #: set is called "held_out" and needs none.
+    held_out: Dataset | HeldOut | Mapping[str, Dataset | HeldOut] | None = None
+
+    def __post_init__(self) -> None:
+        self.sets  # noqa: B018  it refuses empty sets
+
+    @cached_property
+    def sets(self) -> dict[str, HeldOut]:
+        """The sets by name, in the order in which they were given."""
+        if self.held_out is None:
+            return {}
+        named = self.held_out if isinstance(self.held_out, Mapping) else {HELD_OUT: self.held_out}
+        return {
+            name: each if isinstance(each, HeldOut) else HeldOut(dataset=each) for name, each in named.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

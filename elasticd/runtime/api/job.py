@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
-from elasticd.records import JobSpec
 from elasticd.runtime.api import full_state_dict
 from elasticd.runtime.api.between_steps import Interludes, Run
-from elasticd.runtime.api.evaluation import Evaluation, HeldOut, evaluate
-from elasticd.runtime.api.options import Options, environment, held_out_sets, hello
+from elasticd.runtime.api.deprecated import DEFAULTS, Groups, OldKeywords, with_old_keywords
+from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evaluate
+from elasticd.runtime.api.hello import check_optimizer, environment, hello, job_spec
 from elasticd.runtime.api.rank_info import Seat
 from elasticd.runtime.api.step import Step as Step
 from elasticd.runtime.api.train_loop import Loop, Next
-from elasticd.runtime.checkpoint.saver import Keeping, Saver
+from elasticd.runtime.checkpoint.options import CheckpointingOptions
+from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.runtime.comm.all_reduce_probe import Rehearser, fabric_of
 from elasticd.runtime.control import parent_death
 from elasticd.runtime.control.agent_client import AgentKeyValue, Control
 from elasticd.runtime.control.sigterm import NOTICE, Notice
 from elasticd.runtime.control.user_exceptions import Farewell, Uncaught
-from elasticd.runtime.data.loader import Collate, Dataset, pad
+from elasticd.runtime.data.loader import Dataset
+from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.data.stream import Stream
-from elasticd.runtime.engine.activation_checkpoint import Recompute
 from elasticd.runtime.engine.engine import Engine
-from elasticd.runtime.engine.mixed_precision import Name, Precision
+from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.pipeline_stage import Loss
 from elasticd.runtime.engine.recipe import MakeOptimizer, MakeScheduler, Recipe
 from elasticd.runtime.engine.warmup import warm
@@ -56,6 +57,8 @@ log = logging.getLogger(__name__)
 
 #: The weights that an evaluation may be of.
 WEIGHTS = ("value", "average")
+#: The variable with the job's name, which torchrun sets.
+_NAME = "TORCHELASTIC_RUN_ID"
 
 
 class Callback:
@@ -103,38 +106,9 @@ class Callbacks(Callback):
 
 
 class Job(Seat):
-    """Trains `model` under whatever plan the coordinator has in force, switching in place.
+    """Trains a model under whatever plan the coordinator has in force, and switches between plans in place.
 
-    model: an `elasticd.Model`. loss(output, batch) -> (sum, count) over a micro-batch; sums are divided once by
-    the global count. optimizer(named parameters) makes a torch optimizer with element-wise state; it is called
-    after every switch with every trained parameter by name: the slices that this device steps on, which may be
-    several of one parameter, and an empty tensor for what others step on. Its state and its groups' settings
-    are restored, so group parameters by name. scheduler(optimizer) makes a learning-rate scheduler, which is
-    stepped after every step and carried over switches. zero: 1 keeps optimizer state on `replicas` (default 1)
-    of a parameter's holders, on as many nodes, instead of on all; 2 gradients too. precision: modules compute
-    in "bf16" or "fp16" (whose loss is scaled) under master weights in single precision, or all is "fp32"
-    (default: as modules are made). recompute: True, all blocks make their activations again in the backward
-    pass; "plan", where memory demands it; a function of a block's index says which. dataset: map-style, or a
-    `Stream`; collate makes a batch of samples (default: as torch's own, and sequences are padded).
-    global_batch samples make a step, taken micro_batch at a time. clip: the largest norm of the gradient.
-    length(index): a sample's tokens, where samples are of unequal length (default: dataset.lengths[index], if
-    there are any). Then samples of like length share a micro-batch, and all micro-batches are of like work,
-    whatever the number of samples in each. readers: threads that read samples ahead; 0: the training thread
-    reads them. Of a sample that cannot be read its index is named; the state before it is saved, and all end.
-    checkpoint: a folder that all nodes share. A state is saved there every checkpoint_every steps and at the
-    end, without holding training up; the newest `keep` stay, and those of each checkpoint_keep_every-th step. A
-    job that is started anew with the same folder goes on from the newest that is sound, under any layout.
-    snapshot_every: the state after every so many steps is also copied into memory of two nodes' agents, without
-    holding training up: what no living worker has is gone on from there, and the steps since are given again.
-    held_out: a map-style dataset to evaluate on, a `HeldOut`, or several of them by name; see `evaluate`.
-    callbacks: see `Callback`; they are told of plans, steps and evaluations on every rank. profile: a file of
-    `elasticd profile` for this model, for a first plan from measured seconds, not guesses. grace: seconds from
-    SIGTERM until this process ends, whatever it is at. Meanwhile its state moves to the others; then the script
-    ends by a SystemExit with code 0. Where all workers are told, a last checkpoint is made (with `checkpoint`),
-    the job stops, and the code is 1. torchrun kills 30 s after it sent the signal on.
-
-    Start the script with `elasticd run`, or with `torchrun --rdzv-backend=elasticd`. Raises SystemExit with one
-    line where the job cannot start or go on.
+    Start the script with `elasticd run`, or with `torchrun --rdzv-backend=elasticd`, and loop over `steps`.
     """
 
     def __init__(
@@ -148,52 +122,102 @@ class Job(Seat):
         micro_batch: int = 1,
         seed: int = 0,
         clip: float | None = None,
-        collate: Collate = pad,
-        length: Callable[[int], int] | None = None,
-        readers: int = 1,
         scheduler: MakeScheduler | None = None,
-        zero: int = 0,
-        replicas: int | None = None,
-        precision: Name | Precision | None = None,
-        recompute: Recompute = False,
-        held_out: Dataset | HeldOut | Mapping[str, Dataset | HeldOut] | None = None,
+        data: DataOptions = DEFAULTS.data,
+        parallelism: ParallelismOptions = DEFAULTS.parallelism,
+        checkpointing: CheckpointingOptions = DEFAULTS.checkpointing,
+        evaluation: EvaluationOptions = DEFAULTS.evaluation,
         callbacks: Sequence[Callback] = (),
-        profile: str | os.PathLike[str] | None = None,
-        checkpoint: str | os.PathLike[str] | None = None,
-        checkpoint_every: int = 1000,
-        keep: int = 3,
-        checkpoint_keep_every: int | None = None,
-        snapshot_every: int | None = None,
         grace: float = 25.0,
+        **old: Unpack[OldKeywords],
     ) -> None:
-        given = {key: value for key, value in locals().items() if key in Options.__dataclass_fields__}
+        """Connects to this node's agent and announces the job.
+
+        Args:
+            model: the model, by its sections and rules.
+            loss: called as loss(output, batch) with the head's output for a micro-batch; returns the sum of the
+                losses and the count of targets. Sums are divided once, by the count of the global batch.
+            optimizer: makes a torch optimizer with element-wise state of (name, parameter) pairs. It is called
+                after every switch, on every rank, with all trained parameters: the slices that this device
+                steps on, which may be several of one parameter, and an empty tensor for a parameter that others
+                step on. State and settings of groups are restored after it, so form groups by name.
+            dataset: a map-style dataset, or a `Stream`.
+            global_batch: samples of a step, over all devices.
+            micro_batch: samples of one pass through a pipeline. Divides `global_batch`.
+            seed: keys the order of samples, the first values of parameters and the draws of dropout.
+            clip: the largest norm of a step's gradient; longer ones are scaled down to it. None: no clipping.
+            scheduler: makes a learning-rate scheduler of an optimizer. It is stepped after every step, and its
+                state moves with every switch. None: the learning rate stays.
+            data: how samples are read and batched.
+            parallelism: ZeRO, precision, recomputation, and a profile for the first plan.
+            checkpointing: checkpoints on a shared disk, snapshots in memory. The default keeps neither.
+            evaluation: held-out sets for `evaluate`.
+            callbacks: called in order, on every rank of the plan; see `Callback`.
+            grace: seconds from SIGTERM until this process ends, whatever it is doing. Within them its state
+                moves to the other devices, and the script ends with exit code 0. If every worker gets the
+                signal, they make a last checkpoint, the job stops, and the exit code is 1. torchrun kills its
+                workers 30 s after it has passed the signal on.
+            old: keywords of release 0.1 that are fields of the groups now, with a DeprecationWarning.
+
+        Raises:
+            SystemExit: the job cannot start, for a reason that is printed in one line.
+        """
         try:
-            name = environment("TORCHELASTIC_RUN_ID")
-            parent_death.end_with(os.getppid())
-            if remedy := parent_death.without_restarts(os.environ):
-                log.warning(remedy)
-            options = Options(**given)
-            self._held_out = held_out_sets(held_out)
-            keeping, spec = options.keeping(), options.spec(name)
-            self._snapper = self._make_snapper(snapshot_every, name) if snapshot_every is not None else None
-            self._control = Control(default_path(), hello(spec, keeping))
+            groups = Groups(
+                data=data, parallelism=parallelism, checkpointing=checkpointing, evaluation=evaluation
+            )
+            groups = with_old_keywords(groups, old)
+            self._recipe = Recipe(
+                model=model,
+                loss=loss,
+                optimizer=optimizer,
+                dataset=dataset,
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+                seed=seed,
+                clip=clip,
+                scheduler=scheduler,
+                data=groups.data,
+                parallelism=groups.parallelism,
+                checkpointing=groups.checkpointing,
+                snapshots=Snapshots(
+                    job=os.environ.get(_NAME, ""), fetch=lambda held: self._control.fetch(held)
+                ),
+            )
+            check_optimizer(self._recipe)
+            self._held_out = groups.evaluation.sets
+            self._callbacks = Callbacks(tuple(callbacks))
+            self._connect()
         except (ValueError, TypeError, RuntimeError, ConnectionError) as error:
             raise JobStopped(f"elasticd: {error}") from error
-        self._saver = self._make_saver(keeping, spec) if keeping is not None else None
-        self._callbacks = Callbacks(tuple(callbacks))
-        snapshots = Snapshots(job=name, fetch=self._control.fetch)
-        recipe = options.recipe(keeping.folder if keeping is not None else None, snapshots)
-        self._start(recipe, seed, grace)
+        self._start(grace)
 
-    def _start(self, recipe: Recipe, seed: int, grace: float) -> None:
+    def _connect(self) -> None:
+        name = environment(_NAME)
+        parent_death.end_with(os.getppid())
+        if remedy := parent_death.without_restarts(os.environ):
+            log.warning(remedy)
+        spec, options = job_spec(self._recipe, name), self._recipe.checkpointing
+        self._control = Control(default_path(), hello(spec, options.path))
+        control, saves, snaps = self._control, options.path is not None, options.snapshot_every
+        self._saver = Saver(options, spec, self.device, control.send, lambda: control.lost) if saves else None
+        self._snapper = (
+            Snapper(snaps, name, lambda: control.welcome, lambda message, fd: control.send(message, fd=fd))
+            if snaps is not None
+            else None
+        )
+
+    def _start(self, grace: float) -> None:
         """From here on the agent is heard."""
         self._taken = self._left = self._ended = False
         self._running: Generator[Next | Step, None, None] | None = None
         self._now: Next | None = None
-        self._recipe = recipe
+        recipe = self._recipe
         pacer = Pacer(self._control.welcome.pace)
         self._where = shared()
-        self._switcher = Switcher(recipe, self._control, AgentKeyValue(self._control), pacer, seed, self._where)
+        self._switcher = Switcher(
+            recipe, self._control, AgentKeyValue(self._control), pacer, recipe.seed, self._where
+        )
         self._interludes = Interludes(self._switcher, list(self._known().values()), self._close)
         self._loop = Loop(
             switcher=self._switcher,
@@ -230,7 +254,7 @@ class Job(Seat):
         """What a line of the log is about now."""
         plan = self.plan
         return {
-            "job": os.environ.get("TORCHELASTIC_RUN_ID"),
+            "job": os.environ.get(_NAME),
             "plan": plan.number if plan is not None else None,
             "step": self._switcher.step,
             "device": self.device,
@@ -243,12 +267,6 @@ class Job(Seat):
         )
         self._control.send(Leaving(reason=NOTICE, saves=self._saver is not None))
         self._switcher.told_to_go()
-
-    def _make_saver(self, keeping: Keeping, spec: JobSpec) -> Saver:
-        return Saver(keeping, spec, self.device, self._control.send, lambda: self._control.lost)
-
-    def _make_snapper(self, every: int, name: str) -> Snapper:
-        return Snapper(every, name, lambda: self._control.welcome, lambda m, fd: self._control.send(m, fd=fd))
 
     def _hear(self, message: ToWorker) -> None:
         """On the control thread."""
@@ -425,7 +443,10 @@ class Job(Seat):
         if name is None and len(self._held_out) == 1:
             (name,) = self._held_out
         if name not in self._held_out:
-            there = ", ".join(self._held_out) or "none: give Job(held_out=...)"
+            there = (
+                ", ".join(self._held_out)
+                or "none: give Job(evaluation=elasticd.EvaluationOptions(held_out=...))"
+            )
             raise ValueError(f"there is no held-out set {name!r}; there are: {there}")
         if weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
@@ -477,7 +498,9 @@ class Job(Seat):
         recipe = self._recipe
         try:
             with during(self._where, EVALUATION):
-                return evaluate(engine, self._held_out[name], name, step, recipe.loss, recipe.collate, weights)
+                return evaluate(
+                    engine, self._held_out[name], name, step, recipe.loss, recipe.data.collate, weights
+                )
         except SampleError as error:
             raise self._loop.unreadable(engine, step, error) from error
         except LedgerError as error:

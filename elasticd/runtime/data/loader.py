@@ -110,7 +110,7 @@ def _alike(
 
 #: Python's and numpy's go into one batch.
 _NUMBERS = (int, float, np.number, np.bool_)
-_REMEDY = "give Job(collate=...) a function that makes a batch of them"
+_REMEDY = "give DataOptions(collate=...) a function that makes a batch of them"
 
 
 def _where(keys: tuple[str, ...]) -> str:

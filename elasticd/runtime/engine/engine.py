@@ -184,7 +184,7 @@ class Engine:
             dtype=self._recipe.model.dtype,
             talks=self._recipe.model.spec.collectives > 0,
             loss=self._recipe.loss,
-            loader=Loader(self._recipe.feed, self._recipe.collate),
+            loader=Loader(self._recipe.feed, self._recipe.data.collate),
             telemetry=self._telemetry,
             stopwatch=self.fabric.stopwatch,
             pace=pace,
@@ -314,7 +314,7 @@ class Engine:
     ) -> StepDone:
         where = self.fabric.stopwatch.where
         self._telemetry.begin()
-        self.local.drawing.begin(self._recipe.sampler.seed, step)
+        self.local.drawing.begin(self._recipe.seed, step)
         where.at(LOADER)  # a stream is read here, and the lengths of samples
         self._after = self._recipe.feed.begin(step, self.plan, self.everyone, self._carried.get(DATA))
         batch = self._batch(step)

@@ -128,8 +128,11 @@ def precision_of(given: Name | Precision | None, targets: float) -> Precision | 
 
 
 def lowered(model: Model, precision: Precision | None) -> Model:
-    """The model as its modules compute."""
-    return model if precision is None else model.computing_in(precision.compute)
+    """The model with its parameters in the type to compute in; the same object where they are of it already."""
+    if precision is None:
+        return model
+    types = {parameter.dtype for section in model.sections.values() for parameter in section.parameters()}
+    return model if types == {precision.compute} else model.computing_in(precision.compute)
 
 
 class LossScaler:
