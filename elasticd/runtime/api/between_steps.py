@@ -5,7 +5,7 @@ take no part. It is different after a fault in the midst of an interlude: some m
 others have gone on to the next step, others come in by the recovery and know of nothing. So the members of a
 plan that came by a recovery *meet* before each thing that they do, until all of them train: each tells what it
 is about to do, the least goes first, and who is at something else takes part in it without keeping what comes
-out. Hence an interlude is known by a number that every process has: see `Interludes.known`.
+out. Hence an interlude is known by a number that every process has: see `BetweenSteps.known`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elasticd.runtime.switch.switcher import Switcher
 
 log = logging.getLogger(__name__)
 
-#: What all members do after all interludes.
+#: What all members do after all between_steps.
 _TRAIN = 1 << 62
 #: An interlude's place among those since the last step comes before what it is.
 _KINDS = 1 << 20
@@ -31,7 +31,7 @@ _KINDS = 1 << 20
 Run = Callable[[Engine, int], Any]
 
 
-class Interludes:
+class BetweenSteps:
     """known: all that can be asked for, in an order that is the same in every process. Each is called with the
     engine and the number of updates made. closing: what `close` asks for, before all else."""
 
@@ -44,10 +44,10 @@ class Interludes:
     def begin_step(self, engine: Engine) -> None:
         """Before a step's training: what members of a recovered plan still are at comes first. Raises PeerLost
         or Cancelled."""
-        if engine.meets:
-            while (first := self._meet(engine, _TRAIN)) != _TRAIN:
+        if engine.after_recovery:
+            while (first := self._agree_on_next(engine, _TRAIN)) != _TRAIN:
                 self._known[first % _KINDS](engine, self._switcher.step)
-            engine.meets = False
+            engine.after_recovery = False
         self._asked = 0
 
     def run(self, kind: int) -> Any:
@@ -59,7 +59,7 @@ class Interludes:
             try:
                 if not self._switcher.at_work:
                     raise Cancelled("a fault came before it began")
-                while engine.meets and (first := self._meet(engine, mine)) != mine:
+                while engine.after_recovery and (first := self._agree_on_next(engine, mine)) != mine:
                     self._known[first % _KINDS](engine, self._switcher.step)
                 return self._known[kind](engine, self._switcher.step)
             except (PeerLost, Cancelled) as error:
@@ -74,11 +74,11 @@ class Interludes:
         """Has all members of a recovered plan do `closing`: for one of them whose script's code raised, and who
         makes no step any more."""
         last = len(self._known) - 1  # with no place among those since the last step, it is the least
-        while (first := self._meet(engine, last)) != last:
+        while (first := self._agree_on_next(engine, last)) != last:
             self._known[first % _KINDS](engine, self._switcher.step)
         self._known[last](engine, self._switcher.step)
 
     @staticmethod
-    def _meet(engine: Engine, mine: int) -> int:
+    def _agree_on_next(engine: Engine, mine: int) -> int:
         """What is to be done next by all."""
         return min(int(each) for each in engine.everyone.all_gather(torch.tensor([mine])))

@@ -13,11 +13,11 @@ from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.api import full_state_dict
-from elasticd.runtime.api.between_steps import Interludes, Run
+from elasticd.runtime.api.between_steps import BetweenSteps, Run
 from elasticd.runtime.api.deprecated import DEFAULTS, Groups, OldKeywords, with_old_keywords
 from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evaluate
 from elasticd.runtime.api.hello import check_optimizer, environment, hello, job_spec
-from elasticd.runtime.api.rank_info import Seat
+from elasticd.runtime.api.rank_info import RankInfo
 from elasticd.runtime.api.step import Step as Step
 from elasticd.runtime.api.train_loop import Loop, Next
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
@@ -105,7 +105,7 @@ class Callbacks(Callback):
             each.on_end(job)
 
 
-class Job(Seat):
+class Job(RankInfo):
     """Trains a model under whatever plan the coordinator has in force, and switches between plans in place.
 
     Start the script with `elasticd run`, or with `torchrun --rdzv-backend=elasticd`, and loop over `steps`.
@@ -218,13 +218,13 @@ class Job(Seat):
         self._switcher = Switcher(
             recipe, self._control, AgentKeyValue(self._control), pacer, recipe.seed, self._where
         )
-        self._interludes = Interludes(self._switcher, list(self._known().values()), self._close)
+        self._between_steps = BetweenSteps(self._switcher, list(self._known().values()), self._close)
         self._loop = Loop(
             switcher=self._switcher,
             control=self._control,
             pacer=pacer,
             feed=recipe.feed,
-            interludes=self._interludes,
+            between_steps=self._between_steps,
             saver=self._saver,
             snapper=self._snapper,
         )
@@ -492,7 +492,7 @@ class Job(Seat):
     def _together(self, *what: str) -> Any:
         if not self._taken or self._left or self._ended:
             raise RuntimeError(f"{what[0]}: ask for it in the body of the loop, between two steps")
-        return self._interludes.run(list(self._known()).index(what))
+        return self._between_steps.run(list(self._known()).index(what))
 
     def _evaluate(self, name: str, weights: str, engine: Engine, step: int) -> Evaluation:
         recipe = self._recipe

@@ -11,7 +11,7 @@ from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.switch.switcher import Switcher
 
 
-class Seat:
+class RankInfo:
     """Each answer is of the plan in force, and may be another after any step. A device that stands by has no
     rank, stage or pipeline (None), one that only carries replicas of state has a rank alone."""
 

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from elasticd.records import Vote
-from elasticd.runtime.api.between_steps import Interludes
+from elasticd.runtime.api.between_steps import BetweenSteps
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
@@ -22,7 +22,7 @@ from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.data.step_samples import BatchesDiffer, Feed
 from elasticd.runtime.engine.engine import Engine, StepDone
-from elasticd.runtime.engine.vote import Going
+from elasticd.runtime.engine.vote import Draining
 from elasticd.runtime.exits import JobStopped
 from elasticd.runtime.snapshot.snapshotter import Snapper
 from elasticd.runtime.switch.switcher import Switcher
@@ -51,7 +51,7 @@ class Loop:
     control: Control
     pacer: Pacer
     feed: Feed
-    interludes: Interludes
+    between_steps: BetweenSteps
     saver: Saver | None
     snapper: Snapper | None
     #: All were told to go, and the last checkpoint was made.
@@ -73,7 +73,7 @@ class Loop:
                 continue  # a fault in what the script asked for meanwhile
             try:
                 if made < total:
-                    self.interludes.begin_step(engine)
+                    self.between_steps.begin_step(engine)
                     done = self._train(engine, made, last=made + 1 >= total)
                     made += 1
                 if made >= total:
@@ -127,7 +127,7 @@ class Loop:
             switcher.bereaved(lost)
             engine = switcher.wait()
             try:
-                self.interludes.close(engine)
+                self.between_steps.close(engine)
             except _Closed as closed:
                 self.control.send(replace(word, plan=engine.plan.number, ends=True))
                 lost = closed
@@ -176,7 +176,7 @@ class Loop:
                 self.switcher.prepared,
                 lambda: saver.word if saver else 0,
                 lambda: snapper is not None and snapper.ready(engine.plan.number, step + 1),
-                self._going,
+                self._draining,
             )
         except SampleError as error:
             raise self.unreadable(engine, step, error) from error
@@ -198,10 +198,10 @@ class Loop:
         self._say(engine, error, ends=True, saves=False)
         return JobStopped(f"elasticd: {error}")
 
-    def _going(self) -> Going:
+    def _draining(self) -> Draining:
         if not self.switcher.leaving:
-            return Going.STAYS
-        return Going.UNSAVED if self.saver is not None and not self._parted else Going.SAVED
+            return Draining.NO
+        return Draining.UNSAVED if self.saver is not None and not self._parted else Draining.SAVED
 
     def _part(self, engine: Engine, step: int) -> None:
         """All members were told to go: by all of them, a last checkpoint. The leader, which knows of those that

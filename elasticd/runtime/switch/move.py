@@ -82,7 +82,7 @@ def prepare(
     engine = None
     if device in plan.members:
         engine = make_engine(recipe, layouts, fabric_of("groups"), pace)
-        engine.meets = recovery is not None
+        engine.after_recovery = recovery is not None
     snapshot = None
     if old is not None and recovery is not None and recovery.snapshots:
         snapshot = recipe.snapshots.state(old, recovery, device)
