@@ -56,32 +56,25 @@ __all__ = [
     "watch",
 ]
 
-_HOMES = {
-    "Add": "elasticd.runtime.model.tp_rules",
-    "Callback": "elasticd.runtime.api.job",
-    "CheckpointingOptions": "elasticd.runtime.checkpoint.options",
-    "Column": "elasticd.runtime.model.tp_rules",
-    "DataOptions": "elasticd.runtime.data.options",
-    "Evaluation": "elasticd.runtime.api.evaluation",
-    "EvaluationOptions": "elasticd.runtime.api.evaluation",
-    "HeldOut": "elasticd.runtime.api.evaluation",
-    "Job": "elasticd.runtime.api.job",
-    "JobStopped": "elasticd.runtime.exits",
-    "LossScale": "elasticd.runtime.engine.mixed_precision",
-    "Metrics": "elasticd.runtime.api.metrics",
-    "Model": "elasticd.runtime.model.model",
-    "ParallelismOptions": "elasticd.runtime.engine.parallelism",
-    "Precision": "elasticd.runtime.engine.mixed_precision",
-    "Row": "elasticd.runtime.model.tp_rules",
-    "Rule": "elasticd.runtime.model.tp_rules",
-    "Slice": "elasticd.runtime.model.tp_rules",
-    "Step": "elasticd.runtime.api.step",
-    "Stream": "elasticd.runtime.data.stream",
-    "UnitsOf": "elasticd.runtime.model.tp_rules",
-    "average": "elasticd.runtime.api.ema",
-    "from_hf": "elasticd.models.huggingface",
-    "watch": "elasticd.runtime.api.watch",
+#: The public names of each module.
+_NAMES = {
+    "elasticd.models.huggingface": ("from_hf",),
+    "elasticd.runtime.api.ema": ("average",),
+    "elasticd.runtime.api.evaluation": ("Evaluation", "EvaluationOptions", "HeldOut"),
+    "elasticd.runtime.api.job": ("Callback", "Job"),
+    "elasticd.runtime.api.metrics": ("Metrics",),
+    "elasticd.runtime.api.step": ("Step",),
+    "elasticd.runtime.api.watch": ("watch",),
+    "elasticd.runtime.checkpoint.options": ("CheckpointingOptions",),
+    "elasticd.runtime.data.options": ("DataOptions",),
+    "elasticd.runtime.data.stream": ("Stream",),
+    "elasticd.runtime.engine.mixed_precision": ("LossScale", "Precision"),
+    "elasticd.runtime.engine.parallelism": ("ParallelismOptions",),
+    "elasticd.runtime.exits": ("JobStopped",),
+    "elasticd.runtime.model.model": ("Model",),
+    "elasticd.runtime.model.tp_rules": ("Add", "Column", "Row", "Rule", "Slice", "UnitsOf"),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ import elasticd
 from elasticd.checkpoints.folder import scan
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.records import Proposal, Recovery
-from elasticd.runtime.api.job import Step
+from elasticd.runtime.api.step import Step
 from elasticd.runtime.comm.groups import PeerLost
 from elasticd.runtime.control import user_exceptions
 from elasticd.runtime.telemetry.main_thread import Nowhere, shared

@@ -13,8 +13,9 @@ from typing import Any, Literal, TypedDict
 
 from elasticd.runtime.api.evaluation import EvaluationOptions, HeldOut
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
-from elasticd.runtime.data.loader import Collate, Dataset
+from elasticd.runtime.data.loader import Collate
 from elasticd.runtime.data.options import DataOptions
+from elasticd.runtime.data.prefetch import Dataset
 from elasticd.runtime.engine.activation_checkpoint import Recompute
 from elasticd.runtime.engine.mixed_precision import Name, Precision
 from elasticd.runtime.engine.parallelism import ParallelismOptions

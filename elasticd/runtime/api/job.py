@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -18,7 +18,7 @@ from elasticd.runtime.api.deprecated import DEFAULTS, Groups, OldKeywords, with_
 from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evaluate
 from elasticd.runtime.api.hello import check_optimizer, environment, hello, job_spec
 from elasticd.runtime.api.rank_info import RankInfo
-from elasticd.runtime.api.step import Step as Step
+from elasticd.runtime.api.step import Step
 from elasticd.runtime.api.train_loop import Loop, Next
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.saver import Saver
@@ -27,9 +27,8 @@ from elasticd.runtime.control import parent_death
 from elasticd.runtime.control.agent_client import AgentKeyValue, Control
 from elasticd.runtime.control.sigterm import NOTICE, Notice
 from elasticd.runtime.control.user_exceptions import Farewell, Uncaught
-from elasticd.runtime.data.loader import Dataset
 from elasticd.runtime.data.options import DataOptions
-from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.data.stream import Stream
@@ -62,47 +61,23 @@ _NAME = "TORCHELASTIC_RUN_ID"
 
 
 class Callback:
-    """Its methods are called on every rank that is in the plan, in the thread that trains, between steps: what
-    they take, all wait for. What they raise ends the loop, as if its body had raised it."""
+    """Base of the user's callbacks.
+
+    Methods are called on every rank of the plan, in the training thread, between steps: every rank waits for
+    them. An exception ends the loop, as if the loop's body had raised it.
+    """
 
     def on_plan(self, job: Job, plan: Plan) -> None:
-        """Another plan is in force, and this device is in it; of one that stands by nothing is told."""
+        """A new plan is in force, and uses this device. Devices on standby are not called."""
 
     def on_step(self, job: Job, step: Step) -> None:
-        """A step is done, and the loop is about to be given it."""
+        """A step is done; the loop gets it next."""
 
     def on_evaluation(self, job: Job, evaluation: Evaluation) -> None:
-        """An evaluation of the script's is done."""
+        """An evaluation is done."""
 
     def on_end(self, job: Job) -> None:
         """The last step is done, or the loop was left; the process has no plan any more."""
-
-
-class Callbacks(Callback):
-    """Several, called in order."""
-
-    def __init__(self, callbacks: tuple[Callback, ...]) -> None:
-        self._callbacks = callbacks
-        self._plan: int | None = None
-
-    def on_plan(self, job: Job, plan: Plan) -> None:
-        """Told of each plan once."""
-        if plan.number != self._plan:
-            self._plan = plan.number
-            for each in self._callbacks:
-                each.on_plan(job, plan)
-
-    def on_step(self, job: Job, step: Step) -> None:
-        for each in self._callbacks:
-            each.on_step(job, step)
-
-    def on_evaluation(self, job: Job, evaluation: Evaluation) -> None:
-        for each in self._callbacks:
-            each.on_evaluation(job, evaluation)
-
-    def on_end(self, job: Job) -> None:
-        for each in self._callbacks:
-            each.on_end(job)
 
 
 class Job(RankInfo):
@@ -186,7 +161,7 @@ class Job(RankInfo):
             )
             check_optimizer(self._recipe)
             self._held_out = groups.evaluation.sets
-            self._callbacks = Callbacks(tuple(callbacks))
+            self._callbacks = tuple(callbacks)
             self._connect()
         except (ValueError, TypeError, RuntimeError, ConnectionError) as error:
             raise JobStopped(f"elasticd: {error}") from error
@@ -208,17 +183,19 @@ class Job(RankInfo):
         )
 
     def _start(self, grace: float) -> None:
-        """From here on the agent is heard."""
+        """Makes the loop and all that serves the agent's messages, and begins to receive them."""
         self._taken = self._left = self._ended = False
         self._running: Generator[Next | Step, None, None] | None = None
         self._now: Next | None = None
+        self._announced: int | None = None  # the plan that callbacks were called with last
         recipe = self._recipe
         pacer = Pacer(self._control.welcome.pace)
         self._where = shared()
         self._switcher = Switcher(
             recipe, self._control, AgentKeyValue(self._control), pacer, recipe.seed, self._where
         )
-        self._between_steps = BetweenSteps(self._switcher, list(self._known().values()), self._close)
+        tasks = list(self._known().values())
+        self._between_steps = BetweenSteps(self._switcher, tasks, lambda *at: self._loop.close(*at))
         self._loop = Loop(
             switcher=self._switcher,
             control=self._control,
@@ -240,18 +217,18 @@ class Job(RankInfo):
         self._uncaught = Uncaught(self._fail_later)
         self._farewell = Farewell(lambda: self._part("the script left the loop before the last step"))
         self._grace = grace
-        self._notice = Notice(grace, self._told_to_go)
+        self._notice = Notice(grace, self._drain)
         self._notice.install()
 
     def _idle(self) -> bool:
         return self._switcher.engine is None
 
     def _show(self) -> None:
-        """Gives the agent the memory that says where the main thread is."""
+        """Gives the agent the shared memory that says where the main thread is."""
         self._control.send(Whereabouts(signal=self._where.signal), fd=self._where.fd)
 
     def _about(self) -> dict[str, Any]:
-        """What a line of the log is about now."""
+        """The fields of a line of the log."""
         plan = self.plan
         return {
             "job": os.environ.get(_NAME),
@@ -260,16 +237,14 @@ class Job(RankInfo):
             "device": self.device,
         }
 
-    def _told_to_go(self) -> None:
-        """On the notice's thread."""
-        log.warning(
-            "%s is told to go: it stays until the others, or a checkpoint, have what it holds", self.device
-        )
+    def _drain(self) -> None:
+        """Called after SIGTERM, on the thread of the notice."""
+        log.warning("SIGTERM: %s leaves the job once others, or a checkpoint, have its state", self.device)
         self._control.send(Leaving(reason=NOTICE, saves=self._saver is not None))
         self._switcher.told_to_go()
 
     def _hear(self, message: ToWorker) -> None:
-        """On the control thread."""
+        """Takes a message of the agent, on the control thread."""
         match message:
             case Published(name=name):
                 if self._saver is not None:
@@ -291,17 +266,35 @@ class Job(RankInfo):
     # -- the loop --------------------------------------------------------------------------------------------
 
     def steps(self, total: int) -> Iterator[Step]:
-        """Trains until `total` updates were made, and gives each step after it is done.
+        """Trains until `total` updates are made. Call it once for a job.
 
-        A device that the plan does not use waits here; when it is used, the steps go on from there. A job's
-        steps are taken once: raises RuntimeError the second time."""
+        A device on standby waits inside; when a plan uses it, it gets the steps from there on.
+
+        Args:
+            total: updates, counted from the beginning of the job.
+
+        Yields:
+            Each step after it is done. After the job rolled back, steps are yielded again.
+
+        Raises:
+            RuntimeError: the steps of this job were asked for before.
+            SystemExit: the job cannot continue, or continues without this process, which got SIGTERM.
+        """
         for each in self._begun(total):
             if isinstance(each, Step):
                 yield each
 
     def next(self, total: int) -> int | None:
-        """The index of the step that `step` trains next, None once `total` updates were made. A device that the
-        plan does not use waits here. The lower level of `steps`: a job's script uses one or the other."""
+        """The index of the step that `step` trains next. Use either `next` and `step`, or `steps`.
+
+        A device on standby waits inside.
+
+        Args:
+            total: updates, counted from the beginning of the job.
+
+        Returns:
+            The index; None once `total` updates are made.
+        """
         if self._running is None:
             self._running = self._begun(total)
         while self._now is None:
@@ -312,12 +305,20 @@ class Job(RankInfo):
         return self._now.index
 
     def step(self, batch: Sequence[Any]) -> Step | None:
-        """Trains the step whose index `next` gave on `batch`: all samples of the global batch, as indices of
-        the dataset or as samples, the same on every rank (they compare a hash first, and all stop with
-        JobStopped where one differs). None where a fault came between: ask `next` again, it may be an earlier
-        step.
+        """Trains the step whose index `next` gave.
 
-        Raises ValueError or TypeError for what is no global batch, RuntimeError where `next` was not asked."""
+        Args:
+            batch: the whole global batch, as indices of the dataset or as samples, the same on every rank. The
+                ranks compare a hash of it first.
+
+        Returns:
+            The step; None after a fault: call `next` again, which may give an earlier step.
+
+        Raises:
+            ValueError, TypeError: `batch` is no global batch.
+            RuntimeError: `next` was not called, or the dataset is a stream.
+            SystemExit: the batch differs between ranks, or the job cannot continue.
+        """
         if self._running is None or self._now is None:
             raise RuntimeError("ask job.next(total) which step it is before each job.step(batch)")
         feed = self._recipe.feed
@@ -330,7 +331,7 @@ class Job(RankInfo):
         return each if isinstance(each, Step) else None
 
     def close(self) -> None:
-        """Leaves the lower level of the loop before its last step: the job goes on without this process."""
+        """Leaves a loop of `next` and `step` before its last step: the job continues without this process."""
         if self._running is not None:
             self._running.close()
             if self._left:
@@ -344,9 +345,9 @@ class Job(RankInfo):
         warm(self._recipe.model)
         try:
             try:
-                yield from self._told(self._loop.run(total))
+                yield from self._with_callbacks(self._loop.run(total))
             except JobOver:
-                yield from self._told(self._loop.missed())  # the last, it may be
+                yield from self._with_callbacks(self._loop.missed())  # perhaps the last step
         except Departed:
             self._leave("it was told to go, and the job goes on without it")
             raise
@@ -365,26 +366,27 @@ class Job(RankInfo):
         self._leave("")
 
     def _leave_later(self, handled: BaseException | None) -> None:
-        """The loop was left: by `break`, or by an exception of its body, which `_fail_later` may hear of.
-        handled: the exception around the loop, in whose `except` the script is."""
+        """The loop was left, by `break` or by an exception of its body, which may reach `_fail_later`.
+
+        Args:
+            handled: the exception that the script handles around the loop, if it is inside an `except`.
+        """
         self._left = True
         self._notice.restore()
         self._farewell.later(handled)
-        with during(self._where, CALLBACK):
-            self._callbacks.on_end(self)
+        self._notify(lambda each: each.on_end(self))
 
     def _fail_later(self, error: Exception) -> None:
-        """An exception ends the main thread: of the body of the loop, it may be, and then nothing of this rank
-        has ended yet."""
+        """An exception ends the main thread. If the loop's body raised it, this rank is still running."""
         if self._left and not self._farewell.withdrawn():
             return
         if self._left:
-            self._notice = Notice(self._grace, self._told_to_go)
+            self._notice = Notice(self._grace, self._drain)
             self._notice.install()
         self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """The script's code raised. The leader is told, and this process stays while its state is of use."""
+        """The script's code raised: tells the leader, and keeps this process while its state is of use."""
         if self._failed or self._ended:
             return
         self._failed = True
@@ -396,22 +398,28 @@ class Job(RankInfo):
             pass
         self._end_threads()
 
-    def _close(self, engine: Engine, step: int) -> None:
-        self._loop.close(engine, step)
+    def _with_callbacks(self, running: Iterator[Next | Step]) -> Iterator[Next | Step]:
+        """Calls the callbacks before the loop gets a step."""
+        for event in running:
+            plan = self.plan
+            if plan is not None and plan.number != self._announced:
+                self._announced = plan.number
+                self._notify(lambda each, plan=plan: each.on_plan(self, plan))
+            if isinstance(event, Step):
+                self._notify(lambda each, step=event: each.on_step(self, step))
+            yield event
 
-    def _told(self, running: Iterator[Next | Step]) -> Iterator[Next | Step]:
-        """Callbacks hear of it first."""
-        for each in running:
-            with during(self._where, CALLBACK):
-                if self.plan is not None:
-                    self._callbacks.on_plan(self, self.plan)
-                if isinstance(each, Step):
-                    self._callbacks.on_step(self, each)
-            yield each
+    def _notify(self, call: Callable[[Callback], None]) -> None:
+        """Calls each callback, in order."""
+        with during(self._where, CALLBACK):
+            for each in self._callbacks:
+                call(each)
 
     def _end_threads(self) -> None:
-        """Ends what copies the state, and lets all groups go: an interpreter that ends while a thread is inside
-        gloo aborts."""
+        """Ends the threads that copy the state, and all groups.
+
+        An interpreter that ends while a thread is inside gloo aborts.
+        """
         self._ended = True
         for maker in (self._saver, self._snapper):
             if maker is not None:
@@ -421,8 +429,7 @@ class Job(RankInfo):
     def _leave(self, reason: str) -> None:
         self._notice.restore()
         self._part(reason)
-        with during(self._where, CALLBACK):
-            self._callbacks.on_end(self)
+        self._notify(lambda each: each.on_end(self))
 
     def _part(self, reason: str) -> None:
         self._end_threads()
@@ -432,14 +439,23 @@ class Job(RankInfo):
     # -- between two steps -----------------------------------------------------------------------------------
 
     def evaluate(self, name: str | None = None, *, weights: str = "value") -> Evaluation | None:
-        """The mean loss, and the set's other measures, over the whole of the held-out set `name` (None: the
-        only one) under the plan in force: each sample counts once. weights: "average" for the running mean that
-        `elasticd.average` keeps.
+        """Computes the mean loss, and the other measures, over a held-out set under the plan in force.
 
-        Call it in the loop's body, at the same place on every rank: all members of the plan take part and get
-        the same result. None on a device that stands by, or that a fault left out meanwhile; a fault that
-        leaves it in is recovered from, and the evaluation is made anew under the next plan. Raises JobStopped,
-        with the state saved, where a sample cannot be read."""
+        Call it in the loop's body, at the same place on every rank: all members of the plan take part. After a
+        fault the evaluation is repeated under the next plan.
+
+        Args:
+            name: of the held-out set; None: the only one.
+            weights: "value": the parameters; "average": their moving average, which `elasticd.average` keeps.
+
+        Returns:
+            The result, the same on every rank; None on standby, or if a fault excluded this device.
+
+        Raises:
+            ValueError: there is no such set, or there are no such weights.
+            RuntimeError: called outside of the loop's body.
+            SystemExit: a sample cannot be read. The state is saved.
+        """
         if name is None and len(self._held_out) == 1:
             (name,) = self._held_out
         if name not in self._held_out:
@@ -452,41 +468,47 @@ class Job(RankInfo):
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
         found: Evaluation | None = self._together("evaluate", name, weights)
         if found is not None:
-            with during(self._where, CALLBACK):
-                self._callbacks.on_evaluation(self, found)
+            self._notify(lambda each: each.on_evaluation(self, found))
         return found
 
     def state_dict(
         self, contents: str = "value", *, sharded: bool = False
     ) -> dict[str, Tensor] | dict[str, list[tuple[Box, Tensor]]] | None:
-        """The state between two steps. contents: "value", parameters and buffers by full name; "average", with
-        the running mean in the parameters' place; "all", with what the optimizer keeps beside them, as
-        "optimizer.state.NAME.PLANE".
+        """The state between two steps, by name.
 
-        Whole (the default): new tensors on the host of the plan's first rank, an empty dict on the others. All
-        members of the plan take part, at the same place of the loop's body; None as of `evaluate`.
-        sharded: what this device holds, each as (box of the global tensor, values, not a copy), empty while it
-        stands by; nobody else takes part."""
+        Args:
+            contents: "value": parameters and buffers; "average": the moving average in place of the parameters;
+                "all": also the optimizer's state, as "optimizer.state.NAME.PLANE".
+            sharded: return what this device holds. Otherwise call it in the loop's body, at the same place on
+                every rank: all members of the plan take part.
+
+        Returns:
+            Full tensors, new ones on the host, on the plan's first rank, and an empty dict on the others; None
+            as from `evaluate`. Sharded: the box of the global tensor and the values, not a copy, of each piece;
+            empty on standby.
+
+        Raises:
+            ValueError: there are no such contents.
+            RuntimeError: called for full tensors outside of the loop's body.
+        """
         if contents not in full_state_dict.CONTENTS:
             raise ValueError(f"contents must be one of {', '.join(full_state_dict.CONTENTS)}, not {contents!r}")
         engine = self._switcher.engine
         if sharded:
-            return (
-                full_state_dict.named(full_state_dict.of(engine.state(), contents), contents)
-                if engine is not None
-                else {}
-            )
+            if engine is None:
+                return {}
+            return full_state_dict.named(full_state_dict.of(engine.state(), contents), contents)
         found: dict[str, Tensor] | None = self._together("state", contents)
         return found
 
     def _known(self) -> dict[tuple[str, ...], Run]:
-        """All that can be asked for between steps, in one order in every process."""
+        """The tasks between two steps, in the same order in every process."""
         known: dict[tuple[str, ...], Run] = {}
         for name in self._held_out:
             for weights in WEIGHTS:
                 known["evaluate", name, weights] = partial(self._evaluate, name, weights)
         for contents in full_state_dict.CONTENTS:
-            known["state", contents] = partial(self._whole, contents)
+            known["state", contents] = partial(self._gathered, contents)
         return known
 
     def _together(self, *what: str) -> Any:
@@ -506,5 +528,5 @@ class Job(RankInfo):
         except LedgerError as error:
             raise self._loop.stopped(engine, error) from error
 
-    def _whole(self, contents: str, engine: Engine, step: int) -> dict[str, Tensor]:
+    def _gathered(self, contents: str, engine: Engine, step: int) -> dict[str, Tensor]:
         return full_state_dict.gathered(engine, contents)

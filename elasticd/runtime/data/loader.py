@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from elasticd.runtime.data.prefetch import Dataset as Dataset
-from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.data.step_samples import Samples
 
 #: What pads each key of a sample: targets by what the loss leaves out, all else by zero.

@@ -40,8 +40,6 @@ class Reader:
     for datasets that are not thread-safe: then no other one reads."""
 
     def __init__(self, dataset: Dataset, threads: int = 1) -> None:
-        if threads < 0:
-            raise ValueError(f"readers must not be negative, not {threads}")
         self._dataset, self._threads = dataset, threads
         self._queue: SimpleQueue[_Job] = SimpleQueue()
         self._wanted: dict[int, Future[Any]] = {}

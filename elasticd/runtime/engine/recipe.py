@@ -14,9 +14,9 @@ from elasticd_planner.spec.sample_packing import linear_of
 from torch import nn
 
 from elasticd.runtime.checkpoint.options import CheckpointingOptions
-from elasticd.runtime.data.loader import Dataset, at_length, length_of, sample_tokens
+from elasticd.runtime.data.loader import at_length, length_of, sample_tokens
 from elasticd.runtime.data.options import DataOptions
-from elasticd.runtime.data.prefetch import Reader
+from elasticd.runtime.data.prefetch import Dataset, Reader
 from elasticd.runtime.data.step_samples import Feed, Mapped
 from elasticd.runtime.data.stream import Stream, Streamed
 from elasticd.runtime.engine.activation_checkpoint import asked
