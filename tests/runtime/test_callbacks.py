@@ -55,6 +55,7 @@ def test_each_plan_is_told_once_and_every_callback_hears_in_order() -> None:
         _callbacks=(Noted("a"), Noted("b"), Callback()), _where=shared(), _announced=None
     )
     training._notify = partial(Job._notify, training)
+    training._announce = partial(Job._announce, training)
 
     def running() -> Iterator[Next | Step]:
         for number in (1, 1, 2):

@@ -401,13 +401,16 @@ class Job(RankInfo):
     def _with_callbacks(self, running: Iterator[Next | Step]) -> Iterator[Next | Step]:
         """Calls the callbacks before the loop gets a step."""
         for event in running:
-            plan = self.plan
-            if plan is not None and plan.number != self._announced:
-                self._announced = plan.number
-                self._notify(lambda each, plan=plan: each.on_plan(self, plan))
-            if isinstance(event, Step):
-                self._notify(lambda each, step=event: each.on_step(self, step))
+            self._announce(event)
             yield event
+
+    def _announce(self, event: Next | Step) -> None:
+        plan = self.plan
+        if plan is not None and plan.number != self._announced:
+            self._announced = plan.number
+            self._notify(lambda each: each.on_plan(self, plan))
+        if isinstance(event, Step):
+            self._notify(lambda each: each.on_step(self, event))
 
     def _notify(self, call: Callable[[Callback], None]) -> None:
         """Calls each callback, in order."""
