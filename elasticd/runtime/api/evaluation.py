@@ -141,16 +141,16 @@ def evaluate(
     """
     measures = {LOSS: held_out.loss or loss, **held_out.measures}
     loader = Loader(held_out.reader, held_out.collate or collate)
-    told: list[Tensor] = []
+    rows: list[Tensor] = []
     with averaged(engine, weights), _evaluating(engine):
         for dealt in rounds(engine.plan, held_out.dataset, engine.linear):
-            told += _round(engine, dealt, loader, measures)
-    sums = torch.stack(told)
+            rows += _round(engine, dealt, loader, measures)
+    sums = torch.stack(rows)
     totals = [math.fsum(sums[:, row, 0].tolist()) for row in range(len(measures))]
     counts = [math.fsum(sums[:, row, 1].tolist()) for row in range(len(measures))]
     if not all(counts):
         empty = [key for key, count in zip(measures, counts, strict=True) if not count]
-        raise ValueError(f"evaluation on {name!r}: {', '.join(empty)} counted nothing in the whole set")
+        raise ValueError(f"evaluation on {name!r}: {', '.join(empty)} counted nothing in the set")
     return Evaluation(
         name=name,
         step=step,
@@ -210,9 +210,9 @@ def _round(
             sums.values.zero_()
     head = torch.frombuffer(bytearray(_HEAD.pack(seen, failure.index + 1 if failure else 0)), dtype=torch.uint8)
     record = torch.cat([head, sums.values.reshape(-1).view(torch.uint8)])
-    told = engine.everyone.all_gather(record)
+    records = engine.everyone.all_gather(record)
     engine.everyone.received()
-    heads = [_HEAD.unpack(each[: _HEAD.size].numpy().tobytes()) for each in told]
+    heads = [_HEAD.unpack(each[: _HEAD.size].numpy().tobytes()) for each in records]
     for rank, (_, failed) in enumerate(heads):
         if failed:
             if failure is not None and failure.index == failed - 1:
@@ -222,7 +222,7 @@ def _round(
     expected += [hash_samples(())] * len(engine.plan.carriers)
     if [seen for seen, _ in heads] != expected:
         raise LedgerError("an evaluation did not see the samples of its set")
-    return [each[_HEAD.size :].clone().view(torch.float64).view(-1, 2) for each in told]
+    return [each[_HEAD.size :].clone().view(torch.float64).view(-1, 2) for each in records]
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def check_optimizer(recipe: Recipe) -> None:
 
 
 def job_spec(recipe: Recipe, job: str) -> JobSpec:
-    """The record of what a job trains, the same from every worker.
+    """The record of a job's model, batch and options, the same from every worker.
 
     Raises:
         ValueError: the batch does not divide into micro-batches, or the profile is not one of this model.
@@ -75,7 +75,7 @@ def hello(spec: JobSpec, folder: Path | None) -> Hello:
     """This worker's first message.
 
     Args:
-        spec: what its job trains.
+        spec: the record of its job.
         folder: where the job keeps checkpoints; None: it keeps none.
 
     Raises:

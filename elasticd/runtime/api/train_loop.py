@@ -76,7 +76,7 @@ class Loop:
             if made < total:
                 yield Next(made)
             if switcher.engine is not engine:
-                continue  # a fault in what the script asked for meanwhile
+                continue  # a fault during an evaluation, or another task of the script
             try:
                 if made < total:
                     self.between_steps.begin_step(engine)

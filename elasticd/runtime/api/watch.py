@@ -139,6 +139,7 @@ class _Reports:
             _say(f"watch() finds no agent at {self._path}: it goes on trying")
 
     def send(self, lap: Lap) -> None:
+        """Sends a report, and connects before that if it is time to try."""
         if self._sock is None and time.monotonic() >= self._again:
             self._connect()
         if self._sock is None:

@@ -26,8 +26,11 @@ _REMEMBERED = 2
 class Samples(Protocol):
     """Gives samples by their ids, as `elasticd.runtime.data.prefetch.Reader`."""
 
-    def want(self, indices: Sequence[int]) -> None: ...
-    def take(self, index: int) -> Any: ...
+    def want(self, indices: Sequence[int]) -> None:
+        """Has these samples read ahead, and drops all others."""
+
+    def take(self, index: int) -> Any:
+        """Waits for a sample. Raises SampleError if it cannot be read."""
 
 
 class Feed(Samples, Protocol):
@@ -146,9 +149,9 @@ class Mapped:
             return None
         self._now = given = self._given.get(step)
         mine = given.hash if given is not None else 0
-        told = [int(each) for each in everyone.all_gather(torch.tensor([mine]))]
-        if len(set(told)) > 1:
-            odd = [plan.members[rank] for rank, each in enumerate(told) if each != told[0]]
+        hashes = [int(each) for each in everyone.all_gather(torch.tensor([mine]))]
+        if len(set(hashes)) > 1:
+            odd = [plan.members[rank] for rank, each in enumerate(hashes) if each != hashes[0]]
             raise BatchesDiffer(
                 f"step {step}: {', '.join(odd)} gave another batch than {plan.members[0]}: give job.step() the "
                 "same on every rank, a function of the index that job.next() gave"

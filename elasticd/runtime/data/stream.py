@@ -39,8 +39,12 @@ class StatefulIterable(Protocol):
     """
 
     def __iter__(self) -> Iterator[Any]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the newest iteration."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Makes the next iteration start at a position."""
 
 
 @dataclass(frozen=True, kw_only=True)

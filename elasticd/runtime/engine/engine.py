@@ -131,7 +131,7 @@ class Engine:
     """Trains one plan on one device, once `adopt` gave it its state and an optimizer."""
 
     runner: StageRunner | None  #: its passes; None: the device only carries replicas of state
-    reducer: GradientReducer  #: reduces its gradients, and knows what that took
+    reducer: GradientReducer  #: reduces its gradients, and measures the seconds of that
     stale: bool  #: under ZeRO: parameters have their new values only on the devices that keep their state
     reduced: int | None  #: index of the step whose gradients are reduced here and wait for their update
     last: Vote | None  #: that of the last update
@@ -218,7 +218,7 @@ class Engine:
         if self._recipe.scheduler is not None:
             with during(where, SCHEDULER):
                 self.scheduler = self._recipe.scheduler(self.optimizer)
-        restore_optimizer(state, owned, self.optimizer)  # what the new scheduler changed is as it was
+        restore_optimizer(state, owned, self.optimizer)  # undoes the changes of the new scheduler
         self._carried = dict(state.extras)
         if self.scheduler is not None and (text := self._carried.pop("scheduler", None)) is not None:
             self.scheduler.load_state_dict(from_text(text))

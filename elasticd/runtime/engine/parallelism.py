@@ -1,4 +1,4 @@
-"""`ParallelismOptions`: what a job leaves to the plan, and what it fixes, of sharding, precision and memory."""
+"""`ParallelismOptions`: sharding, precision and recomputation under every plan of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elasticd.runtime.engine.mixed_precision import Name, Precision, precision_o
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismOptions:
-    """What every plan of the job keeps to: the argument `parallelism` of `elasticd.Job`.
+    """Sharding, precision and recomputation under every plan: the argument `parallelism` of `elasticd.Job`.
 
     The degrees of data, tensor and pipeline parallelism are the planner's to choose.
 
@@ -29,7 +29,7 @@ class ParallelismOptions:
     #: Devices that keep each shard of the optimizer state, on as many nodes where there are that many. With 2
     #: or more the loss of a node loses no state. Only with `zero` 1 or 2. None: 1.
     replicas: int | None = None
-    #: What modules compute in: "bf16" or "fp16", under master weights in float32 ("fp16" scales the loss), or
+    #: Precision of modules: "bf16" or "fp16", under master weights in float32 ("fp16" scales the loss), or
     #: "fp32"; a `Precision` sets the types and the scale of the loss. None: the type that the modules are made
     #: of.
     precision: Name | Precision | None = None

@@ -123,7 +123,7 @@ class StageRunner:
             on_section_done: called with a section when all gradients that this device adds to it are there.
             schedule: the order of passes.
             recompute: indices of blocks that recompute their activations, beside those of the plan.
-            precision: what the modules compute in; None: what they are made of.
+            precision: the types that the modules compute in; None: their own.
         """
         self._drawing, self._loss, self._loader = drawing, loss, loader
         self._telemetry, self._stopwatch, self._pace = telemetry, stopwatch, pace

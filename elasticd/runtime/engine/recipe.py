@@ -1,4 +1,4 @@
-"""`Recipe`: what a job trains and how, the same under every plan."""
+"""`Recipe`: the model, data and options of a job, the same under every plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRSch
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a job trains and how: the arguments of `elasticd.Job`, which documents them, and what follows.
+    """The arguments of `elasticd.Job`, which documents them, and values that follow from them.
 
     Raises:
         ValueError: arguments that do not go together.
@@ -71,7 +71,7 @@ class Recipe:
 
     @cached_property
     def precision(self) -> Precision | None:
-        """What modules compute in; None: the types that the user made them of."""
+        """The types that modules compute in; None: those that the user made them of."""
         given = self.parallelism.precision
         return precision_of(given, self.global_batch * self.tokens if given == "fp16" else 1.0)
 
