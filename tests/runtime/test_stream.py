@@ -96,12 +96,11 @@ def alone() -> list[float]:
             return tuple(range(step * BATCH, (step + 1) * BATCH))
 
     one, order = TWO_STAGES, Straight(size=1000, global_batch=BATCH, seed=SEED)
-    made = make_recipe()
-    source = Mapped(order, Reader(InOrder(), 1), None, linear_of(made.model.spec))
-    made = replace(made, source=source)
 
     def worker(fabric: MemoryFabric) -> list[float]:
-        engine = engine_on(fabric, made, one)
+        made = make_recipe()
+        source = Mapped(order, Reader(InOrder()), None, linear_of(made.model.spec))
+        engine = engine_on(fabric, replace(made, source=source), one)
         return [engine.step(step, lambda: 0).outcome.loss for step in range(STEPS)]
 
     return run_threads(one.members, worker)["a/0"]
