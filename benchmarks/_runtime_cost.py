@@ -28,7 +28,7 @@ from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.control.agent_client import Control
 from elasticd.runtime.engine import engine as engines
 from elasticd.runtime.engine import pipeline_stage as stages
-from elasticd.runtime.engine.vote import RECORD_BYTES, Booth, Record, fold
+from elasticd.runtime.engine.vote import RECORD_BYTES, RankRecord, StepVote, fold
 from elasticd.runtime.telemetry.step_times import Telemetry
 from elasticd.wire import messages, unix_socket
 from elasticd.wire.messages import Hello, Report, Welcome
@@ -140,7 +140,7 @@ def cpu_seconds(engine: engines.Engine, talk: Control) -> float:
         (engines.Recipe, "batch"),
         (stages, "hash_samples"),
         (engines, "expected_hash"),
-        (Booth, "vote"),
+        (StepVote, "vote"),
     ):
         meter.around(owner, name)
     for name in ("begin", "mark", "passed", "worked", "finish"):
@@ -157,7 +157,7 @@ def cpu_seconds(engine: engines.Engine, talk: Control) -> float:
 
 def paired(group: Group, pairs: int) -> dict[str, list[float]]:
     """Wall seconds of votes and of bare all-gathers of the same size, in turns, each after a barrier."""
-    record = Record(
+    record = RankRecord(
         step=1,
         prepared=0,
         saving=0,
@@ -169,14 +169,14 @@ def paired(group: Group, pairs: int) -> dict[str, list[float]]:
         targets=1.0,
         samples=7,
     )
-    packed, booth = torch.zeros(RECORD_BYTES, dtype=torch.uint8), Booth(group)
+    packed, vote = torch.zeros(RECORD_BYTES, dtype=torch.uint8), StepVote(group)
 
     def bare() -> None:
         out = [torch.empty_like(packed) for _ in range(group.size)]
         group.backend.allgather([out], [packed]).wait()
 
     sides: list[tuple[str, Callable[[], Any]]] = [
-        ("vote", lambda: booth.vote(record, [7] * group.size)),
+        ("vote", lambda: vote.vote(record, [7] * group.size)),
         ("bare", bare),
     ]
     found: dict[str, list[float]] = {"vote": [], "bare": []}

@@ -22,8 +22,7 @@ import torch
 from _trained import engine_of, plan_of, sampler, stage
 
 from elasticd.models import DecoderConfig
-from elasticd.runtime.data.loader import Dataset
-from elasticd.runtime.data.prefetch import Reader
+from elasticd.runtime.data.prefetch import Dataset, Reader
 from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.telemetry.emulation import Pacer
 from elasticd.wire.messages import Pace

@@ -88,7 +88,7 @@ def main(folder: str, steps: int) -> None:
         dataset=Text(),
         global_batch=4,
         micro_batch=1,
-        snapshot_every=1,
+        checkpointing=elasticd.CheckpointingOptions(snapshot_every=1),
     )
     snapper, plainly = job._snapper, Plainly()
     assert isinstance(snapper, Watched)

@@ -58,13 +58,15 @@ def main() -> None:
         loss=loss,
         optimizer=train.optimizer,
         dataset=Text(finder),
-        held_out=elasticd.HeldOut(dataset=Held(), loss=next_token_loss, measures={"again": measure}),
+        evaluation=elasticd.EvaluationOptions(
+            held_out=elasticd.HeldOut(dataset=Held(), loss=next_token_loss, measures={"again": measure})
+        ),
         global_batch=train.BATCH,
         micro_batch=1,
         seed=train.SEED,
         clip=train.CLIP,
         scheduler=train.scheduler,
-        **options,
+        **train.arguments(options),
     )
     finder.know(job.device)
     with (folder / f"ledger-{job.device.replace('/', ':')}-{os.getpid()}").open("w", buffering=1) as ledger:

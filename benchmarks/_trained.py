@@ -20,7 +20,7 @@ from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.models.decoder import initial
 from elasticd.runtime.comm.groups import Fabric
 from elasticd.runtime.comm.in_memory import unpaced
-from elasticd.runtime.data.loader import Dataset, pad
+from elasticd.runtime.data.prefetch import Dataset
 from elasticd.runtime.data.step_samples import Feed
 from elasticd.runtime.engine.engine import Engine, first_state, make_engine
 from elasticd.runtime.engine.pipeline_stage import Pace
@@ -123,8 +123,8 @@ def engine_of(
         loss=next_token_loss,
         optimizer=adamw,
         dataset=data,
-        collate=pad,
-        sampler=sampler(plan, data),
+        global_batch=plan.global_batch,
+        seed=SEED,
         source=source,
     )
     me = plan.members[rank]

@@ -35,7 +35,8 @@ from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strate
 from elasticd.checkpoints.folder import damages, look, scan
 from elasticd.records import JobSpec
 from elasticd.runtime.checkpoint.loader import load
-from elasticd.runtime.checkpoint.saver import Keeping, Saver
+from elasticd.runtime.checkpoint.options import CheckpointingOptions
+from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.wire.messages import Message, Saved
 
 LAYERS, ROUNDS, WIDTH = 74, 7, 208
@@ -91,7 +92,7 @@ class Gang:
 
     def __init__(self, folder: Path, spec: JobSpec, layouts: Layouts, state: LocalState) -> None:
         self.layouts, self.state, self.step = layouts, state, 0
-        self.saver = Saver(Keeping(folder=folder, every=2, keep=1), spec, DEVICE, self._publish)
+        self.saver = Saver(CheckpointingOptions(folder=folder, every=2, keep=1), spec, DEVICE, self._publish)
 
     def _publish(self, message: Message) -> None:
         assert isinstance(message, Saved)

@@ -14,13 +14,16 @@ from elasticd.version import __version__
 if TYPE_CHECKING:
     from elasticd.models.huggingface import from_hf
     from elasticd.runtime.api.ema import average
-    from elasticd.runtime.api.evaluation import Evaluation, HeldOut
+    from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, HeldOut
     from elasticd.runtime.api.job import Callback, Job
     from elasticd.runtime.api.metrics import Metrics
     from elasticd.runtime.api.step import Step
     from elasticd.runtime.api.watch import watch
+    from elasticd.runtime.checkpoint.options import CheckpointingOptions
+    from elasticd.runtime.data.options import DataOptions
     from elasticd.runtime.data.stream import Stream
     from elasticd.runtime.engine.mixed_precision import LossScale, Precision
+    from elasticd.runtime.engine.parallelism import ParallelismOptions
     from elasticd.runtime.exits import JobStopped
     from elasticd.runtime.model.model import Model
     from elasticd.runtime.model.tp_rules import Add, Column, Row, Rule, Slice, UnitsOf
@@ -28,14 +31,18 @@ if TYPE_CHECKING:
 __all__ = [
     "Add",
     "Callback",
+    "CheckpointingOptions",
     "Column",
+    "DataOptions",
     "Evaluation",
+    "EvaluationOptions",
     "HeldOut",
     "Job",
     "JobStopped",
     "LossScale",
     "Metrics",
     "Model",
+    "ParallelismOptions",
     "Precision",
     "Row",
     "Rule",
@@ -49,28 +56,25 @@ __all__ = [
     "watch",
 ]
 
-_HOMES = {
-    "Add": "elasticd.runtime.model.tp_rules",
-    "Callback": "elasticd.runtime.api.job",
-    "Column": "elasticd.runtime.model.tp_rules",
-    "Evaluation": "elasticd.runtime.api.evaluation",
-    "HeldOut": "elasticd.runtime.api.evaluation",
-    "Job": "elasticd.runtime.api.job",
-    "JobStopped": "elasticd.runtime.exits",
-    "LossScale": "elasticd.runtime.engine.mixed_precision",
-    "Metrics": "elasticd.runtime.api.metrics",
-    "Model": "elasticd.runtime.model.model",
-    "Precision": "elasticd.runtime.engine.mixed_precision",
-    "Row": "elasticd.runtime.model.tp_rules",
-    "Rule": "elasticd.runtime.model.tp_rules",
-    "Slice": "elasticd.runtime.model.tp_rules",
-    "Step": "elasticd.runtime.api.step",
-    "Stream": "elasticd.runtime.data.stream",
-    "UnitsOf": "elasticd.runtime.model.tp_rules",
-    "average": "elasticd.runtime.api.ema",
-    "from_hf": "elasticd.models.huggingface",
-    "watch": "elasticd.runtime.api.watch",
+#: The public names of each module.
+_NAMES = {
+    "elasticd.models.huggingface": ("from_hf",),
+    "elasticd.runtime.api.ema": ("average",),
+    "elasticd.runtime.api.evaluation": ("Evaluation", "EvaluationOptions", "HeldOut"),
+    "elasticd.runtime.api.job": ("Callback", "Job"),
+    "elasticd.runtime.api.metrics": ("Metrics",),
+    "elasticd.runtime.api.step": ("Step",),
+    "elasticd.runtime.api.watch": ("watch",),
+    "elasticd.runtime.checkpoint.options": ("CheckpointingOptions",),
+    "elasticd.runtime.data.options": ("DataOptions",),
+    "elasticd.runtime.data.stream": ("Stream",),
+    "elasticd.runtime.engine.mixed_precision": ("LossScale", "Precision"),
+    "elasticd.runtime.engine.parallelism": ("ParallelismOptions",),
+    "elasticd.runtime.exits": ("JobStopped",),
+    "elasticd.runtime.model.model": ("Model",),
+    "elasticd.runtime.model.tp_rules": ("Add", "Column", "Row", "Rule", "Slice", "UnitsOf"),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -76,10 +76,14 @@ def main() -> None:
         optimizer=optimizer,
         scheduler=lambda made: CosineAnnealingLR(made, T_max=options.steps),
         dataset=Subset(whole, range(split)),
-        held_out=elasticd.HeldOut(dataset=Subset(whole, range(split, len(whole))), measures={"right": right}),
-        callbacks=[TensorBoard(options.logs)],
         global_batch=16,
         clip=1.0,
+        evaluation=elasticd.EvaluationOptions(
+            held_out=elasticd.HeldOut(
+                dataset=Subset(whole, range(split, len(whole))), measures={"right": right}
+            )
+        ),
+        callbacks=[TensorBoard(options.logs)],
     )
     best = float("inf")
     for step in job.steps(options.steps):

@@ -96,9 +96,9 @@ def train(options: argparse.Namespace, ledger: TextIO | None) -> None:
         micro_batch=options.micro_batch,
         seed=options.seed,
         clip=1.0,
-        profile=options.profile,
-        precision=options.precision,
-        recompute=options.recompute,
+        parallelism=elasticd.ParallelismOptions(
+            profile=options.profile, precision=options.precision, recompute=options.recompute
+        ),
     )
     for step in job.steps(options.steps):
         if job.rank == 0:  # whoever has rank 0 under the plan of this step

@@ -136,10 +136,9 @@ def main() -> None:
         loss=loss,
         optimizer=lambda named: torch.optim.AdamW(named, lr=1e-3),
         dataset=Digits(),
-        collate=stack,
         global_batch=64,
         micro_batch=8,
-        seed=0,
+        data=elasticd.DataOptions(collate=stack),
     )
     for step in job.steps(options.steps):
         if job.rank == 0:

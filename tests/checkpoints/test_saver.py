@@ -14,7 +14,8 @@ from elasticd_planner.layout.layouts import Layouts
 
 from elasticd.checkpoints.disk import LocalDisk, Stream
 from elasticd.checkpoints.folder import UNFINISHED, damages, scan
-from elasticd.runtime.checkpoint.saver import Keeping, Saver
+from elasticd.runtime.checkpoint.options import CheckpointingOptions
+from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.wire.messages import Message, Saved
 from tests.checkpoints.support import ONE, SPEC_OF_JOB, THREE, WHOLE
 from tests.migration.ranks import local
@@ -44,11 +45,11 @@ class Gang:
         self.savers: dict[str, Saver] = {}
         self.states = {device: local(WHOLE, layouts, device) for device in layouts.plan.members}
         self.lost = False
-        keeping = Keeping(folder=folder, every=every, keep=2)
+        options = CheckpointingOptions(folder=folder, every=every, keep=2)
         for device in layouts.plan.members:
             self.disks[device] = Held()
             self.savers[device] = Saver(
-                keeping, SPEC_OF_JOB, device, self._tell, lambda: self.lost, self.disks[device]
+                options, SPEC_OF_JOB, device, self._tell, lambda: self.lost, self.disks[device]
             )
 
     def _tell(self, message: Message) -> None:

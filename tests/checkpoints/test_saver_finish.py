@@ -53,7 +53,7 @@ def test_what_some_had_made_and_one_that_came_later_had_not_is_made_by_all(began
             gang.settle(7, gang.free)
             saver = gang.savers[device]
             gang.savers[device] = Saver(
-                saver.keeping, SPEC_OF_JOB, device, gang._tell, lambda: gang.lost, gang.disks[device]
+                saver.options, SPEC_OF_JOB, device, gang._tell, lambda: gang.lost, gang.disks[device]
             )
             savers.append(gang.savers[device])
         gang.layouts = Layouts(gang.layouts.spec, gang.layouts.plan.replace(number=9))

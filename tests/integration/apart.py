@@ -66,7 +66,8 @@ class Apart:
         namespace = self.net.name(node) if self.net is not None else ""
         options = ("--job", "job", "--nnodes", "2", "--devices", "1", "--socket", self.socket(node))
         # A replica of the state on each node: so small a model could do with one device.
-        script = (train_ledger.__file__, str(self.folder), str(steps), json.dumps({"zero": 1, "replicas": 2}))
+        job = json.dumps({"parallelism": {"zero": 1, "replicas": 2}})
+        script = (train_ledger.__file__, str(self.folder), str(steps), job)
         arguments, log = (namespace, "run", *options, *script), self.folder / f"run-{node}"
         process = forkserver.start(Path(within.__file__), *arguments, environment=environment(), output=log)
         self._stack.callback(process.wait, 60)

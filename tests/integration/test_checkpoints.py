@@ -33,7 +33,7 @@ ONE_GROUP = {"": plan_of((3, [stage(0, 3, ("a/0", 3), ("a/1", 1))]))}
 
 
 def options(folder: Path, **changes: Any) -> dict[str, Any]:
-    return {"checkpoint": str(folder), "checkpoint_every": 4, "keep": 2, **changes}
+    return {"checkpointing": {"folder": str(folder), "every": 4, "keep": 2, **changes}}
 
 
 def ledger(cluster: Cluster) -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ def killed(cluster: Cluster, folder: Path, steps: int) -> int:
 @pytest.mark.slow
 def test_a_job_that_is_told_to_go_makes_a_last_checkpoint_and_goes_on_from_it(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    job = options(folder, checkpoint_every=1_000_000)
+    job = options(folder, every=1_000_000)
     with Cluster({"a": 2, "b": 1}, plans=TWO_PIPELINES) as cluster:
         cluster.run(SCRIPT, steps=100_000, job=job)
         cluster.runs(1, steps=5)

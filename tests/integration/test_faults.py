@@ -130,7 +130,8 @@ def test_an_exception_that_comes_again_on_another_device_ends_the_job_with_its_s
     body of the loop, after the step, both meet it at once."""
     made = 6 if where == "body" else 5
     with Cluster({"a": 1, "b": 1}, plans=PAIR, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, fail=(where, sample_of(5), ""), job={"checkpoint": str(tmp_path / "kept")})
+        job = {"checkpointing": {"folder": str(tmp_path / "kept")}}
+        cluster.run(SCRIPT, fail=(where, sample_of(5), ""), job=job)
         codes = cluster.wait(120)
         assert codes == {"a/0": 1, "b/0": 1}, {device: cluster.log(device)[-3000:] for device in codes}
         job = cluster.job()

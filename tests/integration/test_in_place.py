@@ -39,7 +39,8 @@ def proposed_in_place(cluster: Cluster) -> list[str]:
 @pytest.mark.timeout(900)
 def test_one_killed_in_the_midst_of_a_move_in_place_costs_the_steps_since_the_snapshot() -> None:
     with Cluster(NODES, plans=PLANS, settings=SETTINGS, memory=MEMORY) as cluster:
-        options = {"job": {"snapshot_every": 2}, "round": ROUND, "b/0": {"die_at": "in place"}}
+        job = {"checkpointing": {"snapshot_every": 2}}
+        options = {"job": job, "round": ROUND, "b/0": {"die_at": "in place"}}
         cluster.run(SCRIPT, **options)
         whole_snapshot(cluster, 4)
         survivors = {device: cluster.workers[device].pid for device in ("a/0", "c/0")}
@@ -62,7 +63,7 @@ def test_one_killed_in_the_midst_of_a_move_in_place_costs_the_steps_since_the_sn
 @pytest.mark.timeout(900)
 def test_state_that_does_not_fit_twice_moves_in_place_and_training_stays_exact() -> None:
     with Cluster(NODES, plans=PLANS, settings=SETTINGS, memory=MEMORY) as cluster:
-        cluster.run(SCRIPT, job={"snapshot_every": 2}, round=ROUND)
+        cluster.run(SCRIPT, job={"checkpointing": {"snapshot_every": 2}}, round=ROUND)
         whole_snapshot(cluster, 4)
         cluster.pace("a/0", SLOW)
         until(lambda: len(cluster.events("recorded")) == 2, lambda: said(cluster), seconds=240)

@@ -37,7 +37,7 @@ def test_one_that_is_told_to_go_leaves_and_nothing_is_lost_or_done_twice(holder:
     """One of two replicas, or the only holder of a stage."""
     plans = PLANS if holder == "replica" else STAGES
     with Cluster({"a": 2, "b": 1}, plans=plans, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, zero=zero)
+        cluster.run(SCRIPT, job={"parallelism": {"zero": zero}})
         cluster.runs(1, steps=5)
         pids = {device: worker.pid for device, worker in cluster.workers.items()}
         cluster.workers["b/0"].send_signal(signal.SIGTERM)

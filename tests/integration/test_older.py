@@ -70,7 +70,7 @@ def whole_snapshot(cluster: Cluster, least: int) -> None:
 @pytest.mark.slow
 def test_survivors_go_back_to_the_dead_ones_snapshot() -> None:
     with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, job={"snapshot_every": 2})
+        cluster.run(SCRIPT, job={"checkpointing": {"snapshot_every": 2}})
         whole_snapshot(cluster, 4)
         survivor = cluster.workers["a/0"].pid
         cluster.workers["b/0"].kill()
@@ -88,8 +88,8 @@ def test_survivors_go_back_to_the_dead_ones_snapshot() -> None:
 @pytest.mark.slow
 def test_survivors_go_back_to_a_checkpoint(tmp_path: Path) -> None:
     with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
-        folder = {"checkpoint": str(tmp_path / "kept"), "checkpoint_every": 3}
-        cluster.run(SCRIPT, job=folder)
+        checkpointing = {"folder": str(tmp_path / "kept"), "every": 3}
+        cluster.run(SCRIPT, job={"checkpointing": checkpointing})
         until(lambda: len(cluster.events("checkpoint")) >= 2, lambda: said(cluster))
         cluster.workers["b/0"].kill()
         until(lambda: len(cluster.events("recorded")) == 2, lambda: said(cluster))
@@ -106,7 +106,7 @@ def test_survivors_go_back_to_a_checkpoint(tmp_path: Path) -> None:
 def test_a_job_whose_workers_all_die_waits_and_goes_on_from_its_snapshot_when_they_come_again(
     *, apart: bool
 ) -> None:
-    options: dict[str, Any] = {"job": {"snapshot_every": 2}}
+    options: dict[str, Any] = {"job": {"checkpointing": {"snapshot_every": 2}}}
     with Cluster({"a": 1, "b": 1}, plans=PLANS, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT, **options)
         whole_snapshot(cluster, 4)

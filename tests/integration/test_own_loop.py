@@ -95,7 +95,7 @@ def test_a_script_that_gives_its_own_batches_makes_each_step_once_though_a_worke
 def test_a_sample_that_cannot_be_read_is_named_by_all_and_the_state_before_it_is_saved(tmp_path: Path) -> None:
     folder, steps = tmp_path / "checkpoints", 15
     sampler = Sampler(size=len(train.Text()), global_batch=train.BATCH, seed=train.SEED)
-    torn, job = sampler.samples(7)[4], {"checkpoint": str(folder), "checkpoint_every": 100}
+    torn, job = sampler.samples(7)[4], {"checkpointing": {"folder": str(folder), "every": 100}}
     with Cluster({"a": 2}) as cluster:
         cluster.run(SCRIPT, steps=steps, torn=torn, job=job)
         codes = cluster.wait(240)
@@ -132,7 +132,7 @@ def test_a_stream_is_trained_on_once_in_order_though_its_reader_dies_and_the_job
     tmp_path: Path,
 ) -> None:
     folder, steps, more = tmp_path / "checkpoints", 24, 6
-    job = {"checkpoint": str(folder), "checkpoint_every": 5}
+    job = {"checkpointing": {"folder": str(folder), "every": 5}}
     losses = train_loop.in_order(steps + more)
     with Cluster({"a": 1, "b": 2}, plans=WITH_READER, settings=SETTINGS) as cluster:
         cluster.run(SCRIPT, steps=steps, stream=True, job=job)

@@ -39,8 +39,8 @@ PLANS = {
 @pytest.mark.timeout(600)
 def test_a_job_in_float16_that_recomputes_switches_in_place_and_learns_like_one_process() -> None:
     with Cluster({"a": 2, "b": 2}, plans=PLANS, settings=SETTINGS) as cluster:
-        asked = {"precision": "fp16", "recompute": "plan"}
-        cluster.run(SCRIPT, zero=1, replicas=2, job=asked)
+        parallelism = {"zero": 1, "replicas": 2, "precision": "fp16", "recompute": "plan"}
+        cluster.run(SCRIPT, job={"parallelism": parallelism})
         cluster.runs(1, steps=12, seconds=180)
         cluster.pace("a/1", SLOW)
         cluster.runs(2, steps=3, seconds=180)
@@ -56,7 +56,7 @@ def test_a_worker_killed_in_float16_costs_its_device_and_no_step() -> None:
     """Master weights and the scale are gone on from where replicas of the optimizer's state have them."""
     plans = {key: plan.replace(state=StatePolicy(zero=1, replicas=2)) for key, plan in faults.PLANS.items()}
     with Cluster({"a": 2, "b": 1}, plans=plans, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, zero=1, replicas=2, job={"precision": "fp16"})
+        cluster.run(SCRIPT, job={"parallelism": {"zero": 1, "replicas": 2, "precision": "fp16"}})
         cluster.runs(1, steps=5)
         cluster.workers["b/0"].kill()
         until(lambda: len(cluster.events("recorded")) == 2, lambda: str(cluster.events()))

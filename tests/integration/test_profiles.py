@@ -22,7 +22,7 @@ from elasticd.wire.profiler import Request
 from tests.integration.cluster import JOB, Cluster
 from tests.integration.train import BATCH, CONFIG, MICRO, Text
 
-SCRIPT = Path(__file__).with_name("train_profiled.py")
+SCRIPT = Path(__file__).with_name("train.py")
 
 
 @pytest.mark.slow
@@ -36,7 +36,7 @@ def test_the_first_plan_of_a_job_counts_with_what_was_measured() -> None:
     with Cluster({"a": 1, "b": 1}) as cluster:
         path = cluster.folder / "profile.json"
         path.write_bytes(text)
-        cluster.run(SCRIPT, steps=5, profile=str(path))
+        cluster.run(SCRIPT, steps=5, job={"parallelism": {"profile": str(path)}})
         assert cluster.wait() == {"a/0": 0, "b/0": 0}, cluster.log("a/0")[-2000:]
         stored = MemoryStore(cluster.server).get(Keys(cluster="test").job(JOB, "spec"))
         assert stored is not None

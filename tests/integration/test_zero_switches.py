@@ -39,7 +39,7 @@ def with_carriers(cluster: Cluster) -> dict[str, Any]:
 @pytest.mark.timeout(800)
 def test_state_policies_switch_in_place_and_training_stays_that_of_one_process() -> None:
     with Cluster({"a": 3, "b": 2}, plans=PLANS, settings=SETTINGS) as cluster:
-        cluster.run(SCRIPT, zero=1, replicas=2)
+        cluster.run(SCRIPT, job={"parallelism": {"zero": 1, "replicas": 2}})
         cluster.runs(1, steps=12, seconds=150)
         assert cluster.job()["plan"]["state"] == {"zero": 1, "replicas": 2}
         cluster.pace("a/1", SLOW)
@@ -49,9 +49,7 @@ def test_state_policies_switch_in_place_and_training_stays_that_of_one_process()
         cluster.runs(carried["number"], steps=3, seconds=90)
         cluster.pace("a/0", SLOW)
         cluster.pace("a/1", 1.0)
-        until(
-            lambda: cluster.job()["plan"]["carriers"] == (), lambda: [e["text"] for e in cluster.events()]
-        )
+        until(lambda: cluster.job()["plan"]["carriers"] == (), lambda: [e["text"] for e in cluster.events()])
         steps = cluster.finish()
         codes = cluster.wait(300)
         assert set(codes.values()) == {0}, {device: cluster.log(device)[-2000:] for device in codes}

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,18 @@ class Steps(int):
         return min(int(self), int(last.read_text())) if last.exists() else int(self)
 
 
+GROUPS = {
+    "data": elasticd.DataOptions,
+    "parallelism": elasticd.ParallelismOptions,
+    "checkpointing": elasticd.CheckpointingOptions,
+}
+
+
+def arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a Job, of JSON: a group of options is an object of its fields."""
+    return {name: GROUPS[name](**value) if name in GROUPS else value for name, value in given.items()}
+
+
 def main() -> None:
     options = json.loads(os.environ["OPTIONS"])
     out = Path(options["out"])
@@ -191,9 +203,7 @@ def main() -> None:
         seed=SEED,
         clip=CLIP,
         scheduler=scheduler,
-        zero=options.get("zero", 0),
-        replicas=options.get("replicas"),
-        **options.get("job", {}),
+        **arguments(options.get("job", {})),
     )
     with (out / f"ledger-{job.device.replace('/', ':')}").open("w") as ledger:
         for step in job.steps(Steps(options["steps"], out)):

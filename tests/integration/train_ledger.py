@@ -31,7 +31,7 @@ def main() -> None:
         seed=train.SEED,
         clip=train.CLIP,
         scheduler=train.scheduler,
-        **{"micro_batch": 1, **options},
+        **{"micro_batch": 1, **train.arguments(options)},
     )
     with (folder / f"ledger-{job.device.replace('/', ':')}-{os.getpid()}").open("w", buffering=1) as ledger:
         for step in job.steps(steps):

@@ -128,14 +128,14 @@ def main() -> None:
         loss=next_token_loss,
         optimizer=optimizer,
         dataset=dataset,
-        held_out=Held(*options.get("deadly", ())),
+        evaluation=elasticd.EvaluationOptions(held_out=Held(*options.get("deadly", ()))),
         global_batch=train.BATCH,
         micro_batch=train.MICRO,
         seed=train.SEED,
         clip=train.CLIP,
         scheduler=train.scheduler,
         callbacks=[noted, elasticd.Metrics(noted.write, every=EVERY)],
-        **options.get("job", {}),
+        **train.arguments(options.get("job", {})),
     )
     name = job.device.replace("/", ":")
     with (out / f"ledger-{name}").open("w") as ledger:

@@ -36,7 +36,7 @@ def test_a_plan_recomputes_only_where_memory_demands_it(monkeypatch: Any) -> Non
     assert recomputing(started(monkeypatch, recompute=True)) == {False}
     refused = started(monkeypatch, TIGHT)
     assert refused.plan() is None
-    assert 'Job(recompute="plan")' in refused.job.reason
+    assert 'ParallelismOptions(recompute="plan")' in refused.job.reason
     assert True in recomputing(started(monkeypatch, TIGHT, recompute=True))
 
 

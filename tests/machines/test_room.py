@@ -106,7 +106,7 @@ def test_where_it_is_safe_nowhere_else_the_plan_stays_and_it_is_said_why() -> No
     told = [n.text for n in world.notes if n.kind == "refused"]
     assert len(told) >= 1
     assert "plan 1 stays, the new one does not fit" in told[0]
-    assert "it could move in place if snapshots (Job(snapshot_every=...))" in told[0]
+    assert "it could move in place if snapshots (CheckpointingOptions(snapshot_every=...))" in told[0]
 
 
 def test_a_move_in_place_that_fails_is_recovered_from_by_the_snapshots() -> None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from elasticd.runtime.comm.groups import Fabric
 from elasticd.runtime.comm.in_memory import MemoryFabric, MemoryWorld, run_threads, unpaced
 from elasticd.runtime.data.loader import pad
+from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.engine.engine import first_state, make_engine
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import Model
@@ -83,8 +83,9 @@ class Training:
             loss=self.loss,
             optimizer=optimizer,
             dataset=self.dataset,
-            collate=self.collate,
-            sampler=Sampler(size=len(self.dataset), global_batch=BATCH, seed=SEED),
+            global_batch=BATCH,
+            seed=SEED,
+            data=DataOptions(collate=self.collate),
             **self.options,
         )
 

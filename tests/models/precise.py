@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from elasticd.runtime.comm.groups import Fabric
 from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads, unpaced
 from elasticd.runtime.engine.engine import Engine, first_state, make_engine
-from elasticd.runtime.engine.mixed_precision import Precision, lowered
+from elasticd.runtime.engine.mixed_precision import Precision
+from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.rng import Drawing, Dropout
 from tests.models.layouts import BATCH, SEED, Training
@@ -45,9 +46,8 @@ class Course:
         made = self.training.recipe()
         return replace(
             made,
-            model=lowered(made.model, self.precision),
             optimizer=self.optimizer,
-            precision=self.precision,
+            parallelism=ParallelismOptions(precision=self.precision),
             clip=self.clip,
         )
 

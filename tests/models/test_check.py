@@ -16,11 +16,10 @@ import elasticd
 from elasticd import Add, Column, Row, Rule, Slice, UnitsOf
 from elasticd.models import next_token_loss
 from elasticd.runtime.checking.__main__ import compared
-from elasticd.runtime.checking.script import CannotCheck, subject_of
-from elasticd.runtime.checking.trial import Subject
-from elasticd.runtime.data.loader import pad
-from elasticd.runtime.engine.mixed_precision import LossScale, Precision, lowered
-from elasticd.runtime.engine.recipe import MakeOptimizer
+from elasticd.runtime.checking.script import CannotCheck, recipe_of
+from elasticd.runtime.engine.mixed_precision import LossScale, Precision
+from elasticd.runtime.engine.parallelism import ParallelismOptions
+from elasticd.runtime.engine.recipe import MakeOptimizer, Recipe
 from examples.train_gpt2 import Embed, Head
 from tests import forkserver
 from tests.models.texts import Text
@@ -74,7 +73,7 @@ class Pair(Block):
         return super().forward(x), None
 
 
-def subject(rules: dict[str, Rule | None], block: type[Block] = Block) -> Subject:
+def subject(rules: dict[str, Rule | None], block: type[Block] = Block) -> Recipe:
     """The model with these rules changed; None takes one away."""
     torch.manual_seed(0)
     changed = {pattern: rule for pattern, rule in {**RULES, **rules}.items() if rule is not None}
@@ -89,7 +88,13 @@ def subject(rules: dict[str, Rule | None], block: type[Block] = Block) -> Subjec
             "kv_heads": UnitsOf(follows="heads", attribute="blocks.?.kv_heads"),
         },
     }
-    return Subject(model=elasticd.Model(**given), loss=next_token_loss, dataset=Text(41), collate=pad, seed=0)
+    return Recipe(
+        model=elasticd.Model(**given),
+        loss=next_token_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
+        dataset=Text(41),
+        global_batch=1,
+    )
 
 
 def said(
@@ -100,7 +105,7 @@ def said(
     precision: Precision | None = None,
 ) -> tuple[bool, str]:
     tried, lines = subject(rules, block), list[str]()
-    tried = replace(tried, model=lowered(tried.model, precision), precision=precision)
+    tried = replace(tried, parallelism=ParallelismOptions(precision=precision))
     if optimizer is not None:
         tried = replace(tried, optimizer=optimizer)
     return compared(tried, lines.append), "\n".join(lines)
@@ -281,14 +286,15 @@ class Line:
 
 config = DecoderConfig(vocabulary=8, width=8, layers=2, heads=2, kv_heads=2, hidden=8)
 elasticd.Job(model=Decoder(config).describe(), loss=next_token_loss, optimizer=torch.optim.AdamW,
-             dataset=elasticd.Stream(dataset=Line(), tokens=5), global_batch=4, precision="bf16")
+             dataset=elasticd.Stream(dataset=Line(), tokens=5), global_batch=4,
+             parallelism=elasticd.ParallelismOptions(precision="bf16"))
 """
 
 
 def test_of_a_stream_the_first_samples_are_tried_with_the_jobs_optimizer_and_precision(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STREAMED)
-    found = subject_of(str(script), [])
+    found = recipe_of(str(script), [])
     assert [sample["inputs"].tolist() for sample in found.dataset] == [[0, 1, 2, 3, 4]] * 8  # type: ignore[attr-defined]
     assert found.optimizer is torch.optim.AdamW
     assert found.precision == Precision(compute=torch.bfloat16)

@@ -17,8 +17,7 @@ from elasticd.models.huggingface import their_name, tiny_config
 from elasticd.models.huggingface.proof import fill, prove
 from elasticd.models.huggingface.sections import sections_of
 from elasticd.runtime.checking.__main__ import compared
-from elasticd.runtime.checking.trial import Subject
-from elasticd.runtime.data.loader import pad
+from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.model import ModelError
 from elasticd.runtime.model.rng import Dropout
 from elasticd.runtime.model.tp_rules import Add, Column, Row
@@ -379,8 +378,14 @@ def test_an_encoder_which_sees_the_padding_is_refused_by_name() -> None:
 def test_check_says_that_it_is_the_models_own_forward() -> None:
     lines: list[str] = []
     model = elasticd.from_hf(made("Granite", logits_scaling=4.0).double())
-    subject = Subject(model=model, loss=next_token_loss, dataset=Text(41), collate=pad, seed=0)
-    assert compared(subject, lines.append), lines
+    recipe = Recipe(
+        model=model,
+        loss=next_token_loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
+        dataset=Text(41),
+        global_batch=1,
+    )
+    assert compared(recipe, lines.append), lines
     assert "ok    the model's own forward: GraniteForCausalLM" in lines[1]
     assert all(name in lines[1] for name in ("logits_scaling", "residual_multiplier", "equal to the bit"))
 

@@ -25,6 +25,7 @@ from elasticd.runtime.comm.groups import Fabric
 from elasticd.runtime.comm.in_memory import MemoryFabric, MemoryWorld, unpaced
 from elasticd.runtime.engine.activation_checkpoint import asked
 from elasticd.runtime.engine.engine import Engine, build, connect, first_state
+from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.model.validation import replace_dropouts
 from examples import train_gpt2
 from tests.models.layouts import SEED, Training, alone, furthest, layouts_of, plan_of, stage, under
@@ -32,6 +33,11 @@ from tests.models.texts import Text
 
 LAYERS = 4
 PLANS = layouts_of(LAYERS)
+
+
+def recomputing(chosen: tuple[int, ...]) -> dict[str, Any]:
+    """Options of a recipe by which these blocks recompute."""
+    return {"parallelism": ParallelismOptions(recompute=chosen.__contains__)}
 
 
 def again_in(plan: Plan, every: int = 1) -> Plan:
@@ -72,7 +78,7 @@ def test_some_stages_may_recompute_and_some_blocks_by_the_users_word() -> None:
     training, _ = gpt()
     plan = PLANS["tp1 to tp4 and back"]
     plain = under(training, plan)
-    chosen = replace(training, options={"recomputed": (0, 3)})
+    chosen = replace(training, options=recomputing((0, 3)))
     for found in (under(training, again_in(plan, every=2)), under(chosen, plan)):
         assert found[0] == plain[0]
         assert all(torch.equal(found[1][full], weight) for full, weight in plain[1].items())
@@ -176,7 +182,7 @@ def test_blocks_that_recompute_keep_their_input_alone() -> None:
     training, _ = gpt()
     plan = plan_of((1, [stage(0, LAYERS, ("a/0", 1))]), micro_batch=8)
     whole, again = most_kept(training, plan), most_kept(training, again_in(plan))
-    one = replace(training, options={"recomputed": (0,)})
+    one = replace(training, options=recomputing((0,)))
     each = whole - most_kept(one, plan)
     assert each > 0.15 * whole
     assert again <= (whole - (LAYERS - 1) * each) * 1.01
@@ -186,7 +192,7 @@ def test_blocks_that_recompute_keep_their_input_alone() -> None:
 def test_making_activations_again_is_measured_and_paced_by_itself(chosen: tuple[int, ...]) -> None:
     """Detection compares what blocks take otherwise; an emulated block takes its forward time once more."""
     training, _ = gpt()
-    training = replace(training, options={"recomputed": chosen})
+    training = replace(training, options=recomputing(chosen))
     plan = plan_of((4, [stage(0, LAYERS, ("a/0", 1))]), micro_batch=2)
     layouts, recipe = Layouts(training.model.spec, plan), training.recipe()
     fabric, paced = cast(Fabric, MemoryFabric(MemoryWorld(), "a/0")), Counter[str]()

@@ -19,7 +19,8 @@ from elasticd.machines.agent import machine
 from elasticd.machines.agent.state import LinkUp, State, Tell
 from elasticd.rendezvous.agent_requests import Asking
 from elasticd.rendezvous.live_mode import Handler, JobOver
-from elasticd.runtime.api import options, watch
+from elasticd.runtime.api import hello as first_message
+from elasticd.runtime.api import watch
 from elasticd.version import __version__
 from elasticd.wire import messages, unix_socket
 from elasticd.wire.messages import AgentHello, Closed, Join
@@ -52,7 +53,7 @@ def test_every_hello_says_the_release(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(unix_socket.TORCHRUN_VARIABLE, "t")
     monkeypatch.setenv(unix_socket.ROUND_VARIABLE, "0,1,1")
-    assert options.hello(spec("j"), None).release == __version__
+    assert first_message.hello(spec("j"), None).release == __version__
     place = watch._place()
     assert place is not None
     assert place.release == __version__

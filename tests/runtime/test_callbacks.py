@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,11 @@ from typing import Any
 import pytest
 
 from elasticd.runtime.api.evaluation import Evaluation
-from elasticd.runtime.api.job import Callback, Callbacks
+from elasticd.runtime.api.job import Callback, Job
 from elasticd.runtime.api.metrics import Metrics
 from elasticd.runtime.api.step import Step
+from elasticd.runtime.api.train_loop import Next
+from elasticd.runtime.telemetry.main_thread import shared
 from tests.runtime.test_engine import TWO_STAGES
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -47,12 +51,19 @@ def test_each_plan_is_told_once_and_every_callback_hears_in_order() -> None:
         def on_step(self, job: Any, step: Step) -> None:
             heard.append((self.name, "step", step.index))
 
-    both = Callbacks((Noted("a"), Noted("b"), Callback()))
-    for number in (1, 1, 2):
-        both.on_plan(job(), TWO_STAGES.replace(number=number))
-    both.on_step(job(), step(0))
-    both.on_evaluation(job(), evaluation())
-    both.on_end(job())
+    training: Any = SimpleNamespace(
+        _callbacks=(Noted("a"), Noted("b"), Callback()), _where=shared(), _announced=None
+    )
+    training._notify = partial(Job._notify, training)
+    training._announce = partial(Job._announce, training)
+
+    def running() -> Iterator[Next | Step]:
+        for number in (1, 1, 2):
+            training.plan = TWO_STAGES.replace(number=number)
+            yield Next(0)
+        yield step(0)
+
+    assert len(list(Job._with_callbacks(training, running()))) == 4
     assert heard == [(n, "plan", p) for p in (1, 2) for n in "ab"] + [(n, "step", 0) for n in "ab"]
 
 

@@ -98,7 +98,7 @@ def test_sequences_alone_are_padded_and_labels_left_out_of_the_loss() -> None:
     ],
 )
 def test_what_makes_no_batch_is_refused_by_key_shape_and_sample(samples: Any, place: int, said: str) -> None:
-    with pytest.raises(Unlike, match=said + r".*: give Job\(collate=") as refused:
+    with pytest.raises(Unlike, match=said + r".*: give DataOptions\(collate=") as refused:
         pad(samples)
     assert refused.value.place == place
 

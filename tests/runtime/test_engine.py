@@ -13,6 +13,7 @@ from elasticd_planner.spec.batch import BatchPlan
 from elasticd_planner.spec.plan import Plan
 
 from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.engine.engine import Engine, first_state, make_engine
 from elasticd.runtime.engine.pipeline_schedule import all_forward_all_backward
@@ -58,7 +59,8 @@ def test_gpipe_trains_like_1f1b(alone: list[float]) -> None:
 @pytest.mark.parametrize("readers", [0, 1])
 def test_samples_dealt_by_their_lengths_train_alike(alone: list[float], readers: int) -> None:
     """Micro-batches of unequal numbers of samples, over pipelines of unequal shape."""
-    recipe = replace(make_recipe(), length=lambda index: 5 + index % 9, readers=readers)
+    data = DataOptions(length=lambda index: 5 + index % 9, readers=readers)
+    recipe = replace(make_recipe(), data=data)
     sizes = {len(micro) for pipeline in batch(recipe, UNEQUAL).modules[0] for micro in pipeline}
     assert len(sizes) > 1
     assert losses(recipe, UNEQUAL) == pytest.approx(alone, abs=1e-12)

@@ -18,7 +18,8 @@ from elasticd.runtime.api.evaluation import Evaluation, HeldOut, evaluate, round
 from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
 from elasticd.runtime.data.loader import pad
 from elasticd.runtime.data.prefetch import SampleError
-from elasticd.runtime.engine.mixed_precision import Precision, lowered
+from elasticd.runtime.engine.mixed_precision import Precision
+from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.recipe import Recipe
 from tests import sizes
 from tests.runtime.test_engine import TWO_STAGES, UNEQUAL, Torn, engine_on
@@ -95,7 +96,7 @@ def under(plan: Plan, dataset: Any, precision: Precision | None = None) -> dict[
 
     def worker(fabric: MemoryFabric) -> dict[str, list[Evaluation]]:
         made = recipe()
-        made = replace(made, model=lowered(made.model, precision), precision=precision)
+        made = replace(made, parallelism=ParallelismOptions(precision=precision))
         engine = engine_on(fabric, made, plan)
         held, found = HeldOut(dataset=dataset, measures={"right": right}), dict[str, list[Evaluation]]()
         for step in range(STEPS):
@@ -150,7 +151,7 @@ def test_weights_are_as_they_were_after_their_average_was_evaluated_in_bfloat16(
 
     def worker(fabric: MemoryFabric) -> None:
         made = replace(make_recipe(), optimizer=optimizer, clip=None)
-        made = replace(made, model=lowered(made.model, precision), precision=precision)
+        made = replace(made, parallelism=ParallelismOptions(precision=precision))
         engine = engine_on(fabric, made, TWO_STAGES)
         for step in range(2):
             engine.step(step, lambda: 0)

@@ -10,6 +10,7 @@ import torch
 from elasticd_planner.spec.batch import Sampler
 
 from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
+from elasticd.runtime.data.options import DataOptions
 from elasticd.runtime.data.prefetch import Reader, SampleError
 from elasticd.runtime.data.step_samples import BatchesDiffer, Mapped
 from tests.runtime.test_engine import UNEQUAL, engine_on
@@ -27,7 +28,7 @@ def losses(give: Any) -> list[float]:
     """Of a layout whose every rank is given the batches `give(step, device)`; None: the job's own."""
 
     def worker(fabric: MemoryFabric) -> list[float]:
-        recipe = replace(make_recipe(), readers=0)
+        recipe = replace(make_recipe(), data=DataOptions(readers=0))
         engine = engine_on(fabric, recipe, UNEQUAL)
         found = []
         for step in range(STEPS):

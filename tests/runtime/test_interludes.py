@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elasticd.runtime.api.between_steps import Interludes
+from elasticd.runtime.api.between_steps import BetweenSteps
 from elasticd.runtime.comm.groups import PeerLost
 from elasticd.runtime.comm.in_memory import MemoryFabric, MemoryGroup, run_threads
 from elasticd.runtime.exits import JobOver
@@ -21,10 +21,10 @@ EVALUATE, GATHER = 0, 1
 
 @dataclass
 class Plain:
-    """As much of an engine as interludes use."""
+    """As much of an engine as between_steps use."""
 
     everyone: MemoryGroup
-    meets: bool = False
+    after_recovery: bool = False
 
 
 @dataclass
@@ -45,10 +45,10 @@ class Held:
 class Member:
     """One member's script: which kinds it runs is written down; members must be in the same at once."""
 
-    def __init__(self, fabric: MemoryFabric, *, meets: bool) -> None:
+    def __init__(self, fabric: MemoryFabric, *, after_recovery: bool) -> None:
         self.fabric, self.ran = fabric, list[int]()
-        self.held = Held(Plain(fabric.group(MEMBERS, "vote"), meets=meets))
-        self.interludes = Interludes(cast(Switcher, self.held), [self._kind(EVALUATE), self._kind(GATHER)])
+        self.held = Held(Plain(fabric.group(MEMBERS, "vote"), after_recovery=after_recovery))
+        self.between_steps = BetweenSteps(cast(Switcher, self.held), [self._kind(EVALUATE), self._kind(GATHER)])
 
     def _kind(self, kind: int) -> Callable[[Any, int], int]:
         def run(engine: Plain, step: int) -> int:
@@ -62,15 +62,17 @@ class Member:
     def train(self) -> None:
         engine = self.held.engine
         assert engine is not None
-        self.interludes.begin_step(cast(Any, engine))
-        assert not engine.meets
+        self.between_steps.begin_step(cast(Any, engine))
+        assert not engine.after_recovery
         self.ran.append(-1)
         engine.everyone.all_gather(torch.tensor([-1]))
 
 
-def run(scripts: dict[str, Callable[[Member], Any]], *, meets: bool) -> dict[str, tuple[Any, list[int]]]:
+def run(
+    scripts: dict[str, Callable[[Member], Any]], *, after_recovery: bool
+) -> dict[str, tuple[Any, list[int]]]:
     def worker(fabric: MemoryFabric) -> tuple[Any, list[int]]:
-        member = Member(fabric, meets=meets)
+        member = Member(fabric, after_recovery=after_recovery)
         return scripts[fabric.me](member), member.ran
 
     return run_threads(MEMBERS, worker)
@@ -78,7 +80,7 @@ def run(scripts: dict[str, Callable[[Member], Any]], *, meets: bool) -> dict[str
 
 def asks(*kinds: int) -> Callable[[Member], list[Any]]:
     def script(member: Member) -> list[Any]:
-        found = [member.interludes.run(kind) for kind in kinds]
+        found = [member.between_steps.run(kind) for kind in kinds]
         member.train()
         return found
 
@@ -86,20 +88,20 @@ def asks(*kinds: int) -> Callable[[Member], list[Any]]:
 
 
 def test_members_of_a_plan_that_no_fault_made_need_not_meet() -> None:
-    found = run(dict.fromkeys(MEMBERS, asks(GATHER, EVALUATE)), meets=False)
+    found = run(dict.fromkeys(MEMBERS, asks(GATHER, EVALUATE)), after_recovery=False)
     assert found == dict.fromkeys(MEMBERS, ([71, 70], [GATHER, EVALUATE, -1]))
 
 
 def test_who_comes_in_by_a_recovery_takes_part_until_all_train() -> None:
     """One is still in the first interlude, one is past both, one knows of nothing."""
-    found = run({"a/0": asks(EVALUATE, GATHER), "a/1": asks(), "a/2": asks()}, meets=True)
+    found = run({"a/0": asks(EVALUATE, GATHER), "a/1": asks(), "a/2": asks()}, after_recovery=True)
     assert found["a/0"] == ([70, 71], [EVALUATE, GATHER, -1])
     assert found["a/1"] == found["a/2"] == ([], [EVALUATE, GATHER, -1])
 
 
 def test_who_is_past_the_first_interlude_takes_part_in_it_again() -> None:
     def second(member: Member) -> list[Any]:
-        member.interludes._asked = 1  # the first one came out here before the fault
+        member.between_steps._asked = 1  # the first one came out here before the fault
         return asks(GATHER)(member)
 
     scripts: dict[str, Callable[[Member], Any]] = {
@@ -107,7 +109,7 @@ def test_who_is_past_the_first_interlude_takes_part_in_it_again() -> None:
         "a/1": second,
         "a/2": asks(),
     }
-    found = run(scripts, meets=True)
+    found = run(scripts, after_recovery=True)
     assert found["a/1"] == ([71], [EVALUATE, GATHER, -1])
     assert {name: ran for name, (_, ran) in found.items()} == {name: [EVALUATE, GATHER, -1] for name in MEMBERS}
 
@@ -115,7 +117,7 @@ def test_who_is_past_the_first_interlude_takes_part_in_it_again() -> None:
 def alone(known: Sequence[Callable[[Any, int], Any]], recover: Callable[[], Plain | None]) -> tuple[Any, Held]:
     def worker(fabric: MemoryFabric) -> tuple[Any, Held]:
         held = Held(Plain(fabric.group(("a/0",), "vote")), recover)
-        return Interludes(cast(Switcher, held), known).run(0), held
+        return BetweenSteps(cast(Switcher, held), known).run(0), held
 
     return run_threads(("a/0",), worker)["a/0"]
 
@@ -157,7 +159,7 @@ def test_after_the_last_step_the_others_may_be_gone() -> None:
 
 def test_a_device_that_stands_by_takes_no_part() -> None:
     held = Held(None)
-    assert Interludes(cast(Switcher, held), [lambda engine, step: pytest.fail("it took part")]).run(0) is None
+    assert BetweenSteps(cast(Switcher, held), [lambda engine, step: pytest.fail("it took part")]).run(0) is None
 
 
 def test_a_fault_just_before_it_is_recovered_from_too() -> None:
@@ -172,7 +174,7 @@ def test_a_fault_just_before_it_is_recovered_from_too() -> None:
             return recovered
 
         held.recover, held.at_work = recover, False
-        return Interludes(cast(Switcher, held), [lambda engine, step: (engine, step)]).run(0), held
+        return BetweenSteps(cast(Switcher, held), [lambda engine, step: (engine, step)]).run(0), held
 
     found, held = run_threads(("a/0",), worker)["a/0"]
     assert found == (recovered, 7)

@@ -27,7 +27,7 @@ def job(profile: Path) -> elasticd.Job:
         optimizer=lambda named: torch.optim.AdamW(named),
         dataset=[{"inputs": row, "targets": row}] * 4,
         global_batch=4,
-        profile=profile,
+        parallelism=elasticd.ParallelismOptions(profile=profile),
     )
 
 

@@ -128,7 +128,7 @@ def test_ddp_and_fsdp_are_refused_by_name() -> None:
 
     for kind, said in (
         (DistributedDataParallel, "DistributedDataParallel"),
-        (FullyShardedDataParallel, r"Job\(zero=1\)"),
+        (FullyShardedDataParallel, r"ParallelismOptions\(zero=1\)"),
         (FSDPModule, "fully_shard"),
     ):
         bases = (kind,) if issubclass(kind, nn.Module) else (kind, nn.Embedding)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from elasticd_planner.cost.schedule import most_alive
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import ModulePlan, Pipeline, Plan, Stage, Strategy
 
@@ -98,8 +97,8 @@ def make_recipe() -> Recipe:
         loss=next_token_loss,
         optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2, weight_decay=0.1),
         dataset=Text(),
-        collate=pad,
-        sampler=Sampler(size=64, global_batch=BATCH, seed=SEED),
+        global_batch=BATCH,
+        seed=SEED,
         clip=CLIP,
     )
 

@@ -77,8 +77,3 @@ def test_threads_end_with_their_reader() -> None:
     for thread in mine:
         thread.join(PATIENCE)
     assert not any(thread.is_alive() for thread in mine)
-
-
-def test_a_negative_number_of_threads_is_refused() -> None:
-    with pytest.raises(ValueError, match="must not be negative"):
-        Reader(Counting(), threads=-1)

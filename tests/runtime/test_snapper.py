@@ -10,6 +10,7 @@ import pytest
 import torch
 from elasticd_migration.local_state import LocalState, NotElementWise
 
+from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.staging import share
 from elasticd.runtime.snapshot.memory_file import read
 from elasticd.runtime.snapshot.snapshotter import Snapper
@@ -176,4 +177,4 @@ def enlarged(state: LocalState) -> LocalState:
 
 def test_the_least_is_every_step() -> None:
     with pytest.raises(ValueError, match="snapshot_every is 0; it must be at least 1"):
-        snapper(Agent(), every=0)
+        CheckpointingOptions(snapshot_every=0)

@@ -15,9 +15,11 @@ from elasticd_migration.transport import MemoryTransport
 from elasticd_planner.layout.layouts import Layouts
 from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.plan import Plan, StatePolicy
+from elasticd_planner.spec.sample_packing import linear_of
 
 from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
-from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.prefetch import Reader, SampleError
+from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.data.stream import Stream, Streamed, _Handed, _packed, _unpacked, first_samples
 from elasticd.runtime.engine.engine import DATA, Engine
 from elasticd.runtime.engine.recipe import Recipe
@@ -77,7 +79,7 @@ class InOrder:
 def recipe(owner: str, **changes: Any) -> Recipe:
     made = make_recipe()
     source = Streamed(Stream(dataset=Counted(owner, **changes), tokens=8.0), BATCH, 100)
-    return replace(made, source=source, sampler=Sampler(size=1, global_batch=BATCH, seed=SEED))
+    return replace(made, source=source)
 
 
 @pytest.fixture(autouse=True)
@@ -89,17 +91,16 @@ def begun() -> None:
 def alone() -> list[float]:
     """Losses of a plain job on the same samples in the same order."""
 
-    class Straight:
+    class Straight(Sampler, frozen=True, kw_only=True):
         def samples(self, step: int) -> tuple[int, ...]:
             return tuple(range(step * BATCH, (step + 1) * BATCH))
 
-        seed = SEED
-
-    one = TWO_STAGES
-    made = replace(make_recipe(), dataset=InOrder(), sampler=Straight())  # type: ignore[arg-type]
+    one, order = TWO_STAGES, Straight(size=1000, global_batch=BATCH, seed=SEED)
 
     def worker(fabric: MemoryFabric) -> list[float]:
-        engine = engine_on(fabric, made, one)
+        made = make_recipe()
+        source = Mapped(order, Reader(InOrder()), None, linear_of(made.model.spec))
+        engine = engine_on(fabric, replace(made, source=source), one)
         return [engine.step(step, lambda: 0).outcome.loss for step in range(STEPS)]
 
     return run_threads(one.members, worker)["a/0"]

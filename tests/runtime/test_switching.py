@@ -22,7 +22,7 @@ import elasticd
 from elasticd.checkpoints.folder import scan
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.records import Proposal, Recovery
-from elasticd.runtime.api.job import Step
+from elasticd.runtime.api.step import Step
 from elasticd.runtime.comm.groups import PeerLost
 from elasticd.runtime.control import user_exceptions
 from elasticd.runtime.telemetry.main_thread import Nowhere, shared
@@ -215,7 +215,7 @@ def test_a_recovery_from_the_last_step_makes_the_last_checkpoint_and_ends(
     """The others are lost while the last checkpoint is made, or just after it."""
     agent = Played(str(tmp_path / "s"), leader)
     folder = tmp_path / "checkpoints"
-    trained = job(checkpoint=folder, checkpoint_every=100)
+    trained = job(checkpointing=elasticd.CheckpointingOptions(folder=folder, every=100))
     agent.start(Propose(proposal=first()))
     fails(where, monkeypatch)
     assert indices(trained.steps(STEPS)) == [0, 1, 2]
@@ -284,10 +284,9 @@ def test_what_elasticd_calls_between_steps_is_told_by_its_name(tmp_path: Path) -
         optimizer=optimizer,
         scheduler=scheduler,
         loss=loss,
-        length=length,
+        data=elasticd.DataOptions(length=length, readers=0),
         dataset=Dataset(),
-        readers=0,
-        held_out=elasticd.HeldOut(dataset=ROWS, loss=held_out_loss),
+        evaluation=elasticd.EvaluationOptions(held_out=elasticd.HeldOut(dataset=ROWS, loss=held_out_loss)),
         callbacks=[Told()],
     )
     model = trained._recipe.model
@@ -393,7 +392,8 @@ def test_an_exception_of_the_script_is_told_and_the_state_before_it_saved_where_
 
     agent = Played(str(tmp_path / "s"), leader)
     folder = tmp_path / "checkpoints"
-    trained = job(checkpoint=folder, checkpoint_every=100, callbacks=[Told()])
+    checkpointing = elasticd.CheckpointingOptions(folder=folder, every=100)
+    trained = job(checkpointing=checkpointing, callbacks=[Told()])
     agent.start(Propose(proposal=first()))
 
     def script() -> None:
@@ -538,7 +538,8 @@ def test_a_sample_that_cannot_be_read_is_told_like_any_exception(tmp_path: Path)
         return [Published(name=said.name)] if isinstance(said, Saved) else []
 
     agent = Played(str(tmp_path / "s"), answers)
-    trained = job(dataset=Unread(), checkpoint=tmp_path / "checkpoints")
+    checkpointing = elasticd.CheckpointingOptions(folder=tmp_path / "checkpoints")
+    trained = job(dataset=Unread(), checkpointing=checkpointing)
     agent.start(Propose(proposal=first()))
     with pytest.raises(SystemExit, match=f"sample {BAD} of the dataset could not be read"):
         indices(trained.steps(STEPS))

@@ -14,10 +14,10 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads
 from elasticd.runtime.data.sample_ledger import LedgerError, hash_samples
-from elasticd.runtime.engine.vote import Booth, Record, fold
+from elasticd.runtime.engine.vote import RankRecord, StepVote, fold
 
 
-def record(**changes: object) -> Record:
+def record(**changes: object) -> RankRecord:
     given: dict[str, object] = {
         "step": 3,
         "prepared": 0,
@@ -30,7 +30,7 @@ def record(**changes: object) -> Record:
         "targets": 4.0,
         "samples": 7,
     }
-    return Record(**{**given, **changes})  # type: ignore[arg-type]
+    return RankRecord(**{**given, **changes})  # type: ignore[arg-type]
 
 
 @given(
@@ -47,8 +47,8 @@ def test_a_record_survives_the_wire(**fields: object) -> None:
     made = {"a/0": record(**fields), "b/0": record(**fields)._replace(step=7), "c/0": record()}
 
     def votes(fabric: MemoryFabric) -> list[list[tuple[Any, ...]]]:
-        booth = Booth(cast(Group, fabric.group([*made], "vote")))
-        return [booth.gather(made[fabric.me]) for _ in range(2)]
+        vote = StepVote(cast(Group, fabric.group([*made], "vote")))
+        return [vote.gather(made[fabric.me]) for _ in range(2)]
 
     for found in run_threads([*made], votes).values():
         assert found == [[*made.values()]] * 2

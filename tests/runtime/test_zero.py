@@ -94,8 +94,8 @@ def recipe(frozen: bool = False) -> Recipe:
         loss=plain.loss,
         optimizer=two_groups,
         dataset=plain.dataset,
-        collate=plain.collate,
-        sampler=plain.sampler,
+        global_batch=plain.global_batch,
+        seed=plain.seed,
         clip=CLIP,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
     )

@@ -26,6 +26,7 @@ from elasticd_planner.spec.box import Box
 from elasticd.models import Decoder, DecoderConfig, next_token_loss
 from elasticd.runtime.api.job import Job
 from elasticd.runtime.data.loader import pad
+from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.testing.script_faults import Finder
 
 CONFIG = DecoderConfig(vocabulary=32, width=16, layers=4, heads=4, kv_heads=2, hidden=24, dtype=torch.float64)
@@ -83,8 +84,7 @@ def train(options: argparse.Namespace) -> None:
         global_batch=BATCH,
         seed=SEED,
         clip=CLIP,
-        zero=options.zero,
-        replicas=2 if options.zero else None,
+        parallelism=ParallelismOptions(zero=options.zero, replicas=2 if options.zero else None),
     )
     finder.know(job.device)
     name = f"ledger-{job.device.replace('/', ':')}-{os.getpid()}.jsonl"

@@ -142,9 +142,7 @@ def _there(turn: Turn, place: str) -> bool:
     if place in turn.job.joiners:
         node = turn.nodes.get(turn.job.joiners[place].node)
         return node is None or node.connected
-    bound = {
-        device: one for device, one in _bound(turn).items() if place in (device, node_of(device))
-    }
+    bound = {device: one for device, one in _bound(turn).items() if place in (device, node_of(device))}
     return any(not one or turn.job.gone.get(device) != one for device, one in bound.items()) or not bound
 
 

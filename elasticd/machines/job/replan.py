@@ -272,7 +272,7 @@ def _remedy(spec: JobSpec | None, why: str) -> str:
     """What a job may do beside, that does not fit."""
     if spec is None or spec.recompute or not why.startswith("does not fit"):
         return ""
-    return ', or let blocks make their activations again: Job(recompute="plan")'
+    return ', or let blocks recompute their activations: ParallelismOptions(recompute="plan")'
 
 
 def ripe(job: JobState) -> bool:

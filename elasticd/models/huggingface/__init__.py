@@ -90,8 +90,8 @@ def refuse_at_sight(model: Any) -> None:
         )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ModelError(
-            f"{kind} checkpoints its gradients: turn that off and give Job(recompute=True), which repeats its "
-            "dropouts"
+            f"{kind} checkpoints its gradients: turn that off and give ParallelismOptions(recompute=True), "
+            "which repeats its dropouts"
         )
 
 

@@ -1,11 +1,11 @@
-"""What members do together between two steps because the script asks for it: an evaluation, a whole state dict.
+"""Work that all members of a plan do together between two steps: an evaluation, a full state dict.
 
-All members of the plan are at the same place of the script, so that nothing need be said; devices that stand by
-take no part. It is different after a fault in the midst of an interlude: some members still wait for its end,
-others have gone on to the next step, others come in by the recovery and know of nothing. So the members of a
-plan that came by a recovery *meet* before each thing that they do, until all of them train: each tells what it
-is about to do, the least goes first, and who is at something else takes part in it without keeping what comes
-out. Hence an interlude is known by a number that every process has: see `Interludes.known`.
+The members of a plan are at the same place of the script, so nothing needs to be agreed on; devices on standby
+take no part. This changes when a fault interrupts such a task: some members still wait for its end, others have
+begun the next step, and others joined by the recovery and know nothing of it. So after a recovery the members
+agree before each task, until all of them train: each all-gathers the number of its next task, the smallest
+number is done first, and members with another number take part in it and drop the result. For that every
+process numbers the tasks alike, see `BetweenSteps`.
 """
 
 from __future__ import annotations
@@ -23,44 +23,56 @@ from elasticd.runtime.switch.switcher import Switcher
 
 log = logging.getLogger(__name__)
 
-#: What all members do after all interludes.
+#: The number of the next step's training, which comes after all tasks.
 _TRAIN = 1 << 62
-#: An interlude's place among those since the last step comes before what it is.
+#: A task's number is its count since the last step times this, plus its kind.
 _KINDS = 1 << 20
 
+#: A task: called with the engine and the number of updates made.
 Run = Callable[[Engine, int], Any]
 
 
-class Interludes:
-    """known: all that can be asked for, in an order that is the same in every process. Each is called with the
-    engine and the number of updates made. closing: what `close` asks for, before all else."""
+class BetweenSteps:
+    """Runs tasks on all members of a plan, and recovers from faults during one."""
 
     def __init__(self, switcher: Switcher, known: Sequence[Run], closing: Run | None = None) -> None:
+        """
+        Args:
+            switcher: has the engine of the plan in force.
+            known: all tasks that can be asked for, in the same order in every process.
+            closing: the task of `close`, which comes before all others.
+        """
         self._switcher, self._known = switcher, (*known, *((closing,) if closing is not None else ()))
         if len(self._known) > _KINDS:
             raise ValueError(f"more than {_KINDS} things to do between steps")
         self._asked = 0
 
     def begin_step(self, engine: Engine) -> None:
-        """Before a step's training: what members of a recovered plan still are at comes first. Raises PeerLost
-        or Cancelled."""
-        if engine.meets:
-            while (first := self._meet(engine, _TRAIN)) != _TRAIN:
-                self._known[first % _KINDS](engine, self._switcher.step)
-            engine.meets = False
+        """Finishes, before a step, the tasks that other members of a recovered plan are still at.
+
+        Raises:
+            PeerLost: a member is lost.
+            Cancelled: the plan ends.
+        """
+        if engine.after_recovery:
+            self._until(engine, _TRAIN)
+            engine.after_recovery = False
         self._asked = 0
 
     def run(self, kind: int) -> Any:
-        """What comes out of the interlude `kind`, which all members ask for; None where this device stands by,
-        was left out meanwhile, or the job is over. A fault in the midst of it is recovered from here."""
+        """Runs the task `kind`, which all members ask for; a fault during it is recovered from here.
+
+        Returns:
+            Its result; None if this device is on standby, was left out by the recovery, or the job is over.
+        """
         self._asked += 1
         mine = self._asked * _KINDS + kind
         while (engine := self._switcher.engine) is not None:
             try:
                 if not self._switcher.at_work:
                     raise Cancelled("a fault came before it began")
-                while engine.meets and (first := self._meet(engine, mine)) != mine:
-                    self._known[first % _KINDS](engine, self._switcher.step)
+                if engine.after_recovery:
+                    self._until(engine, mine)
                 return self._known[kind](engine, self._switcher.step)
             except (PeerLost, Cancelled) as error:
                 try:
@@ -71,14 +83,17 @@ class Interludes:
         return None
 
     def close(self, engine: Engine) -> None:
-        """Has all members of a recovered plan do `closing`: for one of them whose script's code raised, and who
-        makes no step any more."""
-        last = len(self._known) - 1  # with no place among those since the last step, it is the least
-        while (first := self._meet(engine, last)) != last:
-            self._known[first % _KINDS](engine, self._switcher.step)
+        """Runs `closing` on all members of a recovered plan, on behalf of one whose script raised."""
+        last = len(self._known) - 1  # a task's count is at least 1, so this number is smaller than any other
+        self._until(engine, last)
         self._known[last](engine, self._switcher.step)
 
+    def _until(self, engine: Engine, mine: int) -> None:
+        """Takes part in the tasks of other members until that of the number `mine` is the next of all."""
+        while (first := self._agree_on_next(engine, mine)) != mine:
+            self._known[first % _KINDS](engine, self._switcher.step)
+
     @staticmethod
-    def _meet(engine: Engine, mine: int) -> int:
-        """What is to be done next by all."""
+    def _agree_on_next(engine: Engine, mine: int) -> int:
+        """The smallest number among the next tasks of all members."""
         return min(int(each) for each in engine.everyone.all_gather(torch.tensor([mine])))

@@ -1,7 +1,7 @@
-"""A running mean of the parameters (EMA), kept as a plane of the optimizer's own state.
+"""Exponential moving average (EMA) of the parameters, kept in the optimizer's state beside the moments.
 
-So it moves with a switch, is cut and sharded like the moments, survives faults and is in checkpoints, without a
-rule of its own.
+So it needs no rules of its own: it moves with every switch, is sharded like the moments, survives faults and is
+in checkpoints.
 """
 
 from __future__ import annotations
@@ -19,21 +19,34 @@ from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.engine.engine import Engine
 
-#: The plane's name.
+#: The name of the average in the optimizer's state.
 AVERAGE = "average"
+#: The name of the parameters themselves.
 VALUE = "value"
 
 
 def average(optimizer: torch.optim.Optimizer, decay: float) -> torch.optim.Optimizer:
-    """Lets `optimizer` keep, after each of its steps, average = decay x average + (1 - decay) x parameter for
-    every parameter, beginning with its values after the first step. Gives the same optimizer back:
+    """Makes an optimizer keep a moving average of its parameters.
+
+    After each step average = decay x average + (1 - decay) x parameter; the first average is the parameter
+    after the first step.
 
         optimizer=lambda named: elasticd.average(torch.optim.AdamW(named, lr=1e-3), decay=0.999)
+
+    Args:
+        optimizer: the optimizer.
+        decay: at least 0 and below 1.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        ValueError: `decay` is out of its range.
     """
     if not 0 <= decay < 1:
         raise ValueError(f"average: decay must be at least 0 and below 1, not {decay}")
 
-    steps = _WholeSteps()
+    steps = _OuterSteps()
 
     def keep(made: torch.optim.Optimizer, *_: Any) -> None:
         if not steps.ends():
@@ -52,39 +65,45 @@ def average(optimizer: torch.optim.Optimizer, decay: float) -> torch.optim.Optim
     return optimizer
 
 
-class _WholeSteps:
-    """Which call of an optimizer's hooks belongs to its whole step: torch calls them for `super().step()` as
-    well where that class has been used by itself. Calls are told apart by the frame that makes them, and not
-    counted: a step that raised calls no hook at its end."""
+class _OuterSteps:
+    """Finds the calls of an optimizer's hooks that belong to its outermost `step`.
+
+    torch also calls them for `super().step()`, if that class has been used by itself. Calls are distinguished
+    by their frame and not counted, because a step that raises calls no hook at its end.
+    """
 
     def __init__(self) -> None:
-        self._whole: FrameType | None = None
+        self._outer: FrameType | None = None
 
     def begins(self, *_: Any) -> None:
+        """The hook before a step."""
         frame: FrameType | None = sys._getframe(1)
-        if self._whole is None or not _within(frame, self._whole):
-            self._whole = frame
+        if self._outer is None or not _within(frame, self._outer):
+            self._outer = frame
 
     def ends(self) -> bool:
-        """Whether the hook that asks was called at the end of the whole step."""
-        if sys._getframe(2) is not self._whole:
+        """Whether the hook that calls this was called at the end of the outermost step."""
+        if sys._getframe(2) is not self._outer:
             return False
-        self._whole = None
+        self._outer = None
         return True
 
 
-def _within(frame: FrameType | None, whole: FrameType) -> bool:
-    while frame is not None and frame is not whole:
+def _within(frame: FrameType | None, outer: FrameType) -> bool:
+    while frame is not None and frame is not outer:
         frame = frame.f_back
     return frame is not None
 
 
 @contextmanager
 def averaged(engine: Engine, weights: str) -> Iterator[None]:
-    """The model computes with the parameters' average inside; called by all members of the plan alike.
+    """Inside, the model computes with the average of its parameters. All members of the plan call it together.
 
-    Should it end by a fault, parameters are what they were where their state is kept; under ZeRO the others
-    come from there (the engine is `stale` until then). Raises ValueError where no average is kept.
+    If a fault ends it, parameters are restored on the devices that keep their state; under ZeRO the engine is
+    `stale` until the other devices have received them.
+
+    Raises:
+        ValueError: the optimizer keeps no average.
     """
     if weights == VALUE:
         yield
@@ -111,18 +130,18 @@ def averaged(engine: Engine, weights: str) -> Iterator[None]:
         engine.round()
         if together:
             engine.return_values()
-            engine.settle()  # the others have them: this rank may end next
+            engine.settle()  # the other members have received them: this rank may end next
             engine.stale = False
 
 
 def _pairs(engine: Engine) -> list[tuple[nn.Parameter, Tensor]]:
-    """What was never stepped on is its own average."""
+    """The parameters that this device owns, with their averages. One that was never stepped on has none."""
     kept = ((part.parameter, engine.optimizer.state.get(part.parameter, {})) for part in engine.owned)
     return [(parameter, state[AVERAGE]) for parameter, state in kept if AVERAGE in state and parameter.numel()]
 
 
 def _exchange(pairs: list[tuple[nn.Parameter, Tensor]]) -> None:
-    """Bit by bit, so that a second time gives back what was."""
+    """Swaps parameters with their averages, bit by bit: a second call restores them."""
     with torch.no_grad():
         for parameter, kept in pairs:
             aside = parameter.detach().clone()

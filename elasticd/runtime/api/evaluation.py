@@ -1,8 +1,8 @@
-"""The mean of a loss, and of other measures, over a held-out set under the plan in force.
+"""Evaluation: the mean loss, and other measures, over a held-out set under the plan in force.
 
-Every sample counts once, whatever the plan: the set is dealt to the pipelines in rounds like those of a step,
-the last one with what is left. Sums and counts are gathered after each round and divided at the end, so that
-all members have the same bits. Nothing of the training's state changes.
+Every sample counts once under any plan. The set is distributed to the pipelines in rounds as large as a step,
+the last of them smaller. Sums and counts are all-gathered after each round and divided at the end, so that all
+members have the same result to the bit. The state of the training does not change.
 """
 
 from __future__ import annotations
@@ -20,28 +20,34 @@ from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.api.ema import averaged
-from elasticd.runtime.data.loader import Batch, Collate, Dataset, Loader, length_of
-from elasticd.runtime.data.prefetch import Reader, SampleError
+from elasticd.runtime.data.loader import Batch, Collate, Loader, length_of
+from elasticd.runtime.data.prefetch import Dataset, Reader, SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError, expected_hash, hash_samples
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.engine.pipeline_stage import Loss
 
 #: The measure that every evaluation has.
 LOSS = "loss"
-#: What a rank tells of a round beside its sums: hash of its samples, one more than the index of an unreadable
-#: one.
-_TOLD = struct.Struct("<Qq")
+#: The name of a held-out set that is given without one.
+HELD_OUT = "held_out"
+#: What a rank sends after a round before its sums: the hash of its samples, and 1 + index of an unreadable one,
+#: or 0.
+_HEAD = struct.Struct("<Qq")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """A set to evaluate on: a map-style dataset. measures: by name what else is averaged beside the loss, each
-    (output, batch) -> (sum, count) like the loss. loss, collate: the job's own where they are None."""
+    """A set to evaluate on.
 
-    dataset: Dataset
+    Raises:
+        ValueError: the dataset is empty, or a measure is called "loss".
+    """
+
+    dataset: Dataset  #: map-style
+    #: What is averaged beside the loss, by name: each (output, batch) -> (sum, count), as the loss is.
     measures: Mapping[str, Loss] = field(default_factory=dict)
-    loss: Loss | None = None
-    collate: Collate | None = None
+    loss: Loss | None = None  #: None: the loss of the training
+    collate: Collate | None = None  #: None: that of the training
 
     def __post_init__(self) -> None:
         if not len(self.dataset):
@@ -51,30 +57,56 @@ class HeldOut:
 
     @cached_property
     def reader(self) -> Reader:
+        """Reads the set's samples ahead, the same one for all evaluations."""
         return Reader(self.dataset)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """The same on every member of the plan. `step` updates were applied; `weights` is "value", or "average" for
-    the running mean of the parameters; `means` has the loss and all measures over the whole set, by name;
-    `counts` what each was divided by; `samples` is the size of the set; `plan` the plan's number."""
+class EvaluationOptions:
+    """What a job can be evaluated on: the argument `evaluation` of `elasticd.Job`.
 
-    name: str
-    step: int
-    weights: str
-    means: Mapping[str, float]
-    counts: Mapping[str, float]
-    samples: int
-    plan: int
+    Raises:
+        ValueError: a set is empty.
+    """
+
+    #: A map-style dataset or a `HeldOut`, or several of them by name. `Job.evaluate` takes the name; a single
+    #: set is called "held_out" and needs none.
+    held_out: Dataset | HeldOut | Mapping[str, Dataset | HeldOut] | None = None
+
+    def __post_init__(self) -> None:
+        self.sets  # noqa: B018  it refuses empty sets
+
+    @cached_property
+    def sets(self) -> dict[str, HeldOut]:
+        """The sets by name, in the order in which they were given."""
+        if self.held_out is None:
+            return {}
+        named = self.held_out if isinstance(self.held_out, Mapping) else {HELD_OUT: self.held_out}
+        return {
+            name: each if isinstance(each, HeldOut) else HeldOut(dataset=each) for name, each in named.items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The result of an evaluation, the same on every member of the plan."""
+
+    name: str  #: of the held-out set
+    step: int  #: updates that the parameters had
+    weights: str  #: "value": the parameters; "average": their moving average
+    means: Mapping[str, float]  #: loss and measures over the set, by name
+    counts: Mapping[str, float]  #: by name: the count that the sum was divided by
+    samples: int  #: of the set
+    plan: int  #: number of the plan
 
     @property
     def loss(self) -> float:
+        """The mean loss."""
         return self.means[LOSS]
 
 
 class _Sums:
-    """Stands for the loss in a forward pass, and adds up all measures beside it."""
+    """Takes the place of the loss in forward passes, and adds up the loss and all measures."""
 
     def __init__(self, measures: Mapping[str, Loss]) -> None:
         self._measures = measures
@@ -91,22 +123,34 @@ class _Sums:
 def evaluate(
     engine: Engine, held_out: HeldOut, name: str, step: int, loss: Loss, collate: Collate, weights: str
 ) -> Evaluation:
-    """Called by all members of the plan alike, between two steps; `loss` and `collate` are the job's.
+    """Evaluates a held-out set. All members of the plan call it together, between two steps.
 
-    Raises SampleError on all members where one of them could not read a sample, LedgerError where samples did
-    not go where they were dealt to, ValueError where there is no average to evaluate."""
+    Args:
+        engine: that of the plan in force.
+        held_out: the set.
+        name: its name.
+        step: updates that were made.
+        loss: that of the training.
+        collate: that of the training.
+        weights: "value" or "average".
+
+    Raises:
+        SampleError: a member could not read a sample; on all members.
+        LedgerError: a member saw other samples than it was to see; on all members.
+        ValueError: there is no average to evaluate, or a measure counted nothing.
+    """
     measures = {LOSS: held_out.loss or loss, **held_out.measures}
     loader = Loader(held_out.reader, held_out.collate or collate)
-    told: list[Tensor] = []
+    rows: list[Tensor] = []
     with averaged(engine, weights), _evaluating(engine):
         for dealt in rounds(engine.plan, held_out.dataset, engine.linear):
-            told += _round(engine, dealt, loader, measures)
-    sums = torch.stack(told)
+            rows += _round(engine, dealt, loader, measures)
+    sums = torch.stack(rows)
     totals = [math.fsum(sums[:, row, 0].tolist()) for row in range(len(measures))]
     counts = [math.fsum(sums[:, row, 1].tolist()) for row in range(len(measures))]
     if not all(counts):
         empty = [key for key, count in zip(measures, counts, strict=True) if not count]
-        raise ValueError(f"evaluation on {name!r}: {', '.join(empty)} counted nothing in the whole set")
+        raise ValueError(f"evaluation on {name!r}: {', '.join(empty)} counted nothing in the set")
     return Evaluation(
         name=name,
         step=step,
@@ -119,9 +163,11 @@ def evaluate(
 
 
 def rounds(plan: Plan, dataset: Dataset, linear: int) -> Iterator[tuple[tuple[MicroBatch, ...], ...]]:
-    """The whole set as micro-batches for each pipeline, as many at a time as a step has, the last time fewer.
+    """The micro-batches of each pipeline, round by round.
 
-    Samples of known length are dealt by it, as in training."""
+    A round has the samples of a step, the last one fewer. Samples of known length are packed by it, as in
+    training.
+    """
     length, size = length_of(dataset), len(dataset)
     for first in range(0, size, plan.global_batch):
         samples = tuple(range(first, min(size, first + plan.global_batch)))
@@ -135,7 +181,7 @@ def rounds(plan: Plan, dataset: Dataset, linear: int) -> Iterator[tuple[tuple[Mi
 
 
 def _rest(plan: Plan, samples: Sequence[int]) -> Iterator[tuple[MicroBatch, ...]]:
-    """Fewer than a step's: a micro-batch for each pipeline in turn, while there are any."""
+    """The last round: the pipelines take a micro-batch each in turn."""
     size = plan.micro_batch
     micro = [tuple(samples[at : at + size]) for at in range(0, len(samples), size)]
     slots = [pipeline.micro_batches for pipeline in plan.pipelines]
@@ -150,7 +196,7 @@ def _rest(plan: Plan, samples: Sequence[int]) -> Iterator[tuple[MicroBatch, ...]
 def _round(
     engine: Engine, dealt: tuple[tuple[MicroBatch, ...], ...], loader: Loader, measures: Mapping[str, Loss]
 ) -> list[Tensor]:
-    """Every member's sums of one round, by rank."""
+    """Evaluates a round. Returns the sums and counts of each rank, [measures, 2]."""
     sums, seen, failure = _Sums(measures), hash_samples(()), None
     places = engine.plan.places
     if engine.runner is not None:
@@ -160,13 +206,13 @@ def _round(
             loader.prepare([index for micro in mine for index in micro])
         passed = engine.runner.forward(mine, loader, sums)
         seen, failure = passed.samples, passed.failure
-        if place.position:  # every member of a group has the same output: the first counts
+        if place.position:  # all members of a TP group have the same output: only the first counts it
             sums.values.zero_()
-    head = torch.frombuffer(bytearray(_TOLD.pack(seen, failure.index + 1 if failure else 0)), dtype=torch.uint8)
+    head = torch.frombuffer(bytearray(_HEAD.pack(seen, failure.index + 1 if failure else 0)), dtype=torch.uint8)
     record = torch.cat([head, sums.values.reshape(-1).view(torch.uint8)])
-    told = engine.everyone.all_gather(record)
+    records = engine.everyone.all_gather(record)
     engine.everyone.received()
-    heads = [_TOLD.unpack(each[: _TOLD.size].numpy().tobytes()) for each in told]
+    heads = [_HEAD.unpack(each[: _HEAD.size].numpy().tobytes()) for each in records]
     for rank, (_, failed) in enumerate(heads):
         if failed:
             if failure is not None and failure.index == failed - 1:
@@ -176,12 +222,12 @@ def _round(
     expected += [hash_samples(())] * len(engine.plan.carriers)
     if [seen for seen, _ in heads] != expected:
         raise LedgerError("an evaluation did not see the samples of its set")
-    return [each[_TOLD.size :].clone().view(torch.float64).view(-1, 2) for each in told]
+    return [each[_HEAD.size :].clone().view(torch.float64).view(-1, 2) for each in records]
 
 
 @contextmanager
 def _evaluating(engine: Engine) -> Iterator[None]:
-    """No dropout, no gradients."""
+    """Inside, modules are in evaluation mode, and gradients are off."""
     modules = [part for module in engine.local.modules.values() for part in module.modules()]
     training = [part for part in modules if part.training]
     for part in training:
@@ -192,4 +238,4 @@ def _evaluating(engine: Engine) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
-    engine.evaluated()  # not where it failed: that is what is said then
+    engine.evaluated()  # only after success, so that it hides no other error

@@ -1,6 +1,7 @@
-"""The state as plain tensors by name: what is held here, or all of it on the plan's first rank.
+"""The state dict: tensors by name, those of this device or all of them on the plan's first rank.
 
-The whole is a migration to a plan of one device, so that every layout is one case and each piece is verified.
+The full state dict is a migration to a plan of one device. So it needs no case for any layout, and every piece
+is verified.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from elasticd.runtime.comm.groups import Group, PeerLost
 from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.switch.move import SOUND
 
-#: What a state dict can be of: parameters and buffers; the same with the running mean of the parameters in
-#: their place; or parameters, buffers and all that the optimizer keeps.
+#: What a state dict can hold: parameters and buffers; the moving average of the parameters in their place, and
+#: buffers; parameters, buffers and the optimizer's state.
 CONTENTS = ("value", "average", "all")
 
 
 def of(state: LocalState, contents: str) -> LocalState:
-    """As much of a state as `contents` says."""
+    """The part of a state that `contents`, one of `CONTENTS`, asks for."""
     if contents == "all":
         return state
     tensors = {item: tensor for item, tensor in state.tensors.items() if item.role != "state"}
@@ -45,8 +46,10 @@ def of(state: LocalState, contents: str) -> LocalState:
 
 
 def named(state: LocalState, contents: str) -> dict[str, list[tuple[Box, Tensor]]]:
-    """What a state holds, by name: parameters and buffers have their own, what the optimizer keeps is called
-    "optimizer.state.NAME.PLANE" as in an exported checkpoint. References, not copies."""
+    """The tensors of a state by name, each as (box of the global tensor, values), by reference.
+
+    The optimizer's state has the names of an exported checkpoint, "optimizer.state.NAME.PLANE".
+    """
     found: dict[str, list[tuple[Box, Tensor]]] = {}
     for item, tensor in state.tensors.items():
         for shard in tensor.shards:
@@ -62,8 +65,10 @@ def named(state: LocalState, contents: str) -> dict[str, list[tuple[Box, Tensor]
 
 
 def gathered(engine: Engine, contents: str) -> dict[str, Tensor]:
-    """All of it on the plan's first rank, in new tensors on the host; empty on the others. Called by all
-    members alike, between two steps."""
+    """The full state dict on the plan's first rank, in new tensors on the host; empty on the other ranks.
+
+    All members call it together, between two steps.
+    """
     state = of(engine.state(), contents)
     group = engine.everyone
     if group.size > 1:
@@ -71,12 +76,17 @@ def gathered(engine: Engine, contents: str) -> dict[str, Tensor]:
     if group.rank:
         return {}
     state = as_modules(state, engine.layouts.spec.fused)
-    whole = {name: parts[0][1].detach().cpu().clone() for name, parts in named(state, contents).items()}
-    return _put_in_place(whole) if contents == AVERAGE else whole
+    full = {name: parts[0][1].detach().cpu().clone() for name, parts in named(state, contents).items()}
+    return _put_in_place(full) if contents == AVERAGE else full
 
 
 def as_modules(state: LocalState, fused: Mapping[str, int]) -> LocalState:
-    """Fused parameters in the shape that their modules have; the state is whole here."""
+    """The state with fused parameters in the shape of their modules. It must hold every tensor in one piece.
+
+    Args:
+        state: the state.
+        fused: by name of a fused parameter the dimension that is split in two for the layout.
+    """
 
     def flat(shard: Shard, dim: int) -> Shard:
         planes = {key: plane.flatten(dim, dim + 1) for key, plane in shard.planes.items()}
@@ -105,13 +115,13 @@ def _moved(engine: Engine, state: LocalState, group: Group) -> LocalState:
         raise
     except RuntimeError as error:
         raise PeerLost(f"while the state was gathered: {error}") from error
-    group.all_gather(torch.tensor([0]))  # all has arrived
+    group.all_gather(torch.tensor([0]))  # every message has arrived
     transport.drain()
     return moved.state
 
 
 def alone(plan: Plan) -> Plan:
-    """A plan of its first member alone."""
+    """A plan of the first member of `plan` alone."""
     first, module = plan.members[0], plan.modules[0]
     stage = Stage(start=0, stop=module.pipelines[0].layers, devices=(first,), shares=(1,))
     pipeline = Pipeline(stages=(stage,), micro_batches=plan.global_batch // plan.micro_batch)
@@ -123,8 +133,8 @@ def alone(plan: Plan) -> Plan:
     )
 
 
-def _put_in_place(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters that have an average give way to it."""
+def _put_in_place(full: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Replaces parameters by their averages, where there are any."""
     prefix = f"{AVERAGE}."
-    averages = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
-    return {name: averages.get(name, value) for name, value in whole.items() if not name.startswith(prefix)}
+    averages = {name.removeprefix(prefix): value for name, value in full.items() if name.startswith(prefix)}
+    return {name: averages.get(name, value) for name, value in full.items() if not name.startswith(prefix)}

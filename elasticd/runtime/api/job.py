@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from elasticd_planner.spec.box import Box
 from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
-from elasticd.records import JobSpec
 from elasticd.runtime.api import full_state_dict
-from elasticd.runtime.api.between_steps import Interludes, Run
-from elasticd.runtime.api.evaluation import Evaluation, HeldOut, evaluate
-from elasticd.runtime.api.options import Options, environment, held_out_sets, hello
-from elasticd.runtime.api.rank_info import Seat
-from elasticd.runtime.api.step import Step as Step
+from elasticd.runtime.api.between_steps import BetweenSteps, Run
+from elasticd.runtime.api.deprecated import DEFAULTS, Groups, OldKeywords, with_old_keywords
+from elasticd.runtime.api.evaluation import Evaluation, EvaluationOptions, evaluate
+from elasticd.runtime.api.hello import check_optimizer, environment, hello, job_spec
+from elasticd.runtime.api.rank_info import RankInfo
+from elasticd.runtime.api.step import Step
 from elasticd.runtime.api.train_loop import Loop, Next
-from elasticd.runtime.checkpoint.saver import Keeping, Saver
+from elasticd.runtime.checkpoint.options import CheckpointingOptions
+from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.runtime.comm.all_reduce_probe import Rehearser, fabric_of
 from elasticd.runtime.control import parent_death
 from elasticd.runtime.control.agent_client import AgentKeyValue, Control
 from elasticd.runtime.control.sigterm import NOTICE, Notice
 from elasticd.runtime.control.user_exceptions import Farewell, Uncaught
-from elasticd.runtime.data.loader import Collate, Dataset, pad
-from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.options import DataOptions
+from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.data.step_samples import Mapped
 from elasticd.runtime.data.stream import Stream
-from elasticd.runtime.engine.activation_checkpoint import Recompute
 from elasticd.runtime.engine.engine import Engine
-from elasticd.runtime.engine.mixed_precision import Name, Precision
+from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.pipeline_stage import Loss
 from elasticd.runtime.engine.recipe import MakeOptimizer, MakeScheduler, Recipe
 from elasticd.runtime.engine.warmup import warm
@@ -56,85 +56,34 @@ log = logging.getLogger(__name__)
 
 #: The weights that an evaluation may be of.
 WEIGHTS = ("value", "average")
+#: The variable with the job's name, which torchrun sets.
+_NAME = "TORCHELASTIC_RUN_ID"
 
 
 class Callback:
-    """Its methods are called on every rank that is in the plan, in the thread that trains, between steps: what
-    they take, all wait for. What they raise ends the loop, as if its body had raised it."""
+    """Base of the user's callbacks.
+
+    Methods are called on every rank of the plan, in the training thread, between steps: every rank waits for
+    them. An exception ends the loop, as if the loop's body had raised it.
+    """
 
     def on_plan(self, job: Job, plan: Plan) -> None:
-        """Another plan is in force, and this device is in it; of one that stands by nothing is told."""
+        """A new plan is in force, and uses this device. Devices on standby are not called."""
 
     def on_step(self, job: Job, step: Step) -> None:
-        """A step is done, and the loop is about to be given it."""
+        """A step is done; the loop gets it next."""
 
     def on_evaluation(self, job: Job, evaluation: Evaluation) -> None:
-        """An evaluation of the script's is done."""
+        """An evaluation is done."""
 
     def on_end(self, job: Job) -> None:
         """The last step is done, or the loop was left; the process has no plan any more."""
 
 
-class Callbacks(Callback):
-    """Several, called in order."""
+class Job(RankInfo):
+    """Trains a model under whatever plan the coordinator has in force, and switches between plans in place.
 
-    def __init__(self, callbacks: tuple[Callback, ...]) -> None:
-        self._callbacks = callbacks
-        self._plan: int | None = None
-
-    def on_plan(self, job: Job, plan: Plan) -> None:
-        """Told of each plan once."""
-        if plan.number != self._plan:
-            self._plan = plan.number
-            for each in self._callbacks:
-                each.on_plan(job, plan)
-
-    def on_step(self, job: Job, step: Step) -> None:
-        for each in self._callbacks:
-            each.on_step(job, step)
-
-    def on_evaluation(self, job: Job, evaluation: Evaluation) -> None:
-        for each in self._callbacks:
-            each.on_evaluation(job, evaluation)
-
-    def on_end(self, job: Job) -> None:
-        for each in self._callbacks:
-            each.on_end(job)
-
-
-class Job(Seat):
-    """Trains `model` under whatever plan the coordinator has in force, switching in place.
-
-    model: an `elasticd.Model`. loss(output, batch) -> (sum, count) over a micro-batch; sums are divided once by
-    the global count. optimizer(named parameters) makes a torch optimizer with element-wise state; it is called
-    after every switch with every trained parameter by name: the slices that this device steps on, which may be
-    several of one parameter, and an empty tensor for what others step on. Its state and its groups' settings
-    are restored, so group parameters by name. scheduler(optimizer) makes a learning-rate scheduler, which is
-    stepped after every step and carried over switches. zero: 1 keeps optimizer state on `replicas` (default 1)
-    of a parameter's holders, on as many nodes, instead of on all; 2 gradients too. precision: modules compute
-    in "bf16" or "fp16" (whose loss is scaled) under master weights in single precision, or all is "fp32"
-    (default: as modules are made). recompute: True, all blocks make their activations again in the backward
-    pass; "plan", where memory demands it; a function of a block's index says which. dataset: map-style, or a
-    `Stream`; collate makes a batch of samples (default: as torch's own, and sequences are padded).
-    global_batch samples make a step, taken micro_batch at a time. clip: the largest norm of the gradient.
-    length(index): a sample's tokens, where samples are of unequal length (default: dataset.lengths[index], if
-    there are any). Then samples of like length share a micro-batch, and all micro-batches are of like work,
-    whatever the number of samples in each. readers: threads that read samples ahead; 0: the training thread
-    reads them. Of a sample that cannot be read its index is named; the state before it is saved, and all end.
-    checkpoint: a folder that all nodes share. A state is saved there every checkpoint_every steps and at the
-    end, without holding training up; the newest `keep` stay, and those of each checkpoint_keep_every-th step. A
-    job that is started anew with the same folder goes on from the newest that is sound, under any layout.
-    snapshot_every: the state after every so many steps is also copied into memory of two nodes' agents, without
-    holding training up: what no living worker has is gone on from there, and the steps since are given again.
-    held_out: a map-style dataset to evaluate on, a `HeldOut`, or several of them by name; see `evaluate`.
-    callbacks: see `Callback`; they are told of plans, steps and evaluations on every rank. profile: a file of
-    `elasticd profile` for this model, for a first plan from measured seconds, not guesses. grace: seconds from
-    SIGTERM until this process ends, whatever it is at. Meanwhile its state moves to the others; then the script
-    ends by a SystemExit with code 0. Where all workers are told, a last checkpoint is made (with `checkpoint`),
-    the job stops, and the code is 1. torchrun kills 30 s after it sent the signal on.
-
-    Start the script with `elasticd run`, or with `torchrun --rdzv-backend=elasticd`. Raises SystemExit with one
-    line where the job cannot start or go on.
+    Start the script with `elasticd run`, or with `torchrun --rdzv-backend=elasticd`, and loop over `steps`.
     """
 
     def __init__(
@@ -148,59 +97,111 @@ class Job(Seat):
         micro_batch: int = 1,
         seed: int = 0,
         clip: float | None = None,
-        collate: Collate = pad,
-        length: Callable[[int], int] | None = None,
-        readers: int = 1,
         scheduler: MakeScheduler | None = None,
-        zero: int = 0,
-        replicas: int | None = None,
-        precision: Name | Precision | None = None,
-        recompute: Recompute = False,
-        held_out: Dataset | HeldOut | Mapping[str, Dataset | HeldOut] | None = None,
+        data: DataOptions = DEFAULTS.data,
+        parallelism: ParallelismOptions = DEFAULTS.parallelism,
+        checkpointing: CheckpointingOptions = DEFAULTS.checkpointing,
+        evaluation: EvaluationOptions = DEFAULTS.evaluation,
         callbacks: Sequence[Callback] = (),
-        profile: str | os.PathLike[str] | None = None,
-        checkpoint: str | os.PathLike[str] | None = None,
-        checkpoint_every: int = 1000,
-        keep: int = 3,
-        checkpoint_keep_every: int | None = None,
-        snapshot_every: int | None = None,
         grace: float = 25.0,
+        **old: Unpack[OldKeywords],
     ) -> None:
-        given = {key: value for key, value in locals().items() if key in Options.__dataclass_fields__}
+        """Connects to this node's agent and announces the job.
+
+        Args:
+            model: the model, by its sections and rules.
+            loss: called as loss(output, batch) with the head's output for a micro-batch; returns the sum of the
+                losses and the count of targets. Sums are divided once, by the count of the global batch.
+            optimizer: makes a torch optimizer with element-wise state of (name, parameter) pairs. It is called
+                after every switch, on every rank, with all trained parameters: the slices that this device
+                steps on, which may be several of one parameter, and an empty tensor for a parameter that others
+                step on. State and settings of groups are restored after it, so form groups by name.
+            dataset: a map-style dataset, or a `Stream`.
+            global_batch: samples of a step, over all devices.
+            micro_batch: samples of one pass through a pipeline. Divides `global_batch`.
+            seed: keys the order of samples, the first values of parameters and the draws of dropout.
+            clip: the largest norm of a step's gradient; longer ones are scaled down to it. None: no clipping.
+            scheduler: makes a learning-rate scheduler of an optimizer. It is stepped after every step, and its
+                state moves with every switch. None: the learning rate stays.
+            data: how samples are read and batched.
+            parallelism: ZeRO, precision, recomputation, and a profile for the first plan.
+            checkpointing: checkpoints on a shared disk, snapshots in memory. The default keeps neither.
+            evaluation: held-out sets for `evaluate`.
+            callbacks: called in order, on every rank of the plan; see `Callback`.
+            grace: seconds from SIGTERM until this process ends, whatever it is doing. Within them its state
+                moves to the other devices, and the script ends with exit code 0. If every worker gets the
+                signal, they make a last checkpoint, the job stops, and the exit code is 1. torchrun kills its
+                workers 30 s after it has passed the signal on.
+            old: keywords of release 0.1 that are fields of the groups now, with a DeprecationWarning.
+
+        Raises:
+            SystemExit: the job cannot start, for a reason that is printed in one line.
+        """
         try:
-            name = environment("TORCHELASTIC_RUN_ID")
-            parent_death.end_with(os.getppid())
-            if remedy := parent_death.without_restarts(os.environ):
-                log.warning(remedy)
-            options = Options(**given)
-            self._held_out = held_out_sets(held_out)
-            keeping, spec = options.keeping(), options.spec(name)
-            self._snapper = self._make_snapper(snapshot_every, name) if snapshot_every is not None else None
-            self._control = Control(default_path(), hello(spec, keeping))
+            groups = Groups(
+                data=data, parallelism=parallelism, checkpointing=checkpointing, evaluation=evaluation
+            )
+            groups = with_old_keywords(groups, old)
+            self._recipe = Recipe(
+                model=model,
+                loss=loss,
+                optimizer=optimizer,
+                dataset=dataset,
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+                seed=seed,
+                clip=clip,
+                scheduler=scheduler,
+                data=groups.data,
+                parallelism=groups.parallelism,
+                checkpointing=groups.checkpointing,
+                snapshots=Snapshots(
+                    job=os.environ.get(_NAME, ""), fetch=lambda held: self._control.fetch(held)
+                ),
+            )
+            check_optimizer(self._recipe)
+            self._held_out = groups.evaluation.sets
+            self._callbacks = tuple(callbacks)
+            self._connect()
         except (ValueError, TypeError, RuntimeError, ConnectionError) as error:
             raise JobStopped(f"elasticd: {error}") from error
-        self._saver = self._make_saver(keeping, spec) if keeping is not None else None
-        self._callbacks = Callbacks(tuple(callbacks))
-        snapshots = Snapshots(job=name, fetch=self._control.fetch)
-        recipe = options.recipe(keeping.folder if keeping is not None else None, snapshots)
-        self._start(recipe, seed, grace)
+        self._start(grace)
 
-    def _start(self, recipe: Recipe, seed: int, grace: float) -> None:
-        """From here on the agent is heard."""
+    def _connect(self) -> None:
+        name = environment(_NAME)
+        parent_death.end_with(os.getppid())
+        if remedy := parent_death.without_restarts(os.environ):
+            log.warning(remedy)
+        spec, options = job_spec(self._recipe, name), self._recipe.checkpointing
+        self._control = Control(default_path(), hello(spec, options.path))
+        control, saves, snaps = self._control, options.path is not None, options.snapshot_every
+        self._saver = Saver(options, spec, self.device, control.send, lambda: control.lost) if saves else None
+        self._snapper = (
+            Snapper(snaps, name, lambda: control.welcome, lambda message, fd: control.send(message, fd=fd))
+            if snaps is not None
+            else None
+        )
+
+    def _start(self, grace: float) -> None:
+        """Makes the loop and all that serves the agent's messages, and begins to receive them."""
         self._taken = self._left = self._ended = False
         self._running: Generator[Next | Step, None, None] | None = None
         self._now: Next | None = None
-        self._recipe = recipe
+        self._announced: int | None = None  # the plan that callbacks were called with last
+        recipe = self._recipe
         pacer = Pacer(self._control.welcome.pace)
         self._where = shared()
-        self._switcher = Switcher(recipe, self._control, AgentKeyValue(self._control), pacer, seed, self._where)
-        self._interludes = Interludes(self._switcher, list(self._known().values()), self._close)
+        self._switcher = Switcher(
+            recipe, self._control, AgentKeyValue(self._control), pacer, recipe.seed, self._where
+        )
+        tasks = list(self._known().values())
+        self._between_steps = BetweenSteps(self._switcher, tasks, lambda *at: self._loop.close(*at))
         self._loop = Loop(
             switcher=self._switcher,
             control=self._control,
             pacer=pacer,
             feed=recipe.feed,
-            interludes=self._interludes,
+            between_steps=self._between_steps,
             saver=self._saver,
             snapper=self._snapper,
         )
@@ -216,42 +217,34 @@ class Job(Seat):
         self._uncaught = Uncaught(self._fail_later)
         self._farewell = Farewell(lambda: self._part("the script left the loop before the last step"))
         self._grace = grace
-        self._notice = Notice(grace, self._told_to_go)
+        self._notice = Notice(grace, self._drain)
         self._notice.install()
 
     def _idle(self) -> bool:
         return self._switcher.engine is None
 
     def _show(self) -> None:
-        """Gives the agent the memory that says where the main thread is."""
+        """Gives the agent the shared memory that says where the main thread is."""
         self._control.send(Whereabouts(signal=self._where.signal), fd=self._where.fd)
 
     def _about(self) -> dict[str, Any]:
-        """What a line of the log is about now."""
+        """The fields of a line of the log."""
         plan = self.plan
         return {
-            "job": os.environ.get("TORCHELASTIC_RUN_ID"),
+            "job": os.environ.get(_NAME),
             "plan": plan.number if plan is not None else None,
             "step": self._switcher.step,
             "device": self.device,
         }
 
-    def _told_to_go(self) -> None:
-        """On the notice's thread."""
-        log.warning(
-            "%s is told to go: it stays until the others, or a checkpoint, have what it holds", self.device
-        )
+    def _drain(self) -> None:
+        """Called after SIGTERM, on the thread of the notice."""
+        log.warning("SIGTERM: %s leaves the job once others, or a checkpoint, have its state", self.device)
         self._control.send(Leaving(reason=NOTICE, saves=self._saver is not None))
         self._switcher.told_to_go()
 
-    def _make_saver(self, keeping: Keeping, spec: JobSpec) -> Saver:
-        return Saver(keeping, spec, self.device, self._control.send, lambda: self._control.lost)
-
-    def _make_snapper(self, every: int, name: str) -> Snapper:
-        return Snapper(every, name, lambda: self._control.welcome, lambda m, fd: self._control.send(m, fd=fd))
-
     def _hear(self, message: ToWorker) -> None:
-        """On the control thread."""
+        """Takes a message of the agent, on the control thread."""
         match message:
             case Published(name=name):
                 if self._saver is not None:
@@ -273,17 +266,35 @@ class Job(Seat):
     # -- the loop --------------------------------------------------------------------------------------------
 
     def steps(self, total: int) -> Iterator[Step]:
-        """Trains until `total` updates were made, and gives each step after it is done.
+        """Trains until `total` updates are made. Call it once for a job.
 
-        A device that the plan does not use waits here; when it is used, the steps go on from there. A job's
-        steps are taken once: raises RuntimeError the second time."""
+        A device on standby waits inside; when a plan uses it, it gets the steps from there on.
+
+        Args:
+            total: updates, counted from the beginning of the job.
+
+        Yields:
+            Each step after it is done. After the job rolled back, steps are yielded again.
+
+        Raises:
+            RuntimeError: the steps of this job were asked for before.
+            SystemExit: the job cannot continue, or continues without this process, which got SIGTERM.
+        """
         for each in self._begun(total):
             if isinstance(each, Step):
                 yield each
 
     def next(self, total: int) -> int | None:
-        """The index of the step that `step` trains next, None once `total` updates were made. A device that the
-        plan does not use waits here. The lower level of `steps`: a job's script uses one or the other."""
+        """The index of the step that `step` trains next. Use either `next` and `step`, or `steps`.
+
+        A device on standby waits inside.
+
+        Args:
+            total: updates, counted from the beginning of the job.
+
+        Returns:
+            The index; None once `total` updates are made.
+        """
         if self._running is None:
             self._running = self._begun(total)
         while self._now is None:
@@ -294,12 +305,20 @@ class Job(Seat):
         return self._now.index
 
     def step(self, batch: Sequence[Any]) -> Step | None:
-        """Trains the step whose index `next` gave on `batch`: all samples of the global batch, as indices of
-        the dataset or as samples, the same on every rank (they compare a hash first, and all stop with
-        JobStopped where one differs). None where a fault came between: ask `next` again, it may be an earlier
-        step.
+        """Trains the step whose index `next` gave.
 
-        Raises ValueError or TypeError for what is no global batch, RuntimeError where `next` was not asked."""
+        Args:
+            batch: the whole global batch, as indices of the dataset or as samples, the same on every rank. The
+                ranks compare a hash of it first.
+
+        Returns:
+            The step; None after a fault: call `next` again, which may give an earlier step.
+
+        Raises:
+            ValueError, TypeError: `batch` is no global batch.
+            RuntimeError: `next` was not called, or the dataset is a stream.
+            SystemExit: the batch differs between ranks, or the job cannot continue.
+        """
         if self._running is None or self._now is None:
             raise RuntimeError("ask job.next(total) which step it is before each job.step(batch)")
         feed = self._recipe.feed
@@ -312,7 +331,7 @@ class Job(Seat):
         return each if isinstance(each, Step) else None
 
     def close(self) -> None:
-        """Leaves the lower level of the loop before its last step: the job goes on without this process."""
+        """Leaves a loop of `next` and `step` before its last step: the job continues without this process."""
         if self._running is not None:
             self._running.close()
             if self._left:
@@ -326,9 +345,9 @@ class Job(Seat):
         warm(self._recipe.model)
         try:
             try:
-                yield from self._told(self._loop.run(total))
+                yield from self._with_callbacks(self._loop.run(total))
             except JobOver:
-                yield from self._told(self._loop.missed())  # the last, it may be
+                yield from self._with_callbacks(self._loop.missed())  # perhaps the last step
         except Departed:
             self._leave("it was told to go, and the job goes on without it")
             raise
@@ -347,26 +366,27 @@ class Job(Seat):
         self._leave("")
 
     def _leave_later(self, handled: BaseException | None) -> None:
-        """The loop was left: by `break`, or by an exception of its body, which `_fail_later` may hear of.
-        handled: the exception around the loop, in whose `except` the script is."""
+        """The loop was left, by `break` or by an exception of its body, which may reach `_fail_later`.
+
+        Args:
+            handled: the exception that the script handles around the loop, if it is inside an `except`.
+        """
         self._left = True
         self._notice.restore()
         self._farewell.later(handled)
-        with during(self._where, CALLBACK):
-            self._callbacks.on_end(self)
+        self._notify(lambda each: each.on_end(self))
 
     def _fail_later(self, error: Exception) -> None:
-        """An exception ends the main thread: of the body of the loop, it may be, and then nothing of this rank
-        has ended yet."""
+        """An exception ends the main thread. If the loop's body raised it, this rank is still running."""
         if self._left and not self._farewell.withdrawn():
             return
         if self._left:
-            self._notice = Notice(self._grace, self._told_to_go)
+            self._notice = Notice(self._grace, self._drain)
             self._notice.install()
         self._fail(error)
 
     def _fail(self, error: Exception) -> None:
-        """The script's code raised. The leader is told, and this process stays while its state is of use."""
+        """The script's code raised: tells the leader, and keeps this process while its state is of use."""
         if self._failed or self._ended:
             return
         self._failed = True
@@ -378,22 +398,31 @@ class Job(Seat):
             pass
         self._end_threads()
 
-    def _close(self, engine: Engine, step: int) -> None:
-        self._loop.close(engine, step)
+    def _with_callbacks(self, running: Iterator[Next | Step]) -> Iterator[Next | Step]:
+        """Calls the callbacks before the loop gets a step."""
+        for event in running:
+            self._announce(event)
+            yield event
 
-    def _told(self, running: Iterator[Next | Step]) -> Iterator[Next | Step]:
-        """Callbacks hear of it first."""
-        for each in running:
-            with during(self._where, CALLBACK):
-                if self.plan is not None:
-                    self._callbacks.on_plan(self, self.plan)
-                if isinstance(each, Step):
-                    self._callbacks.on_step(self, each)
-            yield each
+    def _announce(self, event: Next | Step) -> None:
+        plan = self.plan
+        if plan is not None and plan.number != self._announced:
+            self._announced = plan.number
+            self._notify(lambda each: each.on_plan(self, plan))
+        if isinstance(event, Step):
+            self._notify(lambda each: each.on_step(self, event))
+
+    def _notify(self, call: Callable[[Callback], None]) -> None:
+        """Calls each callback, in order."""
+        with during(self._where, CALLBACK):
+            for each in self._callbacks:
+                call(each)
 
     def _end_threads(self) -> None:
-        """Ends what copies the state, and lets all groups go: an interpreter that ends while a thread is inside
-        gloo aborts."""
+        """Ends the threads that copy the state, and all groups.
+
+        An interpreter that ends while a thread is inside gloo aborts.
+        """
         self._ended = True
         for maker in (self._saver, self._snapper):
             if maker is not None:
@@ -403,8 +432,7 @@ class Job(Seat):
     def _leave(self, reason: str) -> None:
         self._notice.restore()
         self._part(reason)
-        with during(self._where, CALLBACK):
-            self._callbacks.on_end(self)
+        self._notify(lambda each: each.on_end(self))
 
     def _part(self, reason: str) -> None:
         self._end_threads()
@@ -414,74 +442,94 @@ class Job(Seat):
     # -- between two steps -----------------------------------------------------------------------------------
 
     def evaluate(self, name: str | None = None, *, weights: str = "value") -> Evaluation | None:
-        """The mean loss, and the set's other measures, over the whole of the held-out set `name` (None: the
-        only one) under the plan in force: each sample counts once. weights: "average" for the running mean that
-        `elasticd.average` keeps.
+        """Computes the mean loss, and the other measures, over a held-out set under the plan in force.
 
-        Call it in the loop's body, at the same place on every rank: all members of the plan take part and get
-        the same result. None on a device that stands by, or that a fault left out meanwhile; a fault that
-        leaves it in is recovered from, and the evaluation is made anew under the next plan. Raises JobStopped,
-        with the state saved, where a sample cannot be read."""
+        Call it in the loop's body, at the same place on every rank: all members of the plan take part. After a
+        fault the evaluation is repeated under the next plan.
+
+        Args:
+            name: of the held-out set; None: the only one.
+            weights: "value": the parameters; "average": their moving average, which `elasticd.average` keeps.
+
+        Returns:
+            The result, the same on every rank; None on standby, or if a fault excluded this device.
+
+        Raises:
+            ValueError: there is no such set, or there are no such weights.
+            RuntimeError: called outside of the loop's body.
+            SystemExit: a sample cannot be read. The state is saved.
+        """
         if name is None and len(self._held_out) == 1:
             (name,) = self._held_out
         if name not in self._held_out:
-            there = ", ".join(self._held_out) or "none: give Job(held_out=...)"
+            there = (
+                ", ".join(self._held_out)
+                or "none: give Job(evaluation=elasticd.EvaluationOptions(held_out=...))"
+            )
             raise ValueError(f"there is no held-out set {name!r}; there are: {there}")
         if weights not in WEIGHTS:
             raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
         found: Evaluation | None = self._together("evaluate", name, weights)
         if found is not None:
-            with during(self._where, CALLBACK):
-                self._callbacks.on_evaluation(self, found)
+            self._notify(lambda each: each.on_evaluation(self, found))
         return found
 
     def state_dict(
         self, contents: str = "value", *, sharded: bool = False
     ) -> dict[str, Tensor] | dict[str, list[tuple[Box, Tensor]]] | None:
-        """The state between two steps. contents: "value", parameters and buffers by full name; "average", with
-        the running mean in the parameters' place; "all", with what the optimizer keeps beside them, as
-        "optimizer.state.NAME.PLANE".
+        """The state between two steps, by name.
 
-        Whole (the default): new tensors on the host of the plan's first rank, an empty dict on the others. All
-        members of the plan take part, at the same place of the loop's body; None as of `evaluate`.
-        sharded: what this device holds, each as (box of the global tensor, values, not a copy), empty while it
-        stands by; nobody else takes part."""
+        Args:
+            contents: "value": parameters and buffers; "average": the moving average in place of the parameters;
+                "all": also the optimizer's state, as "optimizer.state.NAME.PLANE".
+            sharded: return what this device holds. Otherwise call it in the loop's body, at the same place on
+                every rank: all members of the plan take part.
+
+        Returns:
+            Full tensors, new ones on the host, on the plan's first rank, and an empty dict on the others; None
+            as from `evaluate`. Sharded: the box of the global tensor and the values, not a copy, of each piece;
+            empty on standby.
+
+        Raises:
+            ValueError: there are no such contents.
+            RuntimeError: called for full tensors outside of the loop's body.
+        """
         if contents not in full_state_dict.CONTENTS:
             raise ValueError(f"contents must be one of {', '.join(full_state_dict.CONTENTS)}, not {contents!r}")
         engine = self._switcher.engine
         if sharded:
-            return (
-                full_state_dict.named(full_state_dict.of(engine.state(), contents), contents)
-                if engine is not None
-                else {}
-            )
+            if engine is None:
+                return {}
+            return full_state_dict.named(full_state_dict.of(engine.state(), contents), contents)
         found: dict[str, Tensor] | None = self._together("state", contents)
         return found
 
     def _known(self) -> dict[tuple[str, ...], Run]:
-        """All that can be asked for between steps, in one order in every process."""
+        """The tasks between two steps, in the same order in every process."""
         known: dict[tuple[str, ...], Run] = {}
         for name in self._held_out:
             for weights in WEIGHTS:
                 known["evaluate", name, weights] = partial(self._evaluate, name, weights)
         for contents in full_state_dict.CONTENTS:
-            known["state", contents] = partial(self._whole, contents)
+            known["state", contents] = partial(self._gathered, contents)
         return known
 
     def _together(self, *what: str) -> Any:
         if not self._taken or self._left or self._ended:
             raise RuntimeError(f"{what[0]}: ask for it in the body of the loop, between two steps")
-        return self._interludes.run(list(self._known()).index(what))
+        return self._between_steps.run(list(self._known()).index(what))
 
     def _evaluate(self, name: str, weights: str, engine: Engine, step: int) -> Evaluation:
         recipe = self._recipe
         try:
             with during(self._where, EVALUATION):
-                return evaluate(engine, self._held_out[name], name, step, recipe.loss, recipe.collate, weights)
+                return evaluate(
+                    engine, self._held_out[name], name, step, recipe.loss, recipe.data.collate, weights
+                )
         except SampleError as error:
             raise self._loop.unreadable(engine, step, error) from error
         except LedgerError as error:
             raise self._loop.stopped(engine, error) from error
 
-    def _whole(self, contents: str, engine: Engine, step: int) -> dict[str, Tensor]:
+    def _gathered(self, contents: str, engine: Engine, step: int) -> dict[str, Tensor]:
         return full_state_dict.gathered(engine, contents)

@@ -1,4 +1,4 @@
-"""Metrics of a job, written by the first rank of its plan."""
+"""`Metrics`: a callback that hands the numbers of a job to a writer, on the first rank of its plan."""
 
 from __future__ import annotations
 
@@ -13,25 +13,36 @@ from elasticd.runtime.api.step import Step
 
 
 class Metrics(Callback):
-    """Hands numbers to `write(step, values)` on the plan's first rank alone: loss, norm, tokens, tokens/s, lr
-    and plan after every `every`-th step, and of an evaluation its means as "NAME/MEASURE".
+    """Writes loss, norm, tokens, tokens/s, lr and plan of steps, and the means of evaluations as
+    "NAME/MEASURE".
 
-    The first rank may move to another process, and a step may be written again after a recovery that went back:
-    whoever reads takes the last of a step."""
+    The first rank may move to another process. A step may be written again after the job rolled back: of
+    several values of a step the last one holds.
+    """
 
     def __init__(self, write: Callable[[int, Mapping[str, float]], None], *, every: int = 1) -> None:
+        """
+        Args:
+            write: called as write(step, values).
+            every: steps from one call to the next.
+
+        Raises:
+            ValueError: `every` is below 1.
+        """
         if every < 1:
             raise ValueError(f"metrics: every must be at least 1, not {every}")
         self._write, self._every = write, every
         self._tokens, self._since = 0, time.monotonic()
 
     def on_plan(self, job: Job, plan: Plan) -> None:
+        """Measures tokens/s anew."""
         self._begin()
 
     def _begin(self) -> None:
         self._tokens, self._since = 0, time.monotonic()
 
     def on_step(self, job: Job, step: Step) -> None:
+        """Writes the step, if it is due."""
         self._tokens += step.tokens
         if (step.index + 1) % self._every:
             return
@@ -50,6 +61,7 @@ class Metrics(Callback):
             self._write(step.index, values)
 
     def on_evaluation(self, job: Job, evaluation: Evaluation) -> None:
+        """Writes the means of the evaluation at the step that it came after."""
         if job.rank == 0:
             prefix = evaluation.name
             if evaluation.weights != "value":

@@ -1,4 +1,4 @@
-"""Where a process sits in the plan in force: what a script asks its job about itself."""
+"""`RankInfo`: the place of this process in the plan in force."""
 
 from __future__ import annotations
 
@@ -11,85 +11,91 @@ from elasticd.runtime.engine.engine import Engine
 from elasticd.runtime.switch.switcher import Switcher
 
 
-class Seat:
-    """Each answer is of the plan in force, and may be another after any step. A device that stands by has no
-    rank, stage or pipeline (None), one that only carries replicas of state has a rank alone."""
+class RankInfo:
+    """Ranks, stages and degrees of this process under the plan in force; any of them may change after any step.
+
+    On standby a device has no rank, stage or pipeline (None). A device that only carries replicas of state has
+    a rank, and no stage or pipeline.
+    """
 
     _control: Control
     _switcher: Switcher
 
     @property
     def device(self) -> str:
-        """This worker's device, "node/index"."""
+        """The device of this worker, "node/index"."""
         return self._control.welcome.device
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; None while this device stands by."""
+        """The plan in force; None on standby."""
         return self._engine.plan if self._engine else None
 
     @property
     def rank(self) -> int | None:
-        """The rank under the plan in force (torchrun's RANK is stale after the first switch)."""
+        """The rank among the members of the plan. (torchrun's RANK is stale after the first switch.)"""
         return self._engine.rank if self._engine else None
 
     @property
     def world_size(self) -> int | None:
-        """How many members the plan has, devices that stand by not counted."""
+        """Members of the plan, without devices on standby."""
         return len(self.plan.members) if self.plan else None
 
     @property
     def pipeline(self) -> int | None:
-        """Which of the plan's pipelines, its replicas of the model, this device is in."""
+        """The index of this device's pipeline, that is its data-parallel rank."""
         return self._place.pipeline if self._place else None
 
     @property
     def stage(self) -> int | None:
-        """Which stage of its pipeline."""
+        """The index of this device's stage in its pipeline."""
         return self._place.stage if self._place else None
 
     @property
     def stages(self) -> int | None:
-        """How many stages its pipeline has; others may have another number."""
+        """Stages of this device's pipeline. Other pipelines may have more or fewer."""
         if self.plan is None or self._place is None:
             return None
         return len(self.plan.pipeline(self._place).stages)
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether it computes the embedding, and reads inputs."""
+        """Whether this device computes the embedding, and reads inputs."""
         return self.stage == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it computes the head and the loss."""
+        """Whether this device computes the head and the loss."""
         return self.stage is not None and self.stages is not None and self.stage + 1 == self.stages
 
     @property
     def tp_rank(self) -> int | None:
-        """Its place in its stage's tensor-parallel group."""
+        """The rank of this device in its stage's TP group."""
         return self._place.position if self._place else None
 
     @property
     def tp_size(self) -> int | None:
-        """How many members that group has."""
+        """Members of this device's TP group."""
         return len(self.plan.stage(self._place).devices) if self.plan and self._place else None
 
     @property
     def updates(self) -> int:
-        """How many updates were applied to the state that is held here."""
+        """Steps that the state on this device has made."""
         return self._switcher.step
 
     @property
     def learning_rate(self) -> float | None:
-        """Of the optimizer's first parameter group."""
+        """The learning rate of the optimizer's first parameter group."""
         if self._engine is None or not self._engine.optimizer.param_groups:
             return None
         return float(self._engine.optimizer.param_groups[0]["lr"])
 
     def parameters(self) -> dict[str, tuple[Box, Tensor]]:
-        """The parameters held here under the plan in force, by full name: the box of the global tensor that
-        this device holds, and its values (not a copy). Empty while this device stands by."""
+        """The parameters on this device, by full name. Empty on standby.
+
+        Returns:
+            The box of the global tensor that this device holds, and its values (not a copy).
+        """
         held = self._engine.local.parameters if self._engine is not None else {}
         return {name: (box, parameter.detach()) for name, (box, parameter) in held.items()}
 

@@ -1,4 +1,4 @@
-"""What a script is given of each step."""
+"""`Step`: the result of a training step, for the script."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A finished step, the same on every rank: `loss` is the mean over all targets of the global batch, `norm`
-    the gradient's before clipping, `samples` the dataset indices that were trained on (the vote compared what
-    travelled through every rank with them), `plan` the number of the plan that it ran under. `applied`: the
-    update was made. It is not where a gradient is not finite (`norm` is then infinite), nor where the loss
-    counted no target in the whole batch (`loss` is then NaN)."""
+    """A finished step, the same on every rank."""
 
-    index: int
-    loss: float
-    norm: float
-    tokens: int
-    samples: tuple[int, ...]
-    plan: int
-    applied: bool
+    index: int  #: of the step, from 0
+    loss: float  #: mean over all targets of the global batch; NaN: the batch had no target
+    norm: float  #: of the gradient, before clipping; infinite: a gradient was not finite
+    tokens: int  #: of the global batch
+    samples: tuple[int, ...]  #: indices in the dataset that were trained on; all ranks have verified them
+    plan: int  #: number of the plan that the step ran under
+    applied: bool  #: the update was made: all gradients were finite, and there was a target

@@ -1,4 +1,4 @@
-"""The training loop of one process: waits until its device is used, trains, recovers, switches, ends."""
+"""The training loop of one process: it waits until a plan uses its device, trains, recovers and switches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from elasticd.records import Vote
-from elasticd.runtime.api.between_steps import Interludes
+from elasticd.runtime.api.between_steps import BetweenSteps
 from elasticd.runtime.api.step import Step
 from elasticd.runtime.checkpoint.saver import Saver
 from elasticd.runtime.comm.groups import Cancelled, PeerLost
@@ -22,7 +22,7 @@ from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import LedgerError
 from elasticd.runtime.data.step_samples import BatchesDiffer, Feed
 from elasticd.runtime.engine.engine import Engine, StepDone
-from elasticd.runtime.engine.vote import Going
+from elasticd.runtime.engine.vote import Draining
 from elasticd.runtime.exits import JobStopped
 from elasticd.runtime.snapshot.snapshotter import Snapper
 from elasticd.runtime.switch.switcher import Switcher
@@ -34,32 +34,38 @@ from elasticd.wire.messages import Finished, Leaving, Raised, Report
 
 @dataclass(frozen=True)
 class Next:
-    """This device is used, and the step of this index is trained next."""
+    """A plan uses this device, and a step is trained next."""
 
-    index: int
+    index: int  #: of the step
 
 
 class _Closed(Cancelled):
-    """The last checkpoint of a job was made that ends because of an exception."""
+    """The job ends because of an exception, and its last checkpoint is made."""
 
 
 @dataclass(kw_only=True)
 class Loop:
-    """What the loop works with. `feed` must know a step's samples when the loop goes on after its `Next`."""
+    """The training loop, as a generator of steps."""
 
     switcher: Switcher
     control: Control
     pacer: Pacer
-    feed: Feed
-    interludes: Interludes
-    saver: Saver | None
-    snapper: Snapper | None
-    #: All were told to go, and the last checkpoint was made.
-    _parted: bool = field(default=False, init=False)
+    feed: Feed  #: must know the samples of a step when the loop is resumed after its `Next`
+    between_steps: BetweenSteps
+    saver: Saver | None  #: None: the job makes no checkpoints
+    snapper: Snapper | None  #: None: the job makes no snapshots
+    #: All members are to leave, and the last checkpoint is made.
+    _drained: bool = field(default=False, init=False)
 
     def run(self, total: int) -> Iterator[Next | Step]:
-        """Until `total` updates were made: what comes next, and each step after it is done. Raises what
-        `exits` has."""
+        """Trains until `total` updates are made.
+
+        Yields:
+            `Next` before each step, and the `Step` after it.
+
+        Raises:
+            JobStopped, JobOver, Departed: the job, or this rank's part in it, ended earlier.
+        """
         switcher = self.switcher
         while True:
             if switcher.engine is None and self.saver is not None:
@@ -70,17 +76,17 @@ class Loop:
             if made < total:
                 yield Next(made)
             if switcher.engine is not engine:
-                continue  # a fault in what the script asked for meanwhile
+                continue  # a fault during an evaluation, or another task of the script
             try:
                 if made < total:
-                    self.interludes.begin_step(engine)
+                    self.between_steps.begin_step(engine)
                     done = self._train(engine, made, last=made + 1 >= total)
                     made += 1
                 if made >= total:
                     self.finish(engine, made)
                 elif done is not None and done.outcome.last:
-                    self._part(engine, made)
-                switcher.step = made  # until here the vote alone tells of it, to whoever loses the others
+                    self._drain(engine, made)
+                switcher.step = made  # a rank that loses the others before this knows of the step by its vote
             except (PeerLost, Cancelled) as error:
                 switcher.bereaved(error)
                 continue
@@ -106,9 +112,14 @@ class Loop:
                 switcher.voted(done.outcome.prepared)
 
     def fail(self, error: Exception) -> None:
-        """The script's own code raised: says so, and stays until the others have what this rank holds, or have
-        saved the state with it where the leader ends the job for it. Raises what `exits` has; returns where
-        nothing is held here that is of use."""
+        """Reports an exception of the script's own code, and keeps this rank until its state is safe.
+
+        That is until the other ranks have taken over the state, or have saved it with this rank if the leader
+        ends the job. Returns at once if this rank holds no state that is of use.
+
+        Raises:
+            JobStopped, JobOver, Departed: the state is safe.
+        """
         switcher = self.switcher
         engine = switcher.engine
         if engine is None:
@@ -117,7 +128,7 @@ class Loop:
         if not word.holds:
             return
         if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            # They keep the step's activations, and the state is to be given away.
+            # The frames keep the activations of the step, whose memory the move of the state needs.
             clear_frames(error.__traceback__)
         why = f"its code raised {word.kind}"
         self.control.send(Leaving(reason=why))
@@ -127,7 +138,7 @@ class Loop:
             switcher.bereaved(lost)
             engine = switcher.wait()
             try:
-                self.interludes.close(engine)
+                self.between_steps.close(engine)
             except _Closed as closed:
                 self.control.send(replace(word, plan=engine.plan.number, ends=True))
                 lost = closed
@@ -147,12 +158,12 @@ class Loop:
         return word
 
     def close(self, engine: Engine, step: int) -> None:
-        """By all members of a plan: a last checkpoint. Then they wait for the job's end."""
+        """Makes a last checkpoint, together with all members of the plan, which then wait for the job's end."""
         self.finish(engine, step)
         raise _Closed("the state is saved, and the job ends")
 
     def missed(self) -> Iterator[Step]:
-        """Steps that were made, and whose end this rank did not hear."""
+        """Steps that were made without this rank hearing of their end."""
         for plan, vote in self.switcher.taken():
             yield self._step(plan, vote)
 
@@ -168,7 +179,7 @@ class Loop:
         )
 
     def _train(self, engine: Engine, step: int, *, last: bool) -> StepDone:
-        """One step, and what is kept of the state after it: no snapshot of the last."""
+        """Trains one step, and begins a checkpoint and a snapshot if they are due. `last`: no snapshot."""
         saver, snapper = self.saver, self.snapper if not last else None
         try:
             done = engine.step(
@@ -176,7 +187,7 @@ class Loop:
                 self.switcher.prepared,
                 lambda: saver.word if saver else 0,
                 lambda: snapper is not None and snapper.ready(engine.plan.number, step + 1),
-                self._going,
+                self._draining,
             )
         except SampleError as error:
             raise self.unreadable(engine, step, error) from error
@@ -187,30 +198,32 @@ class Loop:
         return done
 
     def unreadable(self, engine: Engine, step: int, error: SampleError) -> JobStopped:
-        """On every rank alike, with nothing of the step in the state: saves it. Who met the error says so."""
+        """The end of the job because of an unreadable sample. Every rank saves the state before the step."""
         self.finish(engine, step)
         if error.__cause__ is not None:
             self._say(engine, error, ends=True)
         return JobStopped(f"elasticd: {error}")
 
     def stopped(self, engine: Engine, error: Exception) -> JobStopped:
-        """What ends every rank alike."""
+        """The end of the job because of an error that every rank has."""
         self._say(engine, error, ends=True, saves=False)
         return JobStopped(f"elasticd: {error}")
 
-    def _going(self) -> Going:
+    def _draining(self) -> Draining:
         if not self.switcher.leaving:
-            return Going.STAYS
-        return Going.UNSAVED if self.saver is not None and not self._parted else Going.SAVED
+            return Draining.NO
+        return Draining.UNSAVED if self.saver is not None and not self._drained else Draining.SAVED
 
-    def _part(self, engine: Engine, step: int) -> None:
-        """All members were told to go: by all of them, a last checkpoint. The leader, which knows of those that
-        are no members too, then ends the job or goes on with others."""
+    def _drain(self, engine: Engine, step: int) -> None:
+        """All members are to leave: they make a last checkpoint together.
+
+        The leader, which also knows the devices on standby, then ends the job or continues it with others.
+        """
         self.finish(engine, step)
-        self._parted = True
+        self._drained = True
 
     def finish(self, engine: Engine, step: int) -> None:
-        """After the last step, by all members of the plan: also of one that recovered from it."""
+        """Makes the last checkpoint. All members of the plan call it, and again after a fault during it."""
         if self.saver is not None and step > 0 and not self.switcher.loaded(step):
             with during(engine.fabric.stopwatch.where, SAVING):
                 self.saver.finish(step, engine.gather, engine.layouts, engine.state)

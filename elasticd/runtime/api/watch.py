@@ -1,12 +1,12 @@
-"""`elasticd.watch()`: one line in a script in restart mode, and its stragglers are known.
+"""`elasticd.watch()`: detects stragglers among the processes of a script in restart mode.
 
-What is measured, in each optimizer step of each process: the seconds from the end of the last
-`optimizer.step()` until the last gradient of this process was there, less those that Python code waited for
-collectives meanwhile. That is the process' own computation, its data loading included. DDP starts its
-reductions during backward and waits for them after the last gradient, so its communication, hidden or not, is
-no part of this; FSDP2 waits for its gathers and reductions in Python, where the waits are taken out. In the sum
-stays what communication in the background takes from the processors, and the broadcast of a DDP module's
-buffers (which can make the others look as slow as its first rank, never slower).
+It measures, in each optimizer step of each process, the seconds from the end of the last `optimizer.step()` to
+the last gradient of this process, without the seconds in which Python code waited for collectives. That is the
+process' own computation, with its data loading. DDP starts its reductions during the backward pass and waits
+for them after the last gradient, so its communication, overlapped or not, is not measured. FSDP2 waits for its
+gathers and reductions in Python, and these waits are subtracted. Two things remain in the result: processor
+time of communication in the background, and the broadcast of a DDP module's buffers (which can make other ranks
+look as slow as the first one, never slower).
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _watch: Watch | None = None
 
 
 def watch() -> Watch:
-    """Measure every optimizer step of this process and report it; to be called once, anywhere before training.
+    """Measures every optimizer step of this process, and reports it to the agent.
 
-    Where a step's work differs between processes or steps (lengths of sequences), say what it was with
-    `watch().work(tokens)` before `optimizer.step()`. Outside of elasticd's restart mode it does nothing.
+    Call it once, anywhere before training. If the work of a step differs between processes or steps, as with
+    sequences of unequal length, call `watch().work(tokens)` before each `optimizer.step()`. Outside of
+    elasticd's restart mode it does nothing.
     """
     global _watch
     if _watch is None:
@@ -49,9 +50,10 @@ def watch() -> Watch:
 
 
 class Watch:
-    """The hooks into torch, and one step's clocks. Without `report` there are none."""
+    """The hooks into torch, and the clocks of a step."""
 
     def __init__(self, report: Callable[[Lap], None] | None) -> None:
+        """Args: report: called after each step; None: nothing is measured."""
         self._report = report
         self._first: int | None = None
         self._step = 0
@@ -69,10 +71,11 @@ class Watch:
             Work.wait = self._timed_wait()  # type: ignore[method-assign]
 
     def work(self, amount: float) -> None:
-        """This step's work so far was that much more; in any unit that is the same for all."""
+        """Adds to the work of this step. The unit, for example tokens, must be the same in all processes."""
         self._work += amount
 
     def close(self) -> None:
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -102,14 +105,14 @@ class Watch:
             self._step += 1
             seconds = max(until - self._begin - waited, 1e-9)
             self._report(Lap(step=self._step, seconds=seconds, wall=now - self._begin, work=self._work or 1.0))
-            self._begin = None  # torch asks once more where the step calls that of a base class
+            self._begin = None  # torch calls the hook again if the step calls that of a base class
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._first == id(optimizer):
             self._begin, self._waited, self._work, self._last = time.perf_counter(), 0.0, 0.0, None
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """The first optimizer that makes a step counts the steps."""
+        """Measures the steps of this optimizer, the first one that made a step."""
         self._first = id(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         if any(p.device.type != "cpu" for p in parameters):
@@ -124,7 +127,7 @@ class Watch:
 
 
 class _Reports:
-    """To the agent, never waiting for it: a report that it does not take at once is lost."""
+    """Sends reports to the agent without blocking. A report that it does not take at once is dropped."""
 
     def __init__(self, place: Watching) -> None:
         self._place = place
@@ -136,6 +139,7 @@ class _Reports:
             _say(f"watch() finds no agent at {self._path}: it goes on trying")
 
     def send(self, lap: Lap) -> None:
+        """Sends a report, and connects before that if it is time to try."""
         if self._sock is None and time.monotonic() >= self._again:
             self._connect()
         if self._sock is None:
@@ -158,7 +162,7 @@ class _Reports:
 
 
 def _place() -> Watching | None:
-    """Which process of which round this is, as torchrun and our handler left it; None where they did not."""
+    """This process in its rendezvous round, from the environment; None outside of restart mode."""
     place = os.environ.get(unix_socket.ROUND_VARIABLE)
     if place is None:
         _say("watch() does nothing here: this process was not started by torchrun with mode=restart")

@@ -15,26 +15,27 @@ import torch
 
 from elasticd.runtime.checking import layouts
 from elasticd.runtime.checking.layouts import Variation
-from elasticd.runtime.checking.script import CannotCheck, subject_of
-from elasticd.runtime.checking.trial import Subject, Trial, tried
+from elasticd.runtime.checking.script import CannotCheck, recipe_of
+from elasticd.runtime.checking.trial import Trial, tried
 from elasticd.runtime.checking.verdict import findings
+from elasticd.runtime.engine.recipe import Recipe
 from elasticd.runtime.model.validation import ModelError
 
 #: Samples of the step: of two replicas the second has two micro-batches.
 _SAMPLES = 3
 
 
-def compared(subject: Subject, say: Callable[[str], None]) -> bool:
+def compared(recipe: Recipe, say: Callable[[str], None]) -> bool:
     """Tries every layout; whether all are as one process. What deals samples to several micro-batches is tried
     where the rules are right, and compared with one process that takes them one by one."""
-    model, samples = subject.model, min(_SAMPLES, len(subject.dataset))
-    one = _one_process(subject, layouts.alone(model.spec, samples))
+    model, samples = recipe.model, min(_SAMPLES, recipe.samples)
+    one = _one_process(recipe, layouts.alone(model.spec, samples))
     say(f"{model.name}: {model.layers} blocks; one process has a loss of {one.loss:.6g}")
     if model.proved:
         say(f"ok    {model.proved}")
 
     def right(said: str, variation: Variation, alone: Trial, outputs: bool) -> bool:
-        found = findings(model, alone, tried(subject, variation), outputs=outputs)
+        found = findings(model, alone, tried(recipe, variation), outputs=outputs)
         wrong = list(dict.fromkeys(found))
         say(f"{'WRONG' if wrong else 'ok   '} {said}")
         for line in wrong:
@@ -46,7 +47,7 @@ def compared(subject: Subject, say: Callable[[str], None]) -> bool:
         return False
     good = [right(said, each, one, True) for said, each in layouts.others(model.spec, samples).items()]
     if dealt := layouts.dealt(model.spec, samples):
-        by_sample = _one_process(subject, layouts.by_sample(model.spec, samples))
+        by_sample = _one_process(recipe, layouts.by_sample(model.spec, samples))
         if apart := list(findings(model, one, by_sample, outputs=False)):
             say("note  one process gives something else where each sample is a micro-batch of its own:")
             say(f"      {apart[0]}. Do padded tokens or other samples reach what a sample gives?")
@@ -54,8 +55,8 @@ def compared(subject: Subject, say: Callable[[str], None]) -> bool:
     return all(good)
 
 
-def _one_process(subject: Subject, variation: Variation) -> Trial:
-    one = tried(subject, variation)
+def _one_process(recipe: Recipe, variation: Variation) -> Trial:
+    one = tried(recipe, variation)
     if one.failed is not None:
         where, error = one.failed
         if isinstance(error, ModelError):
@@ -78,7 +79,7 @@ def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("default", UserWarning)
     try:
-        good = compared(subject_of(script, arguments), lambda line: print(line, file=answer))
+        good = compared(recipe_of(script, arguments), lambda line: print(line, file=answer))
     except (CannotCheck, ModelError) as error:
         print(f"elasticd: {error}", file=sys.stderr)
         return 2

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, cast
 
 import torch
 from elasticd_planner.layout.layouts import Layouts
-from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.spec.box import Box
 from torch import Tensor, nn
 
@@ -17,42 +16,15 @@ from elasticd.runtime.checking.layouts import Variation
 from elasticd.runtime.comm.groups import Fabric, PeerLost
 from elasticd.runtime.comm.in_memory import MemoryFabric, run_threads, unpaced
 from elasticd.runtime.comm.torch_store import TorchStore
-from elasticd.runtime.data.loader import Collate, Dataset
 from elasticd.runtime.engine.engine import Engine, first_state, make_engine
-from elasticd.runtime.engine.mixed_precision import Precision
-from elasticd.runtime.engine.pipeline_stage import Loss
-from elasticd.runtime.engine.recipe import MakeOptimizer, Recipe
-from elasticd.runtime.model.model import Model
+from elasticd.runtime.engine.recipe import Recipe
 
 
-def _plain(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Where a script has none to try."""
-    return torch.optim.SGD(named, lr=1.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """What a script gave its Job. model: as its modules compute."""
-
-    model: Model
-    loss: Loss
-    dataset: Dataset
-    collate: Collate
-    seed: int
-    optimizer: MakeOptimizer = _plain
-    precision: Precision | None = None
-
-    def recipe(self, variation: Variation) -> Recipe:
-        return Recipe(
-            model=self.model,
-            loss=self.loss,
-            optimizer=self.optimizer,
-            dataset=self.dataset,
-            collate=self.collate,
-            sampler=Sampler(size=len(self.dataset), global_batch=variation.plan.global_batch, seed=self.seed),
-            recomputed=tuple(range(self.model.layers)) if variation.recompute else (),
-            precision=self.precision,
-        )
+def _under(recipe: Recipe, variation: Variation) -> Recipe:
+    """The recipe of one member. Each has its own, whose reader is one rank's."""
+    recompute = (lambda _: True) if variation.recompute else False
+    parallelism = replace(recipe.parallelism, precision=recipe.precision, recompute=recompute)
+    return replace(recipe, global_batch=variation.plan.global_batch, parallelism=parallelism)
 
 
 @dataclass(frozen=True)
@@ -97,18 +69,18 @@ class Trial:
     failed: tuple[str, BaseException] | None = None
 
 
-def tried(subject: Subject, variation: Variation) -> Trial:
+def tried(recipe: Recipe, variation: Variation) -> Trial:
     """Takes one step."""
     plan = variation.plan
-    layouts = Layouts(subject.model.spec, plan)
+    layouts = Layouts(recipe.model.spec, plan)
     members = {name: Member() for name in plan.members}
     store = TorchStore(torch.distributed.HashStore())  # type: ignore[attr-defined]
 
     def worker(memory: MemoryFabric) -> tuple[float, bool]:
-        recipe, seen = subject.recipe(variation), members[memory.me]
+        seen = members[memory.me]
         fabric = Fabric("check", memory.me, "127.0.0.1", store) if variation.gloo else cast(Fabric, memory)
         try:
-            return _step(subject, layouts, fabric, recipe, seen)
+            return _step(_under(recipe, variation), layouts, fabric, seen)
         finally:
             if variation.gloo:
                 fabric.shut()  # frees the others where this one failed
@@ -125,12 +97,10 @@ def tried(subject: Subject, variation: Variation) -> Trial:
     return Trial(loss=loss, applied=applied, members=members)
 
 
-def _step(
-    subject: Subject, layouts: Layouts, fabric: Fabric, recipe: Recipe, seen: Member
-) -> tuple[float, bool]:
+def _step(recipe: Recipe, layouts: Layouts, fabric: Fabric, seen: Member) -> tuple[float, bool]:
     """One member's step: its loss, and whether its updates were applied."""
     engine = make_engine(recipe, layouts, fabric, unpaced)
-    engine.adopt(first_state(recipe.model, layouts, fabric.me, subject.seed, recipe.master))
+    engine.adopt(first_state(recipe.model, layouts, fabric.me, recipe.seed, recipe.master))
     first = {name: p.detach().clone() for name, (_, p) in engine.local.parameters.items()}
     terms: dict[str, Tensor] = {}
     scaled = recipe.precision.scale if recipe.precision is not None else None

@@ -12,8 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 from elasticd_migration.local_state import LocalState
 from elasticd_planner.layout.layouts import Item, Layouts
@@ -25,6 +24,7 @@ from elasticd.checkpoints.disk import Disk, LocalDisk
 from elasticd.machines.worker import checkpointing
 from elasticd.machines.worker.checkpointing import Status
 from elasticd.records import JobSpec
+from elasticd.runtime.checkpoint.options import CheckpointingOptions
 from elasticd.runtime.checkpoint.staging import Staging, pieces, share, without_planes
 from elasticd.runtime.checkpoint.writer import Task, origin_of, path_of, write_part, write_whole
 from elasticd.wire.messages import Message, Saved
@@ -41,22 +41,6 @@ class _Stopped(Exception):
     """The checkpoint that is being written was given up, or the process ends."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Keeping:
-    """Where checkpoints go, every how many steps one is made, and how many stay: the newest `keep`, and
-    those of each `keep_every`-th step."""
-
-    folder: Path
-    every: int
-    keep: int
-    keep_every: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("every", self.every), ("keep", self.keep), ("keep_every", self.keep_every or 1)):
-            if value < 1:
-                raise ValueError(f"checkpoint: {name} is {value}; it must be at least 1")
-
-
 class Saver:
     """Makes this rank's checkpoints. `tell` sends to the leader; `lost` says that nobody hears it any more.
 
@@ -66,18 +50,20 @@ class Saver:
 
     def __init__(
         self,
-        keeping: Keeping,
+        options: CheckpointingOptions,
         spec: JobSpec,
         device: str,
         tell: Callable[[Message], None],
         lost: Callable[[], bool] = lambda: False,
         disk: Disk | None = None,
     ) -> None:
-        self.keeping = keeping
+        if options.path is None:
+            raise ValueError("checkpointing: there is no folder to save to")
+        self.options, self._folder = options, options.path
         self.copy_seconds = 0.0  # what the last checkpoint held its step up
         self._spec, self._device, self._tell, self._lost = spec, device, tell, lost
         self._disk: Disk = disk or LocalDisk()
-        self._state = checkpointing.CheckpointState(every=keeping.every)
+        self._state = checkpointing.CheckpointState(every=options.every)
         self._changed = threading.Condition()
         self._published: set[str] = set()
         self._given_up: set[int] = set()
@@ -171,7 +157,7 @@ class Saver:
             self._share = plan.number, share(layouts, self._device)
         task = Task(
             origin=origin_of(self._spec, plan, step),
-            path=path_of(self.keeping.folder, plan, step),
+            path=path_of(self._folder, plan, step),
             device=self._device,
             members=plan.members,
             shapes={},
@@ -260,7 +246,7 @@ class Saver:
 
     def _close(self, task: Task) -> None:
         """The first rank's: makes one checkpoint of all parts, and names it once it is published."""
-        folder = self.keeping.folder
+        folder = self._folder
         try:
             serial = folders.next_serial(folders.scan(folder))
             write_whole(self._disk, task, serial, lambda: self._check(task.step))
@@ -292,8 +278,8 @@ class Saver:
         return True
 
     def _retain(self) -> None:
-        found = folders.scan(self.keeping.folder)
-        for item in folders.superfluous(found, self.keeping.keep, self.keeping.keep_every):
+        found = folders.scan(self._folder)
+        for item in folders.superfluous(found, self.options.keep, self.options.keep_every):
             folders.remove(self._disk, item)
 
     def _let_go(self, task: Task) -> None:

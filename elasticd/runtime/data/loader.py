@@ -1,7 +1,7 @@
-"""A rank's view of the data: samples of a map-style dataset, collated, and a record of what was asked for.
+"""`Loader`: makes the batches of a rank, and records the ids of the samples in them.
 
-`pad` makes a batch of samples where the user gives no function for it. Sample ids go with the activations from
-stage to stage, so that the vote's hash proves which samples a forward pass really saw.
+`pad` makes a batch of samples unless the user gives a function for it. Sample ids pass from stage to stage with
+the activations, so that the hash in the vote proves which samples a forward pass saw.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from elasticd.runtime.data.prefetch import Dataset as Dataset
-from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.prefetch import Dataset, SampleError
 from elasticd.runtime.data.step_samples import Samples
 
-#: What pads each key of a sample: targets by what the loss leaves out, all else by zero.
+#: Values that pad the keys of a sample: targets get the value that losses ignore. All other keys are padded by
+#: zero.
 PADDING = {"targets": -100, "labels": -100}
 
-#: The key under which samples and batches count their modalities, as {"image": 3}.
+#: The key of a sample's, and a batch's, counts by modality, as {"image": 3}.
 MODALITIES = "modalities"
 
-#: How many of the first samples may stand in for a micro-batch of which none can be read.
+#: The number of first samples that can stand in for a micro-batch of which none can be read.
 _STAND_INS = 16
 
 Batch = Any
@@ -34,26 +34,29 @@ Collate = Callable[[Sequence[Any]], Batch]
 
 
 class Unlike(ValueError):
-    """Samples that make no batch; `place` is the one that is unlike the first."""
+    """Samples that make no batch, because one differs from the first."""
 
     def __init__(self, place: int, why: str) -> None:
         super().__init__(why)
-        self.place = place
+        self.place = place  # of the sample that differs
 
 
 def pad(samples: Sequence[Any]) -> Any:
-    """A batch as torch's `default_collate` makes it: tensors and arrays of one shape, numbers and labels are
-    stacked, mappings and tuples are collated part by part, text is listed. Sequences, tensors of one
-    dimension, may be of unequal length: they are padded at the end to the longest of them, [samples, tokens],
-    by zero; those with the key "targets" or "labels" by -100. What samples count under "modalities", as
-    {"image": 3}, is summed.
+    """Makes a batch of samples, as torch's `default_collate` does, and pads sequences.
 
-    Raises Unlike for samples that make no batch."""
+    Tensors and arrays of one shape, numbers and labels are stacked; mappings and tuples are collated part by
+    part; text is listed. Tensors of one dimension may differ in length: they are padded at the end to the
+    longest one, [samples, tokens], by zero, and by -100 under the keys "targets" and "labels". Counts under the
+    key "modalities", as {"image": 3}, are summed.
+
+    Raises:
+        Unlike: the samples make no batch.
+    """
     return _batch(samples, ())
 
 
 def _batch(parts: Sequence[Any], keys: tuple[str, ...]) -> Any:
-    """One part of all samples, which is at these keys of each."""
+    """Collates one part of all samples, the one under `keys`."""
     first = parts[0]
     if isinstance(first, Mapping):
         if keys[-1:] == (MODALITIES,) and all(isinstance(part, Mapping) for part in parts):
@@ -94,7 +97,7 @@ def _batch(parts: Sequence[Any], keys: tuple[str, ...]) -> Any:
 
 
 def _holds(dtype: torch.dtype, value: int) -> bool:
-    """Whether tensors of this type can have the value."""
+    """Whether a tensor of this type can hold the value."""
     if dtype.is_floating_point or dtype.is_complex:
         return True
     return dtype is not torch.bool and torch.iinfo(dtype).min <= value
@@ -110,7 +113,7 @@ def _alike(
 
 #: Python's and numpy's go into one batch.
 _NUMBERS = (int, float, np.number, np.bool_)
-_REMEDY = "give Job(collate=...) a function that makes a batch of them"
+_REMEDY = "give DataOptions(collate=...) a function that makes a batch of them"
 
 
 def _where(keys: tuple[str, ...]) -> str:
@@ -133,15 +136,18 @@ def _summed(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
 
 
 def length_of(dataset: Dataset) -> Callable[[int], int] | None:
-    """The tokens of a sample by its index, from the dataset's own `lengths`; None where it has none."""
+    """The tokens of a sample by its index, from the dataset's attribute `lengths`; None: it has none."""
     lengths: Sequence[int] | None = getattr(dataset, "lengths", None)
     return None if lengths is None else lambda index: int(lengths[index])
 
 
 def at_length(dataset: Dataset, tokens: int) -> Dataset:
-    """The same samples in sequences of so many tokens, as the dataset itself gives them. Raises ValueError
-    where it does not, or gives another number of samples: which of them a step has must stay a function of seed
-    and step."""
+    """The dataset in sequences of `tokens` tokens, by its own method `at_length`.
+
+    Raises:
+        ValueError: it has no such method, or the result has another number of samples. The samples of a step
+            must stay a function of seed and step.
+    """
     make: Callable[[int], Dataset] | None = getattr(dataset, "at_length", None)
     if make is None:
         raise ValueError("the dataset has no at_length(tokens), so that its lengths cannot be changed")
@@ -155,7 +161,12 @@ def at_length(dataset: Dataset, tokens: int) -> Dataset:
 
 
 def sample_tokens(dataset: Dataset, most: int = 64) -> float:
-    """The mean number of tokens of the first samples: what the planner expects of the rest."""
+    """The mean number of tokens of the first `most` samples, which the planner takes for all.
+
+    Raises:
+        ValueError: the dataset is empty.
+        TypeError: a sample has no tensor.
+    """
     count = min(len(dataset), most)
     if count == 0:
         raise ValueError("dataset is empty: it must hold at least one sample")
@@ -181,11 +192,12 @@ def _tensors(part: Any) -> Iterator[Tensor]:
 
 
 class Loader:
-    """Batches of a dataset, and a record of what was asked of it: the ledger's word for a first stage.
+    """Makes batches, and records the ids that were asked for, for the ledger of samples.
 
-    A sample that cannot be read, or that makes no batch with the others, does not end a step in the middle,
-    where others would wait for ever: another one stands in for it, `failure` tells, and the vote drops the step
-    on all ranks."""
+    A sample that cannot be read, or makes no batch with the others, does not end the step at once, because
+    other ranks would wait for ever. Another sample takes its place, `failure` reports it, and the vote drops
+    the step on all ranks.
+    """
 
     def __init__(self, reader: Samples, collate: Collate) -> None:
         self._reader, self._collate = reader, collate
@@ -193,11 +205,15 @@ class Loader:
         self.failure: SampleError | None = None
 
     def prepare(self, ids: Sequence[int]) -> None:
-        """These are asked for next, in this order; what was prepared before and is not among them goes."""
+        """Has these samples read ahead, in this order, and drops all others that were."""
         self._reader.want(ids)
 
     def batch(self, ids: Sequence[int]) -> Batch:
-        """Raises SampleError where none of these can be read, and nothing can stand in for them."""
+        """The batch of these samples.
+
+        Raises:
+            SampleError: none of them can be read, and no other one can take their place.
+        """
         found: list[Any] = []
         missing: list[int] = []
         for place, index in enumerate(ids):
@@ -209,7 +225,7 @@ class Loader:
                 missing.append(place)
         if missing:
             stand_in = found[0] if found else self._any()
-            for place in missing:  # the same on every member of a group that read the same
+            for place in missing:  # the same on every member of a TP group, since they read the same samples
                 found.insert(place, stand_in)
         try:
             return self._collate(found)
@@ -222,7 +238,7 @@ class Loader:
             return self._stand_in(len(found), error)
 
     def _stand_in(self, count: int, error: Exception) -> Batch:
-        """A batch of one sample, so many times. Raises SampleError where none makes one."""
+        """A batch of one sample `count` times. Raises SampleError if there is none."""
         assert self.failure is not None
         for index in range(_STAND_INS):
             try:
@@ -232,7 +248,7 @@ class Loader:
         raise self.failure from error
 
     def _any(self) -> Any:
-        """The first sample of the dataset that can be read, of a few."""
+        """The first sample of the dataset that can be read, among a few."""
         assert self.failure is not None
         for index in range(_STAND_INS):
             try:
@@ -242,7 +258,7 @@ class Loader:
         raise self.failure
 
     def take(self) -> tuple[list[int], SampleError | None]:
-        """The ids asked for since the last take, in order, and the first failure among them."""
+        """The ids asked for since the last call, in order, and the first failure among them."""
         asked, failure = self.asked, self.failure
         self.asked, self.failure = [], None
         return asked, failure

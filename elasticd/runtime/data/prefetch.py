@@ -1,15 +1,16 @@
-"""Samples of a map-style dataset, read ahead of training in threads of their own.
+"""Prefetching: samples of a map-style dataset are read ahead of training, in threads of their own.
 
-Samples are known by their index alone, so a new plan invalidates nothing: what this device still needs stays as
-it was read, and only the rest is let go.
+A sample is known by its index alone, so a new plan invalidates nothing: samples that this device still needs
+stay as they were read, and only the others are dropped.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -22,34 +23,69 @@ class Dataset(Protocol):
 
 
 class SampleError(RuntimeError):
-    """A sample could not be read; `index` names it. The cause is the dataset's own exception, on the rank that
-    met it."""
+    """A sample could not be read. On the rank that tried, the cause is the dataset's own exception."""
 
     def __init__(self, index: int, why: str) -> None:
         super().__init__(f"sample {index} of the dataset could not be read: {why}")
         self.index = index
 
 
-_Job = tuple[int, Future[Any]] | None
+_Work = tuple[Callable[[], Any], Future[Any]] | None
+
+
+class DaemonThreads:
+    """Runs calls in daemon threads, in the order in which they came. The threads end with this object."""
+
+    def __init__(self, name: str, count: int = 1) -> None:
+        self._name, self._count, self._started = name, count, False
+        self._queue: SimpleQueue[_Work] = SimpleQueue()
+
+    def __call__(self, work: Callable[[], Any]) -> Future[Any]:
+        """Has `work` called by a thread. The first call starts the threads."""
+        if not self._started:
+            self._started = True
+            for number in range(self._count):
+                name = f"elasticd-{self._name}-{number}"
+                threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
+            weakref.finalize(self, _end, self._queue, self._count)
+        future: Future[Any] = Future()
+        self._queue.put((work, future))
+        return future
+
+
+def _run(queue: SimpleQueue[_Work]) -> None:
+    while (item := queue.get()) is not None:
+        work, future = item
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+        del item, work, future  # while the thread waits it must not hold a sample
+
+
+def _end(queue: SimpleQueue[_Work], threads: int) -> None:
+    for _ in range(threads):
+        queue.put(None)
 
 
 class Reader:
-    """Reads what is wanted, in the order in which it is wanted.
-
-    threads: how many read at once; with 0 the training thread reads when it needs a sample. One thread will do
-    for datasets that are not thread-safe: then no other one reads."""
+    """Reads samples in the order in which they are wanted."""
 
     def __init__(self, dataset: Dataset, threads: int = 1) -> None:
-        if threads < 0:
-            raise ValueError(f"readers must not be negative, not {threads}")
-        self._dataset, self._threads = dataset, threads
-        self._queue: SimpleQueue[_Job] = SimpleQueue()
+        """
+        Args:
+            dataset: a map-style dataset.
+            threads: that read at once. With 1 the dataset need not be thread-safe; with 0 the training thread
+                reads a sample when it needs it.
+        """
+        self._dataset = dataset
+        self._threads = DaemonThreads("reader", threads) if threads else None
         self._wanted: dict[int, Future[Any]] = {}
-        self._started = False
 
     def want(self, indices: Iterable[int]) -> None:
-        """What is needed from now on; all else is let go. Nothing is read twice that is wanted all the time."""
-        if not self._threads:
+        """Reads these samples ahead, and drops all others. A sample that stays wanted is not read again."""
+        if self._threads is None:
             return
         wanted: dict[int, Future[Any]] = {}
         for index in indices:
@@ -60,9 +96,13 @@ class Reader:
         self._wanted = wanted
 
     def take(self, index: int) -> Any:
-        """The sample; it waits until it is read. Raises SampleError where the dataset raises."""
+        """Waits for a sample.
+
+        Raises:
+            SampleError: the dataset raised.
+        """
         try:
-            if not self._threads:
+            if self._threads is None:
                 return self._dataset[index]
             if index not in self._wanted:
                 self._wanted[index] = self._ask(index)
@@ -71,33 +111,5 @@ class Reader:
             raise SampleError(index, f"{type(error).__name__}: {error}") from error
 
     def _ask(self, index: int) -> Future[Any]:
-        if not self._started:
-            self._started = True
-            for number in range(self._threads):
-                threading.Thread(
-                    target=_read,
-                    args=(self._dataset, self._queue),
-                    name=f"elasticd-reader-{number}",
-                    daemon=True,
-                ).start()
-            weakref.finalize(self, _end, self._queue, self._threads)
-        future: Future[Any] = Future()
-        self._queue.put((index, future))
-        return future
-
-
-def _read(dataset: Dataset, queue: SimpleQueue[_Job]) -> None:
-    while (job := queue.get()) is not None:
-        index, future = job
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            future.set_result(dataset[index])
-        except BaseException as error:
-            future.set_exception(error)
-        del job, future  # the sample is not to stay here
-
-
-def _end(queue: SimpleQueue[_Job], threads: int) -> None:
-    for _ in range(threads):
-        queue.put(None)
+        assert self._threads is not None
+        return self._threads(partial(self._dataset.__getitem__, index))

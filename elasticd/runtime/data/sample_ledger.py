@@ -1,6 +1,7 @@
-"""The ledger of samples: a hash of those that a pass saw, beside that of those that the batch plan gives.
+"""The ledger of samples: every rank compares a hash of the samples that it saw with that of the batch plan.
 
-Sample ids go with the activations from stage to stage, and each rank brings the hash of what came to the vote.
+Sample ids pass from stage to stage with the activations, and each rank brings the hash of those that it got to
+the vote.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from itertools import chain
 
 
 class LedgerError(RuntimeError):
-    """The samples that travelled through some rank are not those of the batch plan."""
+    """A rank saw other samples than the batch plan gives it."""
 
 
 def hash_samples(ids: Iterable[int]) -> int:
@@ -23,12 +24,12 @@ def hash_samples(ids: Iterable[int]) -> int:
 
 @lru_cache(maxsize=64)
 def _hash(ids: tuple[int, ...]) -> int:
-    """A rank asks twice for its own: what it saw, and what it was to see."""
+    """Cached, because a rank asks for its own samples twice: as it saw them and as the batch plan has them."""
     data = struct.pack(f"<{len(ids)}q", *ids)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-#: Of a rank that sees none.
+#: The hash of a rank that sees no samples.
 NO_SAMPLES = hash_samples(())
 
 

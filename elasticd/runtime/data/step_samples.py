@@ -1,7 +1,7 @@
-"""Where the samples of a step come from: the job's own order of a map-style dataset, or what a script gives.
+"""`Feed`, the source of each step's samples: a map-style dataset in the job's order, or batches of the script.
 
-A feed is asked by every rank alike. `begin` is called on all members of the plan before a step's first pass,
-in the same order as all that they say to each other.
+Every rank asks its feed for the same steps. All members of the plan call `begin` before a step's first pass, in
+the same order as their other collectives.
 """
 
 from __future__ import annotations
@@ -19,28 +19,45 @@ from torch import Tensor
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.prefetch import SampleError
 
-#: Steps of which what was given is remembered: the one under way, and one whose end may be heard late.
+#: Steps whose given batch is kept: the current one, and the one before, whose end may be heard late.
 _REMEMBERED = 2
 
 
 class Samples(Protocol):
-    """What gives samples by their ids (`reader.Reader`)."""
+    """Gives samples by their ids, as `elasticd.runtime.data.prefetch.Reader`."""
 
-    def want(self, indices: Sequence[int]) -> None: ...
-    def take(self, index: int) -> Any: ...
+    def want(self, indices: Sequence[int]) -> None:
+        """Has these samples read ahead, and drops all others."""
+
+    def take(self, index: int) -> Any:
+        """Waits for a sample. Raises SampleError if it cannot be read."""
 
 
 class Feed(Samples, Protocol):
-    """`samples`: the ids of a step, known once it has begun; `take` gives what they stand for. `batch`: them
-    dealt to a plan's pipelines; `ahead` tells whether it can be asked for steps to come. `begin`: by all
-    members before each step; `carried` is what the last one gave, carried with the state, and it gives what is
-    to be carried after this step (None: nothing is). It raises on all members alike."""
+    """The source of each step's samples."""
 
     @property
-    def ahead(self) -> bool: ...
-    def samples(self, step: int) -> tuple[int, ...]: ...
-    def batch(self, plan: Plan, step: int) -> BatchPlan: ...
-    def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None: ...
+    def ahead(self) -> bool:
+        """Whether `batch` can be asked for later steps."""
+
+    def samples(self, step: int) -> tuple[int, ...]:
+        """The ids of a step, once it has begun."""
+
+    def batch(self, plan: Plan, step: int) -> BatchPlan:
+        """The samples of a step as the plan's pipelines take them."""
+
+    def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
+        """Begins a step, together with all members of the plan. If it raises, it raises on all of them.
+
+        Args:
+            step: its index.
+            plan: the plan in force.
+            everyone: the group of its members.
+            carried: what the step before returned; it moves with the state.
+
+        Returns:
+            What the state is to carry after this step; None: nothing.
+        """
 
 
 class BatchesDiffer(RuntimeError):
@@ -48,33 +65,45 @@ class BatchesDiffer(RuntimeError):
 
 
 class Mapped:
-    """Samples of a map-style dataset: those that `sampler` draws for a step, unless the script gave others.
-
-    length: tokens of a sample by its index, where they are unequal; linear: see `sample_packing.linear_of`."""
+    """The `Feed` of a map-style dataset: a step's samples are those of the sampler, or those of the script."""
 
     def __init__(
         self, sampler: Sampler, reader: Samples, length: Callable[[int], int] | None, linear: int
     ) -> None:
+        """
+        Args:
+            sampler: draws the samples of each step.
+            reader: gives samples by their indices.
+            length: tokens of a sample by its index; None: samples are of equal length.
+            linear: see `elasticd_planner.spec.sample_packing.linear_of`.
+        """
         self._sampler, self._length, self._linear = sampler, length, linear
         self._reader = reader
         self._given: dict[int, _Given] = {}
         self._now: _Given | None = None
 
     def reading(self, reader: Samples, length: Callable[[int], int] | None) -> Mapped:
-        """The same samples as another reader gives them; what a script gives holds for both."""
+        """The same feed with another reader. A batch that the script gives counts for both."""
         other = Mapped(self._sampler, reader, length, self._linear)
         other._given = self._given
         return other
 
     @property
     def ahead(self) -> bool:
+        """Whether later steps have the samples of the sampler."""
         return not self._given
 
     def want(self, indices: Sequence[int]) -> None:
+        """Reads samples of the dataset ahead."""
         if self._now is None or self._now.held is None:
             self._reader.want(indices)
 
     def take(self, index: int) -> Any:
+        """A sample of the current step.
+
+        Raises:
+            SampleError: it cannot be read, or the batch does not have it.
+        """
         held = self._now.held if self._now is not None else None
         if held is None:
             return self._reader.take(index)
@@ -83,18 +112,27 @@ class Mapped:
         return held[index]
 
     def give(self, step: int, batch: Sequence[Any]) -> None:
-        """This step trains on these: indices of the dataset, or samples. Raises ValueError, or TypeError, where
-        it is no global batch."""
+        """Makes a step train on a batch of the script.
+
+        Args:
+            step: its index.
+            batch: the global batch, as indices of the dataset or as samples.
+
+        Raises:
+            ValueError, TypeError: it is no global batch.
+        """
         given = _Given(batch, self._sampler)
         for at in [at for at in self._given if not step - _REMEMBERED < at < step]:
             del self._given[at]
         self._given[step] = given
 
     def samples(self, step: int) -> tuple[int, ...]:
+        """The ids of a step."""
         given = self._given.get(step)
         return given.ids if given is not None else self._sampler.samples(step)
 
     def batch(self, plan: Plan, step: int) -> BatchPlan:
+        """The samples of a step as the plan's pipelines take them; samples of known length are packed by it."""
         samples, given = self.samples(step), self._given.get(step)
         if self._length is None or (given is not None and given.held is not None):
             return batch_plan(plan, step, samples)
@@ -102,14 +140,18 @@ class Mapped:
         return batch_plan(plan, step, samples, lengths)
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
-        """What a script gave must be the same on all ranks: they tell each other its hash."""
+        """Compares the hash of the script's batch on all ranks.
+
+        Raises:
+            BatchesDiffer: the ranks gave different batches.
+        """
         if not self._given:
             return None
         self._now = given = self._given.get(step)
         mine = given.hash if given is not None else 0
-        told = [int(each) for each in everyone.all_gather(torch.tensor([mine]))]
-        if len(set(told)) > 1:
-            odd = [plan.members[rank] for rank, each in enumerate(told) if each != told[0]]
+        hashes = [int(each) for each in everyone.all_gather(torch.tensor([mine]))]
+        if len(set(hashes)) > 1:
+            odd = [plan.members[rank] for rank, each in enumerate(hashes) if each != hashes[0]]
             raise BatchesDiffer(
                 f"step {step}: {', '.join(odd)} gave another batch than {plan.members[0]}: give job.step() the "
                 "same on every rank, a function of the index that job.next() gave"
@@ -118,7 +160,7 @@ class Mapped:
 
 
 class _Given:
-    """A global batch of a script: its ids, the samples themselves (None: they are the dataset's), a hash."""
+    """A global batch of the script: sample ids, the samples (None: those of the dataset), and a hash."""
 
     def __init__(self, batch: Sequence[Any], sampler: Sampler) -> None:
         if len(batch) != sampler.global_batch:
@@ -142,7 +184,7 @@ class _Given:
 
 
 def _bytes(sample: Mapping[str, Any]) -> list[bytes]:
-    """All that two ranks' copies of a sample must agree in."""
+    """The parts of a sample in which the copies of all ranks must agree."""
     found = []
     for key in sorted(sample):
         value = sample[key]
@@ -155,7 +197,7 @@ def _bytes(sample: Mapping[str, Any]) -> list[bytes]:
 
 
 def _signed(*parts: bytes) -> int:
-    """63 bits, and never 0, which stands for nothing given."""
+    """A hash of 63 bits. It is never 0, which means that no batch was given."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part)

@@ -1,18 +1,17 @@
-"""Samples of an iterable dataset: read once, by the plan's first rank, and handed out with the step.
+"""`Stream`, an iterable dataset: the plan's first rank alone reads it, and sends each rank its samples of a
+step.
 
-The position is the dataset's own `state_dict()` after the last sample of a step. It goes to every member with
-the step's samples, becomes part of the state when the step is applied, and so moves with switches, snapshots
-and checkpoints: whoever is the first rank later loads it and reads on from there. A step that a fault undid is
-read again from the position before it, or given again by the reader that still has it.
+The position is the dataset's own `state_dict()` after the last sample of a step. Every member receives it with
+the samples of the step. It becomes part of the state when the step is applied, so it moves with switches,
+snapshots and checkpoints; a later first rank loads it and reads on from there. The samples of a step that a
+fault undid are read again from the position before it, unless the reader still has them.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any, Protocol
 
 import msgspec
@@ -23,32 +22,42 @@ from elasticd_planner.spec.plan import Plan
 from torch import Tensor
 
 from elasticd.runtime.comm.groups import Group
-from elasticd.runtime.data.prefetch import SampleError
+from elasticd.runtime.data.prefetch import DaemonThreads, SampleError
 
 #: Tags of messages beside those of stages and of ZeRO.
 _SIZE, _HANDED = (1 << 24) + 16, (1 << 24) + 17
-#: A position may hold the state of a random generator, and more.
+#: The most elements of a position, which may hold the state of a random generator.
 _MOST_ELEMENTS = 1 << 20
 _TENSOR = 1
 
 
 class StatefulIterable(Protocol):
-    """What torchdata's StatefulDataLoader is, too (with batch_size=None). `state_dict` says where the iteration
-    is that was begun last; after `load_state_dict` the next one goes on from there. An iteration that begins
-    after the end of another is the next pass over the data."""
+    """An iterable with a position, such as torchdata's `StatefulDataLoader` with `batch_size=None`.
+
+    `state_dict` gives the position of the newest iteration; after `load_state_dict` the next iteration starts
+    there. An iteration that begins after the end of another one is the next pass over the data.
+    """
 
     def __iter__(self) -> Iterator[Any]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the newest iteration."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Makes the next iteration start at a position."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """An iterable dataset for `elasticd.Job(dataset=...)`. tokens: of a sample in the mean, roughly: what the
-    first plan is made from, since nothing is read before it is trained on."""
+    """An iterable dataset for `elasticd.Job(dataset=...)`.
+
+    Raises:
+        TypeError: the dataset has no `state_dict` and `load_state_dict`.
+        ValueError: `tokens` is not positive.
+    """
 
     dataset: StatefulIterable
-    tokens: float
+    tokens: float  #: of a sample, about, on average: for the first plan, before which no sample is read
 
     def __post_init__(self) -> None:
         lacks = [
@@ -64,30 +73,28 @@ class Stream:
 
 
 class _Handed(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member gets of a step: tokens of all its samples, the position after it, and its own samples by
-    id. failed: one more than the index of a sample that could not be read, and `why`."""
+    """The message to a member before a step."""
 
-    tokens: tuple[int, ...] = ()
-    position: str = ""
-    samples: dict[int, Any] = {}
-    failed: int = 0
-    why: str = ""
+    tokens: tuple[int, ...] = ()  # of each sample of the global batch
+    position: str = ""  # of the dataset after the step
+    samples: dict[int, Any] = {}  # those that this member needs, by id
+    failed: int = 0  # 1 + id of a sample that could not be read; 0: none
+    why: str = ""  # the error of that sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Read:
-    """A step's samples, as they were read from the position `before` (None: the beginning)."""
+    """The samples of a step, as they were read."""
 
-    before: str | None
-    after: str
+    before: str | None  #: position before the step; None: the beginning
+    after: str  #: position after the step
     samples: Sequence[Any]
-    failed: int = 0
-    why: str = ""
+    failed: int = 0  #: 1 + id of a sample that could not be read; 0: none
+    why: str = ""  #: the error of that sample
 
 
 class Streamed:
-    """A `Feed`. The samples of all steps are counted through: sample i of step s is s x global batch + i. They
-    are dealt by their lengths. ahead: of steps to come nothing is known."""
+    """The `Feed` of a stream, packed by length. Sample i of step s has the id s x global batch + i."""
 
     ahead = False
 
@@ -98,22 +105,29 @@ class Streamed:
         self._tokens: tuple[int, ...] = ()
 
     def want(self, indices: Sequence[int]) -> None:
-        pass
+        """Does nothing: the samples of a step come when it begins."""
 
     def take(self, index: int) -> Any:
+        """A sample of the step that has begun.
+
+        Raises:
+            SampleError: this rank did not receive it.
+        """
         try:
             return self._held[index]
         except KeyError:
             raise SampleError(index, "it was not handed to this rank") from None
 
     def samples(self, step: int) -> tuple[int, ...]:
+        """The ids of a step."""
         return tuple(range(step * self._batch, (step + 1) * self._batch))
 
     def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """Of the step that has begun."""
+        """The samples of the step that has begun as the plan's pipelines take them."""
         return batch_plan(plan, step, self.samples(step), Lengths(tokens=self._tokens, linear=self._linear))
 
     def begin(self, step: int, plan: Plan, everyone: Group, carried: str | None) -> str | None:
+        """Reads a step's samples from the position `carried`, or receives them; gives the next position."""
         if everyone.rank == 0:
             mine = self._hand_out(step, plan, everyone, carried)
         else:
@@ -147,7 +161,7 @@ class Streamed:
 
 
 def _read_by(plan: Plan, device: str, dealt: BatchPlan) -> tuple[int, ...]:
-    """The samples that a device reads: those of its pipeline, where that begins or ends."""
+    """The samples that a device needs: those of its pipeline on the first and last stage."""
     place = plan.places.get(device)
     if place is None:
         return ()
@@ -185,7 +199,11 @@ def _tokens(sample: Any) -> int:
 
 
 def _checked(sample: Any) -> Any:
-    """Raises TypeError for what cannot be handed to other ranks."""
+    """The sample as a dict.
+
+    Raises:
+        TypeError: it cannot be sent to other ranks.
+    """
     if not isinstance(sample, Mapping) or not any(isinstance(value, Tensor) for value in sample.values()):
         raise TypeError(
             f"it is a {type(sample).__name__}: a sample must be a mapping of 1-D tensors, as in "
@@ -196,21 +214,23 @@ def _checked(sample: Any) -> Any:
 
 
 class _Source:
-    """Reads on the first rank, a step ahead in a thread of its own."""
+    """Reads a stream on the first rank, a step ahead in a thread of its own."""
 
     def __init__(self, dataset: StatefulIterable, batch: int, *, threaded: bool) -> None:
         self._dataset, self._batch = dataset, batch
-        self._submit: Callable[[Callable[[], _Read]], Future[_Read]] = _Thread() if threaded else _at_once
+        self._submit: Callable[[Callable[[], _Read]], Future[_Read]] = (
+            DaemonThreads("stream") if threaded else _at_once
+        )
         self._threaded = threaded
         self._last: _Read | None = None
         self._next: Future[_Read] | None = None
-        # What the reading thread alone touches.
+        # Only the reading thread uses these.
         self._iterator: Iterator[Any] | None = None
         self._first: str | None = None
         self._at: str | None = None
 
     def take(self, step: int, position: str | None) -> _Read:
-        """The samples of a step that begins at `position`. Nothing is read twice that is still here."""
+        """The samples of a step that begins at `position`. Samples that are still here are not read again."""
         last = self._last
         if last is not None and last.before == position and not last.failed:
             return last
@@ -223,7 +243,7 @@ class _Source:
         return ahead
 
     def _read(self, step: int, position: str | None) -> _Read:
-        """On the reading thread."""
+        """Reads a step's samples, on the reading thread."""
         found: list[Any] = []
         try:
             if self._iterator is None or self._at != position:
@@ -237,7 +257,7 @@ class _Source:
             return _Read(
                 before=position, after="", samples=(), failed=step * self._batch + len(found) + 1, why=why
             )
-        # Text of a text: what the state carries is text that `text_codec` reads.
+        # The state carries text of `text_codec`; so this is the text of a text.
         self._at = to_text(msgspec.json.encode([step + 1, state]).decode())
         return _Read(before=position, after=self._at, samples=found)
 
@@ -263,31 +283,6 @@ class _Source:
         raise RuntimeError("the dataset gives no sample")
 
 
-class _Thread:
-    """Runs what it is called with in a daemon thread, one after the other."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Callable[[], _Read], Future[_Read]]] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def __call__(self, work: Callable[[], _Read]) -> Future[_Read]:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="elasticd-stream", daemon=True)
-            self._thread.start()
-        future: Future[_Read] = Future()
-        self._queue.put((work, future))
-        return future
-
-    def _run(self) -> None:
-        while True:
-            work, future = self._queue.get()
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-            del work, future
-
-
 def _at_once(work: Callable[[], _Read]) -> Future[_Read]:
     future: Future[_Read] = Future()
     future.set_result(work())
@@ -295,6 +290,6 @@ def _at_once(work: Callable[[], _Read]) -> Future[_Read]:
 
 
 def first_samples(stream: Stream, count: int) -> list[Any]:
-    """For `elasticd check`, which trains on nothing: as many samples as there are, up to `count`."""
+    """Up to `count` samples of a stream, for `elasticd check`."""
     iterable: Iterable[Any] = stream.dataset
     return [sample for sample, _ in zip(iterable, range(count), strict=False)]

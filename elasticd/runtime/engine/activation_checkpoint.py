@@ -1,8 +1,9 @@
-"""Blocks that keep their input alone, and make their activations again in the backward pass.
+"""Activation checkpointing: a block keeps only its input, and recomputes its activations in the backward pass.
 
-Which ones a plan says, by stage, where memory demands it (Job(recompute="plan")), or the user, by block. The
-second forward pass is the first one's to the bit: random draws are functions of the step, the samples and the
-place, members of a TP group talk in the same order, and buffers do not change. So no layout's numbers change.
+The plan says which stages do, where memory demands it (`ParallelismOptions(recompute="plan")`), or the user
+says which blocks do. The second forward pass equals the first one to the bit: random draws are functions of
+step, samples and place, members of a TP group communicate in the same order, and buffers do not change. So
+recomputation changes no result.
 """
 
 from __future__ import annotations
@@ -14,12 +15,19 @@ import torch
 from elasticd_planner.spec.plan import Stage
 from torch import Tensor, nn
 
-#: What a Job is asked: never, always, where the plan says, or which blocks (by index).
+#: Which blocks recompute: none, all, those that the plan says, or those for whose index the function is true.
 Recompute = bool | Literal["plan"] | Callable[[int], bool]
 
 
 def asked(recompute: Recompute, layers: int) -> tuple[bool | Literal["always"], tuple[int, ...]]:
-    """What the planner may do, and which blocks do so by the user's word. Raises ValueError for other words."""
+    """What `recompute` means for the planner and for a model of `layers` blocks.
+
+    Returns:
+        Whether stages may recompute, or always do; and the blocks that the user names.
+
+    Raises:
+        ValueError: `recompute` is something else.
+    """
     if callable(recompute):
         return False, tuple(layer for layer in range(layers) if recompute(layer))
     if recompute == "plan":
@@ -31,8 +39,10 @@ def asked(recompute: Recompute, layers: int) -> tuple[bool | Literal["always"], 
     )
 
 
-def again_in(stage: Stage, blocks: Collection[int], modules: Mapping[str, nn.Module]) -> dict[str, Recomputed]:
-    """The blocks of a stage that make their activations again, by section."""
+def recomputed_blocks(
+    stage: Stage, blocks: Collection[int], modules: Mapping[str, nn.Module]
+) -> dict[str, Recomputed]:
+    """The blocks of a stage that recompute, by section: all where the plan says so, and those in `blocks`."""
     return {
         f"blocks.{layer}": Recomputed(modules[f"blocks.{layer}"])
         for start, stop in stage.chunks
@@ -48,11 +58,11 @@ class Recomputed:
         self._module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output, which no graph hangs on."""
+        """The output, without an autograd graph."""
         with torch.no_grad():
-            return self.again(x)
+            return self.recompute(x)
 
-    def again(self, x: Tensor) -> Tensor:
-        """The output once more, with its graph."""
+    def recompute(self, x: Tensor) -> Tensor:
+        """The output once more, with its autograd graph."""
         out: Tensor = self._module(x)
         return out

@@ -1,4 +1,4 @@
-"""What goes before an activation: its type, shape and sample ids, as a tensor that both ends can size."""
+"""The header of an activation between stages: its type, shape and sample ids, in a tensor of a known size."""
 
 from __future__ import annotations
 
@@ -8,31 +8,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Dimensions that an activation may have.
+#: The most dimensions of an activation.
 DIMS = 4
-#: Types that an activation may have, by their number in a header; 0 is the model's own (`Model.dtype`).
+#: Types of an activation, by their number in a header; 0 is the type of the model, `Model.dtype`.
 _TYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
-#: The first number of a header: the count of dimensions, and the type's number times this.
+#: The first number of a header is the count of dimensions plus the number of the type times this.
 _TYPE = 1 << 8
 
 
 class Header(NamedTuple):
-    """Of an activation: its type, its shape, and the ids of its samples."""
+    """What a stage knows of an activation before it is here."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    ids: tuple[int, ...]
+    ids: tuple[int, ...]  #: of its samples
 
 
 def empty_header(samples: int) -> Tensor:
-    """Room for the header of a micro-batch of so many samples."""
+    """A tensor to receive the header of a micro-batch of `samples` samples."""
     return torch.empty(1 + DIMS + samples, dtype=torch.int64)
 
 
 def pack_header(x: Tensor, ids: Sequence[int], own: torch.dtype) -> Tensor:
-    """The header of an activation; `own` is the type of the model that both ends run.
+    """The header of an activation.
 
-    Raises ValueError for an activation that cannot pass between stages."""
+    Args:
+        x: the activation.
+        ids: of its samples.
+        own: the type of the model, which both ends know.
+
+    Raises:
+        ValueError: an activation of this type or number of dimensions cannot pass between stages.
+    """
     if x.dim() > DIMS:
         raise ValueError(f"an activation between blocks may have {DIMS} dimensions, not {x.dim()}")
     if x.dtype != own and x.dtype not in _TYPES:
@@ -43,7 +50,7 @@ def pack_header(x: Tensor, ids: Sequence[int], own: torch.dtype) -> Tensor:
 
 
 def unpack_header(header: Tensor, own: torch.dtype) -> Header:
-    """What `pack_header` made, with the same `own`."""
+    """Reads what `pack_header` made, with the same `own`."""
     first, *values = header.tolist()
     kind, dims = divmod(first, _TYPE)
     return Header(_TYPES[kind] or own, tuple(values[:dims]), tuple(values[DIMS:]))

@@ -1,7 +1,8 @@
-"""One plan at work on one rank: its local model, optimizer and groups, and the step that they make.
+"""`Engine`: the training of one plan on one rank, with its local model, optimizer and process groups.
 
-A step: forward and backward of the pipeline's micro-batches, gradients reduced by holder set, the vote, the
-optimizer. Losses and gradients are sums until the vote gives the global count; they are divided once.
+A step is made of the forward and backward passes of the pipeline's micro-batches, the reduction of gradients
+over the devices that hold a parameter, the vote, and the optimizer. Losses and gradients are sums over targets
+until the vote gives the global count; they are divided once.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from elasticd.runtime.data.sample_ledger import NO_SAMPLES, expected_hash
 from elasticd.runtime.engine.mixed_precision import LossScaler
 from elasticd.runtime.engine.pipeline_stage import Pace, Passed, StageRunner
 from elasticd.runtime.engine.recipe import Recipe
-from elasticd.runtime.engine.vote import Booth, Going, Outcome, Record
+from elasticd.runtime.engine.vote import Draining, RankRecord, StepOutcome, StepVote
 from elasticd.runtime.model.buffer_check import Constants
 from elasticd.runtime.model.local_model import LocalModel, local_model
 from elasticd.runtime.model.model import Model
@@ -53,32 +54,31 @@ from elasticd.runtime.telemetry.main_thread import during
 from elasticd.runtime.telemetry.step_times import Telemetry
 from elasticd.wire.main_thread import LOADER, OPTIMIZER, SCHEDULER, UPDATE
 
-#: What of a state says where its data is to be read on: see `feed`.
+#: The part of a state that has the position of its stream, see `elasticd.runtime.data.step_samples.Feed`.
 DATA = "data"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The groups of one device under one plan: all members, its TP group, and of the plan's
-    reductions those that it takes part in."""
+    """The process groups of one device under one plan."""
 
-    everyone: Group
-    tensor: Group
-    holders: dict[tuple[str, ...], Group]
-    reductions: tuple[Reduction, ...]
+    everyone: Group  #: all members of the plan
+    tensor: Group  #: its TP group
+    holders: dict[tuple[str, ...], Group]  #: by members: the groups that it reduces gradients in
+    reductions: tuple[Reduction, ...]  #: the reductions of the plan that it takes part in
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone:
-    """A finished step: what was voted, the samples that were trained on, and what it cost here."""
+    """A finished step."""
 
-    outcome: Outcome
-    samples: tuple[int, ...]
-    measurement: Measurement
+    outcome: StepOutcome  #: the same on every rank
+    samples: tuple[int, ...]  #: ids of the global batch
+    measurement: Measurement  #: seconds that the step took on this rank
 
 
 def connect(fabric: Fabric, layouts: Layouts) -> Groups:
-    """Makes all groups that `fabric.me` is in under the plan, in one order on all ranks."""
+    """Makes the groups of `fabric.me` under the plan, in the same order on all ranks."""
     plan, me = layouts.plan, fabric.me
     team = plan.stage(plan.places[me]).devices if me in plan.places else (me,)
     mine = tuple(reduction for reduction in reductions(layouts) if me in reduction.devices)
@@ -94,7 +94,7 @@ def connect(fabric: Fabric, layouts: Layouts) -> Groups:
 
 
 def build(model: Model, plan: Plan, device: str) -> LocalModel:
-    """The local modules of a device, parameters not filled; none of one that computes nothing."""
+    """The local modules of a device, without values. A device that only carries state has none."""
     if device not in plan.places:
         return LocalModel(modules={}, parameters={}, buffers={})
     place = plan.places[device]
@@ -104,8 +104,15 @@ def build(model: Model, plan: Plan, device: str) -> LocalModel:
 def first_state(
     model: Model, layouts: Layouts, device: str, seed: int, master: torch.dtype | None = None
 ) -> LocalState:
-    """The state that a job starts from: all first values that the device holds, its master weights where those
-    are of a type of their own, no optimizer state yet."""
+    """The state of a device before the first step: parameters, buffers and master weights, no optimizer state.
+
+    Args:
+        model: the model.
+        layouts: the layout of its state under the first plan.
+        device: this device.
+        seed: keys the values that the model does not have by itself.
+        master: the type of master weights; None: there are none.
+    """
 
     def first(item: Item, box: Box) -> Shard:
         plane, dtype = (MASTER, master) if item.role == "state" else (VALUE, None)
@@ -121,14 +128,16 @@ def first_state(
 
 
 class Engine:
-    """Trains one plan on one device, once `adopt` gave it its state and an optimizer.
+    """Trains one plan on one device, once `adopt` gave it its state and an optimizer."""
 
-    reducer: its gradients' reduction, which says what it took. A device that only carries replicas of state has
-    no runner. stale: under ZeRO, the parameters are new only where their state is kept. reduced: the step whose
-    gradients are reduced here and wait for their update; last: the vote that the last update followed. spent:
-    its memory went to the state of another plan, in a move in place: there is nothing here to go back to.
-    meets: its plan came by a recovery, so that its members may have been at different things
-    (`api.between_steps`). torn: an update was begun and did not end, so that the state here is of no step."""
+    runner: StageRunner | None  #: its passes; None: the device only carries replicas of state
+    reducer: GradientReducer  #: reduces its gradients, and measures the seconds of that
+    stale: bool  #: under ZeRO: parameters have their new values only on the devices that keep their state
+    reduced: int | None  #: index of the step whose gradients are reduced here and wait for their update
+    last: Vote | None  #: that of the last update
+    spent: bool  #: its memory holds the state of another plan, by a move in place: it cannot train any more
+    torn: bool  #: an update began and did not end: the state here is of no step
+    after_recovery: bool  #: its members may be at different places between two steps, see `between_steps`
 
     def __init__(
         self,
@@ -159,16 +168,13 @@ class Engine:
             stopwatch=fabric.stopwatch,
         )
         self._owns = Ownership(layouts, self.device, local, groups.everyone, self.reducer, recipe.master)
-        self._booth = Booth(groups.everyone)
+        self._vote = StepVote(groups.everyone)
         self._constants = Constants(local.modules)
         self._carried: dict[str, str] = {}
         self._after: str | None = None
-        self.meets = self.torn = False
+        self.after_recovery = self.torn = self.stale = self.spent = False
         self._batches: dict[int, BatchPlan] = {}
-        self.reduced: int | None = None
-        self.last: Vote | None = None
-        self.stale = False
-        self.spent = False
+        self.reduced = self.last = None
         self.scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         if groups.tensor.size > 1:
             self._attach()
@@ -182,15 +188,15 @@ class Engine:
             drawing=self.local.drawing,
             everyone=self._groups.everyone,
             dtype=self._recipe.model.dtype,
-            talks=self._recipe.model.spec.collectives > 0,
+            tp_communicates=self._recipe.model.spec.collectives > 0,
             loss=self._recipe.loss,
-            loader=Loader(self._recipe.feed, self._recipe.collate),
+            loader=Loader(self._recipe.feed, self._recipe.data.collate),
             telemetry=self._telemetry,
             stopwatch=self.fabric.stopwatch,
             pace=pace,
-            ready=self.reducer.ready,
+            on_section_done=self.reducer.ready,
             schedule=self._recipe.schedule,
-            again=self._recipe.recomputed,
+            recompute=self._recipe.recomputed,
             precision=self._recipe.precision,
         )
 
@@ -200,8 +206,10 @@ class Engine:
             tp_hooks.attach(self._recipe.model, section, module, shares, self._groups.tensor)
 
     def adopt(self, state: LocalState) -> None:
-        """Makes `state` that of the local model, and of an optimizer and a scheduler that the user's functions
-        make now (and not before: a plan that is prepared may never come)."""
+        """Loads `state` into the local model and into a new optimizer and scheduler.
+
+        They are made here and not before, because a plan that is prepared may never be executed.
+        """
         install(state, self._owns.values, buffers=self._owns.buffers)
         self._constants.note()
         owned, where = self._owns.take(state), self.fabric.stopwatch.where
@@ -210,7 +218,7 @@ class Engine:
         if self._recipe.scheduler is not None:
             with during(where, SCHEDULER):
                 self.scheduler = self._recipe.scheduler(self.optimizer)
-        restore_optimizer(state, owned, self.optimizer)  # what the new scheduler changed is as it was
+        restore_optimizer(state, owned, self.optimizer)  # undoes the changes of the new scheduler
         self._carried = dict(state.extras)
         if self.scheduler is not None and (text := self._carried.pop("scheduler", None)) is not None:
             self.scheduler.load_state_dict(from_text(text))
@@ -218,9 +226,10 @@ class Engine:
             self.scaler.load_state_dict(from_text(text))
 
     def state(self) -> LocalState:
-        """All that is held here, by reference: values, what is owned of the optimizer's state, settings.
+        """The state of this device, by reference: values, its part of the optimizer's state, settings.
 
-        What was carried under a name that nothing here uses is carried on."""
+        Settings that nothing here uses are kept as they came.
+        """
         extras: dict[str, object] = {name: from_text(text) for name, text in self._carried.items()}
         if self.scheduler is not None:
             extras["scheduler"] = self.scheduler.state_dict()
@@ -237,22 +246,28 @@ class Engine:
         )
 
     def evaluated(self) -> None:
-        """An evaluation is over. What it wrote into buffers that are not in the state dict (a cache of keys, a
-        counter) is its own affair. Raises ModelError for any other buffer that it changed."""
+        """Checks, after an evaluation, that it changed no buffer of the state dict.
+
+        Buffers outside of the state dict, such as a cache of keys, may change.
+
+        Raises:
+            ModelError: another buffer changed.
+        """
         self._constants.check(training=False)
 
     @property
     def owned(self) -> list[Owned]:
-        """What the optimizer steps on."""
+        """The parts of parameters that this device's optimizer steps on."""
         return self._owns.owned
 
     @property
     def scale(self) -> float:
-        """What gradients are multiplied by until the update."""
+        """The factor in gradients until the update: the scale of the loss."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     @property
     def rank(self) -> int:
+        """The rank of this device under the plan."""
         return self.plan.rank(self.device)
 
     @property
@@ -262,25 +277,32 @@ class Engine:
 
     @property
     def linear(self) -> int:
-        """See `sample_packing.linear_of`."""
+        """See `elasticd_planner.spec.sample_packing.linear_of`."""
         return linear_of(self._recipe.model.spec)
 
     def round(self) -> None:
-        """Where there are master weights: what is computed with becomes them, rounded."""
+        """Sets parameters to their master weights, rounded, if there are any."""
         self._owns.round()
 
     def return_values(self) -> None:
-        """By all members: whoever computes with a parameter gets its values from where its state is kept."""
+        """Sends parameters from the devices that keep their state to those that compute with them.
+
+        All members call it together.
+        """
         self._owns.return_values()
 
     def settle(self) -> None:
-        """After the last step, by all members: returns when every one has the values that were sent to it."""
+        """Returns when every member has the values that were sent to it. All members call it together."""
         if self.plan.state.zero:
             self.gather(0)
         self._groups.everyone.received()
 
     def gather(self, word: int) -> tuple[int, ...]:
-        """All members' words, in rank order. Between steps: each member must ask."""
+        """All-gathers a number. All members call it, between two steps.
+
+        Returns:
+            The numbers in rank order.
+        """
         return tuple(self._groups.everyone.all_gather(torch.tensor(word)).tolist())
 
     def step(
@@ -289,16 +311,25 @@ class Engine:
         prepared: Callable[[], int],
         saving: Callable[[], int] = int,
         snapshot: Callable[[], bool] = bool,
-        going: Callable[[], Going] = lambda: Going.STAYS,
+        draining: Callable[[], Draining] = lambda: Draining.NO,
     ) -> StepDone:
-        """Trains step `step` (counted from 0). `prepared`, `saving`, `snapshot` and `going` are read once, as
-        the vote's record is made. Raises SampleError on every rank where one could not read a sample: the state
-        is then what it was before the step."""
+        """Trains one step. The functions are called once, when the record for the vote is made.
+
+        Args:
+            step: its index, from 0.
+            prepared: gives the number of the plan that this rank has prepared; 0: none.
+            saving: gives its word on checkpoints.
+            snapshot: gives whether a snapshot is due and this rank can make it.
+            draining: gives whether this process is to leave the job.
+
+        Raises:
+            SampleError: a rank could not read a sample; on every rank. The state is that before the step.
+        """
         where, began = self.fabric.stopwatch.where, time.perf_counter()
         where.begin(step, self.plan.number)
         seconds = None
         try:
-            done = self._step(step, prepared, saving, snapshot, going)
+            done = self._step(step, prepared, saving, snapshot, draining)
             seconds = time.perf_counter() - began
         finally:
             where.end(seconds)
@@ -310,11 +341,11 @@ class Engine:
         prepared: Callable[[], int],
         saving: Callable[[], int],
         snapshot: Callable[[], bool],
-        going: Callable[[], Going],
+        draining: Callable[[], Draining],
     ) -> StepDone:
         where = self.fabric.stopwatch.where
         self._telemetry.begin()
-        self.local.drawing.begin(self._recipe.sampler.seed, step)
+        self.local.drawing.begin(self._recipe.seed, step)
         where.at(LOADER)  # a stream is read here, and the lengths of samples
         self._after = self._recipe.feed.begin(step, self.plan, self.everyone, self._carried.get(DATA))
         batch = self._batch(step)
@@ -328,7 +359,7 @@ class Engine:
             self._constants.check()
         squares = self._owns.reduce() / self.scale**2
         self.reduced = step
-        record = Record(
+        record = RankRecord(
             step=step,
             prepared=prepared(),
             saving=saving(),
@@ -340,12 +371,12 @@ class Engine:
             targets=passed.count,
             samples=passed.samples,
             failed=passed.failure.index + 1 if passed.failure is not None else 0,
-            going=going(),
+            draining=draining(),
         )
         hashes = [[expected_hash(pipeline) for pipeline in module] for module in batch.modules]
         expected = [hashes[p.module][p.pipeline] for p in self.plan.places.values()]
         expected += [NO_SAMPLES] * len(self.plan.carriers)
-        outcome = self._booth.vote(record, expected)
+        outcome = self._vote.vote(record, expected)
         self._groups.everyone.received()
         if outcome.failed is not None:
             self._drop(*outcome.failed, passed.failure)
@@ -361,7 +392,7 @@ class Engine:
         return StepDone(outcome=outcome, samples=batch.samples(), measurement=measurement)
 
     def _batch(self, step: int) -> BatchPlan:
-        """Made once for each step, though it is looked at a step ahead."""
+        """The batch of a step. It is made once, though it is looked at a step ahead."""
         if not self._recipe.feed.ahead:
             return self._recipe.batch(self.plan, step)
         self._batches = {at: batch for at, batch in self._batches.items() if at >= step - 1}
@@ -370,7 +401,7 @@ class Engine:
         return self._batches[step]
 
     def _drop(self, rank: int, index: int, mine: SampleError | None) -> NoReturn:
-        """Of a step with a sample that could not be read nothing stays."""
+        """Drops the gradients of a step with a sample that could not be read, and raises its error."""
         self.reduced = None
         self._owns.clear()
         if mine is not None and mine.index == index:
@@ -378,8 +409,14 @@ class Engine:
         raise SampleError(index, f"see the output of {self.plan.members[rank]}")
 
     def apply(self, vote: Vote) -> None:
-        """The update of a decided step, whose reduced gradients are here: divides the summed gradients by the
-        global count, clips by the global norm, and steps. Under ZeRO only what is owned is new then."""
+        """Makes the update of a step whose reduced gradients are here.
+
+        Divides the summed gradients by the global count, clips them by the global norm, and steps the
+        optimizer. Under ZeRO only the parts that this device owns have new values after it.
+
+        Raises:
+            RuntimeError: the gradients here are of another step than the vote.
+        """
         if self.reduced != vote.step:
             raise RuntimeError(f"the gradients here are of step {self.reduced}, the vote is of {vote.step}")
         self.reduced, self.last, self.torn = None, vote, True
@@ -404,7 +441,7 @@ class Engine:
 
 
 def make_engine(recipe: Recipe, layouts: Layouts, fabric: Fabric, pace: Pace) -> Engine:
-    """The groups, the modules and the engine of one member of a plan, which waits for state to `adopt`."""
+    """Makes the groups, the modules and the engine of one member of a plan. It has no state until `adopt`."""
     groups = connect(fabric, layouts)
     local = build(recipe.model, layouts.plan, fabric.me)
     return Engine(recipe=recipe, layouts=layouts, local=local, fabric=fabric, groups=groups, pace=pace)

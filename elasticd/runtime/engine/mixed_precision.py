@@ -1,12 +1,14 @@
-"""What modules compute in, and what is kept beside it: master weights, gradients, the scale of the loss.
+"""Mixed precision: the type that modules compute in, master weights, gradients, and the scale of the loss.
 
-With a precision the modules' parameters and the activations are of one type, bfloat16 or float16. Gradients of
-micro-batches add up in single precision and are reduced so; the optimizer steps on master weights in single
-precision, whose rounded values the modules then get. Who keeps a box of the optimizer's state keeps its master
-weights: they move, are sharded and are saved with it (`MASTER` in elasticd_migration.schema).
+With a `Precision` the parameters of modules and the activations are of one type, bfloat16 or float16. Gradients
+of micro-batches add up in single precision and are reduced in it. The optimizer steps on master weights in
+single precision; the modules get their rounded values. The device that keeps a box of the optimizer's state
+keeps its master weights too: they move, are sharded and are saved with it (`MASTER` in
+elasticd_migration.schema).
 
-In float16 small gradients vanish, so the loss is multiplied by a scale before the backward pass. Whether a
-step's gradients are finite is part of the vote: all ranks skip the same update, and all change the scale alike.
+In float16 small gradients vanish, so the loss is multiplied by a scale before the backward pass. Whether the
+gradients of a step are finite is part of the vote: all ranks skip the same update, and all change the scale
+alike.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from torch import Tensor, nn
 
 from elasticd.runtime.model.model import Model
 
+#: The precisions that have a name.
 Name = Literal["fp32", "bf16", "fp16"]
 
-#: Where a scale ends to grow.
+#: The largest scale.
 _MOST = torch.finfo(torch.float32).max
 
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,14 +35,18 @@ _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """How float16's loss is scaled: torch.amp.GradScaler's rules. The sum over targets is multiplied by the
-    scale, which begins at `first`. It grows by `growth` after so many steps in which all gradients were finite
-    as `interval` says, and falls by `backoff` after each step in which one was not."""
+    """How the loss is scaled in float16, by the rules of `torch.amp.GradScaler`.
 
-    first: float
-    growth: float = 2.0
-    backoff: float = 0.5
-    interval: int = 2000
+    The sum of the losses over the targets is multiplied by the scale.
+
+    Raises:
+        ValueError: a field is out of its range.
+    """
+
+    first: float  #: the scale of the first step, above 0
+    growth: float = 2.0  #: factor after `interval` steps in a row whose gradients were all finite, at least 1
+    backoff: float = 0.5  #: factor after a step with a gradient that was not finite, between 0 and 1
+    interval: int = 2000  #: steps, at least 1
 
     def __post_init__(self) -> None:
         good = 0 < self.first < math.inf and self.growth >= 1 and 0 < self.backoff < 1 and self.interval >= 1
@@ -51,19 +58,25 @@ class LossScale:
 
     @classmethod
     def for_steps_of(cls, targets: float) -> LossScale:
-        """As torch begins with a mean over the global batch: 65536 over the targets of a step, to a power of
-        two, so that scaling rounds nothing."""
+        """The rules for steps of about `targets` targets: 65536 / targets, rounded to a power of two.
+
+        torch begins with 65536 for a mean over the batch. Scaling by a power of two rounds nothing.
+        """
         return cls(first=2.0 ** (16 - round(math.log2(max(1.0, targets)))))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """compute: the type of parameters and activations. master: that of the master weights, moments and
-    gradients; where it is the same there are no master weights. scale: of the loss (None: it is not scaled)."""
+    """The types that a job trains in.
 
-    compute: torch.dtype
+    Raises:
+        ValueError: a type is no floating point, or master weights are no finer than parameters.
+    """
+
+    compute: torch.dtype  #: of parameters and activations
+    #: Of master weights, moments and gradients. The same as `compute`: there are no master weights.
     master: torch.dtype = torch.float32
-    scale: LossScale | None = None
+    scale: LossScale | None = None  #: of the loss; None: it is not scaled
 
     def __post_init__(self) -> None:
         for dtype in (self.compute, self.master):
@@ -84,21 +97,23 @@ class Precision:
 
     @property
     def numbers(self) -> Numbers | None:
-        """What the planner counts with; None where everything is of the parameters' type."""
+        """The types as the planner's cost model takes them; None: everything is of the parameters' type."""
         if not self.separate:
             return None
         compute, master = (str(dtype).removeprefix("torch.") for dtype in (self.compute, self.master))
         return Numbers(compute=compute, master=master, gradients=master)
 
     def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Has the gradients of these added up as master weights are, micro-batch by micro-batch."""
+        """Makes the gradients of `parameters` accumulate over micro-batches in the type of master weights."""
         for parameter in parameters:
             if parameter.requires_grad and self.separate:
                 parameter.grad_dtype = self.master
 
     def entering(self, batch: Any) -> Any:
-        """A batch as embed takes it: what is floating point in it is of the type that is computed in. Where
-        nothing is, it is the batch itself, of whatever class."""
+        """A batch for the embedding: floating-point tensors in it are converted to `compute`.
+
+        Without any it is the same object, whatever its class.
+        """
         if isinstance(batch, Tensor):
             return batch.to(self.compute) if batch.is_floating_point() else batch
         if isinstance(batch, Mapping):
@@ -112,12 +127,20 @@ class Precision:
         return batch
 
     def leaving(self, output: Tensor) -> Tensor:
-        """The head's output as the loss takes it: in single precision at least."""
+        """The output of the head for the loss: floating point is converted to `master`."""
         return output.to(self.master) if output.is_floating_point() else output
 
 
 def precision_of(given: Name | Precision | None, targets: float) -> Precision | None:
-    """What a Job was given; `targets` of one step, about. Raises ValueError for any other word."""
+    """The precision of a name, or the one that is given; None: modules compute in their own types.
+
+    Args:
+        given: the argument of the user.
+        targets: of one step, about.
+
+    Raises:
+        ValueError: no precision has this name.
+    """
     if given is None or isinstance(given, Precision):
         return given
     if given not in _COMPUTE:
@@ -128,19 +151,22 @@ def precision_of(given: Name | Precision | None, targets: float) -> Precision | 
 
 
 def lowered(model: Model, precision: Precision | None) -> Model:
-    """The model as its modules compute."""
-    return model if precision is None else model.computing_in(precision.compute)
+    """The model with its parameters in the type to compute in; the same object where they are of it already."""
+    if precision is None:
+        return model
+    types = {parameter.dtype for section in model.sections.values() for parameter in section.parameters()}
+    return model if types == {precision.compute} else model.computing_in(precision.compute)
 
 
 class LossScaler:
-    """The scale under way: the same on every rank, since it follows from the votes."""
+    """The current scale of the loss; the same on every rank, since it follows from the votes."""
 
     def __init__(self, rules: LossScale) -> None:
         self._rules = rules
         self.scale, self.good = rules.first, 0
 
     def after(self, *, applied: bool) -> None:
-        """A step whose update was made, or skipped since a gradient was not finite."""
+        """Changes the scale after a step. `applied`: its gradients were finite."""
         if not applied:
             self.scale, self.good = self.scale * self._rules.backoff, 0
             return
@@ -150,7 +176,9 @@ class LossScaler:
             self.scale, self.good = (grown if grown <= _MOST else self.scale), 0
 
     def state_dict(self) -> dict[str, float | int]:
+        """The scale, and the finite steps since it changed."""
         return {"scale": self.scale, "good": self.good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from what `state_dict` gave."""
         self.scale, self.good = float(state["scale"]), int(state["good"])

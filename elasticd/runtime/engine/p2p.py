@@ -1,13 +1,15 @@
-"""What passes between two stages: receives are posted before their pass comes up, sends are never waited for.
+"""Point-to-point messages between two stages: receives are posted early, sends are not waited for.
 
-Between unequal TP groups each receiver has one sender: activations and their gradients are whole on every
-member of a stage, so receiver j takes them from member j mod (size of the other stage).
+Every member of a stage's TP group has the full activation, and its full gradient. So each receiver has one
+sender when the groups differ in size: receiver j receives from member j mod (size of the other stage).
 
-An activation's shape and type are known only when it comes. So a header goes first, and the payload, which is
-bytes to the wire, has its receive posted with room for the largest that has crossed this boundary in earlier
-steps of the plan, which both ends know. What is larger follows in a second message, once the header said so.
+The receiver does not know the shape and type of an activation. A header goes ahead of it. The payload, bytes to
+the transport, is received into a buffer as large as the largest payload that has crossed the boundary in
+earlier steps of the plan, a size that both ends know; so it can be posted before the header is here. Bytes
+beyond that size follow in a second message, which the receiver posts once it has the header.
 
-In an interleaved pipeline two stages have a border for each chunk (`Lane`), each with messages of its own.
+In an interleaved pipeline two stages have a boundary for each chunk of layers (`Channel`), with messages of its
+own.
 """
 
 from __future__ import annotations
@@ -23,47 +25,49 @@ from torch import Tensor
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.engine.activation_header import empty_header, pack_header, unpack_header
 
-#: Messages of one micro-batch: header, activation, what did not fit, gradient.
+#: Messages of one micro-batch: header, activation, the part of it beyond the buffer, gradient.
 _HEADER, _PAYLOAD, _REST, _GRADIENT, _KINDS = range(5)
 
 
-class Lane(NamedTuple):
-    """Which border of two stages: the chunk that activations come from, of so many."""
+class Channel(NamedTuple):
+    """One of the boundaries between two stages."""
 
-    chunk: int = 0
-    chunks: int = 1
+    chunk: int = 0  #: the chunk of layers that activations come from
+    chunks: int = 1  #: chunks of a stage of this pipeline
 
     def tag(self, index: int, kind: int) -> int:
+        """The number of a message of micro-batch `index`, different on every channel."""
         return (index * self.chunks + self.chunk) * _KINDS + kind
 
 
-#: The one border of two stages that are not interleaved.
-ONLY = Lane()
+#: The boundary between two stages of a pipeline that is not interleaved.
+ONLY_CHANNEL = Channel()
 
 
-class Room:
-    """The largest activation that crossed a boundary before this step, in bytes; the same on both ends."""
+class RecvBufferSize:
+    """Bytes of the largest activation that crossed a boundary in earlier steps; the same on both ends."""
 
     def __init__(self) -> None:
         self.bytes = self._largest = 0
 
     def crossed(self, size: int) -> None:
+        """An activation of `size` bytes crossed in this step."""
         self._largest = max(self._largest, size)
 
     def end_step(self) -> None:
+        """From the next step on the buffer holds the largest activation of this one too."""
         self.bytes = self._largest
 
 
 @dataclass
-class _Posted:
+class _PostedActivation:
     header: Tensor
     works: list[Any]
     payload: Tensor | None
 
 
-class Before:
-    """A stage's border with the one before it: activations come, gradients go. dtype: `Model.dtype`. proves:
-    what one member of that stage did proves what all did, for they talk in each block."""
+class _Neighbour:
+    """This device's connection with an adjacent stage of its pipeline."""
 
     def __init__(
         self,
@@ -72,22 +76,48 @@ class Before:
         destinations: Sequence[int],
         dtype: torch.dtype,
         *,
-        proves: bool,
-        lane: Lane = ONLY,
+        implies_all_received: bool,
+        channel: Channel = ONLY_CHANNEL,
     ) -> None:
+        """
+        Args:
+            group: all members of the plan.
+            source: the rank that sends to this device.
+            destinations: the ranks that this device sends to.
+            dtype: the type of the model, `Model.dtype`.
+            implies_all_received: a message from `source` proves that every member of its stage has received
+                what `source` must have received before it, because the members communicate in every block.
+            channel: the boundary, where the stages have several.
+        """
         self._group, self._source, self._destinations = group, source, tuple(destinations)
-        self._dtype, self._proves, self._lane = dtype, proves, lane
-        self._room = Room()
-        self._posted: dict[int, _Posted] = {}
+        self._dtype, self._implies_all_received, self._channel = dtype, implies_all_received, channel
+        self._buffer = RecvBufferSize()
+        self._posted: dict[int, Any] = {}
         self._sent: dict[int, list[int]] = {}
-        self._passed: dict[int, int] = {}
+
+    def end_step(self) -> None:
+        """All messages of the step have arrived."""
+        self._buffer.end_step()
+        self._sent.clear()
+
+
+class PrevStage(_Neighbour):
+    """The previous stage: sends activations to this device, and receives gradients from it."""
+
+    _passed: dict[int, int]
 
     def begin_step(self, order: Iterable[Pass]) -> None:
-        """`order`: the passes of the stage before. When one of its activations comes, the gradients of the
-        backward passes that it ran before are there."""
+        """Notes how many backward passes precede each forward pass of the previous stage.
+
+        When the activation of that forward pass is here, the gradients of those backward passes have arrived.
+
+        Args:
+            order: the passes of the previous stage in this step.
+        """
+        self._passed = {}
         done = 0
         for kind, index, chunk in order:
-            if chunk != self._lane.chunk:
+            if chunk != self._channel.chunk:
                 continue
             if kind == "backward":
                 done += 1
@@ -95,96 +125,79 @@ class Before:
                 self._passed[index] = done
 
     def post(self, index: int, samples: int) -> None:
-        """Starts to receive the activation of a micro-batch of so many samples, if that was not done."""
+        """Starts to receive the activation of micro-batch `index`, unless it has started."""
         if index in self._posted:
             return
         header = empty_header(samples)
-        works = [self._group.post(header, self._source, self._lane.tag(index, _HEADER))]
+        works = [self._group.post(header, self._source, self._channel.tag(index, _HEADER))]
         payload = None
-        if self._room.bytes:
-            payload = torch.empty(self._room.bytes, dtype=torch.uint8)
-            works.append(self._group.post(payload, self._source, self._lane.tag(index, _PAYLOAD)))
-        self._posted[index] = _Posted(header, works, payload)
+        if self._buffer.bytes:
+            payload = torch.empty(self._buffer.bytes, dtype=torch.uint8)
+            works.append(self._group.post(payload, self._source, self._channel.tag(index, _PAYLOAD)))
+        self._posted[index] = _PostedActivation(header, works, payload)
 
     def activation(self, index: int, samples: int) -> tuple[Tensor, tuple[int, ...]]:
-        """The activation of a micro-batch and its sample ids; waits until it is here."""
+        """Waits for the activation of a micro-batch. Returns it with its sample ids."""
         self.post(index, samples)
-        posted = self._posted.pop(index)
+        posted: _PostedActivation = self._posted.pop(index)
         for work in posted.works:
             self._group.take(work, source=self._source)
-        if self._proves:
+        if self._implies_all_received:
             for earlier in [i for i in self._sent if i < self._passed[index]]:
                 self._group.arrived(self._sent.pop(earlier))
         dtype, shape, ids = unpack_header(posted.header, self._dtype)
         size = torch.Size(shape).numel() * dtype.itemsize
-        self._room.crossed(size)
+        self._buffer.crossed(size)
         raw = posted.payload if posted.payload is not None else torch.empty(0, dtype=torch.uint8)
         if size > raw.numel():
-            whole = torch.empty(size, dtype=torch.uint8)
-            whole[: raw.numel()] = raw
-            self._group.receive(whole[raw.numel() :], self._source, self._lane.tag(index, _REST))
-            raw = whole
+            full = torch.empty(size, dtype=torch.uint8)
+            full[: raw.numel()] = raw
+            self._group.receive(full[raw.numel() :], self._source, self._channel.tag(index, _REST))
+            raw = full
         return raw[:size].view(dtype).view(shape), ids
 
     def send_gradient(self, index: int, grad: Tensor) -> None:
+        """Sends the gradient of a micro-batch's activation; returns at once."""
         grad = grad.contiguous()
-        tag = self._lane.tag(index, _GRADIENT)
+        tag = self._channel.tag(index, _GRADIENT)
         self._sent[index] = [self._group.send(grad, rank, tag) for rank in self._destinations]
 
-    def end_step(self) -> None:
-        self._room.end_step()
-        self._sent.clear()
 
-
-class After:
-    """A stage's border with the one after it: activations go, gradients come. dtype: `Model.dtype`. proves: a
-    gradient that came proves that all members of that stage have its activation."""
-
-    def __init__(
-        self,
-        group: Group,
-        source: int,
-        destinations: Sequence[int],
-        dtype: torch.dtype,
-        *,
-        proves: bool,
-        lane: Lane = ONLY,
-    ) -> None:
-        self._group, self._source, self._destinations = group, source, tuple(destinations)
-        self._dtype, self._proves, self._lane = dtype, proves, lane
-        self._room = Room()
-        self._posted: dict[int, tuple[Tensor, Any]] = {}
-        self._sent: dict[int, list[int]] = {}
+class NextStage(_Neighbour):
+    """The next stage: receives activations from this device, and sends gradients to it."""
 
     def send_activation(self, index: int, x: Tensor, ids: Sequence[int]) -> None:
-        raw, room = x.contiguous().view(-1).view(torch.uint8), self._room.bytes
-        self._room.crossed(raw.numel())
+        """Sends the activation of a micro-batch with its sample ids; returns at once.
+
+        Raises:
+            ValueError: an activation of this type or number of dimensions cannot pass between stages.
+        """
+        raw, size = x.contiguous().view(-1).view(torch.uint8), self._buffer.bytes
+        self._buffer.crossed(raw.numel())
         parts = [(_HEADER, pack_header(x, ids, self._dtype))]
-        if room:
-            parts.append((_PAYLOAD, raw[:room]))
-        if raw.numel() > room:
-            parts.append((_REST, raw[room:]))
+        if size:
+            parts.append((_PAYLOAD, raw[:size]))
+        if raw.numel() > size:
+            parts.append((_REST, raw[size:]))
         self._sent[index] = [
-            self._group.send(part, rank, self._lane.tag(index, kind))
+            self._group.send(part, rank, self._channel.tag(index, kind))
             for rank in self._destinations
             for kind, part in parts
         ]
 
     def post(self, index: int, like: Tensor) -> None:
-        """Starts to receive the gradient of a micro-batch, of the shape of its activation."""
+        """Starts to receive the gradient of the activation `like` of a micro-batch, unless it has started."""
         if index not in self._posted:
             grad = torch.empty_like(like, memory_format=torch.contiguous_format)
-            self._posted[index] = grad, self._group.post(grad, self._source, self._lane.tag(index, _GRADIENT))
+            tag = self._channel.tag(index, _GRADIENT)
+            self._posted[index] = grad, self._group.post(grad, self._source, tag)
 
     def gradient(self, index: int, like: Tensor) -> Tensor:
-        """Waits until it is here."""
+        """Waits for the gradient of the activation `like` of a micro-batch."""
         self.post(index, like)
+        grad: Tensor
         grad, work = self._posted.pop(index)
         self._group.take(work, source=self._source)
-        if self._proves:
+        if self._implies_all_received:
             self._group.arrived(self._sent.pop(index, ()))
         return grad
-
-    def end_step(self) -> None:
-        self._room.end_step()
-        self._sent.clear()

@@ -1,7 +1,8 @@
-"""One device's part of a pipeline: forward and backward of the micro-batches that pass through its stage.
+"""The forward and backward passes of one device: the micro-batches of a step through its stage of a pipeline.
 
-Sections are separated in the autograd graph, so that each one's backward pass is run, timed and paced by
-itself, and its gradients can be reduced while those before it are still made.
+Sections (embedding, blocks, head) are separated in the autograd graph. So the backward pass of each is run,
+timed and paced by itself, and its gradients can be reduced while those of the sections before it are still
+being computed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from elasticd_planner.cost.schedule import Pass
@@ -22,68 +23,68 @@ from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.loader import Loader
 from elasticd.runtime.data.prefetch import SampleError
 from elasticd.runtime.data.sample_ledger import hash_samples
-from elasticd.runtime.engine.activation_checkpoint import again_in
+from elasticd.runtime.engine.activation_checkpoint import recomputed_blocks
 from elasticd.runtime.engine.mixed_precision import Precision
-from elasticd.runtime.engine.p2p import After, Before, Lane
+from elasticd.runtime.engine.p2p import Channel, NextStage, PrevStage
 from elasticd.runtime.engine.pipeline_schedule import Schedule, all_forward, one_forward_one_backward
 from elasticd.runtime.model.rng import Drawing
 from elasticd.runtime.telemetry.comm_timer import Stopwatch
 from elasticd.runtime.telemetry.step_times import Telemetry
 from elasticd.wire.main_thread import BACKWARD, FORWARD, LOSS
 
+#: (output, batch) -> (sum of the losses, count of targets)
 Loss = Callable[[Tensor, Any], tuple[Tensor, int]]
-#: (kind of pass, tokens, share, when it began, seconds of communication in it): sleeps on emulated devices, and
-#: says when the pass ended.
+#: (kind of pass, tokens, share of the TP group, time at its begin, seconds of communication in it) -> time at
+#: its end. On an emulated device it sleeps.
 Pace = Callable[[str, int, float, float, float], float]
+
+_Stage = TypeVar("_Stage", PrevStage, NextStage)
 
 #: Receives are posted this many passes before they are waited for.
 AHEAD = 2
 
 
 @dataclass
-class _Passage:
-    """What one micro-batch leaves on a chunk of a stage between its forward and its backward pass."""
+class _MicroBatchState:
+    """What the backward pass of a micro-batch through a chunk needs of its forward pass."""
 
     tokens: int
-    ids: Sequence[int]
-    segments: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)
-    loss: Tensor | None = None
+    ids: Sequence[int]  #: of its samples, as they came with the activation
+    segments: list[tuple[str, Tensor, Tensor]] = field(default_factory=list)  #: section, its input, its output
+    loss: Tensor | None = None  #: sum over targets; None: not the last stage
     targets: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Chunk:
-    """Consecutive sections that a micro-batch passes through in one turn, and what is before and after them: a
-    stage has one, in an interleaved pipeline several."""
+    """Consecutive sections that a micro-batch passes through at once; an interleaved stage has several."""
 
-    modules: dict[str, nn.Module]
-    before: Before | None
-    after: After | None
+    modules: dict[str, nn.Module]  #: by section
+    before: PrevStage | None  #: None: the chunk begins with the embedding
+    after: NextStage | None  #: None: the chunk ends with the head
 
     @cached_property
     def blocks(self) -> dict[str, nn.Module]:
+        """The blocks by section, without embedding and head."""
         return {name: module for name, module in self.modules.items() if name.startswith("blocks.")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """A step's forward and backward passes on one rank. Loss sum and count are zero where none is computed.
-    failure: a sample that could not be read here, for which another stood in."""
+    """The forward and backward passes of a step on one rank."""
 
-    loss: float
-    count: float
-    tokens: int
-    samples: int
-    failure: SampleError | None = None
+    loss: float  #: sum over targets; 0 on ranks that compute no loss
+    count: float  #: targets; 0 on ranks that compute no loss
+    tokens: int  #: counted where the pipeline begins, else 0
+    samples: int  #: hash of the sample ids that were seen
+    failure: SampleError | None = None  #: a sample that could not be read here; another one stood in for it
 
 
 class StageRunner:
-    """Runs the micro-batches of one step through the sections of one device.
+    """Runs the micro-batches of a step through the sections of one device."""
 
-    talks: members of a TP group communicate in every block. again: blocks that make their activations again
-    whatever the plan says. precision: what the modules compute in, if it is said. ready: called with each
-    section once the last micro-batch's backward pass has left it. most_alive: micro-batches whose activations
-    were held at once. reads: samples are read here."""
+    reads: bool  #: whether samples are read on this device
+    most_alive: int  #: the largest number of micro-batches whose activations were held at once
 
     def __init__(
         self,
@@ -94,44 +95,58 @@ class StageRunner:
         drawing: Drawing,
         everyone: Group,
         dtype: torch.dtype,
-        talks: bool,
+        tp_communicates: bool,
         loss: Loss,
         loader: Loader,
         telemetry: Telemetry,
         stopwatch: Stopwatch,
         pace: Pace,
-        ready: Callable[[str], None],
+        on_section_done: Callable[[str], None],
         schedule: Schedule = one_forward_one_backward,
-        again: Collection[int] = (),
+        recompute: Collection[int] = (),
         precision: Precision | None = None,
     ) -> None:
+        """
+        Args:
+            plan: the plan in force.
+            device: this device.
+            modules: its local modules by section.
+            drawing: keys the random draws of those modules.
+            everyone: the group of all members of the plan.
+            dtype: the type of the model, `Model.dtype`.
+            tp_communicates: whether members of a TP group communicate in every block.
+            loss: (output, batch) -> (sum of the losses, count of targets).
+            loader: makes a batch of the samples of a micro-batch.
+            telemetry: measures passes.
+            stopwatch: measures waits, and publishes where the main thread is.
+            pace: called after every pass of a block; slows an emulated device down.
+            on_section_done: called with a section when all gradients that this device adds to it are there.
+            schedule: the order of passes.
+            recompute: indices of blocks that recompute their activations, beside those of the plan.
+            precision: the types that the modules compute in; None: their own.
+        """
         self._drawing, self._loss, self._loader = drawing, loss, loader
-        self._telemetry, self._stopwatch, self._pace, self._ready = telemetry, stopwatch, pace, ready
+        self._telemetry, self._stopwatch, self._pace = telemetry, stopwatch, pace
+        self._on_section_done = on_section_done
         self._schedule, self._precision, self._scale = schedule, precision, 1.0
         place = plan.places[device]
         pipeline = plan.pipeline(place)
         mine = pipeline.stages[place.stage]
         self._stage, self._stages, self._position = place.stage, len(pipeline.stages), place.position
         self._share, self._layers = mine.fraction(place.position), mine.layers
-        self._again = again_in(mine, again, modules)
+        self._recomputed = recomputed_blocks(mine, recompute, modules)
 
-        def border(other: int) -> tuple[Group, int, list[int], bool]:
+        def neighbour(kind: type[_Stage], other: int, chunk: int) -> _Stage:
             ranks = [plan.rank(device) for device in pipeline.stages[other % self._stages].devices]
             to = [rank for j, rank in enumerate(ranks) if j % len(mine.devices) == place.position]
-            return everyone, ranks[place.position % len(ranks)], to, talks or len(ranks) == 1
+            proven = tp_communicates or len(ranks) == 1
+            source, channel = ranks[place.position % len(ranks)], Channel(chunk, pipeline.chunks)
+            return kind(everyone, source, to, dtype, implies_all_received=proven, channel=channel)
 
         def chunk(number: int) -> _Chunk:
             start, stop = mine.chunks[number]
-            before: Before | None = None
-            after: After | None = None
-            if start > 0:
-                group, source, to, proves = border(place.stage - 1)
-                lane = Lane(number - (place.stage == 0), pipeline.chunks)
-                before = Before(group, source, to, dtype, proves=proves, lane=lane)
-            if stop < pipeline.layers:
-                group, source, to, proves = border(place.stage + 1)
-                lane = Lane(number, pipeline.chunks)
-                after = After(group, source, to, dtype, proves=proves, lane=lane)
+            before = neighbour(PrevStage, place.stage - 1, number - (place.stage == 0)) if start > 0 else None
+            after = neighbour(NextStage, place.stage + 1, number) if stop < pipeline.layers else None
             names = [f"blocks.{layer}" for layer in range(start, stop)]
             names = ["embed"] * (before is None) + names + ["head"] * (after is None)
             return _Chunk(modules={name: modules[name] for name in names}, before=before, after=after)
@@ -141,14 +156,19 @@ class StageRunner:
         self.most_alive = 0
 
     def run(self, micro_batches: Sequence[MicroBatch], scale: float = 1.0) -> Passed:
-        """All passes of one step; gradients, those of the loss times `scale`, accumulate in the parameters."""
+        """All passes of one step. Gradients accumulate in the parameters.
+
+        Args:
+            micro_batches: sample ids of each micro-batch of this pipeline.
+            scale: the gradients are those of the loss times this.
+        """
         self._scale = scale
         count, chunks = len(micro_batches), len(self._chunks)
         order = list(self._schedule(self._stages, self._stage, count, chunks))
         last = {at.chunk: position for position, at in enumerate(order) if at.kind == "backward"}
-        alive: dict[tuple[int, int], _Passage] = {}
+        alive: dict[tuple[int, int], _MicroBatchState] = {}
         received: list[int] = []
-        strayed: list[int] = []
+        unexpected_ids: list[int] = []
         losses: list[Tensor] = []
         tokens = targets = 0
         self._loader.take()
@@ -161,17 +181,17 @@ class StageRunner:
                 self._post(ahead, micro_batches, alive)
             chunk = self._chunks[number]
             if kind == "forward":
-                passage, counted = self._forward(index, micro_batches[index], chunk)
-                if torch.is_grad_enabled():  # else there is no way back
-                    alive[number, index] = passage
+                state, counted = self._forward(index, micro_batches[index], chunk)
+                if torch.is_grad_enabled():  # else there is no backward pass
+                    alive[number, index] = state
                     self.most_alive = max(self.most_alive, len(alive))
                 if number == 0:
-                    received.extend(passage.ids)
-                    tokens += passage.tokens
-                elif passage.ids != micro_batches[index]:
-                    strayed.extend(passage.ids)  # so that the vote tells
-                if passage.loss is not None and self._position == 0:
-                    losses.append(passage.loss.detach())
+                    received.extend(state.ids)
+                    tokens += state.tokens
+                elif state.ids != micro_batches[index]:
+                    unexpected_ids.extend(state.ids)  # so that the vote reports them
+                if state.loss is not None and self._position == 0:
+                    losses.append(state.loss.detach())
                     targets += counted
             else:
                 self._backward(index, alive.pop((number, index)), chunk, last=position == last[number])
@@ -179,7 +199,7 @@ class StageRunner:
             for border in (chunk.before, chunk.after):
                 if border is not None:
                     border.end_step()
-        # What came with the activations; where the pipeline begins, what the dataset was asked for.
+        # Ids that came with activations; on the first stage, ids that the dataset was asked for.
         asked, failure = self._loader.take()
         seen = received if self._stage else asked
         counts_tokens = self._stage == 0 and self._position == 0
@@ -187,13 +207,18 @@ class StageRunner:
             loss=sum(map(float, losses)),
             count=float(targets),
             tokens=tokens if counts_tokens else 0,
-            samples=hash_samples((*seen, *strayed)),
+            samples=hash_samples((*seen, *unexpected_ids)),
             failure=failure,
         )
 
     def forward(self, micro_batches: Sequence[MicroBatch], loader: Loader, loss: Loss) -> Passed:
-        """The forward passes alone, of samples of another set, without gradients. The losses and targets are
-        `loss`'s own matter."""
+        """The forward passes alone, of samples of another dataset, without gradients.
+
+        Args:
+            micro_batches: sample ids of each micro-batch of this pipeline.
+            loader: makes batches of that dataset.
+            loss: called with each output instead of the loss of the training.
+        """
         mine = self._loader, self._loss, self._schedule
         self._loader, self._loss, self._schedule = loader, loss, all_forward
         try:
@@ -203,12 +228,12 @@ class StageRunner:
             self._loader, self._loss, self._schedule = mine
 
     def prepare(self, micro_batches: Iterable[MicroBatch]) -> None:
-        """Has the samples of these read ahead, where this stage reads any."""
+        """Has the samples of these micro-batches read ahead, if this stage reads any."""
         if self.reads:
             self._loader.prepare([index for micro in micro_batches for index in micro])
 
     def _post(
-        self, ahead: Pass, micro_batches: Sequence[MicroBatch], alive: dict[tuple[int, int], _Passage]
+        self, ahead: Pass, micro_batches: Sequence[MicroBatch], alive: dict[tuple[int, int], _MicroBatchState]
     ) -> None:
         kind, index, number = ahead
         chunk = self._chunks[number]
@@ -217,7 +242,7 @@ class StageRunner:
         elif kind == "backward" and chunk.after is not None and (number, index) in alive:
             chunk.after.post(index, alive[number, index].segments[-1][2])
 
-    def _forward(self, index: int, micro: MicroBatch, chunk: _Chunk) -> tuple[_Passage, int]:
+    def _forward(self, index: int, micro: MicroBatch, chunk: _Chunk) -> tuple[_MicroBatchState, int]:
         telemetry = self._telemetry
         ids: Sequence[int] = micro
         batch = None
@@ -235,57 +260,58 @@ class StageRunner:
             self._stopwatch.where.at(FORWARD)
             x = chunk.modules["embed"](self._precision.entering(batch) if self._precision else batch)
             telemetry.passed("embed")
-        passage = _Passage(tokens=x.shape[0] * x.shape[1], ids=ids)
-        passage.segments.append(("embed", x, x))
+        state = _MicroBatchState(tokens=x.shape[0] * x.shape[1], ids=ids)
+        state.segments.append(("embed", x, x))
         if chunk is self._chunks[0]:
-            telemetry.worked(passage.tokens, self._layers, self._share, x.shape[1])
+            telemetry.worked(state.tokens, self._layers, self._share, x.shape[1])
         start = time.perf_counter()
         for section, module in chunk.blocks.items():
             communicated = self._stopwatch.read("tensor")
-            x = self._segment(passage, section, module, x)
-            start = self._end_pace("forward", passage.tokens, start, communicated)
+            x = self._segment(state, section, module, x)
+            start = self._end_pace("forward", state.tokens, start, communicated)
         telemetry.passed("forward")
         counted = 0
         if chunk.after is None:
-            logits = self._segment(passage, "head", chunk.modules["head"], x)
+            logits = self._segment(state, "head", chunk.modules["head"], x)
             logits = self._precision.leaving(logits) if self._precision else logits
             self._stopwatch.where.at(LOSS)
             with self._drawing.keyed("loss"):  # every member of the last stage computes it
-                passage.loss, counted = self._loss(logits, batch)
-            passage.targets = counted
+                state.loss, counted = self._loss(logits, batch)
+            state.targets = counted
             if not counted:  # a loss that was made of a mean is NaN here
-                passage.loss = torch.zeros_like(passage.loss)
+                state.loss = torch.zeros_like(state.loss)
             telemetry.passed("head")
         else:
             chunk.after.send_activation(index, x.detach(), ids)
-        return passage, counted
+        return state, counted
 
-    def _segment(self, passage: _Passage, section: str, module: nn.Module, x: Tensor) -> Tensor:
+    def _segment(self, state: _MicroBatchState, section: str, module: nn.Module, x: Tensor) -> Tensor:
         self._stopwatch.where.at(FORWARD)
         entered = x.detach().requires_grad_()
-        out: Tensor = self._again[section].forward(entered) if section in self._again else module(entered)
-        passage.segments.append((section, entered, out))
+        run = self._recomputed[section].forward if section in self._recomputed else module
+        out: Tensor = run(entered)
+        state.segments.append((section, entered, out))
         return out
 
-    def _backward(self, index: int, passage: _Passage, chunk: _Chunk, *, last: bool) -> None:
-        """`last`: all gradients that this device adds to a section are there when the pass leaves it."""
+    def _backward(self, index: int, state: _MicroBatchState, chunk: _Chunk, *, last: bool) -> None:
+        """One backward pass. `last`: no other one of the step goes through the chunk."""
         telemetry, where = self._telemetry, self._stopwatch.where
         where.at(BACKWARD)
-        self._drawing.samples = passage.ids
-        first, *rest = passage.segments
+        self._drawing.samples = state.ids
+        first, *rest = state.segments
         grad: Tensor | None = None
-        if passage.loss is not None:
+        if state.loss is not None:
             section, entered, out = rest.pop()
             telemetry.mark()
             self._drawing.forget(section)  # torch.utils.checkpoint inside may pass forward again
-            if passage.targets:
-                torch.autograd.backward(passage.loss, torch.full_like(passage.loss, self._scale))
+            if state.targets:
+                torch.autograd.backward(state.loss, torch.full_like(state.loss, self._scale))
             else:  # no sample of it has a target: nothing is added to any gradient
                 torch.autograd.backward(out, torch.zeros_like(out))
             telemetry.passed("head")
             grad = entered.grad
             if last:
-                self._ready(section)
+                self._on_section_done(section)
                 telemetry.mark()
         else:
             assert chunk.after is not None
@@ -295,20 +321,20 @@ class StageRunner:
         while rest:
             section, entered, out = rest.pop()
             where.at(BACKWARD)
-            if section in self._again:
+            if section in self._recomputed:
                 communicated = self._stopwatch.read("tensor")
-                out = self._again[section].again(entered)
-                start = self._end_pace("forward", passage.tokens, start, communicated)
+                out = self._recomputed[section].recompute(entered)
+                start = self._end_pace("forward", state.tokens, start, communicated)
                 telemetry.passed("again")
             communicated = self._stopwatch.read("tensor")
             self._drawing.forget(section)
             torch.autograd.backward(out, grad)
-            start = self._end_pace("backward", passage.tokens, start, communicated)
+            start = self._end_pace("backward", state.tokens, start, communicated)
             grad = entered.grad
-            if last or self._again or not rest:
+            if last or self._recomputed or not rest:
                 telemetry.passed("backward")
             if last:
-                self._ready(section)
+                self._on_section_done(section)
                 start = time.perf_counter()
                 telemetry.mark()
         assert grad is not None
@@ -320,7 +346,7 @@ class StageRunner:
             torch.autograd.backward(first[2], grad)
             telemetry.passed("embed")
         if last:
-            self._ready("embed")
+            self._on_section_done("embed")
 
     def _end_pace(self, kind: str, tokens: int, start: float, communicated: float) -> float:
         return self._pace(kind, tokens, self._share, start, self._stopwatch.read("tensor") - communicated)

@@ -1,11 +1,11 @@
-"""What the user trains, the same under every plan."""
+"""`Recipe`: the model, data and options of a job, the same under every plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
+from typing import cast
 
 import torch
 from elasticd_planner.spec.batch import BatchPlan, Sampler
@@ -13,78 +13,120 @@ from elasticd_planner.spec.plan import Plan
 from elasticd_planner.spec.sample_packing import linear_of
 from torch import nn
 
-from elasticd.runtime.data.loader import Collate, Dataset, at_length, length_of
-from elasticd.runtime.data.prefetch import Reader
+from elasticd.runtime.checkpoint.options import CheckpointingOptions
+from elasticd.runtime.data.loader import at_length, length_of, sample_tokens
+from elasticd.runtime.data.options import DataOptions
+from elasticd.runtime.data.prefetch import Dataset, Reader
 from elasticd.runtime.data.step_samples import Feed, Mapped
-from elasticd.runtime.engine.mixed_precision import Precision
+from elasticd.runtime.data.stream import Stream, Streamed
+from elasticd.runtime.engine.activation_checkpoint import asked
+from elasticd.runtime.engine.mixed_precision import Precision, lowered, precision_of
+from elasticd.runtime.engine.parallelism import ParallelismOptions
 from elasticd.runtime.engine.pipeline_schedule import Schedule, one_forward_one_backward
 from elasticd.runtime.engine.pipeline_stage import Loss
 from elasticd.runtime.model.model import Model
 from elasticd.runtime.snapshot.restore import Snapshots
 
+#: Makes an optimizer of (name, parameter) pairs.
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+#: Makes a learning-rate scheduler of an optimizer.
 MakeScheduler = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What the user trains, the same under every plan. `clip` is the largest gradient norm, if any; `length`
-    gives the tokens of a sample by its index, where they are unequal; `readers` threads read samples ahead; the
-    folder `checkpoints` has what a job may start from, `snapshots` gives what this node's agent keeps of it;
-    `source` gives the samples, where they are not those of a map-style dataset. precision: what `model` was
-    `lowered` to (None: it is as it was made); `recomputed` are the blocks that make their activations again
-    whatever the plan says."""
+    """The arguments of `elasticd.Job`, which documents them, and values that follow from them.
 
-    model: Model
+    Raises:
+        ValueError: arguments that do not go together.
+    """
+
+    model: Model  #: the user's model; converted here to the precision that its modules compute in
     loss: Loss
     optimizer: MakeOptimizer
-    dataset: Dataset
-    collate: Collate
-    sampler: Sampler
-    clip: float | None = None
+    dataset: Dataset | Stream
+    global_batch: int  #: samples of a step
+    micro_batch: int = 1  #: samples of a micro-batch
+    seed: int = 0
+    clip: float | None = None  #: largest norm of the gradient
     scheduler: MakeScheduler | None = None
-    checkpoints: Path | None = None
-    snapshots: Snapshots = field(default_factory=Snapshots)
+    data: DataOptions = field(default_factory=DataOptions)
+    parallelism: ParallelismOptions = field(default_factory=ParallelismOptions)
+    checkpointing: CheckpointingOptions = field(default_factory=CheckpointingOptions)
+    snapshots: Snapshots = field(default_factory=Snapshots)  #: those that this node's agent keeps
     schedule: Schedule = one_forward_one_backward
-    length: Callable[[int], int] | None = None
-    readers: int = 1
-    source: Feed | None = None
-    recomputed: tuple[int, ...] = ()
-    precision: Precision | None = None
+    source: Feed | None = None  #: gives the samples of each step; None: `dataset` does, by `seed`
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise ValueError(f"global_batch must be at least 1, not {self.global_batch}")
+        if isinstance(self.dataset, Stream) and self.data.length is not None:
+            raise ValueError("length is of a map-style dataset's samples; a stream's are dealt by their tokens")
+        object.__setattr__(self, "model", lowered(self.model, self.precision))
+
+    @cached_property
+    def tokens(self) -> float:
+        """Tokens of a sample, on average."""
+        return self.dataset.tokens if isinstance(self.dataset, Stream) else sample_tokens(self.dataset)
+
+    @cached_property
+    def precision(self) -> Precision | None:
+        """The types that modules compute in; None: those that the user made them of."""
+        given = self.parallelism.precision
+        return precision_of(given, self.global_batch * self.tokens if given == "fp16" else 1.0)
 
     @property
     def master(self) -> torch.dtype | None:
-        """The type of master weights, where there are any."""
+        """The type of master weights; None: there are none."""
         return self.precision.master if self.precision is not None and self.precision.separate else None
 
     @cached_property
-    def reader(self) -> Reader:
-        """One under all plans, so that a new one finds what is read already."""
-        return Reader(self.dataset, self.readers)
+    def recomputed(self) -> tuple[int, ...]:
+        """Blocks that recompute their activations under every plan, because the user named them."""
+        return asked(self.parallelism.recompute, self.model.layers)[1]
+
+    @property
+    def samples(self) -> int:
+        """Samples of a map-style dataset; 0 of a stream."""
+        return 0 if isinstance(self.dataset, Stream) else len(self.dataset)
+
+    @property
+    def sampler(self) -> Sampler:
+        """Draws the samples of each step from a map-style dataset."""
+        return Sampler(size=self.samples, global_batch=self.global_batch, seed=self.seed)
 
     @cached_property
     def feed(self) -> Feed:
-        """One under all plans, too."""
-        return self.source or Mapped(self.sampler, self.reader, self.length, linear_of(self.model.spec))
+        """Gives the samples of each step: one object under all plans, so that a new one finds what was read."""
+        if self.source is not None:
+            return self.source
+        linear = linear_of(self.model.spec)
+        if isinstance(self.dataset, Stream):
+            return Streamed(self.dataset, self.global_batch, linear, self.data.readers)
+        length = length_of(self.dataset) if self.data.length is None else self.data.length
+        return Mapped(self.sampler, Reader(self.dataset, self.data.readers), length, linear)
 
     @cached_property
     def _shifted(self) -> dict[int, Recipe]:
         return {}
 
     def read_as(self, plan: Plan) -> Recipe:
-        """The same for a plan under which the data is read in other sequences. Raises ValueError where the
-        dataset cannot be."""
+        """The recipe with its dataset read in sequences of the plan's length.
+
+        Raises:
+            ValueError: the dataset cannot be read in another length.
+        """
         tokens = plan.sequence
         if not tokens:
             return self
         if tokens not in self._shifted:
-            shifted = at_length(self.dataset, tokens)
-            made = replace(self, dataset=shifted, length=length_of(shifted), source=None)
-            if isinstance(self.feed, Mapped):
-                made = replace(made, source=self.feed.reading(made.reader, made.length))
-            self._shifted[tokens] = made
+            shifted, feed = at_length(cast(Dataset, self.dataset), tokens), self.feed
+            if isinstance(feed, Mapped):
+                feed = feed.reading(Reader(shifted, self.data.readers), length_of(shifted))
+            data = replace(self.data, length=None)
+            self._shifted[tokens] = replace(self, dataset=shifted, data=data, source=feed)
         return self._shifted[tokens]
 
     def batch(self, plan: Plan, step: int) -> BatchPlan:
-        """The samples of a step under a plan, the same on every rank."""
+        """The samples of a step as the plan's pipelines take them, the same on every rank."""
         return self.feed.batch(plan, step)

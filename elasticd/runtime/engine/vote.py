@@ -1,7 +1,7 @@
-"""The vote: one all-gather of a small record per rank that ends every step.
+"""The vote that ends every step: an all-gather of one small record of each rank.
 
-Every rank folds the same records in rank order, so all have the same bits: global loss, gradient norm,
-whether to apply, whether to switch, and the ledger of samples.
+Every rank folds the same records in rank order, so that all get the same result to the bit: the global loss,
+the gradient norm, whether the update is applied, whether the job switches, and whether every sample was seen.
 """
 
 from __future__ import annotations
@@ -19,63 +19,54 @@ from elasticd.records import Vote
 from elasticd.runtime.comm.groups import Group
 from elasticd.runtime.data.sample_ledger import LedgerError
 
-#: A record's fields in their order: integers, but for sums of squares and loss and the count of targets.
+#: The fields of `RankRecord` in their order, 68 bytes.
 _RECORD = struct.Struct("<qqq??qdddQqb")
 RECORD_BYTES = _RECORD.size
 
 
-class Going(IntEnum):
-    """Whether a rank was told to go, and has a last checkpoint to make if all were."""
+class Draining(IntEnum):
+    """Whether a process is to leave the job; if all are, they make a last checkpoint."""
 
-    STAYS = 0
-    UNSAVED = 1
-    SAVED = 2
+    NO = 0
+    UNSAVED = 1  #: it leaves, and has no last checkpoint yet
+    SAVED = 2  #: it leaves, and has its last checkpoint, or the job keeps none
 
 
-class Record(NamedTuple):
-    """What one rank brings. `squares` is the sum of squares of the gradient pieces that it owns; loss sum and
-    targets are of the samples whose loss it computed (zero elsewhere); `samples` hashes the ids that came with
-    the tensors into its forward; `saving` is the word on its checkpoint (see machines.saving); `snapshot` says
-    that one is due after this step, and that this rank can make it; `failed` is one more than the index of a
-    sample that this rank could not read, or 0; `going` says whether this process was told to go (a
-    `Going`)."""
+class RankRecord(NamedTuple):
+    """What one rank brings to the vote."""
 
-    step: int
-    prepared: int
-    saving: int
-    snapshot: bool
-    finite: bool
+    step: int  #: index of the step
+    prepared: int  #: number of the plan that this rank has prepared; 0: none
+    saving: int  #: its word on checkpoints, see `elasticd.machines.worker.checkpointing`
+    snapshot: bool  #: a snapshot is due after this step, and this rank can make it
+    finite: bool  #: the gradients that it owns are finite
+    tokens: int  #: trained on by this rank
+    squares: float  #: sum of squares of the gradients that it owns
+    loss: float  #: sum over the targets whose loss this rank computed; 0 elsewhere
+    targets: float  #: count of those targets
+    samples: int  #: hash of the sample ids that came with the activations into its forward passes
+    failed: int = 0  #: 1 + index of a sample that this rank could not read; 0: none
+    draining: int = Draining.NO
+
+
+class StepOutcome(Value, frozen=True, kw_only=True):
+    """What the vote decided, the same on every rank."""
+
+    step: int  # index of the step
+    loss: float  # mean per target; NaN: the batch has no target
+    norm: float  # of the gradient of the mean loss
+    count: float  # targets
     tokens: int
-    squares: float
-    loss: float
-    targets: float
-    samples: int
-    failed: int = 0
-    going: int = Going.STAYS
-
-
-class Outcome(Value, frozen=True, kw_only=True):
-    """What the vote decided, the same on every rank: mean loss per target, gradient norm of the mean loss,
-    target count, tokens, whether to apply the update, and of every rank the number that it had prepared, its
-    word on checkpoints and its bit on snapshots. A batch without targets has no loss (NaN), and its update is
-    not made. `failed`: the first rank that could not read a sample, and the
-    sample's index; nothing is applied then. `last`: all were told to go, and what they hold is to be saved."""
-
-    step: int
-    loss: float
-    norm: float
-    count: float
-    tokens: int
-    apply: bool
-    prepared: tuple[int, ...]
-    saving: tuple[int, ...]
-    snapshot: tuple[bool, ...]
-    failed: tuple[int, int] | None = None
-    last: bool = False
+    apply: bool  # the update is made
+    prepared: tuple[int, ...]  # of each rank, as in its record
+    saving: tuple[int, ...]  # of each rank, as in its record
+    snapshot: tuple[bool, ...]  # of each rank, as in its record
+    failed: tuple[int, int] | None = None  # the first rank that could not read a sample, and the sample's index
+    last: bool = False  # all ranks leave the job, and a last checkpoint is to be made
 
     @property
     def vote(self) -> Vote:
-        """What another rank needs to make the same update."""
+        """The part of the outcome from which another rank can make the same update."""
         return Vote(
             step=self.step,
             loss=self.loss if math.isfinite(self.loss) else None,
@@ -86,11 +77,17 @@ class Outcome(Value, frozen=True, kw_only=True):
         )
 
 
-def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> Outcome:
-    """Folds the records' fields in rank order; `expected` are the hashes that the batch plan gives each rank.
+def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> StepOutcome:
+    """Folds the records of all ranks.
 
-    Raises `LedgerError` on every rank alike where samples or steps differ."""
-    every: Any = Record._make(zip(*records, strict=True))  # of each field what all ranks say
+    Args:
+        records: of each rank in rank order, as tuples of the fields of `RankRecord`.
+        expected: of each rank the hash of the samples that the batch plan gives it.
+
+    Raises:
+        LedgerError: steps or samples differ; on every rank alike.
+    """
+    every: Any = RankRecord._make(zip(*records, strict=True))  # each field has the values of all ranks
     step = every.step[0]
     if every.step.count(step) != len(every.step):
         raise LedgerError(f"ranks are at different steps: {sorted(set(every.step))}")
@@ -99,7 +96,7 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> Outcome
         raise LedgerError(f"step {step}: ranks {wrong} did not see the samples of the batch plan")
     count, squares = _total(every.targets), _total(every.squares)
     unread = next((rank for rank, index in enumerate(every.failed) if index), None)
-    return Outcome(
+    return StepOutcome(
         step=step,
         loss=_total(every.loss) / count if count else math.nan,
         norm=math.sqrt(squares) / (count or 1) if math.isfinite(squares) else math.inf,
@@ -110,12 +107,12 @@ def fold(records: Sequence[tuple[Any, ...]], expected: Sequence[int]) -> Outcome
         saving=every.saving,
         snapshot=every.snapshot,
         failed=None if unread is None else (unread, every.failed[unread] - 1),
-        last=all(every.going) and Going.UNSAVED in every.going,
+        last=all(every.draining) and Draining.UNSAVED in every.draining,
     )
 
 
 def _total(values: Iterable[float]) -> float:
-    """The sum, rounded once; infinite or NaN where it cannot be formed."""
+    """The sum, rounded once; infinite or NaN where there is no finite sum."""
     listed = list(values)
     try:
         return math.fsum(listed)
@@ -123,8 +120,8 @@ def _total(values: Iterable[float]) -> float:
         return sum(listed)
 
 
-class Booth:
-    """Where one rank votes: the group of all, and memory for their records, which every vote uses again."""
+class StepVote:
+    """All-gathers one fixed-size record per rank at the end of a step. Buffers are allocated once."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -132,12 +129,12 @@ class Booth:
         self._packed = torch.frombuffer(self._mine, dtype=torch.uint8)
         self._gathered = torch.frombuffer(self._all, dtype=torch.uint8).view(group.size, -1)
 
-    def gather(self, record: Record) -> list[tuple[Any, ...]]:
-        """The fields of all ranks' records."""
+    def gather(self, record: RankRecord) -> list[tuple[Any, ...]]:
+        """The records of all ranks, in rank order, as tuples of their fields."""
         _RECORD.pack_into(self._mine, 0, *record)
         self._group.all_gather(self._packed, self._gathered)
         return list(_RECORD.iter_unpack(self._all))
 
-    def vote(self, record: Record, expected: Sequence[int]) -> Outcome:
-        """Gathers all ranks' records and folds them."""
+    def vote(self, record: RankRecord, expected: Sequence[int]) -> StepOutcome:
+        """Gathers the records of all ranks and folds them, see `fold`."""
         return fold(self.gather(record), expected)

@@ -1,8 +1,8 @@
-"""A process's first passes, made before anybody waits for them.
+"""The first passes of a process, made before other ranks wait for it.
 
-The first forward and backward pass of a process load kernels, start autograd and fill its caches: they take up
-to twice what later ones do. A device that joins a plan would take that time from all others, which wait for its
-gradients.
+The first forward and backward pass of a process load kernels, start autograd and fill its caches; they take up
+to twice as long as later ones. A device that joins a plan would delay all others by that, since they wait for
+its gradients.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from elasticd.runtime.model.model import Model
 
 log = logging.getLogger(__name__)
 
-#: Bytes of a block's parameters above which it is left cold: a step is long there, and what loads is small.
+#: Bytes of a block's parameters above which it is not warmed up: its step is long, and the kernels load in a
+#: small part of it.
 MOST_BYTES = 64 << 20
 #: Tokens of the one sequence.
 _TOKENS = 8
 
 
 def warm(model: Model) -> None:
-    """One pass of a block of zeros there and back, alone, of which nothing stays. A block that cannot be passed
-    so (one that wants sequences of a certain length) is left cold."""
+    """Runs one forward and one backward pass of a block whose parameters are zero, and drops the results.
+
+    A block that cannot run so, for example because it demands sequences of a certain length, is left out.
+    """
     layer = model.layers // 2
     if sum(parameter.nbytes for parameter in model.sections[f"blocks.{layer}"].parameters()) > MOST_BYTES:
         return
     try:
         with torch.random.fork_rng(devices=[]), _uncompiled():
             _pass(model, layer)
-    except Exception as error:  # the user's module; where it matters, the job's own step will say so
+    except Exception as error:  # the user's module; if it matters, the job's own step will raise it
         log.debug("no pass can be made beforehand: %s", error, exc_info=True)
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """Functions that the user compiles are to be compiled for shapes that come. Who compiled any has loaded
-    what does."""
+    """The user's compiled functions run eagerly inside: they are to be compiled for the job's own shapes."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 

@@ -30,10 +30,10 @@ _WRAPS = {
     ),
     "DataParallel": ("wrapped in DataParallel: give elasticd the plain module, the Job distributes the data"),
     "FullyShardedDataParallel": (
-        "wrapped in FSDP: give elasticd the plain module; Job(zero=1) or Job(zero=2) shards the state"
+        "wrapped in FSDP: give elasticd the plain module; ParallelismOptions(zero=1) shards its state"
     ),
     "FSDPModule": (
-        "wrapped by fully_shard: give elasticd the plain module; Job(zero=1) or Job(zero=2) shards the state"
+        "wrapped by fully_shard: give elasticd the plain module; ParallelismOptions(zero=1) shards its state"
     ),
 }
 

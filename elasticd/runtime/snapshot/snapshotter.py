@@ -44,8 +44,6 @@ class Snapper:
     """
 
     def __init__(self, every: int, job: str, welcome: Callable[[], Welcome], tell: Tell) -> None:
-        if every < 1:
-            raise ValueError(f"snapshot_every is {every}; it must be at least 1, or None for no snapshots")
         self.copy_seconds = 0.0  # what the last snapshot held its step up
         self.bytes = 0  # of the last one
         self._job, self._welcome, self._tell = job, welcome, tell

@@ -92,7 +92,7 @@ def prepare(
     engine = None
     if device in plan.members:
         engine = make_engine(recipe, layouts, fabric_of("groups"), pace)
-        engine.meets = recovery is not None
+        engine.after_recovery = recovery is not None
     snapshot = None
     if old is not None and recovery is not None and recovery.snapshots:
         snapshot = recipe.snapshots.state(old, recovery, device)
@@ -172,16 +172,17 @@ def move(prepared: PreparedPlan, engine: Engine | None, step: int, recipe: Recip
     began = time.perf_counter()  # all have come: a joiner waited for the others' vote until now
     if prepared.old is None:
         assert new is not None
-        if prepared.checkpoints and recipe.checkpoints is not None:
+        folder = recipe.checkpointing.path
+        if prepared.checkpoints and folder is not None:
             types = Types(layouts=prepared.new, master=recipe.master)
             with during(where, READING):
-                found = start_from(recipe.checkpoints, prepared.checkpoints, types, group, torch.device("cpu"))
+                found = start_from(folder, prepared.checkpoints, types, group, torch.device("cpu"))
             new.adopt(found.state)
             return MoveResult(step=found.step, checkpoint=found.name, began=began)
         if recovery is not None:
             raise NoCheckpoint("the job is to go on from a checkpoint, and this rank has no folder of any")
-        if recipe.checkpoints is not None and group.rank == 0:
-            clear(recipe.checkpoints)
+        if folder is not None and group.rank == 0:
+            clear(folder)
         with during(where, FIRST):
             state = first_state(recipe.model, prepared.new, group.me, seed, recipe.master)
         new.adopt(state)

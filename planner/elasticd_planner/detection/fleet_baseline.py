@@ -104,9 +104,7 @@ def noise(before: float, steps: int, change: float | None) -> float:
     return math.sqrt((1 - part) * before**2 + part * spread_of(change) ** 2)
 
 
-def learned(
-    before: Curve, lengths: Mapping[str, float], residuals: Mapping[str, float], sigma: float
-) -> Curve:
+def learned(before: Curve, lengths: Mapping[str, float], residuals: Mapping[str, float], sigma: float) -> Curve:
     """The curve after one more step, by least squares that forget; residuals beyond three `sigma` are cut.
 
     Args:

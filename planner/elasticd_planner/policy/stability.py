@@ -136,9 +136,7 @@ def settled(state: Stability, step: int) -> Stability:
     return msgspec.structs.replace(state, devices=devices)
 
 
-def payoff_horizon(
-    state: Stability, rates: Mapping[str, float], step: int, horizon: int
-) -> PayoffHorizon:
+def payoff_horizon(state: Stability, rates: Mapping[str, float], step: int, horizon: int) -> PayoffHorizon:
     """The horizon of a plan made for `rates` (slowdown by device).
 
     Among the devices for whose change the plan would be made, the device with the shortest wait decides; among

@@ -39,8 +39,8 @@ def fit(turn: Turn, plan: Plan, source: Source | None) -> Fit:
     if _safe(turn, old, source):
         return Fit(in_place=found.cramped)
     return Fit(
-        wrong=f"{found.cramped}; it could move in place if snapshots (Job(snapshot_every=...)) kept the state "
-        "safe meanwhile"
+        wrong=f"{found.cramped}; it could move in place if snapshots (CheckpointingOptions(snapshot_every=...))"
+        " kept the state safe meanwhile"
     )
 
 

@@ -1,0 +1,97 @@
+"""The keywords of `elasticd.Job` up to 0.1, which became fields of its groups of options.
+
+They are accepted, with one DeprecationWarning, until release 0.3. The warning names the new spelling.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypedDict
+
+from elasticd.runtime.api.evaluation import EvaluationOptions, HeldOut
+from elasticd.runtime.checkpoint.options import CheckpointingOptions
+from elasticd.runtime.data.loader import Collate
+from elasticd.runtime.data.options import DataOptions
+from elasticd.runtime.data.prefetch import Dataset
+from elasticd.runtime.engine.activation_checkpoint import Recompute
+from elasticd.runtime.engine.mixed_precision import Name, Precision
+from elasticd.runtime.engine.parallelism import ParallelismOptions
+
+
+class OldKeywords(TypedDict, total=False):
+    """The keywords of release 0.1 that are fields of the groups now."""
+
+    collate: Collate
+    length: Callable[[int], int] | None
+    readers: int
+    zero: Literal[0, 1, 2]
+    replicas: int | None
+    precision: Name | Precision | None
+    recompute: Recompute
+    profile: str | os.PathLike[str] | None
+    checkpoint: str | os.PathLike[str] | None
+    checkpoint_every: int
+    keep: int
+    checkpoint_keep_every: int | None
+    snapshot_every: int | None
+    held_out: Dataset | HeldOut | Mapping[str, Dataset | HeldOut] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The grouped options of a Job."""
+
+    data: DataOptions
+    parallelism: ParallelismOptions
+    checkpointing: CheckpointingOptions
+    evaluation: EvaluationOptions
+
+
+#: What a Job does where it is given no options.
+DEFAULTS = Groups(
+    data=DataOptions(),
+    parallelism=ParallelismOptions(),
+    checkpointing=CheckpointingOptions(),
+    evaluation=EvaluationOptions(),
+)
+#: Fields that had another name as a keyword.
+_RENAMED = {"checkpoint": "folder", "checkpoint_every": "every", "checkpoint_keep_every": "keep_every"}
+_GROUP_OF = {
+    field.name: group.name for group in fields(Groups) for field in fields(getattr(DEFAULTS, group.name))
+}
+
+
+def with_old_keywords(groups: Groups, old: Mapping[str, Any]) -> Groups:
+    """The groups with the values of old keywords; warns of those, on behalf of the caller of `Job`.
+
+    Raises:
+        TypeError: a keyword that Job never had.
+        ValueError: an old keyword beside its group, or a value that the group refuses.
+    """
+    changes: dict[str, dict[str, Any]] = {}
+    for keyword, value in old.items():
+        if keyword not in OldKeywords.__annotations__:
+            raise TypeError(f"Job() got an unexpected keyword argument {keyword!r}")
+        name = _RENAMED.get(keyword, keyword)
+        changes.setdefault(_GROUP_OF[name], {})[name] = value
+    if not changes:
+        return groups
+    spelled = []
+    for group, values in changes.items():
+        given = getattr(groups, group)
+        spelling = ", ".join(f"{name}=..." for name in values)
+        spelled.append(f"{group}=elasticd.{type(given).__name__}({spelling})")
+        if any(getattr(given, field.name) is not field.default for field in fields(given)):
+            raise ValueError(
+                f"Job got {group}=... and old keywords for fields of it: put them into {spelled[-1]} as well"
+            )
+    warnings.warn(
+        f"Job({', '.join(f'{keyword}=...' for keyword in old)}) is deprecated, and refused from 0.3 on: write "
+        f"Job({', '.join(spelled)})",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return replace(groups, **{group: replace(getattr(groups, group), **new) for group, new in changes.items()})

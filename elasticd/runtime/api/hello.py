@@ -1,0 +1,110 @@
+"""A worker's first message to its agent, `Hello`, and the `JobSpec` in it, made of the Job's recipe."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from elasticd_planner.cost.model_profile import ModelProfile
+from elasticd_planner.value import Invalid
+
+from elasticd.records import JobSpec
+from elasticd.runtime.checkpoint.loader import offered
+from elasticd.runtime.engine.activation_checkpoint import asked
+from elasticd.runtime.engine.recipe import Recipe
+from elasticd.runtime.model.optimizer_check import refuse_others
+from elasticd.version import __version__
+from elasticd.wire.messages import Hello
+from elasticd.wire.unix_socket import SLOT_VARIABLE
+
+
+def check_optimizer(recipe: Recipe) -> None:
+    """Tries the user's optimizer on small parameters with the names of the model's.
+
+    Raises:
+        NotElementWise: it would step on a part of a parameter differently than on all of it.
+    """
+    spec, dims = recipe.model.spec, dict[str, int]()
+    for section in spec.sections(0, len(spec.layers)):
+        for parameter in spec.section(section):
+            if parameter.kind == "trained":
+                dims[spec.owner(f"{section}.{parameter.name}")] = len(parameter.shape)
+    refuse_others(recipe.optimizer, list(dims.items()))
+
+
+def job_spec(recipe: Recipe, job: str) -> JobSpec:
+    """The record of a job's model, batch and options, the same from every worker.
+
+    Raises:
+        ValueError: the batch does not divide into micro-batches, or the profile is not one of this model.
+    """
+    may_recompute, recomputed = asked(recipe.parallelism.recompute, recipe.model.layers)
+    return JobSpec(
+        job=job,
+        model=recipe.model.spec,
+        global_batch=recipe.global_batch,
+        micro_batch=recipe.micro_batch,
+        samples=recipe.samples,
+        sample_tokens=recipe.tokens,
+        seed=recipe.seed,
+        state=recipe.parallelism.state,
+        profile=_profile(recipe),
+        first=recipe.model.first(),
+        numbers=recipe.precision.numbers if recipe.precision is not None else None,
+        recompute=may_recompute,
+        recomputed=recomputed,
+        shifts=hasattr(recipe.dataset, "at_length"),
+    )
+
+
+def _profile(recipe: Recipe) -> ModelProfile | None:
+    if recipe.parallelism.profile is None:
+        return None
+    from elasticd_planner.problem_files.profile_file import given_profile  # other jobs do not need it
+
+    path = os.fspath(recipe.parallelism.profile)
+    try:
+        return given_profile(Path(path).read_bytes(), recipe.model.spec, recipe.tokens, recipe.micro_batch)
+    except OSError as error:
+        raise ValueError(f"profile {path} cannot be read: {error.strerror}") from None
+    except Invalid as error:
+        raise ValueError(f"profile {path}: {error}") from None
+
+
+def hello(spec: JobSpec, folder: Path | None) -> Hello:
+    """This worker's first message.
+
+    Args:
+        spec: the record of its job.
+        folder: where the job keeps checkpoints; None: it keeps none.
+
+    Raises:
+        ValueError: torchrun did not start this process.
+    """
+    return Hello(
+        job=spec.job,
+        # A torchrun for one device of several calls its worker's rank 0, whichever device that is.
+        local_rank=int(os.environ.get(SLOT_VARIABLE) or environment("LOCAL_RANK")),
+        world_size=int(environment("WORLD_SIZE")),
+        pid=os.getpid(),
+        spec=spec,
+        checkpoints=offered(folder, spec) if folder is not None else (),
+        probes=True,
+        rehearses=True,
+        closes=True,
+        release=__version__,
+    )
+
+
+def environment(name: str) -> str:
+    """A variable that torchrun sets.
+
+    Raises:
+        ValueError: it is not set.
+    """
+    value = os.environ.get(name)
+    if value is None:
+        raise ValueError(
+            f"{name} is not set: start the script with torchrun --rdzv-backend=elasticd --rdzv-id=JOB ..."
+        )
+    return value

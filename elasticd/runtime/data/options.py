@@ -1,0 +1,31 @@
+"""`DataOptions`: how a job reads samples and makes batches of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elasticd.runtime.data.loader import Collate, pad
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """How samples become batches: the argument `data` of `elasticd.Job`.
+
+    Raises:
+        ValueError: `readers` is negative.
+    """
+
+    #: Makes a batch of a list of samples. The default is torch's own `default_collate`, with sequences of
+    #: unequal length padded to the longest one of the micro-batch.
+    collate: Collate = pad
+    #: Tokens of a sample, by its index in the dataset. None: `dataset.lengths[index]`, if the dataset has
+    #: `lengths`; otherwise samples count as equally long. With lengths, samples of like length share a
+    #: micro-batch, and micro-batches differ in samples so that they are equal in work.
+    length: Callable[[int], int] | None = None
+    #: Threads of each process that read samples ahead, of this step and the next. 0: the training thread reads.
+    readers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.readers < 0:
+            raise ValueError(f"data: readers is {self.readers}; it must be at least 0")

@@ -1,0 +1,51 @@
+"""`ParallelismOptions`: sharding, precision and recomputation under every plan of a job."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from elasticd_planner.spec.plan import StatePolicy
+
+from elasticd.runtime.engine.activation_checkpoint import Recompute, asked
+from elasticd.runtime.engine.mixed_precision import Name, Precision, precision_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelismOptions:
+    """Sharding, precision and recomputation under every plan: the argument `parallelism` of `elasticd.Job`.
+
+    The degrees of data, tensor and pipeline parallelism are the planner's to choose.
+
+    Raises:
+        ValueError: a field has none of the values below, or `replicas` is given with `zero` 0.
+    """
+
+    #: Stage of ZeRO. 0: every device that computes with a parameter keeps its optimizer state; 1: the state is
+    #: sharded; 2: the reduced gradients too.
+    zero: Literal[0, 1, 2] = 0
+    #: Devices that keep each shard of the optimizer state, on as many nodes where there are that many. With 2
+    #: or more the loss of a node loses no state. Only with `zero` 1 or 2. None: 1.
+    replicas: int | None = None
+    #: Precision of modules: "bf16" or "fp16", under master weights in float32 ("fp16" scales the loss), or
+    #: "fp32"; a `Precision` sets the types and the scale of the loss. None: the type that the modules are made
+    #: of.
+    precision: Name | Precision | None = None
+    #: Blocks that recompute their activations in the backward pass. True: all; "plan": those of stages where
+    #: memory demands it; a function says for a block's index whether that block does.
+    recompute: Recompute = False
+    #: A file that `elasticd profile` wrote for this model: the first plan is made from the seconds in it. None:
+    #: seconds are estimated from FLOPs until the job has measured its own.
+    profile: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        self.state  # noqa: B018  it refuses wrong values of zero and replicas
+        precision_of(self.precision, 1.0)
+        asked(self.recompute, 0)
+
+    @cached_property
+    def state(self) -> StatePolicy:
+        """How master weights and optimizer state are laid out."""
+        return StatePolicy(zero=self.zero, replicas=1 if self.zero and self.replicas is None else self.replicas)

@@ -1,0 +1,181 @@
+"""A Job's groups of options: what they refuse, and the keywords of release 0.1 that they replace."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import FrozenInstanceError, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elasticd
+from elasticd.models import Decoder, DecoderConfig, next_token_loss
+from elasticd.runtime.api.deprecated import DEFAULTS, Groups, OldKeywords, with_old_keywords
+from elasticd.runtime.api.job import Job
+
+GROUPS = (
+    elasticd.DataOptions,
+    elasticd.ParallelismOptions,
+    elasticd.CheckpointingOptions,
+    elasticd.EvaluationOptions,
+)
+HELD = [{"inputs": torch.arange(4)}]
+
+
+def upper(samples: Any) -> Any:
+    return samples
+
+
+def tokens(index: int) -> int:
+    return 8
+
+
+#: Each keyword of release 0.1 with a value, and where that value is now.
+MOVED: dict[str, tuple[Any, str, str]] = {
+    "collate": (upper, "data", "collate"),
+    "length": (tokens, "data", "length"),
+    "readers": (0, "data", "readers"),
+    "zero": (1, "parallelism", "zero"),
+    "replicas": (2, "parallelism", "replicas"),
+    "precision": ("bf16", "parallelism", "precision"),
+    "recompute": ("plan", "parallelism", "recompute"),
+    "profile": ("profile.json", "parallelism", "profile"),
+    "checkpoint": ("kept", "checkpointing", "folder"),
+    "checkpoint_every": (7, "checkpointing", "every"),
+    "keep": (2, "checkpointing", "keep"),
+    "checkpoint_keep_every": (14, "checkpointing", "keep_every"),
+    "snapshot_every": (5, "checkpointing", "snapshot_every"),
+    "held_out": (HELD, "evaluation", "held_out"),
+}
+
+
+class Reached(BaseException):
+    """A Job has its arguments, and would connect to its agent now."""
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Job]]:
+    """The Jobs that got as far as their agent."""
+    jobs: list[Job] = []
+
+    def connect(job: Job) -> None:
+        jobs.append(job)
+        raise Reached
+
+    monkeypatch.setattr(Job, "_connect", connect)
+    return jobs
+
+
+def job(**arguments: Any) -> None:
+    with torch.device("meta"):
+        config = DecoderConfig(vocabulary=16, width=16, layers=2, heads=2, kv_heads=2, hidden=8)
+        model = Decoder(config).describe()
+    rows = [{"inputs": torch.arange(8), "targets": torch.arange(8)}] * 4
+    elasticd.Job(
+        model=model,
+        loss=next_token_loss,
+        optimizer=torch.optim.AdamW,
+        dataset=rows,
+        global_batch=4,
+        **arguments,
+    )
+
+
+def test_every_old_keyword_is_moved_and_one_warning_at_the_call_names_the_new_spelling(made: list[Job]) -> None:
+    assert set(MOVED) == set(OldKeywords.__annotations__)
+    old = {keyword: value for keyword, (value, _, _) in MOVED.items()}
+    with pytest.warns(DeprecationWarning, match="refused from 0.3 on") as warned, pytest.raises(Reached):
+        job(**old)
+    (one,) = warned
+    assert one.filename == __file__
+    text = str(one.message)
+    assert "parallelism=elasticd.ParallelismOptions(zero=..., replicas=..., precision=...," in text
+    assert (
+        "checkpointing=elasticd.CheckpointingOptions(folder=..., every=..., keep=..., keep_every=...," in text
+    )
+    recipe = made[0]._recipe
+    for value, group, field in MOVED.values():
+        if group != "evaluation":
+            assert getattr(getattr(recipe, group), field) is value
+    assert made[0]._held_out["held_out"].dataset is HELD
+    assert recipe.checkpointing.path == Path("kept").absolute()
+    assert recipe.model.dtype is torch.bfloat16
+
+
+def test_the_new_spelling_gives_the_same_without_a_warning(
+    made: list[Job], recwarn: pytest.WarningsRecorder
+) -> None:
+    groups: dict[str, dict[str, Any]] = {}
+    for value, group, field in MOVED.values():
+        groups.setdefault(group, {})[field] = value
+    types = dict(zip(groups, GROUPS, strict=True))
+    new = {group: types[group](**values) for group, values in groups.items()}
+    with pytest.raises(Reached):
+        job(**new)
+    assert not [each for each in recwarn if each.category is DeprecationWarning]
+    old = {keyword: value for keyword, (value, _, _) in MOVED.items()}
+    with pytest.warns(DeprecationWarning, match="refused from 0.3 on"):
+        assert with_old_keywords(DEFAULTS, old) == Groups(**new)
+
+
+@pytest.mark.parametrize(("keyword", "moved"), MOVED.items(), ids=MOVED)
+def test_an_old_keyword_beside_its_group_is_refused(keyword: str, moved: tuple[Any, str, str]) -> None:
+    value, group, field = moved
+    others = [(value, name) for value, of, name in MOVED.values() if of == group and name != "replicas"]
+    given, name = others[-1]
+    groups = replace(DEFAULTS, **{group: replace(getattr(DEFAULTS, group), **{name: given})})
+    with pytest.raises(
+        ValueError, match=rf"Job got {group}=\.\.\. and old keywords .*Options\({field}=\.\.\.\)"
+    ):
+        with_old_keywords(groups, {keyword: value})
+
+
+def test_a_keyword_that_job_never_had_is_named(made: list[Job]) -> None:
+    for keyword in ("every", "checkpoints", "folder"):
+        with pytest.raises(elasticd.JobStopped, match=f"unexpected keyword argument '{keyword}'"):
+            job(**{keyword: 1})
+    assert not made
+
+
+@pytest.mark.parametrize(
+    ("group", "values", "message"),
+    [
+        (elasticd.DataOptions, {"readers": -1}, "readers is -1; it must be at least 0"),
+        (elasticd.ParallelismOptions, {"zero": 3}, "zero must be 0, 1 or 2, not 3"),
+        (elasticd.ParallelismOptions, {"replicas": 2}, "replicas go with zero 1 or 2"),
+        (elasticd.ParallelismOptions, {"zero": 1, "replicas": 0}, "needs replicas of at least 1, not 0"),
+        (elasticd.ParallelismOptions, {"precision": "fp8"}, "precision must be one of"),
+        (elasticd.ParallelismOptions, {"recompute": "always"}, "recompute must be True, False"),
+        (elasticd.CheckpointingOptions, {"every": 0}, "every is 0; it must be at least 1"),
+        (elasticd.CheckpointingOptions, {"keep": 0}, "keep is 0; it must be at least 1"),
+        (elasticd.CheckpointingOptions, {"keep_every": 0}, "keep_every is 0; it must be at least 1"),
+        (elasticd.CheckpointingOptions, {"snapshot_every": 0}, "snapshot_every is 0; it must be at least 1"),
+        (elasticd.EvaluationOptions, {"held_out": []}, "the dataset is empty"),
+        (elasticd.EvaluationOptions, {"held_out": {"a": HELD, "b": []}}, "the dataset is empty"),
+    ],
+)
+def test_a_group_refuses_a_wrong_value_when_it_is_made(group: Any, values: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        group(**values)
+
+
+def test_groups_are_frozen_and_take_keywords_alone() -> None:
+    for group in GROUPS:
+        with pytest.raises(FrozenInstanceError):
+            setattr(group(), fields(group)[0].name, 1)
+        with pytest.raises(TypeError):
+            group(1)
+
+
+def test_every_argument_of_job_has_its_entry_and_every_field_of_a_group_its_line() -> None:
+    text = inspect.getdoc(elasticd.Job.__init__) or ""
+    for name in inspect.signature(elasticd.Job.__init__).parameters:
+        assert name == "self" or f"\n    {name}: " in text, name
+    for group in GROUPS:
+        lines = inspect.getsource(group).splitlines()
+        for field in fields(group):
+            (at,) = (i for i, line in enumerate(lines) if line.startswith(f"    {field.name}: "))
+            assert lines[at - 1].startswith("    #: ") or " #: " in lines[at], field.name
