@@ -35,6 +35,7 @@ from elasticd.machines.job.state.events import (
     Effect,
     Event,
     ForgetAsked,
+    Log,
     Note,
     Paced,
     Received,
@@ -253,6 +254,8 @@ class Leading:
     def _execute(self, effect: Effect) -> None:
         if isinstance(effect, Note):
             self.tell(effect)
+        elif isinstance(effect, Log):
+            _log.warning("job %s: %s", effect.job, effect.text)
         elif isinstance(effect, Send):
             self.connections.send(effect.node, effect.message)
         elif isinstance(effect, Write):
