@@ -6,6 +6,9 @@ A command of another release may read an answer that lacks what was added later:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Literal
+
 import msgspec
 from elasticd_planner.detection.slowness_history import Slowness
 from elasticd_planner.spec.plan import Plan
@@ -18,166 +21,186 @@ from elasticd.wire.node_health import Health
 
 
 class DeviceStatus(Value, frozen=True, kw_only=True):
-    """A device: bytes of memory, its measured rate (1.0 normal), and the factor that chaos set. slowness: what
-    kind it has shown in its job so far, and when (None: it was never slow)."""
+    """A device."""
 
-    name: str
-    memory: int
-    rate: float
-    pace: float
+    name: str  # "node/local rank"
+    memory: int  # bytes
+    rate: float  # measured slowdown, 1.0 normal
+    pace: float  # slowdown that chaos set, 1.0 none
+    #: of what kind it was in its job so far, and when (None: it was never slow)
     slowness: Slowness | None = None
 
 
 class NodeStatus(Value, frozen=True, kw_only=True):
-    """A node whose agent has said hello to this leader. draining: its devices are to be left; members: those
-    that plans use; health: what its agent last said of machine and devices."""
+    """A node whose agent has said hello to this leader."""
 
-    node: str
-    connected: bool
-    address: str
-    emulated: bool
-    draining: bool = False
-    members: int = 0
-    health: Health | None = None
-    devices: tuple[DeviceStatus, ...]
+    node: str  # its name
+    connected: bool  # its agent's connection stands
+    address: str  # host that its workers listen on
+    emulated: bool  # its devices run at an emulated speed
+    draining: bool = False  # its devices are to be left
+    members: int = 0  # devices that plans use
+    health: Health | None = None  # what its agent last said of machine and devices
+    devices: tuple[DeviceStatus, ...]  # by local rank
 
 
 class MemberStatus(Value, frozen=True, kw_only=True):
     """A worker process."""
 
-    device: str
-    incarnation: str
-    pid: int
+    device: str  # "node/local rank"
+    incarnation: str  # id of this start of the worker's process
+    pid: int  # process id
 
 
 class ExceptionStatus(Value, frozen=True, kw_only=True):
-    """What the script's own code raised in the step of this index; kind: the name of its class."""
+    """An exception that the script's own code raised."""
 
-    device: str
-    step: int
-    kind: str
-    message: str
-    traceback: str
+    device: str  # "node/local rank"
+    step: int  # index of the step
+    kind: str  # name of its class
+    message: str  # the exception as a string
+    traceback: str  # as Python prints it
 
 
 class JobStatus(Value, frozen=True, kw_only=True):
-    """One job: `step` is the newest that was reported; loss and speed are of that step. `snapshot`: the newest
-    step whose state is kept in the agents' memory, on two nodes where there are two. `exception`: the last
-    that the script's own code raised, until the job has trained on beyond its step."""
+    """One job."""
 
-    job: str
-    phase: str
-    reason: str
-    plan: Plan | None
-    proposal: int | None
-    step: int
-    loss: float | None
-    tokens_per_second: float | None
+    job: str  # the job's name
+    phase: str  # of its life
+    reason: str  # why it waits or has ended
+    plan: Plan | None  # in force
+    proposal: int | None  # number of the open one
+    step: int  # newest that was reported
+    loss: float | None  # of that step, mean per token
+    tokens_per_second: float | None  # of that step
+    #: newest step whose state is kept in the agents' memory, on two nodes where there are two
     snapshot: int | None = None
+    #: the last that the script's own code raised, until the job has trained on beyond its step
     exception: ExceptionStatus | None = None
-    members: tuple[MemberStatus, ...]
+    members: tuple[MemberStatus, ...]  # its workers, by device
 
 
 class Pace(Value, frozen=True, kw_only=True):
-    """Seconds of a device's own computation in the last step, and how many times the others' they are."""
+    """A device's own computation in the last step."""
 
-    seconds: float
-    ratio: float
+    seconds: float  # that it took
+    ratio: float  # how many times the others' seconds
 
 
 class RestartStatus(Value, frozen=True, kw_only=True):
-    """A job in restart mode whose script has `elasticd.watch()`: out tells why torchruns take no part."""
+    """A job in restart mode whose script has `elasticd.watch()`."""
 
-    job: str
-    round: int
-    step: int
-    step_seconds: float
-    silent_seconds: float
-    devices: dict[str, Pace]
-    out: dict[str, str]
+    job: str  # the job's name
+    round: int  # number of the rendezvous round
+    step: int  # newest that was reported
+    step_seconds: float  # of that step
+    silent_seconds: float  # since it was reported
+    devices: dict[str, Pace]  # by device
+    out: dict[str, str]  # torchruns that take no part, with the reason
 
 
 class LeaderStatus(Value, frozen=True, kw_only=True):
     """The coordinator that answers."""
 
-    name: str
-    url: str
-    epoch: int
+    name: str  # of the coordinator
+    url: str  # of its port
+    epoch: int  # create revision of its key
 
 
 class LinkStatus(Value, frozen=True, kw_only=True):
-    """A link between two nodes by its last probe: bytes a second, seconds one way, times slower than normal."""
+    """A link between two nodes, by its last probe."""
 
-    link: str
-    bandwidth: float
-    latency: float
-    rate: float
+    link: str  # both nodes
+    bandwidth: float  # bytes a second
+    latency: float  # seconds one way
+    rate: float  # slowdown, 1.0 normal
 
 
 class ClusterStatus(Value, frozen=True, kw_only=True):
-    """The answer of `GET /v1/status`. paused: no plan is replaced by a better one (`elasticd pause`)."""
+    """The answer of `GET /v1/status`."""
 
-    cluster: str
-    leader: LeaderStatus
-    nodes: tuple[NodeStatus, ...]
-    jobs: tuple[JobStatus, ...]
-    restarts: tuple[RestartStatus, ...] = ()
-    links: tuple[LinkStatus, ...] = ()
-    paused: bool = False
+    cluster: str  # its name
+    leader: LeaderStatus  # that answers
+    nodes: tuple[NodeStatus, ...]  # by name
+    jobs: tuple[JobStatus, ...]  # by name
+    restarts: tuple[RestartStatus, ...] = ()  # jobs in restart mode
+    links: tuple[LinkStatus, ...] = ()  # between nodes
+    paused: bool = False  # no plan is replaced by a better one (`elasticd pause`)
 
     def job(self, name: str) -> JobStatus | None:
         return next((job for job in self.jobs if job.job == name), None)
 
 
 class Settings(Value, frozen=True, kw_only=True):
-    """The answer of `GET /v1/config`: all values by dotted key, those changed while running, every change."""
+    """The answer of `GET /v1/config`: detection and policy."""
 
-    values: dict[str, bool | int | float | str]
-    changed: dict[str, bool | int | float | str]
-    history: tuple[ConfigRecord, ...]
+    values: dict[str, bool | int | float | str]  # in force, by dotted key
+    changed: dict[str, bool | int | float | str]  # those changed while running
+    history: tuple[ConfigRecord, ...]  # every change
 
 
 class Events(Value, frozen=True, kw_only=True):
-    """Events of the journal, oldest first."""
+    """Events of the journal."""
 
-    events: tuple[EventRecord, ...]
+    events: tuple[EventRecord, ...]  # oldest first
 
 
 class Steps(Value, frozen=True, kw_only=True):
-    """Steps of a job, and what its emulated devices reported of their pacing in all."""
+    """Steps of a job."""
 
-    steps: tuple[StepRecord, ...]
-    pacing: Pacing
+    steps: tuple[StepRecord, ...]  # oldest first
+    pacing: Pacing  # what its emulated devices reported of their pacing in all
 
 
 class History(Value, frozen=True, kw_only=True):
-    """Every plan of a job, oldest first."""
+    """Every plan of a job."""
 
-    history: tuple[HistoryRecord, ...]
+    history: tuple[HistoryRecord, ...]  # oldest first
 
 
 class Stopping(Value, frozen=True, kw_only=True):
-    """A job is being stopped: who asked for it, and the seconds until it ends in any case. unheard: nodes whose
-    workers are not told, as the release of their agent, which stands beside each, cannot."""
+    """A job is being stopped."""
 
-    by: str = ""
-    seconds: float = 0.0
+    by: str = ""  # who asked for it
+    seconds: float = 0.0  # until it ends in any case
+    #: nodes whose workers are not told, as their agents cannot, with the release of each agent
     unheard: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Live(Value, frozen=True, kw_only=True):
     """It runs."""
 
-    live: bool = True
+    live: bool = True  # always true
 
 
 class Ready(Value, frozen=True, kw_only=True):
     """It leads and serves."""
 
-    ready: bool = True
+    ready: bool = True  # always true
 
 
 class Refusal(Value, frozen=True, kw_only=True):
-    """Why it was not done, and what would be right."""
+    """A request that was not carried out."""
 
-    error: str
+    error: str  # why, and what would be right
+
+
+#: Why a request is not carried out; `http` has the status of each.
+#: invalid: one of its values cannot be. forbidden: the configuration has it off. unknown: no job, node or
+#: device has that name. conflict: not in the state that the job or node is in. unavailable: not now; the same
+#: request may be carried out later.
+Reason = Literal["invalid", "forbidden", "unknown", "conflict", "unavailable"]
+
+
+class ApiError(Exception):
+    """A request that is not carried out. Its text says what would be right."""
+
+    def __init__(self, reason: Reason, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> ApiError:
+    """The error for a `name` that no job, node or device (`kind`) has; its text lists the `known` ones."""
+    text = f"there is no {kind} {name!r}; there are: {', '.join(sorted(known)) or 'none'}"
+    return ApiError("unknown", text)

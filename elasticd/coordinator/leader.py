@@ -13,6 +13,7 @@ import msgspec
 
 from elasticd.codec.decoding import shown, tag_of
 from elasticd.config.tree import ConfigError
+from elasticd.coordinator.api_types import ApiError, unknown
 from elasticd.coordinator.bootstrap_store import KeyValue, Room
 from elasticd.coordinator.connections import Connection, Connections
 from elasticd.coordinator.events.event_log import Journal
@@ -35,6 +36,7 @@ from elasticd.machines.job.state.events import (
     Effect,
     Event,
     ForgetAsked,
+    Log,
     Note,
     Paced,
     Received,
@@ -103,14 +105,6 @@ LARGEST_RANK, RANKS_AT_ONCE, RANKS_A_SECOND = 16 << 10, 4 << 20, 4 << 10
 WRITES_AT_ONCE, WRITES_A_SECOND = 32 << 20, 64 << 10
 
 _log = logging.getLogger(__name__)
-
-
-class Refused(Exception):
-    """A request of a user that cannot be done: an HTTP status, and what would be right."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 class Leading:
@@ -253,6 +247,8 @@ class Leading:
     def _execute(self, effect: Effect) -> None:
         if isinstance(effect, Note):
             self.tell(effect)
+        elif isinstance(effect, Log):
+            _log.warning("job %s: %s", effect.job, effect.text)
         elif isinstance(effect, Send):
             self.connections.send(effect.node, effect.message)
         elif isinstance(effect, Write):
@@ -462,30 +458,34 @@ class Leading:
     # -- users ---------------------------------------------------------------------------------------------
 
     def allow_chaos(self) -> None:
-        """Raises `Refused` where the configuration has it off."""
+        """Raises `ApiError` where the configuration has it off."""
         if not self.chaos:
-            raise Refused(
-                403, "chaos is off: set enabled = true in section [chaos] of the coordinator's configuration"
+            raise ApiError(
+                "forbidden",
+                "chaos is off: set enabled = true in section [chaos] of the coordinator's configuration",
             )
 
     async def change(self, asked: Mapping[str, Any], by: str) -> None:
-        """Changes detection and policy: written first, then followed. Raises `Refused`."""
+        """Changes detection and policy: written first, then followed. Raises `ApiError`."""
         assert self.writer is not None
         try:
             changes = self.changes.changed(asked, time.time(), by)
         except ConfigError as error:
-            raise Refused(400, str(error)) from error
+            raise ApiError("invalid", str(error)) from error
         if why := self.writer.refusal(Setting(record=changes.history[-1])):
-            raise Refused(400, f"this change cannot be kept: {why}")
+            raise ApiError("invalid", f"this change cannot be kept: {why}")
         if self.writer.away:
-            raise Refused(503, "etcd does not answer, and a change is kept there: try again when it is back")
+            raise ApiError(
+                "unavailable", "etcd does not answer, and a change is kept there: try again when it is back"
+            )
         before, self.changes = self.changes, changes
         self.writer.put(Setting(record=changes.history[-1]))
         try:
             await asyncio.wait_for(self.writer.drained(), WRITE_SECONDS)
         except TimeoutError:
-            raise Refused(
-                503, "etcd stopped answering meanwhile: the change holds now, and is kept once etcd is back"
+            raise ApiError(
+                "unavailable",
+                "etcd stopped answering meanwhile: the change holds now, and is kept once etcd is back",
             ) from None
         finally:
             self.follow(changes, _words(before.values, changes.values, by))
@@ -496,58 +496,61 @@ class Leading:
         self.apply(changes.event(words))
 
     def drain(self, node: str, on: bool) -> None:
-        """Lets the devices of a node be left, or used again. Raises `Refused`."""
+        """Lets the devices of a node be left, or used again. Raises `ApiError`."""
         known = self.state.nodes.get(node)
         if known is None:
-            names = ", ".join(sorted(self.state.nodes)) or "none"
-            raise Refused(404, f"there is no node {node!r}; there are: {names}")
+            raise unknown("node", node, self.state.nodes)
         if not known.connected:
-            raise Refused(409, f"the agent of node {node} cannot be reached: start it, or wait for it")
+            raise ApiError("conflict", f"the agent of node {node} cannot be reached: start it, or wait for it")
         self.apply(Drained(node=node, on=on))
 
     def stop(self, name: str, seconds: float, by: str) -> dict[str, str]:
         """Ends a job, whose workers have so many seconds for a last checkpoint. Returns the nodes whose workers
-        will not hear of it, with the release of each one's agent. Raises `Refused`."""
+        will not hear of it, with the release of each one's agent. Raises `ApiError`."""
         job = self.state.jobs.get(name)
         if job is None and name in self.restarts:
-            raise Refused(409, f"job {name} is in restart mode, and ends with its torchruns: stop those")
+            raise ApiError(
+                "conflict", f"job {name} is in restart mode, and ends with its torchruns: stop those"
+            )
         if job is None:
-            names = ", ".join(sorted(self.state.jobs)) or "none"
-            raise Refused(404, f"there is no job {name!r}; there are: {names}")
+            raise unknown("job", name, self.state.jobs)
         if job.phase in OVER:
-            raise Refused(409, f"job {name} is {job.phase.value} already" + (job.reason and f": {job.reason}"))
+            raise ApiError(
+                "conflict", f"job {name} is {job.phase.value} already" + (job.reason and f": {job.reason}")
+            )
         unheard = stop_request.unheard(job, self.state.nodes, seconds)
         self.apply(StopAsked(job=name, by=by, seconds=seconds))
         return unheard
 
     def forget(self, name: str, by: str) -> None:
-        """Nothing of a job that is over is kept. Raises `Refused`."""
+        """Nothing of a job that is over is kept. Raises `ApiError`."""
         job = self.state.jobs.get(name)
         if job is None and name in self._rounds:
             last = self.restarts.get(name)
             if last is not None and self._clock() - last.heard < LAP_SECONDS:
-                raise Refused(409, f"job {name} is in restart mode, and makes steps: stop its torchruns first")
+                raise ApiError(
+                    "conflict", f"job {name} is in restart mode, and makes steps: stop its torchruns first"
+                )
             self._forget_rounds(name)
             return
         if job is None:
-            names = ", ".join(sorted(self.state.jobs)) or "none"
-            raise Refused(404, f"there is no job {name!r}; there are: {names}")
+            raise unknown("job", name, self.state.jobs)
         if why := finished_jobs.refusal(job, self.state.nodes):
-            raise Refused(409, why)
+            raise ApiError("conflict", why)
         self.apply(ForgetAsked(job=name, by=by))
 
     def know_device(self, device: str) -> None:
-        """Raises `Refused` where no node has it."""
+        """Raises `ApiError` where no node has it."""
         known = [known.name for node in self.state.nodes.values() for known in node.record.devices]
         if device not in known:
-            raise Refused(
-                404, f"there is no device {device!r}; there are: {', '.join(sorted(known)) or 'none'}"
-            )
+            raise unknown("device", device, known)
 
     def recording(self) -> AsyncIterator[bytes]:
-        """Lines of a recording from now on (`elasticd.recording`). Raises `Refused` where too many record."""
+        """Lines of a recording from now on (`elasticd.recording`). Raises `ApiError` where too many record."""
         if self.recorders.full:
-            raise Refused(503, "as many record already as may at once: end one of them, or try again later")
+            raise ApiError(
+                "unavailable", "as many record already as may at once: end one of them, or try again later"
+            )
         return self.recorders.record(lambda: (self.state, self.now()))
 
     def exposition(self) -> bytes:
@@ -556,14 +559,16 @@ class Leading:
         return self.metrics.text(self.state, self.connections, away)
 
     def pace(self, action: str, device: str, factor: float) -> None:
-        """Chaos on a device's speed; raises `Refused`."""
+        """Chaos on a device's speed; raises `ApiError`."""
         self.allow_chaos()
         if action not in ("slow", "recover"):
-            raise Refused(400, f"action {action!r} must be 'slow' or 'recover'")
+            raise ApiError("invalid", f"action {action!r} must be 'slow' or 'recover'")
         if action == "recover":
             factor = 1.0
         if not math.isfinite(factor) or factor < 1:
-            raise Refused(400, f"factor {factor} must be a finite number of at least 1 (1 is normal speed)")
+            raise ApiError(
+                "invalid", f"factor {factor} must be a finite number of at least 1 (1 is normal speed)"
+            )
         self.know_device(device)
         self.apply(Paced(device=device, factor=factor))
 

@@ -12,7 +12,7 @@ import pytest
 from elasticd_agent.daemon import Agent
 
 from elasticd.config.tree import with_overrides
-from elasticd.coordinator.leader import Refused
+from elasticd.coordinator.api_types import ApiError
 from elasticd.store.memory import MemoryStore
 from elasticd.testing.waiting import until
 from tests import forkserver
@@ -101,9 +101,9 @@ def test_a_running_job_is_not_harmed_by_what_is_refused() -> None:
         cluster.runs(1, steps=2)
         pids = [member["pid"] for member in cluster.job()["members"]]
 
-        with pytest.raises(Refused, match="there is no device 'a/9'; there are: a/0, a/1"):
+        with pytest.raises(ApiError, match="there is no device 'a/9'; there are: a/0, a/1"):
             cluster.pace("a/9", 3.0)
-        with pytest.raises(Refused, match="at least 1"):
+        with pytest.raises(ApiError, match="at least 1"):
             cluster.pace("a/0", 0.5)
         assert "is served by agent" in second_agent(cluster)
         assert "already has all the nodes" in late_join(cluster)

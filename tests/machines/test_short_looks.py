@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 
 from elasticd.machines.job import machine
+from elasticd.machines.job.state.events import Event, Received
 from elasticd.machines.job.state.job_state import Phase
 from elasticd.machines.job.state.transaction import Turn
-from elasticd.wire.messages import Prepared, Report, Standing, Swapped, Up, WorkerLost
+from elasticd.wire.messages import Prepared, Report, Standing, Swapped, Up
 from tests.machines.test_coordinator_faults import recovered
 from tests.machines.world import World
 
@@ -21,19 +22,21 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Messages by kind, and the long looks ("due Prepared") that followed them."""
     counted: Counter[str] = Counter()
     last = [""]
-    message, due = machine._message, machine._due
+    hear, due = machine._hear, machine._due
 
-    def heard(turn: Turn, node: str, said: Up | WorkerLost) -> None:
-        last[0] = type(said.body if isinstance(said, Up) else said).__name__
-        counted[last[0]] += 1
-        message(turn, node, said)
+    def heard(turn: Turn, event: Event) -> None:
+        if isinstance(event, Received):
+            said = event.message
+            last[0] = type(said.body if isinstance(said, Up) else said).__name__
+            counted[last[0]] += 1
+        hear(turn, event)
 
     def looked(turn: Turn) -> None:
         counted[f"due {last[0]}"] += 1
         last[0] = ""
         due(turn)
 
-    monkeypatch.setattr(machine, "_message", heard)
+    monkeypatch.setattr(machine, "_hear", heard)
     monkeypatch.setattr(machine, "_due", looked)
     return counted
 

@@ -21,6 +21,7 @@ from elasticd.machines.job.state.events import (
     CancelPlan,
     Effect,
     Event,
+    Log,
     Note,
     Planned,
     Received,
@@ -77,6 +78,7 @@ class World(Checked):
         self.state = State(epoch=1, settings=self.settings)
         self.inbox: deque[Event] = deque()
         self.notes: list[Note] = []
+        self.logs: list[str] = []  # of events that a phase has nothing for
         self.sent: list[Send] = []
         self.joins: dict[str, Join] = {}
         self.joined: dict[str, Joined] = {}
@@ -203,6 +205,8 @@ class World(Checked):
             self.planning = effect
         elif isinstance(effect, CancelPlan):
             self.planning = None
+        elif isinstance(effect, Log):
+            self.logs.append(effect.text)
         else:
             self._write(effect)
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Protocol
 import msgspec
 
 from elasticd.coordinator.api_types import (
+    ApiError,
     ClusterStatus,
     Events,
     History,
@@ -16,11 +17,12 @@ from elasticd.coordinator.api_types import (
     Settings,
     Steps,
     Stopping,
+    unknown,
 )
 from elasticd.coordinator.auth import Access, Caller
 from elasticd.coordinator.http.response_encoder import Viewers
 from elasticd.coordinator.http.routing import get, post
-from elasticd.coordinator.leader import Leading, Refused
+from elasticd.coordinator.leader import Leading
 from elasticd.coordinator.live_config import Scalar
 from elasticd.coordinator.metrics import CONTENT_TYPE
 from elasticd.records import HistoryRecord
@@ -161,13 +163,13 @@ class Rest:
     async def ready(self) -> Ready:
         """Whether it leads and serves."""
         if why := self._served.ready():
-            raise Refused(503, why)
+            raise ApiError("unavailable", why)
         return Ready()
 
     def _know(self, job: str) -> None:
         jobs = self._served.leading.state.jobs
         if job not in jobs:
-            raise Refused(404, f"there is no job {job!r}; there are: {', '.join(sorted(jobs)) or 'none'}")
+            raise unknown("job", job, jobs)
 
 
 def _by(said: str, caller: Caller | None) -> str:

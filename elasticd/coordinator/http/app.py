@@ -15,14 +15,22 @@ from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from elasticd.coordinator.api_types import Refusal
+from elasticd.coordinator.api_types import ApiError, Reason, Refusal
 from elasticd.coordinator.http.agent_socket import serve_agent
 from elasticd.coordinator.http.api import Rest, Served
 from elasticd.coordinator.http.chaos import Chaos
 from elasticd.coordinator.http.middleware import Gate
 from elasticd.coordinator.http.openapi import document
 from elasticd.coordinator.http.routing import JSON, endpoints, routes
-from elasticd.coordinator.leader import Refused
+
+#: The HTTP status of each reason.
+STATUS: dict[Reason, int] = {
+    "invalid": 400,
+    "forbidden": 403,
+    "unknown": 404,
+    "conflict": 409,
+    "unavailable": 503,
+}
 
 
 def application(served: Served, requests_per_second: float) -> Starlette:
@@ -35,7 +43,7 @@ def application(served: Served, requests_per_second: float) -> Starlette:
         await serve_agent(served.leading, socket)
 
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
-        Refused: _refused,
+        ApiError: _refused,
         HTTPException: _http_error,
         Exception: _broken,
     }
@@ -75,11 +83,8 @@ def _refusal(text: str, status: int) -> Response:
     return Response(msgspec.json.encode(Refusal(error=text)), status, media_type=JSON)
 
 
-async def _refused(request: Request, error: Refused) -> Response:
-    answer = _refusal(str(error), error.status)
-    if error.status in (408, 413):
-        answer.headers["connection"] = "close"  # the rest of the body is not waited for
-    return answer
+async def _refused(request: Request, error: ApiError) -> Response:
+    return _refusal(str(error), STATUS[error.reason])
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

@@ -17,10 +17,11 @@ from msgspec import Meta
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from elasticd.config.security import Role
+from elasticd.coordinator.api_types import ApiError, unknown
 from elasticd.coordinator.auth import ANYBODY, Caller
 from elasticd.coordinator.http.middleware import CALLER
 from elasticd.coordinator.http.routing import post
-from elasticd.coordinator.leader import Leading, Refused
+from elasticd.coordinator.leader import Leading
 from elasticd.machines.job.state.events import Harmed, Reread
 from elasticd.machines.job.state.job_state import OVER, NodeState
 from elasticd.system.network_addresses import is_loopback
@@ -128,7 +129,7 @@ class Chaos:
 
 
 def order(leading: Leading, cuts: Cuts, body: ChaosRequest) -> None:
-    """Carries a request out. Raises `Refused` with what would be right."""
+    """Carries a request out. Raises `ApiError` with what would be right."""
     leading.allow_chaos()
     if body.action in ("slow", "recover"):
         leading.pace(body.action, body.device, body.factor)
@@ -139,36 +140,39 @@ def order(leading: Leading, cuts: Cuts, body: ChaosRequest) -> None:
         _data(leading, body)
     elif body.action == "cut":
         if not 0 <= body.seconds < math.inf:
-            raise Refused(400, f"seconds {body.seconds} must be how long the cut lasts, 0 until it is healed")
+            raise ApiError(
+                "invalid", f"seconds {body.seconds} must be how long the cut lasts, 0 until it is healed"
+            )
         if body.node in cuts:
-            raise Refused(409, f"node {body.node} is cut already: heal it first")
+            raise ApiError("conflict", f"node {body.node} is cut already: heal it first")
         _harm(leading, body.node, Harm(how="cut", seconds=body.seconds))
         cuts.expect(body.node)
     elif body.action == "heal":
         if body.node not in cuts:
-            raise Refused(409, f"node {body.node!r} is not cut by this leader, so there is nothing to heal")
+            raise ApiError(
+                "conflict", f"node {body.node!r} is not cut by this leader, so there is nothing to heal"
+            )
         cuts.heal(body.node)
     elif body.action == "shift":
         _shift(leading, body.job, body.tokens)
     else:
         known = (*TO_DEVICES, *TO_NODES, *TO_JOBS)
-        raise Refused(400, f"action {body.action!r} must be one of {', '.join(known)}")
+        raise ApiError("invalid", f"action {body.action!r} must be one of {', '.join(known)}")
 
 
 def _shift(leading: Leading, name: str, tokens: int) -> None:
     job = leading.state.jobs.get(name)
     if job is None:
-        names = ", ".join(sorted(leading.state.jobs)) or "none"
-        raise Refused(404, f"there is no job {name!r}; there are: {names}")
+        raise unknown("job", name, leading.state.jobs)
     if tokens < 0:
-        raise Refused(
-            400, f"tokens {tokens} must be the length of a sequence, as 2048, or 0 for the data as it is"
+        raise ApiError(
+            "invalid", f"tokens {tokens} must be the length of a sequence, as 2048, or 0 for the data as it is"
         )
     if job.spec is None or job.plan is None or job.phase in OVER:
-        raise Refused(409, f"job {name} is {job.phase.value}: its data can be changed while it trains")
+        raise ApiError("conflict", f"job {name} is {job.phase.value}: its data can be changed while it trains")
     if not job.spec.shifts:
-        raise Refused(
-            409,
+        raise ApiError(
+            "conflict",
             f"the dataset of job {name} has no at_length(tokens), which gives it in sequences of that length",
         )
     leading.apply(Reread(job=name, tokens=tokens))
@@ -177,18 +181,20 @@ def _shift(leading: Leading, name: str, tokens: int) -> None:
 def _data(leading: Leading, body: ChaosRequest) -> None:
     """The data network between two nodes."""
     if not 0 <= body.seconds < math.inf:
-        raise Refused(400, f"seconds {body.seconds} must be how long the cut lasts, 0 until it is healed")
+        raise ApiError(
+            "invalid", f"seconds {body.seconds} must be how long the cut lasts, 0 until it is healed"
+        )
     addresses = {}
     for name in (body.node, body.other):
         known = _connected(leading, name, body.action)
         if is_first(known.release):
-            raise Refused(
-                409, f"the agent of node {name} (elasticd {known.release}) cannot cut the data network"
+            raise ApiError(
+                "conflict", f"the agent of node {name} (elasticd {known.release}) cannot cut the data network"
             )
         addresses[name] = known.record.address
     if len({*addresses.values()}) < 2 or any(is_loopback(address) for address in addresses.values()):
-        raise Refused(
-            409,
+        raise ApiError(
+            "conflict",
             f"nodes {body.node!r} and {body.other!r} have the data addresses {', '.join(addresses.values())}: "
             "only the network between two machines can be cut",
         )
@@ -207,8 +213,7 @@ def _connected(leading: Leading, node: str, how: str) -> NodeState:
     """A node whose agent can be told to do something to it."""
     known = leading.state.nodes.get(node)
     if known is None:
-        names = ", ".join(sorted(leading.state.nodes)) or "none"
-        raise Refused(404, f"there is no node {node!r}; there are: {names}")
+        raise unknown("node", node, leading.state.nodes)
     if not known.connected:
-        raise Refused(409, f"the agent of node {node} cannot be reached: nobody is there to {how} it")
+        raise ApiError("conflict", f"the agent of node {node} cannot be reached: nobody is there to {how} it")
     return known

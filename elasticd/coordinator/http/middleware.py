@@ -10,10 +10,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from elasticd.coordinator.auth import Access, Caller, needed
-from elasticd.coordinator.leader import Refused
 
 #: Bytes of a request's body, and seconds for all of it: ours are a few hundred bytes.
 LARGEST_BODY = 64 * 1024
@@ -131,7 +131,7 @@ class _Refusal(Exception):
 
 
 def _limited(receive: Receive, refused: Callable[[str], None]) -> Receive:
-    """`receive`, which ends a body that is too long or too slow by `Refused`."""
+    """`receive`, which ends a body that is too long or too slow by `HTTPException`."""
     size, whole, ends = 0, False, time.monotonic() + BODY_SECONDS
 
     async def limited() -> Message:
@@ -143,15 +143,20 @@ def _limited(receive: Receive, refused: Callable[[str], None]) -> Receive:
                 message = await receive()
         except TimeoutError:
             refused("slow")
-            raise Refused(408, f"the body did not come within {BODY_SECONDS:g} s") from None
+            raise _cut_off(408, f"the body did not come within {BODY_SECONDS:g} s") from None
         size += len(message.get("body", b""))
         whole = not message.get("more_body", False)
         if size > LARGEST_BODY:
             refused("oversized")
-            raise Refused(413, f"the body must have at most {LARGEST_BODY} bytes")
+            raise _cut_off(413, f"the body must have at most {LARGEST_BODY} bytes")
         return message
 
     return limited
+
+
+def _cut_off(status: int, text: str) -> HTTPException:
+    """The rest of the body is not waited for."""
+    return HTTPException(status, text, headers={"connection": "close"})
 
 
 async def _answer(scope: Scope, send: Send, refusal: _Refusal) -> None:

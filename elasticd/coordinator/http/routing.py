@@ -24,10 +24,10 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route, compile_path
 
 from elasticd.codec.decoding import decoded_as
+from elasticd.coordinator.api_types import ApiError
 from elasticd.coordinator.auth import needed
 from elasticd.coordinator.http.middleware import CALLER
 from elasticd.coordinator.http.response_encoder import Viewers
-from elasticd.coordinator.leader import Refused
 
 JSON = "application/json"
 _MARK = "__declared__"
@@ -80,7 +80,7 @@ class Endpoint:
         return tuple(sorted(found))
 
     async def respond(self, request: Request, viewers: Viewers) -> Response:
-        """Raises `Refused`."""
+        """Raises `ApiError`."""
         given: dict[str, Any] = {known.name: str(request.path_params[known.name]) for known in self.placed}
         given |= {known.name: _queried(request, known) for known in self.asked}
         if self.body is not None:
@@ -100,7 +100,7 @@ class Endpoint:
             return decoded_as(kind, await request.body())
         except msgspec.DecodeError as error:
             shown = msgspec.json.encode(self.example).decode()
-            raise Refused(400, f"the body must be as {shown}: {error}") from error
+            raise ApiError("invalid", f"the body must be as {shown}: {error}") from error
 
 
 def _queried(request: Request, known: Parameter) -> Any:
@@ -110,7 +110,7 @@ def _queried(request: Request, known: Parameter) -> Any:
     try:
         return msgspec.convert(text, known.kind, strict=False)
     except msgspec.ValidationError as error:
-        raise Refused(400, f"{known.name}={text} cannot be: {error}") from None
+        raise ApiError("invalid", f"{known.name}={text} cannot be: {error}") from None
 
 
 def get(

@@ -9,49 +9,54 @@ import msgspec
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.codec.decoding import shown
-from elasticd.machines.job.lifecycle.fence import FALLIBLE
 from elasticd.machines.job.lifecycle.job_end import AGAIN, affirm, stop
 from elasticd.machines.job.losses import bound, lost
-from elasticd.machines.job.state.job_state import OVER, JobState, Joiner, Phase, Worker
+from elasticd.machines.job.state.job_state import JobState, Joiner, Phase, Worker
 from elasticd.machines.job.state.participants import joins
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.records import JobSpec
 from elasticd.version import __version__
-from elasticd.wire.messages import Closed, Hello, Join, Joined, Rejected, Unread, Up, WorkerLost
+from elasticd.wire.messages import Closed, Hello, Join, Joined, Leave, Rejected, Unread, Up, WorkerLost
 
 
 def join(turn: Turn, node: str, up: Up, body: Join) -> None:
-    """A torchrun asks to take part."""
-    job = turn.job
-    if job.phase in OVER:
-        if job.reason:  # nothing was finished: whoever asks again has failed
-            turn.send(node, up.client, Rejected(reason=f"job {job.job} is over: {job.reason}"))
-            return
-        text = f"job {job.job} is over: it finished at step {job.progress.step}; {AGAIN}"
-        turn.send(node, up.client, Closed(reason=text))
-        return
-    place = _place(node, body)
+    """A torchrun asks to take part in a job whose nodes are still being counted."""
+    if wrong := _disagreement(turn, _place(node, body), body):
+        turn.send(node, up.client, Rejected(reason=wrong))
+    else:
+        _remember(turn, node, up, body)
+
+
+def join_assembling(turn: Turn, node: str, up: Up, body: Join) -> None:
+    """A torchrun asks while workers are starting: one of those that take part, whose answer was lost or which
+    was started again, or one that comes late. A new leader counts the nodes again."""
+    job, place = turn.job, _place(node, body)
     known = job.joiners.get(place)
-    if job.phase is Phase.ASSEMBLING and place in job.joined and (known is None or known.answered):
-        if not _has_workers(turn, place):  # the answer was lost on the way, or torchrun was started again
+    if place in job.joined and (known is None or known.answered):
+        if not _has_workers(turn, place):
             _remember(turn, node, up, body)
             _answered(turn, place)
+    elif job.joined:
+        join_late(turn, node, up, body)
+    else:
+        join(turn, node, up, body)
+
+
+def join_after_end(turn: Turn, node: str, up: Up, body: Join) -> None:
+    """A torchrun asks to take part in a job that is over."""
+    job = turn.job
+    if job.reason:  # nothing was finished: whoever asks again has failed
+        turn.send(node, up.client, Rejected(reason=f"job {job.job} is over: {job.reason}"))
         return
-    if not _gathering(turn):
-        _late(turn, node, up, body)
-        return
-    wrong = _disagreement(turn, place, body)
-    if wrong:
-        turn.send(node, up.client, Rejected(reason=wrong))
-        return
-    _remember(turn, node, up, body)
+    text = f"job {job.job} is over: it finished at step {job.progress.step}; {AGAIN}"
+    turn.send(node, up.client, Closed(reason=text))
 
 
 def _place(node: str, body: Join) -> str:
     return node if body.slot is None else f"{node}/{body.slot}"
 
 
-def _late(turn: Turn, node: str, up: Up, body: Join) -> None:
+def join_late(turn: Turn, node: str, up: Up, body: Join) -> None:
     """The job runs already: a node comes along, or a torchrun starts its workers again. It is answered once the
     first plan runs, and once a new leader knows which workers there are: `answer_late`."""
     job, place = turn.job, _place(node, body)
@@ -73,7 +78,7 @@ def answer_late(turn: Turn) -> None:
     """Lets those start their workers who came late, and have none. These stand by, and the next plan may use
     them."""
     job = turn.job
-    if job.phase not in FALLIBLE or job.settle_until is not None or job.stopping or job.failing:
+    if job.stopping or job.failing:
         return
     for place, joiner in job.joiners.items():
         # One that has workers may only have been heard of again; if it has not, its workers are about to end.
@@ -165,7 +170,7 @@ def _disagreement(turn: Turn, place: str, body: Join) -> str:
     return ""
 
 
-def leave(turn: Turn, node: str, up: Up) -> None:
+def leave(turn: Turn, node: str, up: Up, body: Leave) -> None:
     """A torchrun ends. What that means for its workers, their own ends tell; before they are there it
     means that they never come."""
     job = turn.job
@@ -235,22 +240,19 @@ def complete(turn: Turn) -> None:
 def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
     """A worker is there: a new one, or one whose agent says again what it said (to a new leader, too)."""
     job = turn.job
-    affirm(turn)
     if job.gone.get(up.device) == up.incarnation:
         return  # fenced off: it comes again as another once it hears of that
     if why := uninvited(job, node, up.device):
         turn.send(node, up.client, Rejected(reason=why))
         return
-    known = job.workers.get(up.device)
-    if known is not None and known.incarnation == up.incarnation:
-        turn.worker(known, node=node, client=up.client, pid=body.pid, orphan=False, frozen="", halted=None)
+    if _said_again(turn, node, up, body):
         return
-    if known is not None and not turn.over:  # one process a device: its agent lets in no second
+    if (known := job.workers.get(up.device)) is not None:  # one process a device: its agent lets in no second
         before = known.incarnation
         gone = WorkerLost(
             job=job.job, device=up.device, incarnation=before, clean=False, how="another took its place"
         )
-        lost(turn, gone)
+        lost(turn, node, gone)
         job = turn.job
     refusal = _unwelcome(turn, up, body)
     if refusal:
@@ -258,7 +260,40 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
         if job.phase is Phase.ASSEMBLING:  # one of those that all others wait for: they would wait for ever
             stop(turn, refusal)
         return
-    worker = Worker(
+    if job.spec is None:
+        turn.write(body.spec)
+    turn.set(spec=body.spec, world_size=job.world_size or body.world_size, arrived=turn.now)
+    turn.worker(_new_worker(turn, node, up, body))
+    turn.set(probes=job.probes.forgotten(up.device))
+    if job.phase not in (Phase.GATHERING, Phase.ASSEMBLING):
+        turn.set(decided=None)
+        turn.note("joined", f"worker {up.device} stands by", device=up.device)
+
+
+def hello_after_end(turn: Turn, node: str, up: Up, body: Hello) -> None:
+    """A worker says hello to a job that is over. A member of its last plan lives still, and the job is not
+    forgotten before that ends; any other is turned away."""
+    job = turn.job
+    affirm(turn)
+    if job.gone.get(up.device) == up.incarnation or _said_again(turn, node, up, body):
+        return
+    if job.plan is not None and job.plan.binding.get(up.device) == up.incarnation:
+        turn.worker(_new_worker(turn, node, up, body))
+    else:
+        turn.send(node, up.client, Rejected(reason=f"job {job.job} is over; {AGAIN}"))
+
+
+def _said_again(turn: Turn, node: str, up: Up, body: Hello) -> bool:
+    """Whether this worker is known already; it can be reached through this agent from now on."""
+    known = turn.job.workers.get(up.device)
+    if known is None or known.incarnation != up.incarnation:
+        return False
+    turn.worker(known, node=node, client=up.client, pid=body.pid, orphan=False, frozen="", halted=None)
+    return True
+
+
+def _new_worker(turn: Turn, node: str, up: Up, body: Hello) -> Worker:
+    return Worker(
         device=up.device,
         incarnation=up.incarnation,
         node=node,
@@ -269,17 +304,6 @@ def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
         rehearses=body.rehearses,
         closes=body.closes,
     )
-    if job.phase in OVER:
-        turn.worker(worker)  # it lives still: see `finished_jobs`
-        return
-    if job.spec is None:
-        turn.write(body.spec)
-    turn.set(spec=body.spec, world_size=job.world_size or body.world_size, arrived=turn.now)
-    turn.worker(worker)
-    turn.set(probes=job.probes.forgotten(up.device))
-    if job.phase not in (Phase.GATHERING, Phase.ASSEMBLING):
-        turn.set(decided=None)
-        turn.note("joined", f"worker {up.device} stands by", device=up.device)
 
 
 def uninvited(job: JobState, node: str, device: str) -> str:
@@ -331,7 +355,7 @@ def cannot_read(message: Unread) -> str:
 def assemble(turn: Turn) -> None:
     """The first plan is due once all workers that torchrun started are there, each at its node's agent."""
     job = turn.job
-    if job.phase is not Phase.ASSEMBLING or not job.world_size or len(job.workers) < job.world_size:
+    if not job.world_size or len(job.workers) < job.world_size:
         return
     if not any(worker.orphan for worker in job.workers.values()):
         turn.enter(Phase.PLANNING)
@@ -340,9 +364,6 @@ def assemble(turn: Turn) -> None:
 def _unwelcome(turn: Turn, up: Up, body: Hello) -> str:
     """Why this worker cannot take part, or nothing."""
     job = turn.job
-    if job.phase in OVER:
-        ours = job.plan is not None and job.plan.binding.get(up.device) == up.incarnation
-        return "" if ours else f"job {job.job} is over; {AGAIN}"
     if body.spec.job != job.job:
         return f"worker {up.device} is of job {body.spec.job}, not {job.job}: start it with that --rdzv-id"
     theirs = body.spec

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from elasticd.machines.job import replan
 from elasticd.machines.job.state.events import Reread
-from elasticd.machines.job.state.job_state import Phase
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
 
 
 def ordered(turn: Turn, event: Reread) -> None:
     """From now on, or from when nothing else is under way."""
-    if turn.over:
-        return
     words = f"in sequences of {event.tokens} tokens" if event.tokens else "as it is"
     turn.note("chaos", f"chaos: job {turn.job.job} is to read its data {words}", tokens=event.tokens)
     turn.set(sequence=event.tokens, reread=True)
@@ -27,7 +24,7 @@ def ordered(turn: Turn, event: Reread) -> None:
 def due(turn: Turn) -> None:
     """Proposes what was ordered, once the job runs and nothing is proposed. What its members gave up is off."""
     job = turn.job
-    if job.phase is not Phase.RUNNING or job.plan is None or job.plan.sequence == job.sequence:
+    if job.plan is None or job.plan.sequence == job.sequence:
         return
     if not job.reread:
         turn.set(sequence=job.plan.sequence)

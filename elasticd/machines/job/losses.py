@@ -11,18 +11,16 @@ from elasticd.machines.job.copies.rollback import waits
 from elasticd.machines.job.lifecycle.fence import FALLIBLE, fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.recovery import lost_without
-from elasticd.machines.job.state.job_state import LIVE, Phase, Worker
+from elasticd.machines.job.state.job_state import Phase, Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.messages import WorkerLost
 
 
-def lost(turn: Turn, gone: WorkerLost) -> None:
-    """A worker's process is gone: cleanly, after the end or by its script's choice, or it died."""
+def lost(turn: Turn, node: str, gone: WorkerLost) -> None:
+    """A worker's process is gone before the job's end: by its script's choice, or it died."""
     worker = turn.job.workers.get(gone.device)
     known = worker is not None and worker.incarnation == gone.incarnation
-    if turn.over and known:
-        turn.drop(gone.device)  # nobody of the job is left in the end: see `finished_jobs`
-    if turn.over or not (known or bound(turn, gone.device, gone.incarnation)):
+    if not (known or bound(turn, gone.device, gone.incarnation)):
         return
     if known and worker is not None and worker.left:
         return  # its agent says so again
@@ -43,6 +41,13 @@ def lost(turn: Turn, gone: WorkerLost) -> None:
         turn.set(rates=forget(turn.job.rates, gone.device))
         if not told:  # no plan counts on who was
             turn.set(decided=None, remedy=None)
+
+
+def lost_after_end(turn: Turn, node: str, gone: WorkerLost) -> None:
+    """A worker of a job that is over ended. Once none is left the job may be forgotten."""
+    worker = turn.job.workers.get(gone.device)
+    if worker is not None and worker.incarnation == gone.incarnation:
+        turn.drop(gone.device)
 
 
 def _died(turn: Turn, gone: WorkerLost, how: str) -> None:
@@ -89,7 +94,7 @@ def absent(turn: Turn) -> None:
     """Members that this leader has never heard of, on nodes whose agents have been back for long enough to tell
     of all that live there."""
     job = turn.job
-    if not job.unmet or job.phase not in FALLIBLE or job.settle_until is not None:
+    if not job.unmet:
         return
     patience = turn.settings.reconnect_seconds
     returned = {
@@ -126,10 +131,7 @@ def _left(turn: Turn, how: str) -> None:
 def deserted(turn: Turn) -> None:
     """Members left before the last step while others stay, who can do no step without them: nobody died, so
     that no collective fails, and they would wait until their own patience ends."""
-    job = turn.job
-    if job.phase not in LIVE or job.settle_until is not None:
-        return
-    gone = [worker for worker in job.workers.values() if worker.left_at is not None]
+    gone = [worker for worker in turn.job.workers.values() if worker.left_at is not None]
     since = min((worker.left_at for worker in gone if worker.left_at is not None), default=turn.now)
     if not gone or turn.now - since < turn.settings.leave_seconds:
         return
@@ -142,7 +144,7 @@ def orphaned(turn: Turn, node: str) -> None:
     """An agent was started again on `node`. The workers that spoke to the one before train on, and come back to
     it: no plan can be proposed before they have. Before the first plan they are waited for (`stranded`)."""
     workers = [worker for worker in turn.job.workers.values() if worker.node == node and not worker.left]
-    if turn.job.phase not in LIVE or not workers or all(worker.orphan for worker in workers):
+    if not workers or all(worker.orphan for worker in workers):
         return
     for worker in workers:
         turn.worker(worker, orphan=True)
@@ -158,8 +160,6 @@ def orphaned(turn: Turn, node: str) -> None:
 def stranded(turn: Turn) -> None:
     """Workers that have not come back to the agent that their node has now, before the first plan. No agent saw
     them end, and no collective fails without them: all others would wait for ever."""
-    if turn.job.phase is not Phase.ASSEMBLING:
-        return
     patience = turn.settings.reconnect_seconds
     for worker in turn.job.workers.values():
         node = turn.nodes.get(worker.node)

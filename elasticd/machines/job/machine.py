@@ -1,8 +1,23 @@
-"""One job's step: an event, then whatever has become due; a pure function of state, event and time."""
+"""One job's state machine: what each event does in each phase (`TABLE`), and what becomes due (`DUE`).
+
+A step is a pure function of state, event and time. It looks the event up in `TABLE` under the job's phase, and
+then does what the state and the time ask for. An event without an entry in a phase cannot come there if all
+programs work as they should: it changes nothing, and the log has a line of it, the first time. The arguments of
+a handler go by where its event comes from:
+
+    the leader's daemon   handler(turn, event)
+    an agent              handler(turn, node, message)
+    an opening            handler(turn, node, up, body)    a torchrun's or a worker's first word, or its last
+    a worker              handler(turn, worker, body)
+
+A worker is heard as long as no other process has taken its place. One that ended before this leader met it is
+heard as well, if a plan is bound to it: its agent repeats its last words.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 from elasticd_planner.spec.cluster import node_of
 
@@ -10,19 +25,31 @@ from elasticd.machines.job import assembly, chaos, losses, recovery, replan, swi
 from elasticd.machines.job.copies import checkpoints, snapshots
 from elasticd.machines.job.faults import hangs, network_partition, user_exceptions
 from elasticd.machines.job.lifecycle import drain, job_end, stop_request
+from elasticd.machines.job.lifecycle.fence import FALLIBLE
 from elasticd.machines.job.measurements import all_reduce_probes, idle_probes
 from elasticd.machines.job.state.events import (
     AgentDown,
     AgentUp,
+    Configured,
     Effect,
     Event,
     Planned,
     Received,
     Reread,
     StopAsked,
+    Tick,
     Unwritten,
 )
-from elasticd.machines.job.state.job_state import LIVE, OVER, JobState, NodeState, Phase, Settings, Worker
+from elasticd.machines.job.state.job_state import (
+    ASKING,
+    LIVE,
+    OVER,
+    JobState,
+    NodeState,
+    Phase,
+    Settings,
+    Worker,
+)
 from elasticd.machines.job.state.participants import joins
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.wire.main_thread import Halted
@@ -30,6 +57,7 @@ from elasticd.wire.messages import (
     Bereft,
     Doubt,
     Finished,
+    Goodbye,
     Hello,
     Join,
     Kept,
@@ -46,54 +74,255 @@ from elasticd.wire.messages import (
     Up,
     WorkerLost,
 )
-from elasticd.wire.node_health import OfNode
 from elasticd.wire.probes import Frozen, Probed, Rehearsed, Unreached
 from elasticd.wire.snapshots import Keeps
 
+Handler = Callable[..., None]
+
 #: Workers of a job above which what follows from a message waits for the next tick, a tenth of a second away.
 MANY = 64
+#: What torchruns and workers say before, or instead of, anything about a plan.
+OPENINGS = (Join, Leave, Hello)
+
+
+# -- handlers that are the machine's own ---------------------------------------------------------------------
+
+
+def ignored(turn: Turn, *heard: object) -> None:
+    """Nothing follows: a late or repeated word, which is expected in this phase."""
+
+
+def met(turn: Turn, worker: Worker, body: object) -> None:
+    """Nothing follows but that this leader knows the worker from now on."""
+
+
+def only_due(turn: Turn, event: Tick | Configured) -> None:
+    """Nothing follows but what has become due."""
+
+
+def agent_up(turn: Turn, event: AgentUp) -> None:
+    """An agent said hello; what its arrival means beyond this, the words of its workers tell."""
+    stop_request.remind(turn, event.record.node)
+    snapshots_gone(turn, event)
+    if event.anew:
+        losses.orphaned(turn, event.record.node)
+
+
+def snapshots_gone(turn: Turn, event: AgentUp) -> None:
+    """What an agent kept in memory is gone once another took its place."""
+    if event.anew:
+        turn.set(snapshots=turn.job.snapshots.forgotten(event.record.node))
+
+
+def agent_down(turn: Turn, event: AgentDown) -> None:
+    """Torchruns that wait for others are gone with their agent."""
+    assembly.forget(turn, event.node)
+
+
+def hello(turn: Turn, node: str, up: Up, body: Hello) -> None:
+    """A worker is there, and is told if its job is being stopped."""
+    assembly.hello(turn, node, up, body)
+    stop_request.remind(turn, node)
+
+
+def finished(turn: Turn, worker: Worker, body: Finished) -> None:
+    """A member says that the last step's vote is complete."""
+    if losses.bound(turn, worker.device, worker.incarnation):
+        job_end.finished(turn, body)
+
+
+def settle(turn: Turn) -> None:
+    """A new leader's patience ends when all members have reported, or when it has waited long enough; a member
+    that is missing then, on a node that did return, died while nobody led."""
+    job = turn.job
+    if job.settle_until is None or (turn.now < job.settle_until and not job.all_reported):
+        return
+    missing = job.unreported()
+    if not missing or job.phase is Phase.ASSEMBLING:
+        turn.set(settle_until=None)
+        return
+    returned = [turn.nodes.get(node_of(device)) for device in missing]
+    patience = turn.settings.reconnect_seconds
+    for node in returned:
+        if node is not None and node.connected and turn.now - node.since >= patience:
+            turn.set(settle_until=None)
+            losses.vanished(turn, missing)
+            return
+    if not any(node is not None and node.connected for node in returned):
+        turn.set(settle_until=None)
+
+
+# -- the table -----------------------------------------------------------------------------------------------
+
+GATHERING, ASSEMBLING, PLANNING = {Phase.GATHERING}, {Phase.ASSEMBLING}, {Phase.PLANNING}
+PROPOSED, ABORTING, RUNNING = {Phase.PROPOSED}, {Phase.ABORTING}, {Phase.RUNNING}
+RECOVERING = {Phase.RECOVERING}
+ALL = frozenset(Phase)
+NOT_OVER = ALL - OVER
+
+#: Each event with phases, and what it does there. No phase of an event is in two of its rows.
+ROWS: tuple[tuple[type, Collection[Phase], Handler], ...] = (
+    # Time, users and the other parts of the leader.
+    (Tick, ALL, only_due),
+    (Configured, ALL, only_due),
+    (AgentUp, LIVE, agent_up),
+    (AgentUp, GATHERING | OVER, snapshots_gone),
+    (AgentDown, GATHERING | ASSEMBLING, agent_down),
+    (AgentDown, ALL - GATHERING - ASSEMBLING, ignored),
+    (Planned, PLANNING, replan.first_plan),
+    (Planned, RUNNING, replan.next_plan),
+    (Planned, RECOVERING, replan.recovery_plan),
+    (Planned, ALL - GATHERING - ASKING, ignored),
+    (Unwritten, NOT_OVER, job_end.unwritten),
+    (Unwritten, OVER, job_end.end_unwritten),
+    (StopAsked, FALLIBLE, stop_request.asked),
+    (StopAsked, NOT_OVER - FALLIBLE, stop_request.at_once),
+    (Reread, NOT_OVER, chaos.ordered),
+    # Openings of torchruns and workers.
+    (Join, GATHERING, assembly.join),
+    (Join, ASSEMBLING, assembly.join_assembling),
+    (Join, PLANNING | FALLIBLE, assembly.join_late),
+    (Join, OVER, assembly.join_after_end),
+    (Leave, ALL, assembly.leave),
+    (Hello, NOT_OVER, hello),
+    (Hello, OVER, assembly.hello_after_end),
+    (Unread, ALL, assembly.unread),
+    # What agents say of their nodes and workers.
+    (WorkerLost, NOT_OVER, losses.lost),
+    (WorkerLost, OVER, losses.lost_after_end),
+    (Frozen, NOT_OVER, recovery.froze),
+    (Halted, NOT_OVER, hangs.stood),
+    (Keeps, NOT_OVER, snapshots.keeps),
+    (Unreached, LIVE, network_partition.heard),
+    # What workers say of plans and faults.
+    (Report, FALLIBLE, replan.measured),
+    (Prepared, PROPOSED | ABORTING | RECOVERING, switch.prepared),
+    (Prepared, RUNNING, met),
+    (Refused, PROPOSED, switch.refused),
+    (Refused, FALLIBLE - PROPOSED, met),
+    (Swapped, FALLIBLE, switch.swapped),
+    (Kept, PROPOSED | ABORTING | RECOVERING, switch.kept),
+    (Kept, RUNNING, met),
+    (Doubt, FALLIBLE, switch.doubt),
+    (Bereft, FALLIBLE, recovery.bereft),
+    (Standing, PROPOSED | RECOVERING, recovery.stands),
+    (Standing, ASSEMBLING | PLANNING | ABORTING | RUNNING, met),
+    (Saved, FALLIBLE, checkpoints.saved),
+    (Raised, LIVE, user_exceptions.raised),
+    (Finished, FALLIBLE, finished),
+    # What workers say beside.
+    (Leaving, NOT_OVER, drain.told),
+    (Probed, NOT_OVER, idle_probes.probed),
+    (Rehearsed, ASSEMBLING | PLANNING, all_reduce_probes.rehearsed),
+    (Rehearsed, FALLIBLE, met),
+    (Goodbye, NOT_OVER, met),  # its `WorkerLost` follows, and says that it was clean
+    # Words on their way as the job ended, or repeated to a new leader.
+    *((kind, OVER, ignored) for kind in (Frozen, Halted, Keeps, Unreached)),
+    *((kind, OVER, ignored) for kind in (Report, Prepared, Refused, Swapped, Kept, Doubt, Bereft, Standing)),
+    *((kind, OVER, ignored) for kind in (Saved, Raised, Finished, Leaving, Probed, Rehearsed, Goodbye)),
+)
+#: What each event does in each phase. An event that is not here is logged.
+TABLE: dict[tuple[Phase, type], Handler] = {
+    (phase, event): handler for event, phases, handler in ROWS for phase in phases
+}
+
+#: What becomes due in these phases, in this order: each looks at state and time. `settled`: not before a leader
+#: that took over knows which workers there are, or has waited for them long enough (`settle`).
+DUE: tuple[tuple[Handler, Collection[Phase], bool], ...] = (
+    (assembly.complete, GATHERING | ASSEMBLING, False),
+    (assembly.assemble, ASSEMBLING, False),
+    (settle, LIVE, False),
+    (assembly.answer_late, FALLIBLE, True),
+    (losses.deserted, LIVE, True),
+    (losses.absent, FALLIBLE, True),
+    (losses.stranded, ASSEMBLING, False),
+    (drain.all_told, FALLIBLE, True),
+    (stop_request.due, LIVE, False),
+    (user_exceptions.judge, FALLIBLE, True),
+    (recovery.suspect, FALLIBLE - RECOVERING, True),
+    (network_partition.due, FALLIBLE, True),
+    (switch.overdue, PROPOSED, True),
+    (switch.unrecovered, PROPOSED, True),
+    (switch.abort, PROPOSED, True),
+    (switch.all_kept, ABORTING, False),
+    (chaos.due, RUNNING, False),
+    (checkpoints.due, LIVE, False),
+    (replan.request, ASKING, False),
+    (recovery.recover, RECOVERING, True),
+)
+
+
+# -- steps ---------------------------------------------------------------------------------------------------
 
 
 def step(
     job: JobState, event: Event, nodes: Mapping[str, NodeState], epoch: int, settings: Settings, now: float
 ) -> tuple[JobState, tuple[Effect, ...]]:
-    """The job after `event` at time `now` (seconds), and what its daemon is to do, in order.
+    """The job after `event` at time `now` (seconds), and what its daemon is to do, in order."""
+    turn = Turn(job, nodes, epoch, settings, now)
+    _hear(turn, event)
+    if not _waits(job, turn.job, event):
+        _due(turn)
+    return turn.job, tuple(turn.effects)
+
+
+def _hear(turn: Turn, event: Event) -> None:
+    """What the event does in the job's phase; where the table has nothing, the log has a line of it."""
+    said: Any = event.message if isinstance(event, Received) else event
+    up = said if isinstance(said, Up) else None
+    body = up.body if up is not None else said
+    kind = type(body)
+    handler = TABLE.get((turn.job.phase, kind))
+    if handler is ignored:
+        return
+    heard: tuple[object, ...] = (said,)
+    if isinstance(event, Received):
+        heard = (event.node, said)
+    if isinstance(event, Received) and up is not None:
+        heard = (event.node, up, body)
+        if kind not in OPENINGS:
+            worker = _speaker(turn, up)
+            if worker is None:
+                return
+            heard = (worker, body)
+    if handler is None:
+        turn.unexpected(kind.__name__)
+    else:
+        handler(turn, *heard)
+
+
+def _speaker(turn: Turn, up: Up) -> Worker | None:
+    """The worker whose word this is, if it is heard."""
+    worker = turn.job.workers.get(up.device)
+    if worker is None and losses.bound(turn, up.device, up.incarnation):
+        node = node_of(up.device)
+        worker = turn.worker(
+            Worker(device=up.device, incarnation=up.incarnation, node=node, client=up.client, pid=0)
+        )
+    return worker if worker is not None and worker.incarnation == up.incarnation else None
+
+
+def _due(turn: Turn) -> None:
+    for act, phases, settled in DUE:
+        if turn.job.phase in phases and not (settled and turn.job.settle_until is not None):
+            act(turn)
+
+
+def _waits(before: JobState, after: JobState, event: Event) -> bool:
+    """Whether what has become due may wait for the next tick.
 
     What only completes the picture of a step or of a switch makes nothing due, nor does an agent that comes or
     goes: what time asks for, a tick does. In a job of many workers other messages wait for it as well: after a
     loss each worker says what it holds. So a thousand messages cost a thousand short looks, and not each one at
     all devices.
     """
-    turn = Turn(job, nodes, epoch, settings, now)
-    if isinstance(event, Received):
-        if not isinstance(event.message, OfNode):  # which is about no job
-            _message(turn, event.node, event.message)
-        if _adds(job, event):
-            waits = _alike(job, turn.job) and not replan.ripe(turn.job)
-        else:
-            waits = len(job.workers) > MANY
-        if waits:
-            return turn.job, tuple(turn.effects)
-    elif isinstance(event, Planned):
-        replan.answered(turn, event)
-    elif isinstance(event, Unwritten):
-        job_end.unwritten(turn, event)
-    elif isinstance(event, Reread):
-        chaos.ordered(turn, event)
-    elif isinstance(event, StopAsked):
-        stop_request.asked(turn, event)
-    elif isinstance(event, AgentDown):
-        assembly.forget(turn, event.node)
-        return turn.job, tuple(turn.effects)
-    elif isinstance(event, AgentUp):
-        stop_request.remind(turn, event.record.node)
-        if event.anew:
-            turn.set(snapshots=turn.job.snapshots.forgotten(event.record.node))
-            losses.orphaned(turn, event.record.node)
-        # What else an agent's arrival means for a job, its workers' messages tell.
-        return turn.job, tuple(turn.effects)
-    _due(turn)
-    return turn.job, tuple(turn.effects)
+    if isinstance(event, AgentUp | AgentDown):
+        return True
+    if not isinstance(event, Received):
+        return False
+    if _adds(before, event):
+        return _alike(before, after) and not replan.ripe(after)
+    return len(before.workers) > MANY
 
 
 def failed(
@@ -158,130 +387,3 @@ def _alike(before: JobState, after: JobState) -> bool:
     about with the end of the step: to fit it was enough for one message."""
     same = before.rates is after.rates and before.phase is after.phase
     return same and len(before.workers) == len(after.workers)
-
-
-def _message(
-    turn: Turn, node: str, message: Up | Unread | WorkerLost | Frozen | Unreached | Halted | Keeps
-) -> None:
-    if isinstance(message, Keeps):
-        snapshots.keeps(turn, node, message)
-        return
-    if isinstance(message, WorkerLost):
-        losses.lost(turn, message)
-        return
-    if isinstance(message, Frozen):
-        recovery.froze(turn, message)
-        return
-    if isinstance(message, Unreached):
-        network_partition.heard(turn, node, message)
-        return
-    if isinstance(message, Halted):
-        hangs.stood(turn, message)
-        return
-    if isinstance(message, Unread):
-        assembly.unread(turn, node, message)
-        return
-    body = message.body
-    if isinstance(body, Join):
-        assembly.join(turn, node, message, body)
-    elif isinstance(body, Leave):
-        assembly.leave(turn, node, message)
-    elif isinstance(body, Hello):
-        assembly.hello(turn, node, message, body)
-        stop_request.remind(turn, node)
-    else:
-        _report(turn, message)
-
-
-def _report(turn: Turn, up: Up) -> None:
-    """What a worker says of itself. A process that another took the place of has no say; one that ended
-    before this leader met it does, if a plan is bound to it: its agent repeats its last words."""
-    worker = turn.job.workers.get(up.device)
-    if turn.over:
-        return
-    if worker is None and losses.bound(turn, up.device, up.incarnation):
-        node = node_of(up.device)
-        worker = turn.worker(
-            Worker(device=up.device, incarnation=up.incarnation, node=node, client=up.client, pid=0)
-        )
-    if worker is None or worker.incarnation != up.incarnation:
-        return
-    body = up.body
-    if isinstance(body, Report):
-        replan.measured(turn, body)
-    elif isinstance(body, Prepared):
-        switch.prepared(turn, worker, body)
-    elif isinstance(body, Refused):
-        switch.refused(turn, worker, body)
-    elif isinstance(body, Swapped):
-        switch.swapped(turn, worker, body)
-    elif isinstance(body, Kept):
-        switch.kept(turn, worker, body)
-    elif isinstance(body, Doubt):
-        switch.doubt(turn, worker, body)
-    elif isinstance(body, Bereft):
-        recovery.bereft(turn, worker, body)
-    elif isinstance(body, Standing):
-        recovery.stands(turn, worker, body)
-    elif isinstance(body, Saved):
-        checkpoints.saved(turn, body)
-    elif isinstance(body, Finished):
-        if losses.bound(turn, up.device, up.incarnation):
-            job_end.finished(turn, body)
-    elif isinstance(body, Raised):
-        user_exceptions.raised(turn, worker, body)
-    elif isinstance(body, Leaving):
-        drain.told(turn, worker, body)
-    elif isinstance(body, Probed):
-        idle_probes.probed(turn, worker, body)
-    elif isinstance(body, Rehearsed):
-        all_reduce_probes.rehearsed(turn, worker, body)
-    # A Goodbye needs no answer: its WorkerLost follows and says that it was clean.
-
-
-def _due(turn: Turn) -> None:
-    """What the state and the time ask for, whatever the event was; each looks at its own phase."""
-    assembly.complete(turn)
-    assembly.assemble(turn)
-    _settle(turn)
-    assembly.answer_late(turn)
-    losses.deserted(turn)
-    losses.absent(turn)
-    losses.stranded(turn)
-    drain.all_told(turn)
-    stop_request.due(turn)
-    user_exceptions.judge(turn)
-    recovery.suspect(turn)
-    network_partition.due(turn)
-    switch.overdue(turn)
-    switch.unrecovered(turn)
-    switch.abort(turn)
-    switch.all_kept(turn)
-    chaos.due(turn)
-    checkpoints.due(turn)
-    if not turn.job.stopping and not turn.job.failing:
-        replan.request(turn)
-    recovery.recover(turn)
-
-
-def _settle(turn: Turn) -> None:
-    """A new leader's patience ends when all members have reported, or when it has waited long enough; who
-    is missing then, on a node that did return, died while nobody led."""
-    job = turn.job
-    if job.settle_until is None or job.phase not in LIVE:
-        return
-    if turn.now < job.settle_until and not job.all_reported:
-        return
-    missing = job.unreported()
-    if not missing or job.phase is Phase.ASSEMBLING:
-        turn.set(settle_until=None)
-        return
-    returned = [turn.nodes.get(node_of(device)) for device in missing]
-    patience = turn.settings.reconnect_seconds
-    for node in returned:
-        if node is not None and node.connected and turn.now - node.since >= patience:
-            turn.set(settle_until=None)
-            losses.vanished(turn, missing)
-            return
-    if not any(node is not None and node.connected for node in returned):
-        turn.set(settle_until=None)

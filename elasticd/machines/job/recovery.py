@@ -21,7 +21,7 @@ from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.machines.job.copies.rollback import Wait, older, older_state, waits
 from elasticd.machines.job.faults.hangs import busy, culprits, described, note, tell
 from elasticd.machines.job.faults.network_partition import divided, regroup
-from elasticd.machines.job.lifecycle.fence import FALLIBLE, fault
+from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.job_state import Phase, Worker
 from elasticd.machines.job.state.recovery_source import Source
@@ -39,17 +39,17 @@ def bereft(turn: Turn, worker: Worker, body: Bereft) -> None:
     """A member lost the others: most likely one of them died, and the word of it is on its way. Of who is no
     member, or lost those of another plan, the job lacks nothing: such words are said again to a new leader."""
     job = turn.job
-    if job.phase not in FALLIBLE or worker.bereft_at is not None:
+    if worker.bereft_at is not None:
         return
     member = job.plan is not None and job.plan.binding.get(worker.device) == worker.incarnation
     if member and body.plan in (0, job.number):
         turn.worker(worker, bereft_at=turn.now)
 
 
-def froze(turn: Turn, message: Frozen) -> None:
+def froze(turn: Turn, node: str, message: Frozen) -> None:
     """A worker does not answer its agent, or does again. That alone costs nothing: see `suspect`."""
     worker = turn.job.workers.get(message.device)
-    if worker is not None and worker.incarnation == message.incarnation and not turn.over:
+    if worker is not None and worker.incarnation == message.incarnation:
         turn.worker(worker, frozen=message.how)
 
 
@@ -62,8 +62,6 @@ def stands(turn: Turn, worker: Worker, body: Standing) -> None:
 def suspect(turn: Turn) -> None:
     """Losses that nobody reports: of nodes that cannot be reached, and among members that all live."""
     job = turn.job
-    if job.phase not in FALLIBLE or job.phase is Phase.RECOVERING or job.settle_until is not None:
-        return
     since = min((w.bereft_at for w in job.workers.values() if w.bereft_at is not None), default=None)
     still = _without_steps(turn)
     stopped = still > turn.settings.node_seconds + 2 * job.progress.slowest
@@ -164,7 +162,7 @@ def _unreachable(turn: Turn) -> dict[str, str]:
 def recover(turn: Turn) -> None:
     """Proposes the recovery once all that live have said what they hold and there is a plan for them."""
     job = turn.job
-    if job.phase is not Phase.RECOVERING or job.settle_until is not None or job.fence is None:
+    if job.fence is None:
         return
     owners = _owners(turn)
     silent = [w for w in owners if w.standing is None or w.standing.fence != job.fence.number]

@@ -27,7 +27,6 @@ from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.measurements import all_reduce_probes, data_lengths, idle_probes
 from elasticd.machines.job.state.events import CancelPlan, Planned, RequestPlan
 from elasticd.machines.job.state.job_state import (
-    ASKING,
     NOTHING,
     Asked,
     Basis,
@@ -36,6 +35,7 @@ from elasticd.machines.job.state.job_state import (
     Phase,
     Progress,
     Remedy,
+    Worker,
 )
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.machines.job.switch import propose
@@ -52,7 +52,7 @@ MOST_RECENT = 3
 MOST_PARTIAL = 64
 
 
-def measured(turn: Turn, report: Report) -> None:
+def measured(turn: Turn, worker: Worker, report: Report) -> None:
     """One rank's step. What the members measured of a step counts once all have reported it."""
     job, measurement = turn.job, report.measurement
     if report.loss is not None or report.tokens is not None:  # rank 0's, which speaks for the step
@@ -146,9 +146,7 @@ def request(turn: Turn) -> None:
     fitted a running plan stays: derived seconds cannot tell whether a move pays. It also stays while replanning
     is paused."""
     job = turn.job
-    if job.phase not in ASKING:
-        return
-    if job.spec is None or not all_there(turn):
+    if job.stopping or job.failing or job.spec is None or not all_there(turn):
         return
     if job.phase is Phase.PLANNING:
         if idle_probes.awaited(turn):
@@ -237,35 +235,61 @@ def _due(job: JobState, basis: Basis) -> float:
     return max(job.not_before, setback.until if setback is not None and setback.basis == basis else 0.0)
 
 
-def answered(turn: Turn, event: Planned) -> None:
-    """The planner's answer, if it is to the newest request: a plan to propose, or a reason to stay."""
+def first_plan(turn: Turn, event: Planned) -> None:
+    """The planner's answer while the job waits for its first plan: proposed, or the job ends."""
+    if (asked := _answered(turn, event)) is None:
+        return
+    if plan := _plan(event):
+        propose(turn, plan, asked.problem, plan.reason or "the first plan")
+        return
+    why = _refusal(event)
+    stop(turn, f"there is no plan for this job: {why}{_remedy(turn.job.spec, why)}")
+
+
+def next_plan(turn: Turn, event: Planned) -> None:
+    """The planner's answer while a plan runs: weighed against it."""
+    if turn.settings.policy.paused and not to_leave(turn):
+        if turn.job.asked is not None and turn.job.asked.token == event.token:
+            turn.set(asked=None)  # paused meanwhile: asked again once that ends
+        return
+    if (asked := _answered(turn, event)) is None:
+        return
     job = turn.job
-    asked = job.asked
-    if asked is None or asked.token != event.token:
-        return
-    if turn.settings.policy.paused and job.phase is Phase.RUNNING and not to_leave(turn):
-        turn.set(asked=None)  # paused meanwhile: asked again once that ends
-        return
-    turn.set(asked=None, decided=asked.basis)
-    answer = event.answer
-    if answer is None or answer.plan is None:
-        why = event.error if answer is None else answer.refusal
-        if job.phase is Phase.RECOVERING:
-            if not unplanned(turn, why) and not user_exceptions.unplanned(turn, why):
-                waits(turn, why)
-        elif job.plan is None:
-            stop(turn, f"there is no plan for this job: {why}{_remedy(job.spec, why)}")
-        else:
-            turn.note("refused", f"plan {job.number} stays, there is no other: {why}", number=job.number)
-        return
-    if job.phase is Phase.RECOVERING:
-        turn.set(remedy=Remedy(basis=asked.basis, problem=asked.problem, plan=answer.plan))
-        return
-    if job.plan is None:
-        propose(turn, answer.plan, asked.problem, answer.plan.reason or "the first plan")
+    if event.answer is None or event.answer.plan is None:
+        text = f"plan {job.number} stays, there is no other: {_refusal(event)}"
+        turn.note("refused", text, number=job.number)
         return
     step = job.rates.step
-    _weigh(turn, job.plan, Deferred(basis=asked.basis, problem=asked.problem, answer=answer, step=step))
+    _weigh(turn, job.plan, Deferred(basis=asked.basis, problem=asked.problem, answer=event.answer, step=step))
+
+
+def recovery_plan(turn: Turn, event: Planned) -> None:
+    """The planner's answer after a fence: kept until the survivors have said what they hold."""
+    if (asked := _answered(turn, event)) is None:
+        return
+    if plan := _plan(event):
+        turn.set(remedy=Remedy(basis=asked.basis, problem=asked.problem, plan=plan))
+        return
+    why = _refusal(event)
+    if not unplanned(turn, why) and not user_exceptions.unplanned(turn, why):
+        waits(turn, why)
+
+
+def _answered(turn: Turn, event: Planned) -> Asked | None:
+    """The request that this answers, if it is the newest; it is decided by now."""
+    asked = turn.job.asked
+    if asked is None or asked.token != event.token:
+        return None
+    turn.set(asked=None, decided=asked.basis)
+    return asked
+
+
+def _plan(event: Planned) -> Plan | None:
+    return event.answer.plan if event.answer is not None else None
+
+
+def _refusal(event: Planned) -> str:
+    return event.answer.refusal if event.answer is not None else event.error
 
 
 def _remedy(spec: JobSpec | None, why: str) -> str:

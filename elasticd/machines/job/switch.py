@@ -19,7 +19,7 @@ from elasticd.machines.job.copies.rollback import waits
 from elasticd.machines.job.faults import user_exceptions
 from elasticd.machines.job.faults.network_partition import regroup
 from elasticd.machines.job.lifecycle.drain import hurried
-from elasticd.machines.job.lifecycle.fence import FALLIBLE, fault, resolved
+from elasticd.machines.job.lifecycle.fence import fault, resolved
 from elasticd.machines.job.lifecycle.job_end import aborted, stop
 from elasticd.machines.job.state.events import CancelPlan
 from elasticd.machines.job.state.job_state import Phase, Progress, Setback, Worker
@@ -216,14 +216,14 @@ def _go_back(turn: Turn, step: int) -> None:
 
 def doubt(turn: Turn, worker: Worker, body: Doubt) -> None:
     """A member does not know which plan holds, and stands still: what all hold tells."""
-    if body.number > turn.job.highest - 1 and turn.job.phase in FALLIBLE and worker.bereft_at is None:
+    if body.number > turn.job.highest - 1 and worker.bereft_at is None:
         turn.worker(worker, bereft_at=turn.now)
 
 
 def overdue(turn: Turn) -> None:
     """Gives an open proposal up that is not prepared in time, or that an unreachable node cannot hear of."""
     job = turn.job
-    if job.phase is not Phase.PROPOSED or job.give_up or job.proposal is None or job.settle_until is not None:
+    if job.give_up or job.proposal is None:
         return
     if turn.now - job.since >= turn.settings.prepare_seconds:
         late = [
@@ -248,24 +248,23 @@ def overdue(turn: Turn) -> None:
 def unrecovered(turn: Turn) -> None:
     """A recovery that was given up leaves no plan to go on under: another is made, after a while."""
     job = turn.job
-    if job.phase is not Phase.PROPOSED or not job.give_up or job.proposal is None:
+    if not job.give_up or job.proposal is None or job.proposal.recovery is None:
         return
-    if job.proposal.recovery is not None and job.settle_until is None:
-        why, older_state = job.give_up, called(job.proposal)
-        if older_state:
-            turn.set(snapshots=job.snapshots.failing(older_state))
-        # Whose code raised may not be able to give its state away: the next goes on without.
-        gone = {worker.device: worker.incarnation for worker in job.workers.values() if worker.raised}
-        if gone:
-            fault(turn, gone, f"the recovery {job.proposal.number} failed: {why}")
-        else:
-            regroup(turn, f"the recovery {job.proposal.number} failed: {why}")
+    why, older_state = job.give_up, called(job.proposal)
+    if older_state:
+        turn.set(snapshots=job.snapshots.failing(older_state))
+    # Whose code raised may not be able to give its state away: the next goes on without.
+    gone = {worker.device: worker.incarnation for worker in job.workers.values() if worker.raised}
+    if gone:
+        fault(turn, gone, f"the recovery {job.proposal.number} failed: {why}")
+    else:
+        regroup(turn, f"the recovery {job.proposal.number} failed: {why}")
 
 
 def abort(turn: Turn) -> None:
     """Marks a proposal aborted that was given up; with no plan to go on under the job stops."""
     job = turn.job
-    if job.phase is not Phase.PROPOSED or not job.give_up or job.settle_until is not None:
+    if not job.give_up:
         return
     assert job.proposal is not None
     if job.plan is None:
@@ -280,7 +279,7 @@ def abort(turn: Turn) -> None:
 def all_kept(turn: Turn) -> None:
     """The old plan goes on once every one of its members has said so."""
     job = turn.job
-    if job.phase is not Phase.ABORTING or job.proposal is None:
+    if job.proposal is None:
         return
     if job.plan is None:  # found so in the store: the leader that aborted it ended before it could say more
         stop(turn, f"the first plan failed: {job.proposal.reason}")

@@ -163,7 +163,7 @@ class SimulatedLeader:
             self._request(effect.job, effect.token, effect.problem)
         elif isinstance(effect, CancelPlan):
             self._cancel(effect.job)
-        else:
+        elif isinstance(effect, Write):
             self._write(effect)
             for note in effect.notes:
                 self._tell(note)

@@ -7,7 +7,7 @@ checkpoints: the other's leader was replaced and cannot write.
 from __future__ import annotations
 
 from elasticd.machines.job.state.events import Note
-from elasticd.machines.job.state.job_state import LIVE, JobState
+from elasticd.machines.job.state.job_state import JobState, Worker
 from elasticd.machines.job.state.transaction import Turn
 from elasticd.names import harmless
 from elasticd.records import CheckpointsRecord, PublishedCheckpoint
@@ -44,9 +44,14 @@ def offered(job: JobState) -> tuple[str, ...]:
     return tuple(name for name in seen[some] if name in common)
 
 
-def saved(turn: Turn, body: Saved) -> None:
-    """A checkpoint is whole on disk. It is written again when it is said again: the agent may not have taken
-    the word of a leader before this one. One writing answers all who said so: see `due`."""
+def saved(turn: Turn, worker: Worker, body: Saved) -> None:
+    """A worker says that a checkpoint is whole on disk."""
+    _publish(turn, body)
+
+
+def _publish(turn: Turn, body: Saved) -> None:
+    """Publishes a checkpoint whose plan is recorded. It is written again when it is said again: the agent may
+    not have taken the word of a leader before this one. One writing answers all who said so: see `due`."""
     job = turn.job
     if not harmless(body.name):
         return  # no saver gives such a name
@@ -68,7 +73,7 @@ def saved(turn: Turn, body: Saved) -> None:
 def due(turn: Turn) -> None:
     """Writes the list again for those who said again what is in it, all of them at once."""
     job = turn.job
-    if job.republish and job.phase in LIVE and turn.now - job.published_at >= AGAIN_SECONDS:
+    if job.republish and turn.now - job.published_at >= AGAIN_SECONDS:
         _write(turn)
 
 
@@ -82,4 +87,4 @@ def recorded(turn: Turn) -> None:
     waiting = turn.job.unpublished
     turn.set(unpublished=())
     for body in waiting:
-        saved(turn, body)
+        _publish(turn, body)

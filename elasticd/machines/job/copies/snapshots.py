@@ -17,8 +17,6 @@ NOTE_SECONDS = 10.0
 
 def keeps(turn: Turn, node: str, body: Keeps) -> None:
     """All that an agent holds of this job. Said again it changes nothing."""
-    if turn.over:
-        return
     turn.set(snapshots=turn.job.snapshots.replaced(node, body.snapshots, body.plans))
     snapshots = turn.job.snapshots
     before = snapshots.whole

@@ -34,10 +34,10 @@ MOST_PLACE, MOST_STACK = 80, 8000
 TOLD_SECONDS, MOST_NAMED = 10.0, 3
 
 
-def stood(turn: Turn, message: Halted) -> None:
+def stood(turn: Turn, node: str, message: Halted) -> None:
     """A worker's main thread stands still, or moves again. That alone costs nothing: see `culprits`."""
     worker = turn.job.workers.get(message.device)
-    if worker is None or worker.incarnation != message.incarnation or turn.over:
+    if worker is None or worker.incarnation != message.incarnation:
         return
     if not message.place:
         turn.worker(worker, halted=None, halted_at=turn.now)

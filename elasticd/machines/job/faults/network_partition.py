@@ -18,7 +18,7 @@ import msgspec
 from elasticd_planner.spec.cluster import node_of
 
 from elasticd.machines.job.copies.rollback import older_state, waits
-from elasticd.machines.job.lifecycle.fence import FALLIBLE, fault
+from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.data_network import Out, nodes_name
 from elasticd.machines.job.state.job_state import Phase, Worker
@@ -75,10 +75,7 @@ def heard(turn: Turn, node: str, body: Unreached) -> None:
 
 def due(turn: Turn) -> None:
     """Ends a round, acts on what is known, and begins the next."""
-    job = turn.job
-    if job.phase not in FALLIBLE or job.settle_until is not None:
-        return
-    network = job.network
+    network = turn.job.network
     under_way = network.asked and turn.now - network.asked_at < ANSWER_SECONDS
     if not under_way and (network.asked or network.heard):
         turn.set(network=network.closed())

@@ -23,7 +23,7 @@ import re
 
 import msgspec
 
-from elasticd.machines.job.lifecycle.fence import FALLIBLE, fault
+from elasticd.machines.job.lifecycle.fence import fault
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.events import Note
 from elasticd.machines.job.state.job_state import JobState, Worker
@@ -72,7 +72,7 @@ def raised(turn: Turn, worker: Worker, body: Raised) -> None:
 def judge(turn: Turn) -> None:
     """What follows of what was raised, once a new leader knows which workers there are."""
     job = turn.job
-    if not job.thrown or job.failing or job.phase not in FALLIBLE or job.settle_until is not None:
+    if not job.thrown or job.failing:
         return
     for worker in job.workers.values():
         if worker.raised is not None and not worker.judged and not turn.job.failing and not turn.over:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from elasticd_planner.spec.cluster import node_of
 
-from elasticd.machines.job.lifecycle.fence import FALLIBLE
 from elasticd.machines.job.lifecycle.job_end import stop
 from elasticd.machines.job.state.job_state import JobState, Phase, Worker
 from elasticd.machines.job.state.transaction import Turn
@@ -43,8 +42,6 @@ def all_told(turn: Turn) -> None:
     """Every worker is told to go, as when one torchrun that has them all is: nobody is left to go on. Those
     that train, and so can, make a last checkpoint before; whose grace is over first is lost, and ends that."""
     job = turn.job
-    if job.phase not in FALLIBLE or job.settle_until is not None:
-        return
     if any(not worker.leaving and worker.left_at is None for worker in job.workers.values()):
         return  # which the first of thousands says
     there = [worker for worker in job.workers.values() if not worker.left]

@@ -19,8 +19,6 @@ from elasticd.wire.messages import Closed, Finished, Rejected
 def finished(turn: Turn, body: Finished) -> None:
     """The last step's vote is complete: the job is over, whatever was being planned or proposed."""
     job = turn.job
-    if job.phase in OVER:
-        return
     progress = msgspec.structs.replace(job.progress, step=body.step)
     turn.enter(Phase.DONE, proposal=None, asked=None, progress=progress, done_epoch=turn.epoch)
     turn.effects.append(CancelPlan(job=job.job))
@@ -54,11 +52,14 @@ def stop(turn: Turn, why: str) -> None:
 def unwritten(turn: Turn, event: Unwritten) -> None:
     """The store does not take a record of the job, for its size. The members would never read what they are to
     go by, so the job ends, with the reason; the leader and other jobs go on."""
+    turn.set(proposal=None)  # the store may lack it, and may not take it as aborted either
+    stop(turn, f"the store does not take its {' and '.join(event.records)}: {event.reason}")
+
+
+def end_unwritten(turn: Turn, event: Unwritten) -> None:
+    """The store did not take the end of the job with what was written beside it: the end itself is small."""
     job = turn.job
-    if job.phase not in OVER:
-        turn.set(proposal=None)  # the store may lack it, and may not take it as aborted either
-        stop(turn, f"the store does not take its {' and '.join(event.records)}: {event.reason}")
-    elif len(event.records) > 1 and tag_of(DoneRecord) in event.records:  # the end itself is small
+    if len(event.records) > 1 and tag_of(DoneRecord) in event.records:
         turn.write(DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason))
 
 
@@ -75,7 +76,7 @@ def affirm(turn: Turn) -> None:
     """A worker of a job that is over lives still: its agent may have missed the end, and refuses what a leader
     before this one wrote. So it is written once more, as it is, under this one's epoch."""
     job = turn.job
-    if job.phase in OVER and job.done_epoch < turn.epoch:
+    if job.done_epoch < turn.epoch:
         turn.set(done_epoch=turn.epoch)
         turn.write(DoneRecord(step=job.progress.step, epoch=turn.epoch, reason=job.reason))
 

@@ -25,20 +25,22 @@ from elasticd.wire.agent_orders import End, is_first
 def asked(turn: Turn, event: StopAsked) -> None:
     """From now on; a second wish may shorten the time, or lengthen it."""
     job = turn.job
-    if turn.over:
-        return
-    why = f"stopped by {event.by}"
-    if event.seconds <= 0 or job.phase not in FALLIBLE:
-        stop(turn, f"{why}, after step {job.progress.step}")
+    if event.seconds <= 0:
+        at_once(turn, event)
         return
     text = f"{event.by} stops the job: its workers are told to go, and have {event.seconds:g} s"
     if deaf := unheard(job, turn.nodes, event.seconds):
         text = f"{text}; {words(deaf)}"
     turn.note("stopping", text, by=event.by, seconds=event.seconds, unheard=sorted(deaf))
-    turn.set(stopping=why, stop_at=turn.now + event.seconds)
+    turn.set(stopping=f"stopped by {event.by}", stop_at=turn.now + event.seconds)
     for name, node in turn.nodes.items():
         if node.connected:
             remind(turn, name)
+
+
+def at_once(turn: Turn, event: StopAsked) -> None:
+    """Nothing trains that could be saved: the job ends now."""
+    stop(turn, f"stopped by {event.by}, after step {turn.job.progress.step}")
 
 
 def remind(turn: Turn, node: str) -> None:
@@ -78,7 +80,7 @@ def words(deaf: Mapping[str, str]) -> str:
 def due(turn: Turn) -> None:
     """Ends the job once nobody is left, or the time is up. A leader that just came has not heard of all."""
     job = turn.job
-    if not job.stopping or turn.over:
+    if not job.stopping:
         return
     deserted = job.settle_until is None and all(worker.left for worker in job.workers.values())
     if deserted or turn.now >= job.stop_at:

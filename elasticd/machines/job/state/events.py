@@ -218,6 +218,13 @@ class Note(Value, frozen=True, kw_only=True):
     data: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+class Log(Value, frozen=True, kw_only=True):
+    """A line for the leader's log, of what people need not know of while all goes well."""
+
+    job: str  # the job's name
+    text: str  # the line
+
+
 class Send(Value, frozen=True, kw_only=True):
     """To the agent of `node`, if it is connected."""
 
@@ -251,4 +258,4 @@ class CancelPlan(Value, frozen=True, kw_only=True):
     job: str
 
 
-Effect = Note | Send | Write | RequestPlan | CancelPlan
+Effect = Note | Log | Send | Write | RequestPlan | CancelPlan

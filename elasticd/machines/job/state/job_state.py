@@ -342,6 +342,7 @@ class JobState(Value, frozen=True, kw_only=True):
     takeover: `unmet` are the members, by device their incarnations, that a leader before this one bound and
         that this one has not heard of yet. They may live, and hold copies.
     network: what is known of who reaches whom, and how often the members could not go on together.
+    log: `unexpected` are events that the log has a line of, since their phase had nothing for them.
     """
 
     job: str
@@ -400,6 +401,7 @@ class JobState(Value, frozen=True, kw_only=True):
     patient_until: float = 0.0
     unmet: dict[str, str] = msgspec.field(default_factory=dict)
     network: Network = Network()
+    unexpected: frozenset[str] = frozenset()
 
     @property
     def number(self) -> int:

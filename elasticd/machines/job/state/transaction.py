@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from elasticd.machines.job.state.events import Effect, EventKind, Note, Record, Send, Write
+from elasticd.machines.job.state.events import Effect, EventKind, Log, Note, Record, Send, Write
 from elasticd.machines.job.state.job_state import (
     OVER,
     TRANSITIONS,
@@ -21,6 +21,9 @@ from elasticd.machines.text_limits import shortened
 from elasticd.wire.agent_orders import TryReach
 from elasticd.wire.messages import Closed, Down, Joined, Rejected
 from elasticd.wire.probes import Rehearse
+
+#: Events that the log has lines of, which their phases have nothing for.
+MOST_UNEXPECTED = 32
 
 
 class IllegalTransition(RuntimeError):
@@ -79,6 +82,14 @@ class Turn:
     def told(self, kind: EventKind, text: str, **data: Any) -> Note:
         """A note to be told later, as when a write is done."""
         return Note(kind=kind, job=self.job.job, text=shortened(text), data=data)
+
+    def unexpected(self, event: str) -> None:
+        """Logs an event that the job's phase has nothing for: the first of its kind in each phase, and not for
+        ever."""
+        what = f"{event} while {self.job.phase.value}"
+        if what not in self.job.unexpected and len(self.job.unexpected) < MOST_UNEXPECTED:
+            self.set(unexpected=self.job.unexpected | {what})
+            self.effects.append(Log(job=self.job.job, text=f"{what}: nothing follows from it"))
 
     def order(self, node: str, message: TryReach) -> None:
         """To the agent itself."""
