@@ -88,7 +88,7 @@ BREACHES = [
     ("telemetry", STEP_TIMES, "elasticd.runtime.telemetry.emulation", "from . import emulation"),
     ("public", APP, "elasticd", "from elasticd import Job"),
     ("rooms", "elasticd.store.memory", APP, "import {}"),
-    ("rooms", "elasticd.records", "elasticd.wire.messages", "def f():\n    import {}"),
+    ("rooms", "elasticd.records", "elasticd.wire", "def f():\n    import {}"),
     ("machines-rooms", "elasticd.machines.job.replan", SWITCH, "import {}"),
     ("job-rooms", "elasticd.machines.job.state.events", "elasticd.machines.job.replan", "import {}"),
     ("coordinator-rooms", "elasticd.coordinator.leader", APP, "import {}"),
