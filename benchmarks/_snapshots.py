@@ -17,76 +17,42 @@ from typing import Any
 
 from _results import Row, row
 
-from elasticd.demo.cluster import Cluster
-from elasticd.demo.scenario import DemoError
-from elasticd.system.child_processes import Processes
+from elasticd.system.child_processes import ProcessError, Processes
+from elasticd.testing.cluster import Cluster
 
 HERE = Path(__file__).resolve().parent
 #: Of which the first ten are not counted.
 STEPS, WARM = 70, 10
+NODES = ("n0", "n1")
 NAME = "snapshot at every step of 1 s, peer copy included"
 
 
-class Scene:
-    """What the demo's cluster asks of its scenario. One device has no memory for the whole state."""
-
-    nodes, devices = ("n0", "n1"), 1
-
-    def __init__(self, folder: Path) -> None:
-        self.training = (str(folder), str(STEPS))
-
-    def configuration(self, etcd: str, state: str) -> str:
-        return "\n".join(
-            [
-                '[cluster]\nname = "bench"',
-                f'[etcd]\nendpoints = ["{etcd}"]',
-                f'[coordinator]\nname = "bench"\nport = 0\nstate = "{state}"',
-                f'[agent]\ndevices = 1\nstate = "{state}"\nsnapshot_mib = 2048',
-                "[emulate]\nenabled = true\nforward = 9e-4\nbackward = 1.8e-3\nmemory = 600_000_000",
-                "[policy]\nminimum_saving = 0.9",
-                "",
-            ]
-        )
-
-
-class Snapping(Cluster):
-    """The demo's cluster with our worker."""
-
-    def __init__(self, processes: Processes, folder: Path) -> None:
-        super().__init__(Scene(folder), processes, folder, folder)  # type: ignore[arg-type]
-        self._script = str(HERE / "_snapping.py")
-
-    def start_job(self) -> None:
-        for node in ("n0", "n1"):
-            self.torchruns.append(
-                self._python(
-                    f"torchrun-{node}",
-                    *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
-                    *("--rdzv-backend=elasticd", f"--rdzv-endpoint={self.socket(node)}", "--rdzv-id=bench"),
-                    *(self._script, *self._scenario.training),
-                )
-            )
+def configured(etcd: str, state: str) -> str:
+    """One device has no memory for the whole state."""
+    return "\n".join(
+        [
+            '[cluster]\nname = "bench"',
+            f'[etcd]\nendpoints = ["{etcd}"]',
+            f'[coordinator]\nport = 0\nstate = "{state}"',
+            f'[agent]\ndevices = 1\nstate = "{state}"\nsnapshot_mib = 2048',
+            "[emulate]\nenabled = true\nforward = 9e-4\nbackward = 1.8e-3\nmemory = 600_000_000",
+            "[policy]\nminimum_saving = 0.9",
+            "",
+        ]
+    )
 
 
 def measured() -> tuple[list[dict[str, Any]], list[str]]:
     """What the workers wrote, and what the coordinator told of whole sets of snapshots."""
-    with (
-        tempfile.TemporaryDirectory(prefix="elasticd-bench-") as name,
-        Processes(Path(name)) as processes,
-        Snapping(processes, Path(name)) as cluster,
-    ):
-        cluster.start_job()
-        ended = processes.until(
-            lambda: all(child.code is not None for child in cluster.torchruns),
-            "the job's end",
-            600.0,
-            needs=cluster.daemons,
-        )
-        assert ended
-        if failed := [child for child in cluster.torchruns if child.code]:
-            raise DemoError(f"{failed[0].name} ended with {failed[0].code}:\n{failed[0].said(30)}")
-        told = [event.text for event in cluster.api.events(0) if event.kind == "snapshot"]
-        return [json.loads(path.read_text()) for path in sorted(Path(name).glob("n*.json"))], told
+    with tempfile.TemporaryDirectory(prefix="elasticd-bench-") as name, Processes(Path(name)) as processes:
+        folder, script = Path(name), str(HERE / "_snapping.py")
+        with Cluster(NODES, processes, folder, folder, configured) as cluster:
+            torchruns = [cluster.start_torchrun(node, "bench", 1, script, name, str(STEPS)) for node in NODES]
+            cluster.until(lambda: all(child.code is not None for child in torchruns), "the job's end", 600.0)
+            if failed := [child for child in torchruns if child.code]:
+                raise ProcessError(f"{failed[0].name} ended with {failed[0].code}:\n{failed[0].said(30)}")
+            told = [event.text for event in cluster.api().events(0) if event.kind == "snapshot"]
+            return [json.loads(path.read_text()) for path in sorted(folder.glob("n*.json"))], told
 
 
 def snapshot_rows() -> Iterator[Row]:

@@ -13,7 +13,7 @@ from elasticd.client import JobStatus
 from elasticd.coordinator.events.event_log import EventRecord, Pacing
 from elasticd.coordinator.events.switch_gain import StepRecord
 from elasticd.demo import story
-from elasticd.demo.cluster import LEDGER, PLAIN_LEDGER, Cluster
+from elasticd.demo.cluster import LEDGER, PLAIN_LEDGER, DemoCluster
 from elasticd.demo.progress import Progress
 from elasticd.demo.record import Record, read_ledger
 from elasticd.demo.scenario import JOB, DemoError, Scenario, check_installed
@@ -29,8 +29,8 @@ _PLAIN_SECONDS = 240.0
 class _Seen:
     """What was seen of the job so far, grown at each look."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._api = cluster.api
+    def __init__(self, cluster: DemoCluster) -> None:
+        self._api = cluster.api()
         self.events: list[EventRecord] = []
         self.steps: list[StepRecord] = []
         self.pacing = Pacing()
@@ -91,13 +91,13 @@ def run(scenario: Scenario, folders: Folders, console: Console) -> Record:
         Progress(console, scenario) as progress,
     ):
         progress.say("starting etcd, one coordinator and two agents")
-        with Cluster(scenario, processes, folders.logs, Path(sockets)) as cluster:
+        with DemoCluster(scenario, processes, folders.logs, Path(sockets)) as cluster:
             progress.say("starting two torchruns with two workers each; their devices are emulated")
             cluster.start_job()
             return _follow(scenario, cluster, processes, progress)
 
 
-def _follow(scenario: Scenario, cluster: Cluster, processes: Processes, progress: Progress) -> Record:
+def _follow(scenario: Scenario, cluster: DemoCluster, processes: Processes, progress: Progress) -> Record:
     """Looks, lets the story decide, and does what it says, until it is over."""
     seen, state = _Seen(cluster), Story()
     plain: Child | None = None
@@ -109,7 +109,7 @@ def _follow(scenario: Scenario, cluster: Cluster, processes: Processes, progress
             plain = cluster.start_plain()
         if action is not None:
             _act(action, scenario, cluster, progress)
-        cluster.check()
+        cluster.tend()
         if state.phase not in story.OVER:
             processes.pause(_LOOK)
     if state.phase is Phase.FAILED:
@@ -118,7 +118,7 @@ def _follow(scenario: Scenario, cluster: Cluster, processes: Processes, progress
     return _gather(scenario, cluster, processes, progress, seen, plain)
 
 
-def _act(action: Action, scenario: Scenario, cluster: Cluster, progress: Progress) -> None:
+def _act(action: Action, scenario: Scenario, cluster: DemoCluster, progress: Progress) -> None:
     device = scenario.slow_device
     if action is Action.SLOW:
         progress.say(f"$ elasticd chaos slow {device} {scenario.factor:g}")
@@ -130,7 +130,7 @@ def _act(action: Action, scenario: Scenario, cluster: Cluster, progress: Progres
 
 def _gather(
     scenario: Scenario,
-    cluster: Cluster,
+    cluster: DemoCluster,
     processes: Processes,
     progress: Progress,
     seen: _Seen,
@@ -150,7 +150,7 @@ def _gather(
         scenario=scenario,
         events=tuple(seen.events),
         steps=tuple(seen.steps),
-        history=cluster.api.history(JOB),
+        history=cluster.api().history(JOB),
         pacing=seen.pacing,
         before=seen.pids,
         after=pids(seen.job),

@@ -19,7 +19,8 @@ from elasticd.client import CannotReach, JobStatus
 from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.records import Fence, JobSpec, decode
 from elasticd.system.child_processes import ProcessError
-from elasticd.testing.cluster import JOB, PATIENCE, Cluster
+from elasticd.testing.chaos_cluster import JOB, ChaosCluster
+from elasticd.testing.cluster import PATIENCE
 from elasticd.testing.network_cut import Severed, pair_of
 from elasticd.testing.script_faults import Place, Planted, plant, taken, withdraw
 
@@ -107,7 +108,7 @@ class Live:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: ChaosCluster,
         steps: Steps,
         *,
         still: float = PATIENCE,

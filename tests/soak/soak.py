@@ -25,7 +25,7 @@ from elasticd_planner.value import Value
 from elasticd.chaos.fault_script import Faults
 from elasticd.store.protocol import WatchEvent
 from elasticd.system.child_processes import ProcessError, Processes
-from elasticd.testing.cluster import JOB, Cluster, Shape
+from elasticd.testing.chaos_cluster import JOB, ChaosCluster, Shape
 from elasticd.testing.fault_player import Live, Played, StandsStill, Steps
 from elasticd.testing.network_namespaces import refusal
 from tests.soak import ledger
@@ -89,7 +89,7 @@ def soak(
         tempfile.TemporaryDirectory(prefix="elasticd-soak-") as sockets,
         processes.interruptible(),
         processes,
-        Cluster(shape, processes, folder, Path(sockets), separate=separate) as cluster,
+        ChaosCluster(shape, processes, folder, Path(sockets), separate=separate) as cluster,
     ):
         cluster.start_job(training, *options)
         live = Live(
@@ -112,7 +112,7 @@ def soak(
     return _report(seed, live.played, steps, seconds, seen, folder, wrong, cluster)
 
 
-def _keep_status(cluster: Cluster, folder: Path) -> None:
+def _keep_status(cluster: ChaosCluster, folder: Path) -> None:
     job = cluster.job()
     if job is not None:
         print(f"the job's phase: {job.phase}, step {job.step}: {job.reason}", flush=True)
@@ -140,7 +140,7 @@ def _report(
     seen: list[WatchEvent],
     folder: Path,
     wrong: list[str],
-    cluster: Cluster,
+    cluster: ChaosCluster,
 ) -> Report:
     history = History(cluster.keys)
     history.read(seen)
