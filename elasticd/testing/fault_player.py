@@ -13,7 +13,7 @@ import msgspec
 import psutil
 from elasticd_planner.value import refuse
 
-from elasticd.chaos.fault import Fault
+from elasticd.chaos.faults import Fault
 from elasticd.client import CannotReach, JobStatus
 from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.records import Fence, JobSpec, decode

@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 from elasticd_planner.value import Value, refuse
 
-from elasticd.chaos.fault import WAYS
-from elasticd.chaos.fault_script import Faults
+from elasticd.chaos.faults import WAYS, Faults
 
 #: How often each kind is drawn, beside the others.
 WEIGHTS: dict[str, float] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from elasticd.chaos.fault import Fault
+from elasticd.chaos.faults import Fault
 from elasticd.simulator.cluster.launcher import Operator
 from elasticd.simulator.cluster.leader import Leader
 from elasticd.simulator.cluster.nodes import Node
