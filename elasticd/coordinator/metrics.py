@@ -56,6 +56,7 @@ class Metrics:
         )
 
     def message(self, kind: str, seconds: float) -> None:
+        """Counts a message of an agent, and the seconds that it took."""
         counted = self._kinds.get(kind)
         if counted is None:
             counted = self._kinds[kind] = self._messages.labels(kind)
@@ -67,9 +68,11 @@ class Metrics:
         self._refused.labels(reason).inc()
 
     def event(self, kind: str) -> None:
+        """Counts an event of the journal."""
         self._events.labels(kind).inc()
 
     def request(self, status: int) -> None:
+        """Counts a REST request by its HTTP status."""
         self._requests.labels(str(status)).inc()
 
     def text(self, state: State, connections: Connections, store_away: bool) -> bytes:
