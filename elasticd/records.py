@@ -57,10 +57,12 @@ class Keys(Value, frozen=True, kw_only=True):
 
     @property
     def root(self) -> str:
+        """The prefix of all keys."""
         return f"/elasticd/{self.cluster}/"
 
     @property
     def leader(self) -> str:
+        """The key that its holder leads by."""
         return self.root + "leader"
 
     @property
@@ -74,6 +76,7 @@ class Keys(Value, frozen=True, kw_only=True):
         return self.root + "config"
 
     def config_history(self, number: int) -> str:
+        """One change of the configuration."""
         return f"{self.config}-history/{number:08d}"
 
     @property
@@ -83,16 +86,20 @@ class Keys(Value, frozen=True, kw_only=True):
 
     @property
     def nodes(self) -> str:
+        """The prefix of all nodes."""
         return self.root + "nodes/"
 
     def node(self, node: str) -> str:
+        """One node (`NodeRecord`)."""
         return self.nodes + node
 
     @property
     def jobs(self) -> str:
+        """The prefix of all jobs."""
         return self.root + "jobs/"
 
     def job(self, job: str, part: JobPart) -> str:
+        """A key of a job, or the prefix of several."""
         return f"{self.jobs}{job}/{part}"
 
     @property
@@ -101,6 +108,7 @@ class Keys(Value, frozen=True, kw_only=True):
         return self.root + "members/"
 
     def member(self, job: str, device: str) -> str:
+        """One worker (`MemberRecord`)."""
         return f"{self.members}{job}/{device.replace('/', ':')}"
 
     def rendezvous(self, job: str) -> str:
@@ -108,6 +116,7 @@ class Keys(Value, frozen=True, kw_only=True):
         return f"{self.jobs}{job}/rendezvous/"
 
     def history(self, job: str, number: int) -> str:
+        """A plan of a job (`HistoryRecord`), by its number."""
         return self.job(job, "history/") + f"{number:08d}"
 
     def lasts(self, key: str) -> bool:
@@ -148,22 +157,21 @@ def numbered(name: str) -> int | None:
 
 
 class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):
-    """A node whose agent lives; `address` is what its workers listen on for each other, `snapshots` where other
-    agents send it snapshots to keep ("host:port", empty: nowhere) and `certificate` (PEM) what it is known by
-    there. `draining`: its devices are to be left, and no plan takes them up again. `host`: which machine and
-    network it is on (`elasticd.system.network_addresses.host`); nodes of one host reach each other by loopback.
-    `reach`: where other agents try whether they reach this node on the data network ("host:port", empty: an
-    older release)."""
+    """A node whose agent lives: its devices, its addresses, and whether it is being drained."""
 
-    node: str
-    devices: tuple[Device, ...]
-    address: str
-    agent: str
-    emulated: bool = False
-    snapshots: str = ""
-    certificate: str = ""
-    draining: bool = False
+    node: str  # the node's name
+    devices: tuple[Device, ...]  # its devices with their memory, by local rank
+    address: str  # host that its workers listen on for the ranks of other nodes
+    agent: str  # id of this start of its agent
+    emulated: bool = False  # its devices run at an emulated speed
+    snapshots: str = ""  # "host:port" where other agents send it snapshots to keep (empty: nowhere)
+    certificate: str = ""  # PEM by which `snapshots` is known
+    draining: bool = False  # its devices are to be left, and no plan takes them up again
+    #: machine and network that it is on (`elasticd.system.network_addresses.host`); nodes of one host reach
+    #: each other by loopback
     host: str = ""
+    #: "host:port" where other agents test whether they reach this node on the data network (empty: an older
+    #: release)
     reach: str = ""
     version: int = RECORD_VERSION
 
@@ -171,46 +179,46 @@ class NodeRecord(StoredValue, frozen=True, kw_only=True, tag="node"):
 class MemberRecord(StoredValue, frozen=True, kw_only=True, tag="member"):
     """A worker process: the device that it drives and this start of it."""
 
-    device: str
-    incarnation: str
-    pid: int
+    device: str  # "node/local rank"
+    incarnation: str  # id of this start of the process
+    pid: int  # process id on its node
     version: int = RECORD_VERSION
 
 
 class ConfigRecord(StoredValue, frozen=True, kw_only=True, tag="config-change"):
-    """A change of the configuration while running; each one is kept in the history."""
+    """A change of the configuration while running. The newest is in force; each is also kept in the history."""
 
-    number: int  # of this change
-    values: dict[str, bool | int | float | str]  # what differs from the files, by encoded dotted key
+    number: int  # counts the changes, from 1
+    #: what differs from the coordinators' files, by encoded dotted key
+    values: dict[str, bool | int | float | str]
     at: float  # unix seconds
-    by: str  # who made it, in their own words
+    by: str  # who made the change, in their own words
     version: int = RECORD_VERSION
 
 
 class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
-    """What a job trains, the same from every worker; a sample has `sample_tokens` tokens in the mean. profile:
-    what was measured of the model before the job (None: nothing, seconds are guessed from the shapes). state:
-    who keeps its optimizer's state. first: a digest of the values that the model has by itself (empty: they are
-    made by name and seed); it matters until something was trained. numbers: of master weights and gradients,
-    where modules compute in others. recompute: whether stages may make their activations again where memory
-    demands it, or must; recomputed: blocks that do so under every plan. shifts: its dataset can be
-    read in sequences of another length (`at_length`). peers: version of what its ranks exchange."""
+    """What a job trains, the same from every worker."""
 
-    job: str
-    model: ModelSpec
-    global_batch: int
-    micro_batch: int
-    samples: int
-    sample_tokens: float
-    seed: int
+    job: str  # the job's name
+    model: ModelSpec  # tensors of the model, with their shapes and how each may be sharded
+    global_batch: int  # samples of a step, over all pipelines
+    micro_batch: int  # samples of a micro-batch
+    samples: int  # samples of the dataset
+    sample_tokens: float  # tokens of a sample, in the mean
+    seed: int  # of first values, the order of samples and dropout
+    #: measured of the model before the job (None: nothing, seconds are guessed from the shapes)
     profile: ModelProfile | None = None
-    state: StatePolicy = StatePolicy()
+    state: StatePolicy = StatePolicy()  # who keeps the optimizer's state
+    #: digest of the model's first values (empty: they are made by name and seed); matters until a step was
+    #: trained
     first: str = ""
+    #: types of master weights and gradients, where modules compute in others
     numbers: Numbers | None = None
+    #: whether stages may recompute activations where memory demands it, or must ("always")
     recompute: bool | Literal["always"] = False
-    recomputed: tuple[int, ...] = ()
-    shifts: bool = False
-    peers: int = PEERS_VERSION
+    recomputed: tuple[int, ...] = ()  # blocks that recompute under every plan
+    shifts: bool = False  # its dataset can be read in sequences of another length (`at_length`)
+    peers: int = PEERS_VERSION  # version of what its ranks exchange with each other
     version: int = RECORD_VERSION
 
     def __post_init__(self) -> None:
@@ -222,136 +230,135 @@ class JobSpec(StoredValue, frozen=True, kw_only=True, tag="job-spec"):
 
 
 class Vote(Value, frozen=True, kw_only=True):
-    """What the vote of a step decided: mean loss, gradient norm and target count, tokens, whether its update is
-    made. Whoever kept the step's reduced gradients can make the update from it. loss, norm: None where they are
-    not finite, for which JSON has no number."""
+    """The outcome of a step's vote. Every rank that kept the step's reduced gradients can make the update from
+    it."""
 
-    step: int
-    loss: float | None
-    norm: float | None
-    count: float
-    tokens: int
-    apply: bool
+    step: int  # index of the step
+    loss: float | None  # mean per target; None where it is not finite, for which JSON has no number
+    norm: float | None  # of the mean loss's gradient, before clipping; None where it is not finite
+    count: float  # targets of the step, over all ranks
+    tokens: int  # tokens of the step, over all ranks
+    apply: bool  # the update is made
 
 
 class Recovery(Value, frozen=True, kw_only=True):
-    """What a proposal goes on from after a fence. sources: of the plan `old`, the devices whose copies live,
-    with their incarnations; after it all are at `step`. vote: of the last step, for those that had not heard
-    its outcome; None where all had. stale: sources whose parameters are true only where they keep the state.
+    """What a proposal goes on from after a fence.
 
-    Where no living copies are whole, `snapshots` says of every member of `old` which source reads the snapshot
-    of its share at `step` from its own agent; what anybody holds beside that is of no use.
+    Where the copies that live are no complete state, `snapshots` says which source reads which member's share;
+    copies on devices are of no use then.
     """
 
-    fence: int
-    step: int
-    sources: dict[str, str]
-    vote: Vote | None = None
+    fence: int  # number of the fence
+    step: int  # updates after which all sources are, at the end of the recovery; -1: as a checkpoint says
+    sources: dict[str, str]  # devices of plan `old` whose copies live, with their incarnations
+    vote: Vote | None = None  # of the last step, for ranks that had not heard its outcome; None where all had
+    #: sources whose parameters are up to date only where they keep the optimizer's state (ZeRO)
     stale: tuple[str, ...] = ()
+    #: by member of `old`: the source that reads the snapshot of its share at `step` from its own agent
     snapshots: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Thrown(Value, frozen=True, kw_only=True):
-    """An exception that the script's own code raised on a device, after `step` updates; kind: its class."""
+    """An exception that the script's own code raised."""
 
-    device: str
-    step: int
-    kind: str
-    text: str
-    traceback: str
+    device: str  # device of the rank that raised it
+    step: int  # updates before the step that failed
+    kind: str  # name of the exception's class
+    text: str  # the exception as a string
+    traceback: str  # its traceback, as Python prints it
 
 
 class Fence(StoredValue, frozen=True, kw_only=True, tag="fence"):
-    """Every number up to this one is closed, and `gone` (device to incarnation) are fenced off: what they do
-    from now on is no part of the job. `thrown`: the last exceptions of the script's own code, for a new leader,
-    which is to know that a step was tried before."""
+    """Every number up to this one is closed, and processes are fenced off: what they do from now on is no part
+    of the job."""
 
-    number: int
-    epoch: int
-    gone: dict[str, str]
-    reason: str
+    number: int  # above every number used before
+    epoch: int  # of the leader that wrote it
+    gone: dict[str, str]  # incarnations that are fenced off, by device
+    reason: str  # what happened, for people
+    #: last exceptions of the script's own code: a new leader is to know that a step was tried before
     thrown: tuple[Thrown, ...] = ()
     version: int = RECORD_VERSION
 
 
 class Proposal(StoredValue, frozen=True, kw_only=True, tag="proposal"):
-    """A plan that the members of `old` and `plan` are to prepare. One is open at a time. With a `recovery` it
-    is not voted: its members move as soon as they are ready. Without an `old` the state comes from the first of
-    `checkpoints` that all members can read; with none of them it is made anew."""
+    """A plan that the members of `old` and `plan` are to prepare. One is open at a time.
 
-    number: int
-    epoch: int
-    plan: Plan
-    old: Plan | None
-    recovery: Recovery | None = None
-    status: Literal["open", "aborted"] = "open"
-    reason: str = ""
-    checkpoints: tuple[str, ...] = ()
-    in_place: bool = False
+    Members vote for it at the end of a step; with a `recovery` there is no vote, and they move as soon as they
+    are ready.
+    """
+
+    number: int  # above every number used before
+    epoch: int  # of the leader that wrote it
+    plan: Plan  # the plan, bound to the incarnations of its members
+    old: Plan | None  # the plan that state comes from; None: state comes from `checkpoints`, or is made anew
+    recovery: Recovery | None = None  # what it goes on from after a fence
+    status: Literal["open", "aborted"] = "open"  # "aborted": its members keep the plan before
+    reason: str = ""  # why it was aborted
+    checkpoints: tuple[str, ...] = ()  # names, newest first; the first that all members can read is taken
+    in_place: bool = False  # state moves in place, since memory does not hold the old copy beside the new one
     version: int = RECORD_VERSION
 
 
 class PlanRecord(StoredValue, frozen=True, kw_only=True, tag="running-plan"):
-    """The plan that the job runs, recorded from the first report of a swap; `step` updates were applied."""
+    """The plan that the job runs, recorded from the first report of a swap."""
 
-    plan: Plan
-    epoch: int
-    step: int
+    plan: Plan  # the plan
+    epoch: int  # of the leader that wrote it
+    step: int  # updates before the first step under it
     version: int = RECORD_VERSION
 
 
 class HistoryRecord(StoredValue, frozen=True, kw_only=True, tag="plan-history"):
-    """Why a plan was made, from what: enough to make it again."""
+    """Why a plan was made, and from what: enough to make it again."""
 
-    number: int
-    plan: Plan
-    problem: Problem
-    reason: str
+    number: int  # of the plan
+    plan: Plan  # the plan
+    problem: Problem  # what the planner was given
+    reason: str  # why it was proposed, for people
     version: int = RECORD_VERSION
 
 
 class PublishedCheckpoint(Value, frozen=True, kw_only=True):
-    """A checkpoint by its folder's name: the state after `step` updates, written under this plan."""
+    """A checkpoint that may have its final name."""
 
-    name: str
-    step: int
-    plan: int
+    name: str  # of its folder
+    step: int  # updates in its state
+    plan: int  # number of the plan that wrote it
 
 
 class CheckpointsRecord(StoredValue, frozen=True, kw_only=True, tag="checkpoints"):
-    """The checkpoints of a job that may get their names, the newest last. Bounded: what lies on disk under its
-    final name was in here once."""
+    """The checkpoints of a job that may get their final names. What lies on disk under such a name was in this
+    record once."""
 
-    published: tuple[PublishedCheckpoint, ...]
-    epoch: int
+    published: tuple[PublishedCheckpoint, ...]  # newest last, a bounded number
+    epoch: int  # of the leader that wrote it
     version: int = RECORD_VERSION
 
 
 class OutRecord(StoredValue, frozen=True, kw_only=True, tag="torchrun-excluded"):
-    """A torchrun in restart mode that is to take no part in further rounds, and why."""
+    """A torchrun in restart mode that is to take no part in further rounds."""
 
-    torchrun: str
-    epoch: int
-    reason: str
+    torchrun: str  # its name in the rendezvous
+    epoch: int  # of the leader that wrote it
+    reason: str  # why, for people
     version: int = RECORD_VERSION
 
 
 class DoneRecord(StoredValue, frozen=True, kw_only=True, tag="job-done"):
-    """The job is over: its last vote was reported, or it stopped for a reason. `at`: when, in unix seconds (0:
-    release 0.1 did not say)."""
+    """The job is over: its last vote was reported, or it stopped for a reason."""
 
-    step: int
-    epoch: int
-    reason: str = ""
-    at: float = 0.0
+    step: int  # updates in all
+    epoch: int  # of the leader that wrote it
+    reason: str = ""  # why it stopped (empty: it finished)
+    at: float = 0.0  # unix seconds (0: release 0.1 did not say)
     version: int = RECORD_VERSION
 
 
 class SchemaRecord(StoredValue, frozen=True, kw_only=True, tag="schema"):
-    """The version of all keys and records of the cluster, and the release of the leader that wrote it when it
-    took over."""
+    """The version of all keys and records of the cluster."""
 
-    release: str
+    release: str  # of elasticd on the leader that wrote it as it took over
     version: int = SCHEMA_VERSION
 
 

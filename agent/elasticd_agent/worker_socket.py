@@ -1,18 +1,27 @@
-"""The agent's end of the unix socket: who connected, what they say, when their processes end.
+"""The agent's end of the unix socket: which processes may connect, what they say, and when they end.
 
-A client is a worker (its first message is `Hello`) or a torchrun (`Join`). The kernel tells whose process is
-at the other end, and a pidfd when that process ends: a death is seen at once and cannot be mistaken for
-another process with the same number. What happens is emitted, on one event loop, as the machine's events.
+A client is a worker (its first message is `Hello`) or a torchrun (`Join`). Its process is of the agent's own
+user, of root, or of a group that the configuration names. The mode of the socket's file says the same, and the
+kernel keeps to it; `Admission` asks the kernel once more, of each connection: a file's mode may be changed by a
+careless `chmod`, and a process that may connect may hand its socket on.
+
+The kernel tells which process is at the other end, and a pidfd when that process ends: a death is seen at once
+and cannot be mistaken for another process with the same number. What happens is emitted, on one event loop, as
+the machine's events.
 """
 
 from __future__ import annotations
 
+import array
 import asyncio
+import errno
+import grp
 import logging
 import os
 import secrets
 import signal
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +30,7 @@ from dataclasses import dataclass
 import msgspec
 
 from elasticd.machines.agent.state import Ended, Event, Opened, Said
+from elasticd.system import process_mark
 from elasticd.system.logs import Seldom
 from elasticd.version import __version__
 from elasticd.wire import messages, unix_socket
@@ -28,8 +38,8 @@ from elasticd.wire.main_thread import Whereabouts
 from elasticd.wire.messages import FromWorker, Hello, Join, Message, OfRounds, Rejected, ToAgentAlone, ToWorker
 from elasticd.wire.probes import Pong
 from elasticd.wire.snapshots import Fetch, OfSnapshots, Snapped
+from elasticd.wire.unix_socket import SocketTaken, peer
 from elasticd_agent.internal_errors import outlived
-from elasticd_agent.worker_admission import Admission, peer_pidfd
 
 #: Seconds that a process has to end after it closed its connection, before it counts as gone without.
 _LINGER_SECONDS = 2.0
@@ -39,24 +49,103 @@ _MOST_WAITING = 1024
 _MOST_CLIENTS = 1024
 #: Seconds until the next try where this process has no descriptor left for a client.
 _PAUSE_SECONDS = 0.2
+#: linux/socket.h; Python has no names for these.
+_SO_PEERGROUPS = 59
+_SO_PEERPIDFD = 77
+_MOST_GROUPS = 65536
+#: What a kernel says for a process that has ended, by its release.
+_ENDED = (errno.EINVAL, errno.ESRCH, errno.ENODATA)
 
 _log = logging.getLogger(__name__)
 
 
+class Admission:
+    """Judges connections to a unix socket. `group`: by name or number, None for nobody but the owner. Raises
+    SocketTaken for a group that does not exist."""
+
+    def __init__(self, group: str | None) -> None:
+        self.group = _number(group) if group else None
+
+    def refusal(self, sock: socket.socket) -> str:
+        """Why whoever connected may not stay, or nothing."""
+        pid, uid, gid = peer(sock)
+        if uid in (os.geteuid(), 0):
+            return ""
+        if self.group is not None and (gid == self.group or self.group in _groups(sock)):
+            return ""
+        who = "its group's members alone" if self.group is not None else "its owner alone: set [agent] group"
+        return f"process {pid} of user {uid} may not speak to this agent, which is for {who}"
+
+
+def peer_pidfd(sock: socket.socket) -> int | None:
+    """A descriptor, the caller's, of the process that was at the other end when it connected. None when that
+    belongs to another PID namespace, or has ended; Linux since 6.16 gives one then, too, which says so.
+    Raises OSError where no descriptor is left.
+
+    Its number alone could be another process' by now. Linux has known the process itself since 6.5; before, the
+    number is looked up, and a process that started after we took the connection is not the one that made it.
+    """
+    pid, _, _ = peer(sock)
+    if pid <= 0:
+        return None
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
+    try:
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno in _ENDED:
+            return None
+        if error.errno != errno.ENOPROTOOPT:
+            raise
+    return _pidfd_of(pid, now)
+
+
+def _pidfd_of(pid: int, before: float) -> int | None:
+    """Of the process with this number that started before then (seconds since the machine did)."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    marked = process_mark.mark(pid)  # what has this number now is what the descriptor is of, or is gone
+    started = None if marked is None else int(marked.rpartition("-")[2]) / os.sysconf("SC_CLK_TCK")
+    if started is None or started > before:
+        os.close(pidfd)
+        return None
+    return pidfd
+
+
+def _groups(sock: socket.socket) -> list[int]:
+    """The other end's further groups; none where this kernel does not tell."""
+    found = array.array("I")
+    try:
+        found.frombytes(sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MOST_GROUPS))
+    except OSError:
+        return []
+    return list(found)
+
+
+def _number(group: str) -> int:
+    try:
+        return int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise SocketTaken(
+            f"[agent] group = {group!r} is no group of this machine: name one that 'getent group' shows"
+        ) from None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ears:
-    """Who hears what of the clients, on the running loop.
+    """The parts of the agent that hear clients, on the running loop."""
 
-    events: what the agent's machine is to know. snapshots: a worker's word of them, with the client's name and
-    the descriptor that came with it. pongs: the name of a worker that answered a `Ping`. rounds: of each client
-    (its name and process) a message, or None at its end; what it takes the machine does not hear. whereabouts:
-    the memory of a worker, by its client's name, that says where it is.
-    """
-
+    #: what the agent's machine is to know
     events: Callable[[Event], None]
+    #: a worker's word of snapshots: the client's name, and the descriptor that came with it
     snapshots: Callable[[str, OfSnapshots, int | None], None]
+    #: the name of a worker that answered a `Ping`
     pongs: Callable[[str], None]
+    #: a client's name, its process id and a message, or None at its end; what this takes the machine does not
+    #: hear
     rounds: Callable[[str, int, Message | None], bool]
+    #: a worker's client name, and the memory that says where its main thread is
     whereabouts: Callable[[str, Whereabouts, int | None], None]
 
 
@@ -136,7 +225,7 @@ class Workers:
             if refusal := self._turn_away(sock):
                 self._strange.warn(refusal)
                 continue
-            pid, _, _ = unix_socket.peer(sock)
+            pid, _, _ = peer(sock)
             name = f"{self._node}:{pid}:{secrets.token_hex(4)}"
             try:
                 pidfd = peer_pidfd(sock)

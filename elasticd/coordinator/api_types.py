@@ -128,6 +128,7 @@ class ClusterStatus(Value, frozen=True, kw_only=True):
     paused: bool = False  # no plan is replaced by a better one (`elasticd pause`)
 
     def job(self, name: str) -> JobStatus | None:
+        """The status of one job; None where there is none of this name."""
         return next((job for job in self.jobs if job.job == name), None)
 
 

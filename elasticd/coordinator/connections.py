@@ -25,9 +25,11 @@ class Connection:
 
     @property
     def node(self) -> str:
+        """The node's name."""
         return self.record.node
 
     def send(self, message: ToAgent) -> None:
+        """Has a message sent; an agent that is too far behind is cut off."""
         try:
             self._waiting.put_nowait(encode(message))
         except asyncio.QueueFull:
@@ -105,5 +107,6 @@ class Connections:
             connection.send(message)
 
     def close(self) -> None:
+        """Ends all connections."""
         for connection in self._live.values():
             connection.closed.set()

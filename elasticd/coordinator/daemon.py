@@ -104,10 +104,12 @@ class Coordinator:
         await asyncio.shield(self._end)
 
     def end(self) -> None:
+        """Ends this coordinator in good order."""
         if not self._end.done():
             self._end.set_result(None)
 
     def fail(self, error: Exception) -> None:
+        """Ends this coordinator, which cannot lead any longer, with the reason."""
         if not self._end.done():
             self._end.set_exception(error)
 
@@ -321,6 +323,7 @@ class Coordinator:
         ]
 
     def ready(self) -> str:
+        """Why it does not serve, or nothing."""
         return "" if self._serving and not self._end.done() else "this coordinator is ending"
 
 

@@ -177,6 +177,7 @@ class Leading:
         return now - self._away_seconds
 
     async def ticks(self) -> None:
+        """Has the machine look at what time asks for, until cancelled."""
         self.planning.warm()
         spent = 0.0
         while True:
@@ -353,11 +354,13 @@ class Leading:
     # -- agents --------------------------------------------------------------------------------------------
 
     def agent_up(self, hello: AgentHello) -> Connection:
+        """An agent said hello: its connection, in place of one that it had before."""
         connection = self.connections.enter(hello.record)
         self.apply(_up(hello))
         return connection
 
     def agent_down(self, connection: Connection) -> None:
+        """A connection ended."""
         if self.connections.leave(connection):
             self.apply(AgentDown(node=connection.node))
 

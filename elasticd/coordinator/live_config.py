@@ -77,6 +77,7 @@ class Changes(Value, frozen=True, kw_only=True):
         return Configured(detect=detect, policy=policy, changes=words)
 
     def shown(self) -> Settings:
+        """The answer of `GET /v1/config`."""
         detect, policy = self.effective()
         values = {
             f"{name}.{key}": value

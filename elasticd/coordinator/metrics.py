@@ -116,6 +116,7 @@ class Metrics:
         return Counter(name, FAMILIES[name].help, FAMILIES[name].labels, registry=self._registry)
 
     def message(self, kind: str, seconds: float) -> None:
+        """Counts a message of an agent, and the seconds that it took."""
         counted = self._kinds.get(kind)
         if counted is None:
             counted = self._kinds[kind] = self._messages.labels(kind)
@@ -127,9 +128,11 @@ class Metrics:
         self._refused.labels(reason).inc()
 
     def event(self, kind: str) -> None:
+        """Counts an event of the journal."""
         self._events.labels(kind).inc()
 
     def request(self, status: int) -> None:
+        """Counts a REST request by its HTTP status."""
         self._requests.labels(str(status)).inc()
 
     def text(self, state: State, connections: Connections, store_away: bool) -> bytes:

@@ -59,6 +59,7 @@ class Planning:
             self._spare = asyncio.create_task(start(self._command), name="a planner started ahead")
 
     def request(self, job: str, token: int, problem: Problem) -> None:
+        """Has a job planned, in place of what was asked for it before; the answer comes as `Planned`."""
         self.cancel(job)
         task = asyncio.create_task(self._run(job, token, problem), name=f"planning {job} {token}")
         self._tasks[job] = task

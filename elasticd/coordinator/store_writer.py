@@ -104,6 +104,7 @@ class Writer:
         self._put = self._settled = 0
 
     def put(self, asked: Asked) -> None:
+        """Has something written, after all that was put before."""
         self._queue.put_nowait(asked)
         self._put += 1
 

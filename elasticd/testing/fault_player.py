@@ -14,7 +14,7 @@ import psutil
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import refuse
 
-from elasticd.chaos.fault import Fault
+from elasticd.chaos.faults import Fault
 from elasticd.client import CannotReach, JobStatus
 from elasticd.machines.job.copies.holdings import lost_boxes
 from elasticd.records import Fence, JobSpec, decode

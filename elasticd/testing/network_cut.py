@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import psutil
 
-from elasticd.chaos.fault import Fault
+from elasticd.chaos.faults import Fault
 from elasticd.system.tcp_shutdown import shut
 from elasticd.testing.network_namespaces import Namespaces
 

@@ -14,35 +14,34 @@ def is_first(release: str) -> bool:
 
 
 class Drain(Message, frozen=True, kw_only=True, tag="drain"):
-    """Whether this node's devices are to be left: its agent puts it into the node's record, and says so to the
-    leader by another `AgentHello` on the same connection."""
+    """A user drains this node, or ends that. The agent puts it into the node's record, and answers with an
+    `AgentHello` on the same connection."""
 
-    on: bool
+    on: bool  # its devices are to be left
 
 
 class End(Message, frozen=True, kw_only=True, tag="end-job"):
-    """A user stops this job: the agent sends SIGTERM to the workers of these devices, once. Those that the
-    leader knows to be leaving are not among them: a second SIGTERM ends a process at once."""
+    """A user stops this job: the agent sends SIGTERM to workers, each once. A second SIGTERM ends a process at
+    once."""
 
-    job: str
-    devices: tuple[str, ...]
+    job: str  # the job's name
+    devices: tuple[str, ...]  # of the workers, without those that are known to be leaving
 
 
 class TryReach(Message, frozen=True, kw_only=True, tag="try-reach"):
-    """The agent tries whether it reaches these nodes on the data network, by node "host:port", and says so by
-    `Unreached` with the same job and round."""
+    """The agent tests which nodes it reaches on the data network, and answers with `Unreached`."""
 
-    job: str
-    round: int
-    targets: dict[str, str]
+    job: str  # the job's name
+    round: int  # number of the test, which the answer repeats
+    targets: dict[str, str]  # "host:port" by node
 
 
 class Harm(Message, frozen=True, kw_only=True, tag="inject-fault"):
-    """Chaos, a hint: this is done to the process that drives `device`; or (cut) this agent loses its leader and
-    its store, until it is healed, the leader is gone, or `seconds` have passed, if that is not 0. cut-data:
-    what this node sends to the data address `peer` is lost, until heal-data, or for `seconds`."""
+    """Fault injection, a hint: into the process that drives a device, or into this node's links."""
 
+    #: to a process: kill, freeze, thaw. cut: the agent loses leader and store, until it is healed or the leader
+    #: is gone. cut-data: what this node sends to `peer` is lost, until heal-data
     how: Literal["kill", "freeze", "thaw", "cut", "cut-data", "heal-data"]
-    device: str = ""
-    seconds: float = 0.0
-    peer: str = ""
+    device: str = ""  # of kill, freeze and thaw
+    seconds: float = 0.0  # until a cut ends by itself (0: never)
+    peer: str = ""  # data address of cut-data and heal-data

@@ -70,16 +70,14 @@ LABELS = {"input": LOADER, "tensor": TENSOR, "boundary": BOUNDARY, "reduce": RED
 
 
 class Place(NamedTuple):
-    """What the words say. step: None between two steps; rank: whom it waits for, None where that is no one
-    rank; changes: their count, so that the same place at another time is another value; usual: seconds that a
-    step takes at most, 0 where that is not known; stay: seconds at one place of its computation at most."""
+    """Where a main thread is, as its words of memory say."""
 
-    step: int | None
-    place: int
-    rank: int | None
-    changes: int
-    usual: float
-    stay: float
+    step: int | None  # index of the step under way, None between two steps
+    place: int  # index in `NAMES`
+    rank: int | None  # rank that it waits for, None where that is not one rank
+    changes: int  # count of changes: the same place at another time is another value
+    usual: float  # seconds that a step takes at most (0: not known)
+    stay: float  # seconds at one place of a step's computation, at most
 
     @property
     def name(self) -> str:
@@ -130,24 +128,21 @@ def read(data: bytes) -> Place | None:
 
 
 class Whereabouts(Message, frozen=True, kw_only=True, tag="whereabouts"):
-    """A worker to its agent, with the memory file: at `signal` (0: at none) it writes its stacks there."""
+    """A worker shares its words of memory with its agent: the memory file comes with the message."""
 
-    signal: int = 0
+    signal: int = 0  # at which the worker writes its stacks into that file (0: none)
 
 
 class Halted(Message, frozen=True, kw_only=True, tag="worker-halt"):
-    """To the leader: a worker's main thread has been at one place for `seconds`; or it moves again (an empty
-    `place`). step: that is under way, -1 between two steps; `rank`: whom it waits for, -1 where that is no one
-    rank. `computes`: it is in what takes about as long in each step, and has been for longer than that.
-    `stack`: of its threads."""
+    """To the leader: a worker's main thread stands still at one place, or moves again."""
 
-    job: str
-    device: str
-    incarnation: str
-    place: str = ""
-    step: int = -1
-    rank: int = -1
-    waits: bool = False
-    computes: bool = False
-    seconds: float = 0.0
-    stack: str = ""
+    job: str  # the job's name
+    device: str  # "node/local rank"
+    incarnation: str  # id of this start of the worker's process
+    place: str = ""  # as people are told (empty: it moves again)
+    step: int = -1  # index of the step under way, -1 between two steps
+    rank: int = -1  # rank that it waits for, -1 where that is not one rank
+    waits: bool = False  # it waits for other ranks
+    computes: bool = False  # it is in a computation of the step, for longer than that has taken of late
+    seconds: float = 0.0  # at this place so far
+    stack: str = ""  # of its threads

@@ -46,192 +46,184 @@ MOST_WHY = 200
 
 
 class Hello(Message, frozen=True, kw_only=True, tag="hello"):
-    """A worker's first message. `world_size` is what torchrun started for the job in all, `checkpoints` the
-    names of those that this worker sees and that look sound, the newest first. `incarnation`: the one that it
-    has already, if it comes back to an agent that was started again. `probes`: it answers a `Probe`, and
-    `rehearses` a `Rehearse`. `closes`: it takes part in a last checkpoint that another member of a recovered
-    plan asks for. release: of its elasticd, as in the other hellos."""
+    """A worker's first message."""
 
-    job: str
-    local_rank: int
-    world_size: int
-    pid: int
-    spec: JobSpec
-    checkpoints: tuple[str, ...] = ()
-    incarnation: str = ""
-    probes: bool = False
-    rehearses: bool = False
-    closes: bool = False
-    release: str = ""
+    job: str  # the job's name
+    local_rank: int  # index of its device on the node
+    world_size: int  # workers that torchrun started for the job, on all nodes
+    pid: int  # process id
+    spec: JobSpec  # what it trains
+    checkpoints: tuple[str, ...] = ()  # names of the checkpoints that it sees and that look sound, newest first
+    incarnation: str = ""  # the id that it has already, if it comes back to an agent that was started again
+    probes: bool = False  # it answers a `Probe`
+    rehearses: bool = False  # it answers a `Rehearse`
+    closes: bool = False  # it takes part in a last checkpoint that another member of a recovered plan asks for
+    release: str = ""  # of the sender's elasticd
 
 
 class Report(Message, frozen=True, kw_only=True, tag="report"):
-    """One step of one rank; rank 0 adds the step's loss (mean per token) and all its tokens. On an emulated
-    device: how many sections were paced, and how many took longer than they were to."""
+    """One step of one rank."""
 
-    measurement: Measurement
-    loss: float | None = None
-    tokens: int | None = None
-    paced: int = 0
-    overruns: int = 0
+    measurement: Measurement  # times of the step
+    loss: float | None = None  # mean per token; from rank 0 alone
+    tokens: int | None = None  # tokens of the step over all ranks; from rank 0 alone
+    paced: int = 0  # sections that an emulated device slowed down to its speed
+    overruns: int = 0  # sections that took longer than the emulated speed allows
 
 
 class Prepared(Message, frozen=True, kw_only=True, tag="prepared"):
-    """All is ready for this proposal: the transition group stands, the number will be voted."""
+    """The rank is ready for this proposal: the transition group stands, and its next vote carries the
+    number."""
 
-    number: int
+    number: int  # of the proposal
 
 
 class Refused(Message, frozen=True, kw_only=True, tag="refused"):
     """This worker cannot prepare the proposal; the leader aborts it."""
 
-    number: int
-    reason: str
+    number: int  # of the proposal
+    reason: str  # for people
 
 
 class Swapped(Message, frozen=True, kw_only=True, tag="switched"):
-    """The plan of this number is in force here after `step` updates; with what the switch cost in bytes
-    (sent by this rank, checksums included; lacking at it before; and beside them the job's whole state, each
-    element once) and in seconds of its step loop. `checkpoint` names what its state was read from, if so. By
-    device that sent to this rank: `flows`, the bytes and the seconds until they were here."""
+    """The plan of this number is in force on this rank, with what the switch cost."""
 
-    number: int
-    step: int
-    pause_seconds: float
-    bytes_sent: int
-    bytes_lacking: int
-    bytes_state: int
-    checkpoint: str = ""
+    number: int  # of the plan
+    step: int  # updates before the first step under it
+    pause_seconds: float  # for which the step loop stood still
+    bytes_sent: int  # by this rank, checksums included
+    bytes_lacking: int  # at this rank before the switch
+    bytes_state: int  # of the job's state, each element once
+    checkpoint: str = ""  # name of the checkpoint that the state was read from (empty: none)
+    #: by device that sent to this rank: bytes, and seconds until they were here
     flows: dict[str, tuple[int, float]] = msgspec.field(default_factory=dict)
 
 
 class Kept(Message, frozen=True, kw_only=True, tag="stayed-on-plan"):
-    """The proposal of this number is off here: the old plan goes on."""
+    """The proposal is off on this rank: the old plan goes on."""
 
-    number: int
-    step: int
-    reason: str = ""
+    number: int  # of the proposal
+    step: int  # updates so far
+    reason: str = ""  # for people
 
 
 class Doubt(Message, frozen=True, kw_only=True, tag="in-doubt"):
-    """The last word of the switch failed to come: this rank holds both copies and does not know which holds."""
+    """The last word of the switch failed to come: this rank holds both copies and does not know which plan is
+    in force."""
 
-    number: int
-    step: int
-    reason: str
+    number: int  # of the proposal
+    step: int  # updates so far
+    reason: str  # for people
 
 
 class Bereft(Message, frozen=True, kw_only=True, tag="peers-lost"):
-    """A collective of the plan in force, of this number (0: of a release that did not say), failed after `step`
-    updates: this rank stands still."""
+    """A collective of the plan in force failed: this rank stands still."""
 
-    step: int
-    reason: str
-    plan: int = 0
+    step: int  # updates so far
+    reason: str  # the collective's error
+    plan: int = 0  # number of that plan (0: of a release that does not say)
 
 
 class Copy(msgspec.Struct, frozen=True, kw_only=True):
-    """A copy of the plan `number`'s state, after `step` updates; `behind`: the update of step `step` was not
-    made, but its reduced gradients are there. `stale`: parameters are true only where their state is kept."""
+    """A copy of a plan's state that a rank holds."""
 
-    number: int
-    step: int
-    behind: bool = False
-    stale: bool = False
+    number: int  # of the plan
+    step: int  # updates in it
+    behind: bool = False  # the reduced gradients of step `step` are there, and its update is not made
+    stale: bool = False  # parameters are up to date only where this rank keeps their optimizer state (ZeRO)
 
 
 class Standing(Message, frozen=True, kw_only=True, tag="state-report"):
-    """After the fence of this number: what this rank holds, and the last vote that it heard the outcome of."""
+    """A rank's answer to a fence: the copies that it holds."""
 
-    fence: int
-    copies: tuple[Copy, ...]
-    vote: Vote | None = None
+    fence: int  # number of the fence
+    copies: tuple[Copy, ...]  # by plan
+    vote: Vote | None = None  # the last outcome of a vote that it heard
 
 
 class Saved(Message, frozen=True, kw_only=True, tag="checkpoint-saved"):
-    """A checkpoint is whole on disk but for its name, which it gets when the store says that it may: the state
-    after `step` updates, written by all members of this plan."""
+    """A checkpoint is complete on disk but for its final name, which it gets when the store says that it
+    may."""
 
-    name: str
-    step: int
-    plan: int
+    name: str  # of its folder
+    step: int  # updates in it
+    plan: int  # number of the plan whose members wrote it
 
 
 class Finished(Message, frozen=True, kw_only=True, tag="finished"):
-    """The last step's vote is complete: `step` updates were applied in all."""
+    """The last step's vote is complete."""
 
-    step: int
+    step: int  # updates in all
 
 
 class Raised(Message, frozen=True, kw_only=True, tag="user-exception"):
-    """The script's own code (model, loss, optimizer, loop) raised this on a rank of the plan, after `step`
-    updates. `holds`: the rank's copy of the state is whole, and it stays until nobody needs it. `saves`: it
-    keeps checkpoints. `ends`: the job ends by it, on all members alike; if they keep checkpoints, they have
-    made a last one."""
+    """The script's own code (model, loss, optimizer, loop) raised an exception on a rank."""
 
-    plan: int
-    step: int
-    kind: str
-    text: str
-    traceback: str
-    holds: bool = False
-    saves: bool = False
+    plan: int  # number of the plan
+    step: int  # updates before the step that failed
+    kind: str  # name of the exception's class
+    text: str  # the exception as a string
+    traceback: str  # as Python prints it
+    holds: bool = False  # the rank's copy of the state is intact, and the rank stays until nobody needs it
+    saves: bool = False  # the rank keeps checkpoints
+    #: the job ends by it, on all members alike; if they keep checkpoints, they have made a last one
     ends: bool = False
 
 
 class Leaving(Message, frozen=True, kw_only=True, tag="preemption-notice"):
-    """This process was told to go, and by what. `saves`: it has a last checkpoint to make should all go."""
+    """A preemption notice: this process was sent SIGTERM or a spot notice, and ends once it is drained."""
 
-    reason: str
-    saves: bool = False
+    reason: str  # what it was sent
+    saves: bool = False  # it has a last checkpoint to make should all workers go
 
 
 class Goodbye(Message, frozen=True, kw_only=True, tag="goodbye"):
     """A clean end follows. Silence before an exit is a death."""
 
-    reason: str = ""
+    reason: str = ""  # why it ends, for people
 
 
 class StoreCall(Message, frozen=True, kw_only=True, tag="store-call"):
-    """A call on the job's bootstrap store, which the leader keeps. `get` waits until the key is there."""
+    """A call on the job's bootstrap store, which the leader keeps."""
 
-    id: int
-    op: str  # "set", "get", "add", "check" or "delete"; any other one is answered with an error
-    key: str
-    value: bytes = b""
-    seconds: float = 30.0
+    id: int  # by which the caller knows the answer
+    #: "set", "get" (waits until the key is there), "add", "check" or "delete"; any other is answered with an
+    #: error
+    op: str
+    key: str  # of the store
+    value: bytes = b""  # to set; of `add`: the number as text
+    seconds: float = 30.0  # for which the caller waits
 
 
 # -- torchrun's rendezvous handler to agent -----------------------------------------------------------------
 
 
 class Join(Message, frozen=True, kw_only=True, tag="join"):
-    """A torchrun asks to take part in a job. `slot`: the index of its one device (None: all of its node's)."""
+    """A torchrun asks to take part in a job."""
 
-    job: str
-    min_nodes: int
-    max_nodes: int
-    pid: int
-    slot: int | None = None
-    release: str = ""
+    job: str  # the job's name
+    min_nodes: int  # the least of --nnodes
+    max_nodes: int  # the most of --nnodes
+    pid: int  # process id
+    slot: int | None = None  # index of its one device (None: all devices of its node)
+    release: str = ""  # of the sender's elasticd
 
 
 class Leave(Message, frozen=True, kw_only=True, tag="leave"):
     """That torchrun ends."""
 
-    job: str
+    job: str  # the job's name
 
 
 # -- agent to worker and to rendezvous handler ---------------------------------------------------------------
 
 
 class Pace(Message, frozen=True, kw_only=True, tag="emulated-speed"):
-    """Emulated speed: seconds a token takes in one whole block on a normal device, and how many times slower
-    this device is now. Without times, `factor` stretches what the real computation took."""
+    """Emulated speed of a device. Without times, `factor` stretches what the real computation took."""
 
-    forward: float | None = None
-    backward: float | None = None
-    factor: float = 1.0
+    forward: float | None = None  # seconds a token takes in one complete block on a normal device
+    backward: float | None = None  # the same of the backward pass
+    factor: float = 1.0  # how many times slower this device is now
 
 
 class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
@@ -244,71 +236,71 @@ class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
 
 
 class Rejected(Message, frozen=True, kw_only=True, tag="rejected"):
-    """No: why, and what to do."""
+    """The worker or torchrun cannot take part."""
 
-    reason: str
+    reason: str  # why, and what to do
 
 
 class Propose(Message, frozen=True, kw_only=True, tag="propose"):
     """The open proposal, as read from the store."""
 
-    proposal: Proposal
+    proposal: Proposal  # as the leader wrote it
 
 
 class Abort(Message, frozen=True, kw_only=True, tag="abort"):
-    """The proposal of this number was aborted, as read from the store."""
+    """A proposal was aborted, as read from the store."""
 
-    number: int
-    reason: str
+    number: int  # of the proposal
+    reason: str  # for people
 
 
 class Fenced(Message, frozen=True, kw_only=True, tag="fenced"):
-    """A fence, as read from the store. `evicted`: it fences off this very incarnation."""
+    """A fence, as read from the store."""
 
-    number: int
-    reason: str
-    evicted: bool = False
+    number: int  # of the fence
+    reason: str  # for people
+    evicted: bool = False  # it fences off this very incarnation
 
 
 class Recorded(Message, frozen=True, kw_only=True, tag="plan-recorded"):
-    """The plan of this number is recorded, as read from the store: a leaver may drop its copy."""
+    """A plan is recorded, as read from the store: a rank that leaves may drop its copy."""
 
-    number: int
+    number: int  # of the plan
 
 
 class Published(Message, frozen=True, kw_only=True, tag="checkpoint-published"):
-    """The checkpoint of this name may get it, as read from the store."""
+    """A checkpoint may get its final name, as read from the store."""
 
-    name: str
+    name: str  # of its folder
 
 
 class StoreAnswer(Message, frozen=True, kw_only=True, tag="store-answer"):
-    """The answer to a `StoreCall`; `error` is set where it failed (a timeout, no leader)."""
+    """The answer to a `StoreCall`."""
 
-    id: int
-    value: bytes = b""
-    number: int = 0
-    error: str | None = None
+    id: int  # of the call
+    value: bytes = b""  # of `get`
+    number: int = 0  # of `add`: the sum; of `check` and `delete`: 1 or 0
+    error: str | None = None  # why it failed (a timeout, no leader); None: it was done
 
 
 class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
     """The job cannot go on, as read from the store: say why and end."""
 
-    reason: str
+    reason: str  # for people
 
 
 class Joined(Message, frozen=True, kw_only=True, tag="joined"):
-    """The job's nodes are complete: this node's index among them."""
+    """The job's nodes are complete."""
 
-    node_rank: int
-    nodes: int
+    node_rank: int  # this node's index among them
+    nodes: int  # their count
 
 
 class Closed(Message, frozen=True, kw_only=True, tag="job-closed"):
-    """The job finished: the leader's answer to a torchrun that asks again and then ends gracefully; or, to all
-    workers of the job, as read from the store."""
+    """The job finished: to a torchrun that asks again and then ends gracefully; to workers as read from the
+    store."""
 
-    reason: str
+    reason: str  # for people
 
 
 FromWorker = (
@@ -365,18 +357,18 @@ ToWorker = (
 class AgentHello(Message, frozen=True, kw_only=True, tag="agent-hello"):
     """An agent's first message on each connection; what its workers last said follows as `Up` messages."""
 
-    record: NodeRecord
-    release: str = ""
+    record: NodeRecord  # of its node
+    release: str = ""  # of the sender's elasticd
 
 
 class Up(Message, frozen=True, kw_only=True, tag="from-client"):
-    """A message of a local client: of a worker (device and incarnation set) or of a torchrun (both empty)."""
+    """A message of a worker, or of a torchrun, whose device and incarnation are empty."""
 
-    client: str
-    job: str
-    device: str
-    incarnation: str
-    body: FromWorker
+    client: str  # id that the agent gave it
+    job: str  # the job's name
+    device: str  # "node/local rank"
+    incarnation: str  # id of this start of the worker's process
+    body: FromWorker  # the message
 
 
 class PassedReport(msgspec.Struct, frozen=True, kw_only=True, tag=tag_of(Up)):
@@ -391,39 +383,38 @@ class PassedReport(msgspec.Struct, frozen=True, kw_only=True, tag=tag_of(Up)):
 
 
 class WorkerLost(Message, frozen=True, kw_only=True, tag="worker-lost"):
-    """A worker's process ended; `clean` if it had said goodbye, and then `how` is the reason that it gave."""
+    """A worker's process ended."""
 
-    job: str
-    device: str
-    incarnation: str
-    clean: bool
-    how: str
+    job: str  # the job's name
+    device: str  # "node/local rank"
+    incarnation: str  # id of this start of the worker's process
+    clean: bool  # it had said goodbye
+    how: str  # its own reason if clean, else how it ended
 
 
 class Down(Message, frozen=True, kw_only=True, tag="to-client"):
-    """For one local client of the agent (`client` as in `Up`, or DEVICE_PREFIX and a device's name)."""
+    """A message for one worker or torchrun of the agent."""
 
-    client: str
-    body: ToWorker
+    client: str  # as in `Up`, or DEVICE_PREFIX and a device's name
+    body: ToWorker  # the message
 
 
 class AgentRejected(Message, frozen=True, kw_only=True, tag="agent-rejected"):
-    """The leader does not take this agent: why, and what to do."""
+    """The leader does not take this agent."""
 
-    reason: str
+    reason: str  # why, and what to do
 
 
 class Unread(Value, frozen=True, kw_only=True, tag="unread-opening"):
-    """Not sent: what a leader has of an `Up` whose opening of a client (`Hello`, `Join`) it cannot decode, and
-    why. release, and a torchrun's slot (-1: none): the client's, where they can be read."""
+    """Not sent: an `Up` whose opening (`Hello`, `Join`) this leader cannot decode."""
 
-    client: str
-    job: str
-    device: str
-    incarnation: str
-    reason: str
-    release: str = ""
-    slot: int = -1
+    client: str  # id that the agent gave it
+    job: str  # the job's name
+    device: str  # "node/local rank", empty for a torchrun
+    incarnation: str  # id of this start of the worker's process
+    reason: str  # why it cannot be decoded
+    release: str = ""  # the client's, where it can be read
+    slot: int = -1  # a torchrun's, where it can be read (-1: none)
 
 
 ToLeader = AgentHello | Up | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps | Lapped

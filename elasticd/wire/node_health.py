@@ -17,46 +17,42 @@ STOLEN, PRESSED = 0.05, 0.2
 
 
 class DeviceHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """An NVIDIA device. utilisation: part of the time in which it computed; clock: of its processors, now and
-    at most, Hz; throttled: why they are held down; temperature: degrees Celsius; power: watts, and the limit;
-    corrected, uncorrected: ECC errors since it was reset; remapped: rows of its memory (for corrected, for
-    uncorrected errors), remapping: whether a row waits for a reset, or none was left; pcie: bytes a second sent
-    and received, and replays so far; nvlink: bytes sent and received so far, and errors; xids: of the driver's
-    error reports since the agent began, the last."""
+    """An NVIDIA device. What the driver does not offer is None or empty."""
 
-    name: str
-    utilisation: float | None = None
-    memory_used: int | None = None
-    clock: float | None = None
-    most_clock: float | None = None
-    throttled: tuple[str, ...] = ()
-    temperature: float | None = None
-    power: float | None = None
-    power_limit: float | None = None
-    corrected: int | None = None
-    uncorrected: int | None = None
+    name: str  # "node/local rank"
+    utilisation: float | None = None  # part of the time in which it computed, 0 to 1
+    memory_used: int | None = None  # bytes
+    clock: float | None = None  # of its processors now, Hz
+    most_clock: float | None = None  # of its processors at most, Hz
+    throttled: tuple[str, ...] = ()  # why its clocks are held down
+    temperature: float | None = None  # degrees Celsius
+    power: float | None = None  # watts
+    power_limit: float | None = None  # watts
+    corrected: int | None = None  # ECC errors since its reset that were corrected
+    uncorrected: int | None = None  # ECC errors since its reset that were not
+    #: rows of its memory that were replaced, for corrected and for uncorrected errors
     remapped: tuple[int, int] | None = None
-    remapping: str = ""
-    pcie: tuple[int, int] | None = None
-    pcie_replays: int | None = None
-    nvlink: tuple[int, int] | None = None
-    nvlink_errors: int | None = None
-    xids: tuple[int, ...] = ()
+    remapping: str = ""  # whether a row waits for a reset, or no spare was left
+    pcie: tuple[int, int] | None = None  # bytes a second sent and received
+    pcie_replays: int | None = None  # so far
+    nvlink: tuple[int, int] | None = None  # bytes sent and received so far
+    nvlink_errors: int | None = None  # so far
+    xids: tuple[int, ...] = ()  # numbers of the driver's error reports since the agent began, the last ones
 
 
 class Health(Message, frozen=True, kw_only=True, tag="node-health"):
-    """A node, now. stolen: part of the processors' time that a hypervisor gave to others; pressure: part of the
-    last ten seconds in which work waited for processors, memory or disks, by which; memory_available in bytes;
-    disk and network: bytes a second read and written, received and sent."""
+    """A node now. What the system does not offer is None or empty."""
 
-    stolen: float | None = None
+    stolen: float | None = None  # part of the processors' time that a hypervisor gave to others, 0 to 1
+    #: part of the last ten seconds in which work waited, 0 to 1, by what it waited for: cpu, memory, io
     pressure: dict[str, float] = msgspec.field(default_factory=dict)
-    memory_available: int | None = None
-    disk: tuple[float, float] | None = None
-    network: tuple[float, float] | None = None
-    devices: tuple[DeviceHealth, ...] = ()
+    memory_available: int | None = None  # bytes
+    disk: tuple[float, float] | None = None  # bytes a second read and written
+    network: tuple[float, float] | None = None  # bytes a second received and sent
+    devices: tuple[DeviceHealth, ...] = ()  # those of NVIDIA
 
     def device(self, name: str) -> DeviceHealth | None:
+        """One of its devices; None where it is not known."""
         return next((device for device in self.devices if device.name == name), None)
 
 

@@ -19,48 +19,46 @@ class Probe(Message, frozen=True, kw_only=True, tag="device-probe"):
 
 
 class Probed(Message, frozen=True, kw_only=True, tag="device-probe-result"):
-    """The answer, for the leader: seconds of the same small matrix product, made some times."""
+    """The answer, for the leader."""
 
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...]  # of the same small matrix product, made several times
 
 
 class Rehearse(Message, frozen=True, kw_only=True, tag="all-reduce-probe"):
-    """The leader asks workers of one node, before a job's first plan, how long an all-reduce of `size` bytes
-    takes among them: for each of the widths in their order, among as many of the `members`, the first ones."""
+    """Before a job's first plan the leader asks workers of one node how long an all-reduce takes among them."""
 
-    members: tuple[str, ...]
-    widths: tuple[int, ...]
-    size: int
+    members: tuple[str, ...]  # devices, in rank order
+    widths: tuple[int, ...]  # for each: an all-reduce among the first so many members, in this order
+    size: int  # bytes of each all-reduce
 
 
 class Rehearsed(Message, frozen=True, kw_only=True, tag="all-reduce-probe-result"):
-    """The answer of the first member, for the leader: by width, seconds of one all-reduce."""
+    """The answer of the first member, for the leader."""
 
-    seconds: dict[int, float]
+    seconds: dict[int, float]  # of one all-reduce, by width
 
 
 class Crossed(Message, frozen=True, kw_only=True, tag="link-probe-result"):
-    """To the leader: the link from this agent's node to `target`, probed while neither has work. `size` bytes
-    took `seconds` until they were there; the shortest of some messages took `latency` seconds one way."""
+    """To the leader: the link from this agent's node to another, probed while neither has work."""
 
-    target: str
-    size: int
-    seconds: float
-    latency: float
+    target: str  # the other node
+    size: int  # bytes that were sent
+    seconds: float  # until all of them were there
+    latency: float  # seconds one way, the shortest of several messages
 
 
 class Unreached(Message, frozen=True, kw_only=True, tag="unreached-nodes"):
-    """To the leader, the answer to its `TryReach`: the nodes that this agent's node does not reach, and why."""
+    """To the leader, the answer to `TryReach`."""
 
-    job: str
-    round: int
-    nodes: dict[str, str]
+    job: str  # the job's name
+    round: int  # as in `TryReach`
+    nodes: dict[str, str]  # nodes that this agent's node does not reach, with the reason
 
 
 class Frozen(Message, frozen=True, kw_only=True, tag="worker-hang"):
-    """To the leader: a worker does not answer its agent, and how that is known; or it answers again (empty)."""
+    """To the leader: a worker does not answer its agent's heartbeat, or does again."""
 
-    job: str
-    device: str
-    incarnation: str
-    how: str = ""
+    job: str  # the job's name
+    device: str  # "node/local rank"
+    incarnation: str  # id of this start of the worker's process
+    how: str = ""  # how that is known (empty: it answers again)

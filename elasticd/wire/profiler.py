@@ -12,21 +12,19 @@ from elasticd_planner.value import Value, refuse
 
 
 class Request(Value, frozen=True, kw_only=True):
-    """What to measure. target: FILE:NAME of the model, or of a function that makes it; loss and batch are names
-    in the same file (empty: none). tokens: of micro-batches, each a multiple of sample_tokens. whole: compare
-    with the whole model too; collectives: measure all-reduces among processes of this machine."""
+    """What to measure."""
 
-    target: str
-    widths: tuple[int, ...]
-    tokens: tuple[int, ...]
-    sample_tokens: int
-    repeats: int
-    threads: int
-    device: str = "cpu"
-    loss: str = ""
-    batch: str = ""
-    collectives: bool = False
-    whole: bool = True
+    target: str  # FILE:NAME of the model, or of a function that makes it
+    widths: tuple[int, ...]  # of TP groups
+    tokens: tuple[int, ...]  # of micro-batches, each a multiple of `sample_tokens`
+    sample_tokens: int  # tokens of a sample
+    repeats: int  # measurements of each section
+    threads: int  # of torch on a CPU
+    device: str = "cpu"  # torch device, "cpu" or "cuda"
+    loss: str = ""  # name of loss(output, batch) in the same file (empty: none)
+    batch: str = ""  # name of batch(samples, tokens) in the same file (empty: random ids)
+    collectives: bool = False  # measure all-reduces among processes of this machine
+    whole: bool = True  # compare the sum of the blocks with the complete model
 
     def __post_init__(self) -> None:
         numbers = (*self.widths, *self.tokens, self.sample_tokens, self.repeats, self.threads)
@@ -43,21 +41,21 @@ class Request(Value, frozen=True, kw_only=True):
 
 
 class Progress(Value, frozen=True, kw_only=True, tag="progress"):
-    """The part that is done, of 1."""
+    """How far the measuring is."""
 
-    part: float
+    part: float  # 0 to 1
 
 
 class Done(Value, frozen=True, kw_only=True, tag="done"):
-    """Everything that was measured."""
+    """Everything is measured."""
 
-    samples: Samples
+    samples: Samples  # what was measured
 
 
 class Failed(Value, frozen=True, kw_only=True, tag="failed"):
-    """Why nothing can be measured, in one message for the user."""
+    """Nothing can be measured."""
 
-    reason: str
+    reason: str  # one message for the user
 
 
 Answer = Progress | Done | Failed

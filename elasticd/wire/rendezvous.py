@@ -18,96 +18,92 @@ from elasticd.codec.message import Message
 class Attend(Message, frozen=True, kw_only=True, tag="rendezvous-hello"):
     """The first message of a torchrun whose rounds torch itself makes."""
 
-    job: str
-    pid: int
-    release: str = ""
+    job: str  # the job's name
+    pid: int  # process id
+    release: str = ""  # of the sender's elasticd
 
 
 class Present(Message, frozen=True, kw_only=True, tag="rendezvous-presence"):
-    """What the others are to know of this torchrun, for as long as it lives: its name, where it serves the
-    store of a round that it is first in ("host:port"), and whether it has ended its part in good order."""
+    """What other torchruns are to know of this one, for as long as it lives."""
 
-    id: int
-    name: str
-    store: str
-    left: bool = False
+    id: int  # by which it knows the answer
+    name: str  # its name in the rendezvous
+    store: str  # "host:port" of its store, for rounds that it is first in
+    left: bool = False  # it has ended its part in good order
 
 
 class ReadRound(Message, frozen=True, kw_only=True, tag="rendezvous-read"):
-    """The state of the job's rendezvous, please."""
+    """Asks for the state of the job's rendezvous."""
 
-    id: int
+    id: int  # by which it knows the answer
 
 
 class WriteRound(Message, frozen=True, kw_only=True, tag="rendezvous-write"):
-    """Set the state of the job's rendezvous, if it still is the one with this token (0: if there is none)."""
+    """Sets the state of the job's rendezvous, if it still has this token."""
 
-    id: int
-    value: bytes
-    token: int
+    id: int  # by which it knows the answer
+    value: bytes  # the state, which is torch's own
+    token: int  # of the state that it replaces (0: there is none)
 
 
 class Watching(Message, frozen=True, kw_only=True, tag="watch-hello"):
-    """The first message of a worker of such a torchrun whose script has `elasticd.watch()`: which process of
-    which round it is. nodes: torchruns in the round; least: how many it may shrink to."""
+    """The first message of a worker of such a torchrun whose script has `elasticd.watch()`."""
 
-    job: str
-    torchrun: str
-    local_rank: int
-    pid: int
-    round: int
-    world: int
-    nodes: int
-    least: int
-    release: str = ""
+    job: str  # the job's name
+    torchrun: str  # its torchrun's name in the rendezvous
+    local_rank: int  # on its node
+    pid: int  # process id
+    round: int  # number of the round
+    world: int  # workers of the round
+    nodes: int  # torchruns of the round
+    least: int  # torchruns that the round may shrink to
+    release: str = ""  # of the sender's elasticd
 
 
 class Lap(Message, frozen=True, kw_only=True, tag="step-time"):
-    """One optimizer step of one process: `seconds` of its own computation, spent on `work` (whatever unit, the
-    same everywhere), and the step's wall time."""
+    """One optimizer step of one process."""
 
-    step: int
-    seconds: float
-    wall: float
-    work: float = 1.0
+    step: int  # index
+    seconds: float  # of its own computation
+    wall: float  # seconds of the step
+    work: float = 1.0  # what the seconds were spent on, in a unit that is the same everywhere
 
 
 # -- from the agent ------------------------------------------------------------------------------------------
 
 
 class Attending(Message, frozen=True, kw_only=True, tag="rendezvous-welcome"):
-    """The answer to `Attend`: the address that this node listens on for the others."""
+    """The answer to `Attend`."""
 
-    address: str
+    address: str  # host that this node listens on for the others
 
 
 class Torchrun(StoredValue, frozen=True, kw_only=True, tag="torchrun"):
-    """A torchrun in restart mode as its agent keeps it in the store. out: it is to take no part (why)."""
+    """A torchrun in restart mode as its agent keeps it in the store."""
 
-    node: str
-    store: str
-    status: Literal["here", "left", "died", "out"] = "here"
-    reason: str = ""
+    node: str  # its node
+    store: str  # "host:port" of its store
+    status: Literal["here", "left", "died", "out"] = "here"  # out: it is to take no part
+    reason: str = ""  # why it is out
 
 
 class RoundAnswer(Message, frozen=True, kw_only=True, tag="rendezvous-state"):
-    """The state of the job's rendezvous with its token (0: there is none), whether what was asked was done, and
-    all torchruns that the store knows of. `error`: the store cannot be asked now."""
+    """The state of the job's rendezvous, after what was asked."""
 
-    id: int
-    value: bytes = b""
-    token: int = 0
-    done: bool = True
-    torchruns: dict[str, Torchrun] = msgspec.field(default_factory=dict)
-    error: str = ""
+    id: int  # of what it answers
+    value: bytes = b""  # the state, which is torch's own
+    token: int = 0  # of the state (0: there is none)
+    done: bool = True  # what was asked was done
+    torchruns: dict[str, Torchrun] = msgspec.field(default_factory=dict)  # all that the store knows of, by name
+    error: str = ""  # why the store cannot be asked now
 
 
 # -- agent to leader -----------------------------------------------------------------------------------------
 
 
 class Lapped(Message, frozen=True, kw_only=True, tag="device-step-time"):
-    """A lap on `device`, in restart mode."""
+    """A step time in restart mode, to the leader."""
 
-    device: str
-    by: Watching
-    lap: Lap
+    device: str  # "node/local rank"
+    by: Watching  # the process
+    lap: Lap  # its step

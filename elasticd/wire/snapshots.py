@@ -10,16 +10,15 @@ from elasticd.codec.message import Message
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot: the share that member `device` of plan `plan` has in the state after `step` updates, copied
-    on `node` into a memory file of `size` bytes. Agents do not read it."""
+    """A snapshot: one member's share of a plan's state, in a memory file. Agents do not read it."""
 
-    job: str
-    device: str
-    incarnation: str
-    plan: int
-    step: int
-    node: str
-    size: int
+    job: str  # the job's name
+    device: str  # of the member
+    incarnation: str  # of the member
+    plan: int  # number of the plan
+    step: int  # updates in it
+    node: str  # on which it was copied
+    size: int  # bytes
 
     def __post_init__(self) -> None:
         if min(self.plan, self.step, self.size) < 0:
@@ -28,48 +27,47 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
 class Snapped(Message, frozen=True, kw_only=True, tag="snapshot-taken"):
     """A snapshot was copied. Its memory file comes with the message; the worker leaves it alone until it is
-    `Freed`. The plan comes from the first rank alone: a set of snapshots without it is not whole."""
+    `Freed`."""
 
-    held: Held
-    plan: Plan | None = None
+    held: Held  # the snapshot
+    plan: Plan | None = None  # from the first rank alone: without it a set of snapshots is not complete
 
 
 class Fetch(Message, frozen=True, kw_only=True, tag="snapshot-fetch"):
     """A worker wants a snapshot that its node's agent keeps, to go on from it."""
 
-    held: Held
+    held: Held  # the snapshot
 
 
 class Freed(Message, frozen=True, kw_only=True, tag="snapshot-freed"):
-    """The snapshot of that plan and step is not needed any more: its memory may be used again."""
+    """A snapshot is not needed any more: its memory may be used again."""
 
-    plan: int
-    step: int
+    plan: int  # number of its plan
+    step: int  # updates in it
 
 
 class Fetched(Message, frozen=True, kw_only=True, tag="snapshot-fetched"):
-    """The snapshot that was asked for: its memory file comes with the message, or `error` says why not."""
+    """The snapshot that was asked for: its memory file comes with the message."""
 
-    held: Held
-    error: str = ""
+    held: Held  # the snapshot
+    error: str = ""  # why there is no file
 
 
 class Keeps(Message, frozen=True, kw_only=True, tag="snapshot-inventory"):
-    """All snapshots of a job that this agent holds, its own workers' and others'; with the plans that first
-    ranks gave it."""
+    """All snapshots of a job that this agent holds, of its own workers and of others."""
 
-    job: str
-    snapshots: tuple[Held, ...]
-    plans: tuple[Plan, ...] = ()
+    job: str  # the job's name
+    snapshots: tuple[Held, ...]  # what it holds
+    plans: tuple[Plan, ...] = ()  # that first ranks gave it with their snapshots
 
 
 class Whole(Message, frozen=True, kw_only=True, tag="snapshot-set-complete"):
-    """A hint: of this plan and step all snapshots are kept, on two nodes each where there are two. Older ones
+    """A hint: all snapshots of this plan and step are kept, on two nodes each where there are two. Older ones
     are not needed any more."""
 
-    job: str
-    plan: int
-    step: int
+    job: str  # the job's name
+    plan: int  # number of the plan
+    step: int  # updates in them
 
 
 #: What a worker says to its agent's snapshots, and no leader hears.

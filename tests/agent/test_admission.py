@@ -14,9 +14,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from elasticd_agent import worker_admission
-from elasticd_agent.worker_admission import Admission
-from elasticd_agent.worker_socket import Ears, Workers
+from elasticd_agent import worker_socket
+from elasticd_agent.worker_socket import Admission, Ears, Workers
 
 from elasticd.machines.agent.state import Event
 from elasticd.testing.waiting import until
@@ -62,7 +61,7 @@ def test_own_user_is_let_in_and_another_is_told_why(tmp_path: Path, monkeypatch:
             with unix_socket.connect(str(tmp_path / "agent.sock")) as own:
                 await asyncio.to_thread(until, lambda: len(workers._connections) == 1)
                 assert own.fileno() >= 0
-            monkeypatch.setattr(worker_admission, "peer", lambda _: (7, STRANGER, STRANGER))
+            monkeypatch.setattr(worker_socket, "peer", lambda _: (7, STRANGER, STRANGER))
             with unix_socket.connect(str(tmp_path / "agent.sock")) as other:
                 said = await asyncio.to_thread(unix_socket.receive, other)
                 assert said is not None
@@ -96,8 +95,8 @@ def test_owner_root_and_members_are_let_in(
     further: list[int],
     in_: bool,
 ) -> None:
-    monkeypatch.setattr(worker_admission, "peer", lambda _: peer)
-    monkeypatch.setattr(worker_admission, "_groups", lambda _: further)
+    monkeypatch.setattr(worker_socket, "peer", lambda _: peer)
+    monkeypatch.setattr(worker_socket, "_groups", lambda _: further)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         assert (Admission(group).refusal(sock) == "") is in_
 
@@ -105,8 +104,8 @@ def test_owner_root_and_members_are_let_in(
 def test_kernel_tells_process_user_and_groups() -> None:
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
-        assert worker_admission.peer(other) == (os.getpid(), os.geteuid(), os.getegid())
-        assert set(worker_admission._groups(other)) == set(os.getgroups())
+        assert worker_socket.peer(other) == (os.getpid(), os.geteuid(), os.getegid())
+        assert set(worker_socket._groups(other)) == set(os.getgroups())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
@@ -161,14 +160,14 @@ def test_process_that_got_the_number_of_one_that_ended_is_not_taken_for_it(
 ) -> None:
     path = str(tmp_path / "agent.sock")
     if old_kernel:
-        monkeypatch.setattr(worker_admission, "_SO_PEERPIDFD", 9999)
-        monkeypatch.setattr(worker_admission.time, "clock_gettime", lambda clock: 0.0)  # all started later
+        monkeypatch.setattr(worker_socket, "_SO_PEERPIDFD", 9999)
+        monkeypatch.setattr(worker_socket.time, "clock_gettime", lambda clock: 0.0)  # all started later
     with unix_socket.listen(path) as listener:
         ended_process(path)
         sock, _ = listener.accept()
         with sock:
-            monkeypatch.setattr(worker_admission, "peer", lambda _: (os.getpid(), 0, 0))
-            pidfd = worker_admission.peer_pidfd(sock)
+            monkeypatch.setattr(worker_socket, "peer", lambda _: (os.getpid(), 0, 0))
+            pidfd = worker_socket.peer_pidfd(sock)
             if pidfd is not None:  # a kernel since 6.16 gives one of the process that has ended
                 assert not old_kernel
                 assert select.select([pidfd], [], [], 0)[0], "its end is seen at once"
@@ -180,10 +179,10 @@ def test_process_that_lives_is_watched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old_kernel: bool
 ) -> None:
     if old_kernel:
-        monkeypatch.setattr(worker_admission, "_SO_PEERPIDFD", 9999)
+        monkeypatch.setattr(worker_socket, "_SO_PEERPIDFD", 9999)
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with one, other:
-        pidfd = worker_admission.peer_pidfd(other)
+        pidfd = worker_socket.peer_pidfd(other)
         assert pidfd is not None
         said = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
         assert f"Pid:\t{os.getpid()}\n" in said

@@ -10,8 +10,7 @@ from elasticd_planner.value import Invalid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elasticd.chaos.fault import ENDINGS, REAL, WAYS, Fault
-from elasticd.chaos.fault_script import Faults
+from elasticd.chaos.faults import ENDINGS, REAL, WAYS, Fault, Faults
 from tests.chaos.test_soak import FIXED
 from tests.sizes import examples
 from tests.soak.random_faults import LIVE_WEIGHTS, WEIGHTS, Soaking, draw

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elasticd.chaos.fault_script import Faults
+from elasticd.chaos.faults import Faults
 from elasticd.records import DoneRecord, Fence, MemberRecord, PlanRecord, Proposal, encode
 from elasticd.simulator.run import Simulation
 from elasticd.store.memory import MemoryStore

@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from elasticd.chaos.fault import Fault
+from elasticd.chaos.faults import Fault
 from elasticd.testing.network_cut import Severed
 from elasticd.testing.network_namespaces import Namespaces
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.chaos.fault_script import Faults
+from elasticd.chaos.faults import Faults
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.run import Simulation
 from tests.soak.random_faults import Soaking, draw

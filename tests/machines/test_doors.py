@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticd.coordinator.store_writer import stored
-from elasticd.machines.agent import client_admission
+from elasticd.machines.agent import machine as agent_machine
 from elasticd.machines.agent import state as agent_state
 from elasticd.machines.agent.state import Opened
 from elasticd.machines.coordinator import machine as coordinator
@@ -53,9 +53,9 @@ def test_what_release_0_1_took_is_known_where_a_job_runs_under_it(name: str, can
     assert harmless(name) == can_be
     join = Opened(client="t", pid=1, incarnation="i", body=Join(job=name, min_nodes=1, max_nodes=1, pid=1))
     agent = agent_state.State(record=node_record("alpha"))
-    assert client_admission.refusal(agent, join)
+    assert agent_machine.refusal(agent, join)
     plan = PlanRecord(plan=PLAN, epoch=1, step=0)
-    assert client_admission.refusal(replace(agent, plans={name: plan}), join) == ""
+    assert agent_machine.refusal(replace(agent, plans={name: plan}), join) == ""
 
 
 @pytest.mark.parametrize("name", BAD)

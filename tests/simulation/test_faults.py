@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from elasticd_planner.problem import Answer, Problem
 
-from elasticd.chaos.fault import Fault
+from elasticd.chaos.faults import Fault
 from elasticd.machines.job.state.job_state import Settings
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.results.result import Happening, Outcome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticd.chaos.fault import Fault
+from elasticd.chaos.faults import Fault
 from elasticd.simulator.results.result import Outcome
 from elasticd.simulator.run import simulate
 from tests import sizes

@@ -13,7 +13,7 @@ import pytest
 from elasticd_planner.policy.policy import PolicySettings
 from elasticd_planner.policy.stability import FREE, first_wait
 
-from elasticd.chaos.fault import Fault
+from elasticd.chaos.faults import Fault
 from elasticd.simulator.results.result import Outcome
 from elasticd.simulator.run import simulate
 from elasticd.simulator.scenarios.scenario import parse

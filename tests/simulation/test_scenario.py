@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticd.chaos.fault import Fault
+from elasticd.chaos.faults import Fault
 from elasticd.simulator.scenarios.model_shapes import PRESETS, model_spec
 from elasticd.simulator.scenarios.random_faults import DAY, RandomFaults, draw
 from elasticd.simulator.scenarios.scenario import ScenarioError, load, parse

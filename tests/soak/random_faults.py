@@ -9,8 +9,7 @@ import numpy as np
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value, refuse
 
-from elasticd.chaos.fault import WAYS
-from elasticd.chaos.fault_script import Faults
+from elasticd.chaos.faults import WAYS, Faults
 
 #: How often each kind is drawn, beside the others.
 WEIGHTS: dict[str, float] = {

@@ -18,7 +18,7 @@ from itertools import pairwise
 import click
 from elasticd_planner.value import Value
 
-from elasticd.chaos.fault_script import Faults
+from elasticd.chaos.faults import Faults
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.run import KEYS, Simulation
 from elasticd.simulator.scenarios.model_shapes import Shapes

@@ -22,7 +22,7 @@ import msgspec
 from elasticd_planner.spec.batch import Sampler
 from elasticd_planner.value import Value
 
-from elasticd.chaos.fault_script import Faults
+from elasticd.chaos.faults import Faults
 from elasticd.store.protocol import WatchEvent
 from elasticd.system.child_processes import ProcessError, Processes
 from elasticd.testing.chaos_cluster import JOB, ChaosCluster, Shape

@@ -76,6 +76,7 @@ class Journal:
                 self._append(job, step)
 
     def tell(self, note: Note, time: float) -> EventRecord:
+        """Keeps an event. time: unix seconds."""
         record = EventRecord(
             id=self._next, time=time, kind=note.kind, job=note.job, text=note.text, data=note.data
         )
@@ -158,12 +159,15 @@ class Journal:
         return set(self._steps)
 
     def events(self, after: int = 0) -> list[EventRecord]:
+        """Events with an id above `after`, oldest first."""
         return _tail(self._events, lambda record: record.id > after)
 
     def pacing(self, job: str) -> Pacing:
+        """What a job's emulated devices reported of their pacing in all."""
         return self._pacing.get(job, Pacing())
 
     def steps(self, job: str, after: int = -1) -> list[StepRecord]:
+        """A job's steps above index `after`, oldest first."""
         return _tail(self._steps.get(job, deque()), lambda record: record.step > after)
 
 

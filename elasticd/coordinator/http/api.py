@@ -65,9 +65,13 @@ class Served(Protocol):
     access: Access
     viewers: Viewers
 
-    async def status(self) -> ClusterStatus: ...
+    async def status(self) -> ClusterStatus:
+        """The cluster now."""
+        ...
 
-    async def history(self, job: str) -> list[HistoryRecord]: ...
+    async def history(self, job: str) -> list[HistoryRecord]:
+        """Every plan of a job, oldest first."""
+        ...
 
     def ready(self) -> str:
         """Why it is not ready, or nothing."""

@@ -79,6 +79,7 @@ class Cuts:
         return "" if node in self._ordered else f"this leader did not cut node {node!r} off"
 
     def heal(self, node: str) -> None:
+        """Ends the cut of a node, which must be cut now."""
         self._healed[node].set()
 
     async def stay(self, node: str, socket: WebSocket) -> None:

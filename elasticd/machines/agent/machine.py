@@ -27,8 +27,7 @@ from typing import Any
 import msgspec
 
 from elasticd.codec.decoding import shown
-from elasticd.machines.agent import device_probes, store_orders
-from elasticd.machines.agent.client_admission import refusal
+from elasticd.machines.agent import store_orders
 from elasticd.machines.agent.state import (
     Call,
     CheckpointsRead,
@@ -72,6 +71,7 @@ from elasticd.machines.agent.store_orders import (
     plan_read,
     proposal_read,
 )
+from elasticd.names import name_refusal
 from elasticd.records import MemberRecord
 from elasticd.version import __version__
 from elasticd.wire.main_thread import Halted
@@ -102,8 +102,9 @@ from elasticd.wire.messages import (
     Up,
     Welcome,
     WorkerLost,
+    protocol_refusal,
 )
-from elasticd.wire.probes import Frozen, Probed, Rehearsed
+from elasticd.wire.probes import Frozen, Probe, Probed, Rehearsed
 
 #: Reports kept while the link is away; the oldest go first.
 MOST_REPORTS = 256
@@ -211,6 +212,39 @@ def _drop(state: State, name: str, how: str) -> Result:
 # -- clients -----------------------------------------------------------------------------------------------
 
 
+def refusal(state: State, event: Opened) -> str:
+    """Why this worker or torchrun is not let in, with the remedy; empty for one that is."""
+    body, node = event.body, state.record.node
+    if apart := protocol_refusal("this process's hello to its agent", body):
+        return apart
+    if body.pid != event.pid:
+        return (
+            f"process {event.pid} says that it is {body.pid}: agent and trainer must share one PID namespace "
+            "(with containers, run the agent in the same one or share the host's)"
+        )
+    # A job that runs already, let in by release 0.1, may be called otherwise.
+    runs = (isinstance(body, Hello) and body.incarnation) or body.job in state.plans
+    if not runs and (why := name_refusal("the job's name (--rdzv-id)", body.job)):
+        return why
+    if isinstance(body, Join):
+        return ""
+    devices = len(state.record.devices)
+    if not 0 <= body.local_rank < devices:
+        return (
+            f"local rank {body.local_rank} has no device: node {node!r} has {devices}; "
+            f"start torchrun with --nproc-per-node={devices} at most, or 'elasticd run' with --devices "
+            f"{devices} at most, and with GPUs 0 to {devices - 1} in $CUDA_VISIBLE_DEVICES"
+        )
+    other = state.worker_of(f"{node}/{body.local_rank}")
+    # The same process may come as a new incarnation.
+    if other is not None and (other.opening.pid, other.job) != (event.pid, body.job):
+        return (
+            f"device {other.device} is driven by process {other.opening.pid} of job {other.job!r}: a device "
+            "belongs to one job at a time; end that job first, or use another node"
+        )
+    return ""
+
+
 def _opened(state: State, event: Opened, now: float) -> Result:
     reason = refusal(state, event)
     if reason:
@@ -239,7 +273,7 @@ def _opened(state: State, event: Opened, now: float) -> Result:
         Send(client=client.id, body=welcome),
         *_up(state, client, body),
     )
-    state, asked = device_probes.due(_with_client(state, client), now)
+    state, asked = _probe_due(_with_client(state, client), now)
     return state, (*effects, *store_orders.standing(state, client), *asked)
 
 
@@ -394,13 +428,39 @@ def _to_device(state: State, device: str, body: ToWorker) -> Result:
 
 
 def _tick(state: State, event: Tick, now: float) -> Result:
-    state, asked = device_probes.due(state, now)
+    state, asked = _probe_due(state, now)
     late = [key for key, call in state.calls.items() if call.deadline <= now]
     if not late:
         return state, asked
     calls = {key: call for key, call in state.calls.items() if key not in late}
     why = "no leader can be reached" if state.phase is Phase.AWAY else "the leader did not answer in time"
     return replace(state, calls=calls), (*asked, *(_failed(key, why) for key in late))
+
+
+def _probe_due(state: State, now: float) -> tuple[State, tuple[Send, ...]]:
+    """Asks workers to probe their devices: those that stand by, never one that a plan has work for.
+
+    A worker is asked as soon as it is there, before any plan can have a place for it, and then again and again
+    while no plan, in force or open, is bound to it. It has the last word: one that computes does not answer.
+    """
+    asked = [client for client in state.clients.values() if _stands_by(state, client, now)]
+    if not asked:
+        return state, ()
+    clients = {**state.clients, **{client.id: replace(client, asked=now) for client in asked}}
+    return replace(state, clients=clients), tuple(Send(client=client.id, body=Probe()) for client in asked)
+
+
+def _stands_by(state: State, client: Client, now: float) -> bool:
+    if not isinstance(client.opening, Hello) or not client.opening.probes or client.frozen or client.goodbye:
+        return False
+    if client.asked is not None and not 0 < state.probe_seconds <= now - client.asked:
+        return False
+    record, proposal = state.plans.get(client.job), state.proposals.get(client.job)
+    plans = (
+        record.plan if record is not None else None,
+        proposal.plan if proposal is not None and proposal.status == "open" else None,
+    )
+    return not any(plan is not None and plan.binding.get(client.device) == client.incarnation for plan in plans)
 
 
 # -- parts -------------------------------------------------------------------------------------------------

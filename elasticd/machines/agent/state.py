@@ -60,27 +60,25 @@ class Phase(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Client:
-    """A worker (with device and incarnation) or a torchrun; `said` is what a new leader must hear again,
-    `farewell` why it said goodbye, `frozen` how it was found not to answer, `halted` where its main thread
-    stands still, as was found at `halted_at`. `asked`: when its device was last to be probed, and `probed` what
-    that gave."""
+    """A worker, or a torchrun, which has no device and no incarnation."""
 
-    id: str
-    opening: Hello | Join
-    device: str = ""
-    incarnation: str = ""
-    said: tuple[Outcome, ...] = ()
-    goodbye: bool = False
-    farewell: str = ""
-    ended: str = ""
-    frozen: str = ""
-    halted: Halted | None = None
-    halted_at: float = 0.0
-    asked: float | None = None
-    probed: Probed | None = None
+    id: str  # that the agent gave it
+    opening: Hello | Join  # its first message
+    device: str = ""  # "node/local rank"
+    incarnation: str = ""  # id of this start of the worker's process
+    said: tuple[Outcome, ...] = ()  # what a new leader must hear again
+    goodbye: bool = False  # it said goodbye
+    farewell: str = ""  # why it said goodbye
+    ended: str = ""  # how its process ended
+    frozen: str = ""  # how it was found not to answer (empty: it answers)
+    halted: Halted | None = None  # where its main thread stands still (None: it moves)
+    halted_at: float = 0.0  # when that was found
+    asked: float | None = None  # when its device was last to be probed
+    probed: Probed | None = None  # what the last probe gave
 
     @property
     def job(self) -> str:
+        """The job's name, by its first message."""
         return self.opening.job
 
 
@@ -88,29 +86,28 @@ class Client:
 class Call:
     """A call on the bootstrap store without an answer yet."""
 
-    call: StoreCall
-    deadline: float
+    call: StoreCall  # as the client asked
+    deadline: float  # when it fails, in seconds of the agent's clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """All that an agent knows. `pace` holds the emulated times of a normal device, if there are any; `epoch`
-    is the highest seen, by this agent or one before it on its node. `probe_seconds` pass between the probes of
-    a device that stands by (0: it is probed as it comes, and never again)."""
+    """All that an agent knows."""
 
-    record: NodeRecord
-    pace: Pace | None = None
-    phase: Phase = Phase.AWAY
-    epoch: int = 0
-    clients: Mapping[str, Client] = field(default_factory=dict)
-    departed: tuple[Client, ...] = ()
-    proposals: Mapping[str, Proposal] = field(default_factory=dict)
-    plans: Mapping[str, PlanRecord] = field(default_factory=dict)
-    fences: Mapping[str, Fence] = field(default_factory=dict)
-    done: Mapping[str, DoneRecord] = field(default_factory=dict)
-    factors: Mapping[str, float] = field(default_factory=dict)
-    reports: tuple[Up | PassedReport, ...] = ()
-    calls: Mapping[tuple[str, int], Call] = field(default_factory=dict)
+    record: NodeRecord  # of its node
+    pace: Pace | None = None  # emulated times of a normal device, if there are any
+    phase: Phase = Phase.AWAY  # of the link
+    epoch: int = 0  # highest seen, by this agent or one before it on its node
+    clients: Mapping[str, Client] = field(default_factory=dict)  # by id
+    departed: tuple[Client, ...] = ()  # ended workers whose last words a leader may not have heard
+    proposals: Mapping[str, Proposal] = field(default_factory=dict)  # by job, as read from the store
+    plans: Mapping[str, PlanRecord] = field(default_factory=dict)  # by job, as read from the store
+    fences: Mapping[str, Fence] = field(default_factory=dict)  # by job, as read from the store
+    done: Mapping[str, DoneRecord] = field(default_factory=dict)  # by job, as read from the store
+    factors: Mapping[str, float] = field(default_factory=dict)  # of chaos by device, above 1 for slower
+    reports: tuple[Up | PassedReport, ...] = ()  # that wait for the link
+    calls: Mapping[tuple[str, int], Call] = field(default_factory=dict)  # on bootstrap stores, by client and id
+    #: between the probes of a device that stands by (0: it is probed as it comes, and never again)
     probe_seconds: float = PROBE_SECONDS
 
     def worker_of(self, device: str) -> Client | None:
@@ -123,28 +120,28 @@ class State:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Opened:
-    """A client's first message; `pid` is the kernel's word, `incarnation` is minted for this hello."""
+    """A client's first message."""
 
-    client: str
-    body: Hello | Join
-    pid: int
-    incarnation: str
+    client: str  # its id
+    body: Hello | Join  # the message
+    pid: int  # process id, by the kernel's word
+    incarnation: str  # minted for this hello
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
     """A later message of a client; a worker's report may be undecoded."""
 
-    client: str
-    body: FromWorker | msgspec.Raw
+    client: str  # its id
+    body: FromWorker | msgspec.Raw  # the message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
     """A client's process ended, or let go of its connection."""
 
-    client: str
-    how: str
+    client: str  # its id
+    how: str  # in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,39 +156,39 @@ class LinkDown:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pulse:
-    """A worker is found frozen, `how` says by what, or it answers again (empty)."""
+    """A worker's heartbeat stopped, or is back."""
 
-    client: str
-    how: str
+    client: str  # its id
+    how: str  # how that was found (empty: it is back)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stood:
-    """A worker's main thread stands still; `halted` names no worker yet. Or it moves again (None)."""
+    """A worker's main thread stands still, or moves again."""
 
-    client: str
-    halted: Halted | None = None
+    client: str  # its id
+    halted: Halted | None = None  # where, without the worker's names (None: it moves)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drained:
-    """Whether this node's devices are to be left from now on."""
+    """A user drains this node, or has it used again."""
 
-    on: bool
+    on: bool  # its devices are to be left
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Heard:
     """A message from the leader, for a client or for the agent's end."""
 
-    message: Down | AgentRejected
+    message: Down | AgentRejected  # the message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaderRead:
-    """The leader's key, as read from the store; `epoch` is its create revision."""
+    """The leader's key, as read from the store."""
 
-    epoch: int
+    epoch: int  # its create revision
 
 
 #: Of a record of which nobody said when it was written: after everything that was seen.
@@ -200,48 +197,47 @@ UNKNOWN = (1 << 63) - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProposalRead:
-    """A job's proposal, as read from the store; None when the key is gone. `revision`, here and below: the
-    store's, of the write that made the record what it is."""
+    """A job's proposal, as read from the store."""
 
-    job: str
-    proposal: Proposal | None
-    revision: int = UNKNOWN
+    job: str  # the job's name
+    proposal: Proposal | None  # None when the key is gone
+    revision: int = UNKNOWN  # of the store, of the write that made the record what it is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRead:
-    """A job's recorded plan, as read from the store; None when the key is gone."""
+    """A job's recorded plan, as read from the store."""
 
-    job: str
-    record: PlanRecord | None
-    revision: int = UNKNOWN
+    job: str  # the job's name
+    record: PlanRecord | None  # None when the key is gone
+    revision: int = UNKNOWN  # as in `ProposalRead`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FenceRead:
-    """A job's fence, as read from the store; None when the key is gone."""
+    """A job's fence, as read from the store."""
 
-    job: str
-    record: Fence | None
-    revision: int = UNKNOWN
+    job: str  # the job's name
+    record: Fence | None  # None when the key is gone
+    revision: int = UNKNOWN  # as in `ProposalRead`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoneRead:
-    """How a job ended, as read from the store; None when the key is gone."""
+    """How a job ended, as read from the store."""
 
-    job: str
-    record: DoneRecord | None
-    revision: int = UNKNOWN
+    job: str  # the job's name
+    record: DoneRecord | None  # None when the key is gone
+    revision: int = UNKNOWN  # as in `ProposalRead`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointsRead:
-    """A job's published checkpoints, as read from the store; None when the key is gone."""
+    """A job's published checkpoints, as read from the store."""
 
-    job: str
-    record: CheckpointsRecord | None
-    revision: int = UNKNOWN
+    job: str  # the job's name
+    record: CheckpointsRecord | None  # None when the key is gone
+    revision: int = UNKNOWN  # as in `ProposalRead`
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,60 +272,60 @@ Event = (
 class Send:
     """Send this to a client."""
 
-    client: str
-    body: ToWorker
+    client: str  # its id
+    body: ToWorker  # the message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dismiss:
-    """Say why and let go of a connection: of a client that is not let in, or not kept."""
+    """Let go of the connection of a client that is not let in, or not kept."""
 
-    client: str
-    reason: str
+    client: str  # its id
+    reason: str  # which the client is told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tell:
     """Send this to the leader."""
 
-    message: FromAgent
+    message: FromAgent  # the message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetNode:
     """Write this node's key anew."""
 
-    record: NodeRecord
+    record: NodeRecord  # its value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetMember:
     """Write a worker's member key."""
 
-    job: str
-    record: MemberRecord
+    job: str  # the job's name
+    record: MemberRecord  # its value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClearMember:
     """Delete a worker's member key."""
 
-    job: str
-    device: str
+    job: str  # the job's name
+    device: str  # "node/local rank"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
     """One sentence for the log."""
 
-    text: str
+    text: str  # the sentence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangUp:
-    """Give up the link that has just come about, and try another: why."""
+    """Give up the link that has just come about, and try another."""
 
-    reason: str
+    reason: str  # for the log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

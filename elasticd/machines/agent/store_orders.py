@@ -52,10 +52,12 @@ from elasticd.wire.messages import (
 
 
 def leader_read(state: State, event: LeaderRead, now: float) -> Result:
+    """A leader's epoch: orders of a lower one are refused from now on."""
     return replace(state, epoch=max(state.epoch, event.epoch)), ()
 
 
 def proposal_read(state: State, event: ProposalRead, now: float) -> Result:
+    """A proposal, or its abort, goes to the workers of its old and its new plan."""
     job, proposal = event.job, event.proposal
     if proposal is None:
         return replace(state, proposals=_without(state.proposals, job)), ()
@@ -71,6 +73,7 @@ def proposal_read(state: State, event: ProposalRead, now: float) -> Result:
 
 
 def plan_read(state: State, event: PlanRead, now: float) -> Result:
+    """A recorded plan: members hear that it is recorded, and words that it outdates are forgotten."""
     job, record = event.job, event.record
     if record is None:
         return replace(state, plans=_without(state.plans, job)), ()
@@ -123,6 +126,7 @@ def _evicts(fence: Fence, worker: Client) -> bool:
 
 
 def done_read(state: State, event: DoneRead, now: float) -> Result:
+    """A job's end goes to all its workers."""
     job, record = event.job, event.record
     if record is None:
         return replace(state, done=_without(state.done, job)), ()

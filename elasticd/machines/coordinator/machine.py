@@ -52,13 +52,13 @@ MOST_BEGUN = 16
 
 
 class State(Value, frozen=True, kw_only=True):
-    """All that a leader knows. `epoch` is its key's create revision."""
+    """All that a leader knows."""
 
-    epoch: int
-    settings: Settings = msgspec.field(default_factory=Settings)
-    nodes: dict[str, NodeState] = msgspec.field(default_factory=dict)
-    jobs: dict[str, JobState] = msgspec.field(default_factory=dict)
-    links: node_links.Links = msgspec.field(default_factory=node_links.Links)
+    epoch: int  # create revision of its key
+    settings: Settings = msgspec.field(default_factory=Settings)  # as configured
+    nodes: dict[str, NodeState] = msgspec.field(default_factory=dict)  # whose agents have said hello, by name
+    jobs: dict[str, JobState] = msgspec.field(default_factory=dict)  # by name, those that are over among them
+    links: node_links.Links = msgspec.field(default_factory=node_links.Links)  # measured links between nodes
 
 
 Result = tuple[State, tuple[Effect, ...]]

@@ -14,7 +14,7 @@ from elasticd_planner.spec.plan import Plan
 
 from elasticd.machines.job.copies import checkpoints
 from elasticd.machines.job.copies.checkpoints import NotShared, offered
-from elasticd.machines.job.copies.memory_fit import fit
+from elasticd.machines.job.copies.memory import fit
 from elasticd.machines.job.copies.rollback import waits
 from elasticd.machines.job.faults import user_exceptions
 from elasticd.machines.job.faults.network_partition import regroup

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from elasticd_planner.spec.cluster import node_of
 
-from elasticd.chaos.fault import Fault
+from elasticd.chaos.faults import Fault
 from elasticd.simulator.cluster.launcher import Operator
 from elasticd.simulator.cluster.leader import SimulatedLeader
 from elasticd.simulator.cluster.nodes import Node

@@ -18,7 +18,7 @@ from elasticd_planner.problem import Problem
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.spec.plan import Plan
 
-from elasticd.chaos.fault import Fault
+from elasticd.chaos.faults import Fault
 from elasticd.simulator.devices.device_model import Truth
 from elasticd.simulator.planning import Planner
 from elasticd.simulator.results.progress import Trained

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from elasticd_planner.value import Value, refuse
 
-from elasticd.chaos.fault import Fault
+from elasticd.chaos.faults import Fault
 
 DAY = 86_400.0
 

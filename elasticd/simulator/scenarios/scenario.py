@@ -25,7 +25,7 @@ from elasticd_planner.spec.cluster import Cluster, Device, Link, Node
 from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.value import Value, refuse
 
-from elasticd.chaos.fault import KINDS, REAL, Fault
+from elasticd.chaos.faults import KINDS, REAL, Fault
 from elasticd.config.tree import ConfigError, section, size
 from elasticd.simulator.scenarios.model_shapes import PRESETS, Shapes, model_spec
 from elasticd.simulator.scenarios.random_faults import RandomFaults, draw

@@ -1,8 +1,10 @@
-"""Whether the state that a plan gives each device fits there, and beside what it holds already.
+"""Whether a switch to a plan fits the devices' memory: beside the old copy of the state, or only in place.
 
 The planner counts with parts of a profile, evenly spread; where replicas must be on different nodes, one device
 may have to keep more than its part. And a switch holds two copies for a while, of all boxes that change: where
-they do not fit both, state can only move in place.
+both do not fit, state can only move in place. Old boxes then give their memory to new ones as these come. If
+that fails midway nobody has a complete copy of either plan, and replicas do not help: each has given something
+up. So it is done only where an older state can be read now.
 """
 
 from __future__ import annotations
@@ -18,15 +20,56 @@ from elasticd_planner.spec.model import ModelSpec
 from elasticd_planner.spec.plan import Plan
 from elasticd_planner.value import Value
 
+from elasticd.machines.job.copies.snapshots import secured
 from elasticd.machines.job.state.job_state import NodeState
+from elasticd.machines.job.state.recovery_source import Source
+from elasticd.machines.job.state.transaction import Turn
+
+
+class Fit(Value, frozen=True, kw_only=True):
+    """Whether a plan can be switched to."""
+
+    wrong: str = ""  # why it cannot
+    in_place: str = ""  # why it can in place only
 
 
 class Room(Value, frozen=True, kw_only=True):
-    """`lacks`: which device cannot hold its part of the plan, in words. `cramped`: which one can, but not
-    beside what it holds now."""
+    """Whether the devices hold a plan's state."""
 
-    lacks: str = ""
-    cramped: str = ""
+    lacks: str = ""  # the device that cannot hold its part of the plan, in words
+    cramped: str = ""  # the device that can, but not beside what it holds now, in words
+
+
+def fit(turn: Turn, plan: Plan, source: Source | None) -> Fit:
+    """For a switch to `plan` from the plan in force; after a fence, from `source`."""
+    job = turn.job
+    if job.spec is None or job.profile is None:
+        return Fit()
+    old = source.plan if source is not None and not _is_older(source) else job.plan
+    holders = {worker.device for worker in job.bound(old)}
+    anew = source is not None and _is_older(source)
+    found = room(plan, old, job.spec.model, job.profile, turn.nodes, holders=holders, anew=anew)
+    if found.lacks:
+        return Fit(wrong=found.lacks)
+    if not found.cramped:
+        return Fit()
+    if _safe(turn, old, source):
+        return Fit(in_place=found.cramped)
+    return Fit(
+        wrong=f"{found.cramped}; it could move in place if snapshots (CheckpointingOptions(snapshot_every=...))"
+        " kept the state safe meanwhile"
+    )
+
+
+def _is_older(source: Source) -> bool:
+    return source.plan is None or bool(source.recovery.snapshots)
+
+
+def _safe(turn: Turn, old: Plan | None, source: Source | None) -> bool:
+    """Whether no copy of `old` is needed once the move has begun."""
+    if old is None or (source is not None and _is_older(source)):
+        return True  # it is read from where it stays
+    return secured(turn, old) is not None
 
 
 def room(

@@ -23,10 +23,9 @@ MOST_TRIES = 3
 
 
 class Wait(Value, frozen=True, kw_only=True):
-    """There is an older state, and it cannot be read yet; `why` for people, empty while a plan is on its
-    way."""
+    """There is an older state, and it cannot be read yet."""
 
-    why: str = ""
+    why: str = ""  # for people, empty while a plan is on its way
 
 
 def waits(turn: Turn, why: str) -> None:

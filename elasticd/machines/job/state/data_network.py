@@ -19,36 +19,30 @@ def nodes_name(nodes: Iterable[str]) -> str:
 
 
 class Out(Value, frozen=True, kw_only=True):
-    """A node that the job went on without because it was apart from the others: how often, and until when no
-    plan takes it up although it reaches them."""
+    """A node that the job went on without, since others did not reach it."""
 
-    times: int
-    until: float
+    times: int  # how often
+    until: float  # when a plan may use it again, once it reaches them
 
 
 class Network(Value, frozen=True, kw_only=True):
-    """Agents try in rounds whom they reach. `asked` have not answered the present one yet, which began at
-    `asked_at`; `heard` says whom those that answered did not reach. The next begins at `next_at`. `quiet`
-    counts the rounds in a row in which all reached all; `failed`, by both nodes of a pair, those in which it
-    failed.
+    """What agents found of which nodes reach each other. They test it in rounds."""
 
-    `out`: nodes that the job went on without. `regroups`: how often in a row its members stood still with
-    nobody lost, and made no step after it. `chosen`: the nodes that are to go on once there is a plan for them,
-    `unplanned` those for which there is none, and why. `hopeless_since`: since when nobody can go on.
-    """
-
-    round: int = 0
-    asked: tuple[str, ...] = ()
-    asked_at: float = 0.0
+    round: int = 0  # number of the present or last round
+    asked: tuple[str, ...] = ()  # nodes that have not answered in it yet
+    asked_at: float = 0.0  # when it began
+    #: by node that answered: the nodes that it did not reach
     heard: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict)
-    next_at: float = 0.0
-    quiet: int = 0
+    next_at: float = 0.0  # when the next round begins
+    quiet: int = 0  # rounds in a row in which all reached all
+    #: rounds in a row in which a pair failed, by both of its nodes
     failed: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
-    out: dict[str, Out] = msgspec.field(default_factory=dict)
-    regroups: int = 0
-    chosen: tuple[str, ...] = ()
+    out: dict[str, Out] = msgspec.field(default_factory=dict)  # nodes that the job went on without
+    regroups: int = 0  # how often in a row the members stood still with nobody lost, and made no step after it
+    chosen: tuple[str, ...] = ()  # nodes that are to go on once there is a plan for them
+    #: sets of nodes for which there is no plan, with the reason
     unplanned: dict[str, str] = msgspec.field(default_factory=dict)
-    hopeless_since: float | None = None
+    hopeless_since: float | None = None  # since when no set of nodes can go on
 
     def apart(self, nodes: Iterable[str] | None = None) -> frozenset[Pair]:
         """The pairs (of these nodes) that failed to reach each other in enough rounds."""

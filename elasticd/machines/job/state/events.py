@@ -77,96 +77,95 @@ Record = JobSpec | PlanRecord | Proposal | Fence | HistoryRecord | CheckpointsRe
 
 
 class AgentUp(Value, frozen=True, kw_only=True):
-    """An agent said hello on a connection of its own; what its workers last said follows. The leader adds
-    whether it took the place of another: the workers that spoke to that one are no workers of its own.
-    `release` and `version` (of messages) are the agent's."""
+    """An agent said hello on a connection of its own; what its workers last said follows."""
 
-    record: NodeRecord
+    record: NodeRecord  # of its node
+    #: it took the place of another agent, added by the leader: workers that spoke to that one are none of its
+    #: own
     anew: bool = False
-    release: str = ""
-    version: int = 1
+    release: str = ""  # of the agent's elasticd
+    version: int = 1  # of the messages that it sends
 
 
 class AgentDown(Value, frozen=True, kw_only=True):
-    """That connection is gone: the node is unreachable, its workers may well train on."""
+    """An agent's connection is gone: the node is unreachable, its workers may well train on."""
 
-    node: str
+    node: str  # its node
 
 
 class Received(Value, frozen=True, kw_only=True):
     """A message from a connected agent."""
 
-    node: str
-    message: Up | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps
+    node: str  # the agent's node
+    message: Up | Unread | WorkerLost | Frozen | Unreached | Halted | OfNode | Keeps  # what it said
 
 
 class Planned(Value, frozen=True, kw_only=True):
-    """The planner's answer to the request with this token; `error` where it failed to give one."""
+    """The planner's answer."""
 
-    job: str
-    token: int
-    answer: Answer | None = None
-    error: str = ""
+    job: str  # the job's name
+    token: int  # of the request
+    answer: Answer | None = None  # the plan, or why there is none
+    error: str = ""  # why the planner gave no answer
 
 
 class Unwritten(Value, frozen=True, kw_only=True):
-    """The store does not take a write of this job, and never will: the tags of its records, and why."""
+    """The store does not take a write of this job, and never will."""
 
-    job: str
-    records: tuple[str, ...]
-    reason: str
+    job: str  # the job's name
+    records: tuple[str, ...]  # tags of what was to be written
+    reason: str  # why it is not taken
 
 
 class Paced(Value, frozen=True, kw_only=True):
-    """Chaos: this device is to run `factor` times slower than normal."""
+    """Chaos: a device is to run slower."""
 
-    device: str
-    factor: float
+    device: str  # "node/local rank"
+    factor: float  # times slower than normal
 
 
 class Reread(Value, frozen=True, kw_only=True):
-    """Chaos: this job is to read its data in sequences of so many tokens (0: as they are)."""
+    """Chaos: a job is to read its data in sequences of another length."""
 
-    job: str
-    tokens: int
+    job: str  # the job's name
+    tokens: int  # of a sequence (0: as they are)
 
 
 class Harmed(Value, frozen=True, kw_only=True):
-    """Chaos: the agent of `node` is to do this."""
+    """Chaos: an agent is to inject a fault."""
 
-    node: str
-    harm: Harm
+    node: str  # the agent's node
+    harm: Harm  # the fault
 
 
 class Configured(Value, frozen=True, kw_only=True):
-    """Detection and policy go by these from now on; `changes` says in words what was changed."""
+    """Detection and policy have changed."""
 
-    detect: DetectSettings
-    policy: PolicySettings
-    changes: str
+    detect: DetectSettings  # in force from now on
+    policy: PolicySettings  # in force from now on
+    changes: str  # what was changed, in words
 
 
 class Drained(Value, frozen=True, kw_only=True):
-    """A user wants this node's devices left, or used again."""
+    """A user drains a node, or has it used again."""
 
-    node: str
-    on: bool
+    node: str  # the node
+    on: bool  # its devices are to be left
 
 
 class StopAsked(Value, frozen=True, kw_only=True):
-    """A user stops this job: its workers have so many seconds (0: none) for a last checkpoint. `by` names the
-    user."""
+    """A user stops this job."""
 
-    job: str
-    by: str
-    seconds: float
+    job: str  # the job's name
+    by: str  # the user
+    seconds: float  # that its workers have for a last checkpoint (0: none)
 
 
 class ForgetAsked(Value, frozen=True, kw_only=True):
-    """A user wants nothing of this job kept, which is over. `by` names the user."""
+    """A user wants nothing kept of this job, which is over."""
 
-    job: str
-    by: str
+    job: str  # the job's name
+    by: str  # the user
 
 
 class Tick(Value, frozen=True, kw_only=True):
@@ -193,29 +192,27 @@ Event = (
 
 
 class Stored(Value, frozen=True, kw_only=True):
-    """A job's records as the store holds them: all that a new leader starts from. `highest` is the highest
-    number in its history; `history` tells why the proposal, else the plan, was made. over_seconds: since its
-    end, as far as its record says when that was."""
+    """A job's records as the store holds them: all that a new leader starts from."""
 
-    job: str
-    spec: JobSpec | None = None
-    plan: PlanRecord | None = None
-    proposal: Proposal | None = None
-    fence: Fence | None = None
-    done: DoneRecord | None = None
-    history: HistoryRecord | None = None
-    checkpoints: CheckpointsRecord | None = None
-    highest: int = 0
-    over_seconds: float = 0.0
+    job: str  # the job's name
+    spec: JobSpec | None = None  # what it trains
+    plan: PlanRecord | None = None  # in force
+    proposal: Proposal | None = None  # the last one
+    fence: Fence | None = None  # the last one
+    done: DoneRecord | None = None  # its end
+    history: HistoryRecord | None = None  # why the proposal, else the plan, was made
+    checkpoints: CheckpointsRecord | None = None  # published ones
+    highest: int = 0  # highest number in its history
+    over_seconds: float = 0.0  # since its end, as far as its record says when that was
 
 
 class Note(Value, frozen=True, kw_only=True):
-    """Something that people want to know of: one line for them, data for programs."""
+    """Something that people want to know of."""
 
-    kind: EventKind
-    text: str
-    job: str = ""
-    data: dict[str, Any] = msgspec.field(default_factory=dict)
+    kind: EventKind  # for programs
+    text: str  # one line for people
+    job: str = ""  # empty: about no job
+    data: dict[str, Any] = msgspec.field(default_factory=dict)  # for programs
 
 
 class Log(Value, frozen=True, kw_only=True):
@@ -226,36 +223,34 @@ class Log(Value, frozen=True, kw_only=True):
 
 
 class Send(Value, frozen=True, kw_only=True):
-    """To the agent of `node`, if it is connected."""
+    """A message to an agent, if it is connected."""
 
-    node: str
-    message: Down | Harm | Drain | End | TryReach | Whole
+    node: str  # the agent's node
+    message: Down | Harm | Drain | End | TryReach | Whole  # what it is told
 
 
 class Write(Value, frozen=True, kw_only=True):
-    """One transaction under the leader's key, in the order in which such effects were made; `notes` are told
-    when it is done. `close` deletes the proposal: the plan recorded with it took its place. `forget` deletes
-    all that leaders wrote of the job, which is over; there are no records then."""
+    """One transaction under the leader's key, in the order in which such effects were made."""
 
-    job: str
-    records: tuple[Record, ...]
-    close: bool = False
-    forget: bool = False
-    notes: tuple[Note, ...] = ()
+    job: str  # the job's name
+    records: tuple[Record, ...]  # what is written
+    close: bool = False  # deletes the proposal: the plan recorded with it took its place
+    forget: bool = False  # deletes all that leaders wrote of the job, which is over; there are no records then
+    notes: tuple[Note, ...] = ()  # told when it is done
 
 
 class RequestPlan(Value, frozen=True, kw_only=True):
     """Ask the planner; a request of this job that is still under way is stale and ends."""
 
-    job: str
-    token: int
-    problem: Problem
+    job: str  # the job's name
+    token: int  # which the answer repeats
+    problem: Problem  # what to plan
 
 
 class CancelPlan(Value, frozen=True, kw_only=True):
     """Nobody waits for this job's plan any more."""
 
-    job: str
+    job: str  # the job's name
 
 
 Effect = Note | Log | Send | Write | RequestPlan | CancelPlan

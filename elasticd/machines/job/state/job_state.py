@@ -98,39 +98,38 @@ ASKING = frozenset({Phase.PLANNING, Phase.RUNNING, Phase.RECOVERING})
 
 
 class Settings(Value, frozen=True, kw_only=True):
-    """Times in seconds, counts in steps. gather: from enough nodes to the start; prepare: for members to
-    prepare a proposal; reconnect: for agents to return to a new leader, or after a broken connection;
-    retry: from an abort to the next proposal, doubled for each further one that is made from the same and given
-    up as well, up to most_retry; leave: for all members to take their leave after the first did, before the
-    last step; stand: for members to say what they hold after a fence; bereft: from a member that lost the
-    others to the fence, if nobody is known to have died; node: for a node that cannot be reached to be back,
-    if the job's steps have stopped too; lone: the same for one that alone holds a part of the state, where
-    there is no older state to go back to; hang: beyond twice the slowest step of late without one, until a
-    worker that does not answer counts as lost; probe: for a worker that said so to tell how fast its device is,
-    before it is given work; fit: measured steps that a profile is fitted from; keep: until a job that is over
-    is forgotten, or sooner where more than keep_jobs are over. flops (of a normal device, per second) and the
-    links inside a node and between nodes are what plans count with until something was measured."""
+    """What the leader's configuration says of jobs: times, detection, policy, and speeds until they are
+    measured."""
 
-    gather_seconds: float = 1.0
-    prepare_seconds: float = 30.0
-    reconnect_seconds: float = 3.0
+    gather_seconds: float = 1.0  # from enough nodes to the start, for more to come
+    prepare_seconds: float = 30.0  # for members to prepare a proposal
+    reconnect_seconds: float = 3.0  # for agents to return to a new leader, or after a broken connection
+    #: from an abort to the next proposal; doubled for each further one from the same basis that is given up as
+    #: well
     retry_seconds: float = 30.0
-    most_retry_seconds: float = 3600.0
-    leave_seconds: float = 2.0
-    stand_seconds: float = 10.0
+    most_retry_seconds: float = 3600.0  # up to this
+    leave_seconds: float = 2.0  # for all members to say goodbye after the first did, before the last step
+    stand_seconds: float = 10.0  # for members to say what they hold after a fence
+    #: from a member that lost the others to the fence, if nobody is known to have died
     bereft_seconds: float = 0.5
+    #: for a node that cannot be reached to be back, if the job's steps have stopped too
     node_seconds: float = 0.4
+    #: the same for a node that alone holds a part of the state, where there is no older state to go back to
     lone_seconds: float = 60.0
+    #: without a step, beyond twice the slowest step of late, until a worker that does not answer counts as lost
     hang_seconds: float = 0.4
+    #: for a worker that answers probes to tell how fast its device is, before it is given work
     probe_seconds: float = 3.0
-    fit_steps: int = STEPS
-    keep_seconds: float = 7 * 86_400.0
-    keep_jobs: int = 1000
+    fit_steps: int = STEPS  # measured steps that a profile is fitted from
+    keep_seconds: float = 7 * 86_400.0  # until a job that is over is forgotten
+    keep_jobs: int = 1000  # jobs that are over and not forgotten; with more, the oldest are
+    #: detection of stragglers and of changes in the data
     detect: DetectSettings = msgspec.field(default_factory=DetectSettings)
+    #: when a better plan is worth a switch
     policy: PolicySettings = msgspec.field(default_factory=PolicySettings)
-    flops: float = GUESSED_FLOPS
-    inside: Link = Link()
-    between: Link = Link()
+    flops: float = GUESSED_FLOPS  # of a normal device, per second, until steps were measured
+    inside: Link = Link()  # links inside a node, until they are measured
+    between: Link = Link()  # links between nodes, until they are measured
 
     def __post_init__(self) -> None:
         times = (
@@ -145,132 +144,123 @@ class Settings(Value, frozen=True, kw_only=True):
 
 
 class NodeState(Value, frozen=True, kw_only=True):
-    """A node whose agent has said hello to this leader; `since` its connection came or went. `paces` are the
-    factors that chaos set, by device; `health` what its agent last said of machine and devices. `release` and
-    `version` (of messages) are its agent's, as its hello said."""
+    """A node whose agent has said hello to this leader."""
 
-    record: NodeRecord
-    connected: bool
-    since: float
+    record: NodeRecord  # as the agent wrote it
+    connected: bool  # its connection stands
+    since: float  # when the connection came or went
+    #: factors of chaos by device, above 1 for slower
     paces: dict[str, float] = msgspec.field(default_factory=dict)
-    health: Health | None = None
-    release: str = ""
-    version: int = 1
+    health: Health | None = None  # what its agent last said of machine and devices
+    release: str = ""  # of its agent's elasticd
+    version: int = 1  # of the messages that its agent sends
 
 
 class Rehearsal(Value, frozen=True, kw_only=True):
-    """All-reduces that were asked for before the first plan: the devices whose answers are `awaited` `until`
-    then, and the seconds that were `found`, by width, one from each node."""
+    """All-reduces that were asked for before the first plan."""
 
-    until: float
-    awaited: frozenset[str] = frozenset()
+    until: float  # when the plan is made without the answers that lack
+    awaited: frozenset[str] = frozenset()  # devices that have not answered
+    #: seconds by width, one from each node
     found: dict[int, tuple[float, ...]] = msgspec.field(default_factory=dict)
 
 
 class Joiner(Value, frozen=True, kw_only=True):
-    """A torchrun that asked to take part; `answered` once it was told to start its workers, or has them."""
+    """A torchrun that asked to take part."""
 
-    node: str
-    client: str
-    pid: int
-    min_nodes: int
-    max_nodes: int
-    answered: bool = False
+    node: str  # its node
+    client: str  # id that its agent gave it
+    pid: int  # process id
+    min_nodes: int  # the least of --nnodes
+    max_nodes: int  # the most of --nnodes
+    answered: bool = False  # it was told to start its workers, or has them
 
 
 class Worker(Value, frozen=True, kw_only=True):
-    """A worker process that said hello, and the last that it said about a proposal (0: nothing yet). Once it
-    took its leave: since when, and why. `orphan`: its node's agent was started again, and it has not come back
-    to that one yet. `bereft_at`: since when it stands still, having lost the others; `standing` what it said
-    after a fence. `checkpoints` are the names of those that it sees, the newest first. `leaving`:
-    it was told to go, and by what; `saves` while it has a last checkpoint to make should all go. `probe_by`:
-    until when its device's first probe is waited for (None: no more). `rehearses`, `closes`: see `Hello`.
-    `raised`: what the script's own code raised in it, and `judged` once it is clear what follows. `halted`:
-    where its main thread stands still, since `halted_at` at least; without, since when it moves again.
-    """
+    """A worker process that said hello, and what it last said."""
 
-    device: str
-    incarnation: str
-    node: str
-    client: str
-    pid: int
-    prepared: int = 0
-    kept: int = 0
-    swapped: int = 0
-    left_at: float | None = None
-    farewell: str = ""
-    orphan: bool = False
-    bereft_at: float | None = None
-    frozen: str = ""
-    standing: Standing | None = None
-    checkpoints: tuple[str, ...] = ()
-    leaving: str = ""
-    saves: bool = False
-    probe_by: float | None = None
-    rehearses: bool = False
-    closes: bool = False
-    raised: Raised | None = None
-    judged: bool = False
-    halted: Halted | None = None
-    halted_at: float = 0.0
+    device: str  # "node/local rank"
+    incarnation: str  # id of this start of the worker's process
+    node: str  # its node
+    client: str  # id that its agent gave it
+    pid: int  # process id, 0 if not known
+    prepared: int = 0  # number of the last proposal that it prepared (0: none)
+    kept: int = 0  # number of the last proposal that it stayed on its plan for (0: none)
+    swapped: int = 0  # number of the last plan that it switched to (0: none)
+    left_at: float | None = None  # when it left before the last step
+    farewell: str = ""  # why it left
+    orphan: bool = False  # its node's agent was started again, and it has not come back to that one yet
+    bereft_at: float | None = None  # since when it stands still, having lost the others
+    frozen: str = ""  # how it was found not to answer its agent (empty: it answers)
+    standing: Standing | None = None  # its answer to the last fence
+    checkpoints: tuple[str, ...] = ()  # names of those that it sees, newest first
+    leaving: str = ""  # why it is to be drained: a preemption notice, or its code raised (empty: it is not)
+    saves: bool = False  # it has a last checkpoint to make should all workers go
+    probe_by: float | None = None  # until when its device's first probe is waited for (None: no more)
+    rehearses: bool = False  # it answers a `Rehearse`
+    closes: bool = False  # it takes part in a last checkpoint that another member asks for
+    raised: Raised | None = None  # what the script's own code raised in it
+    judged: bool = False  # it is clear what follows from `raised`
+    halted: Halted | None = None  # where its main thread stands still (None: it moves)
+    halted_at: float = 0.0  # since when it stands still at least; else since when it moves again
 
     @property
     def left(self) -> bool:
+        """Whether it said goodbye before the last step."""
         return self.left_at is not None
 
 
 class Basis(Value, frozen=True, kw_only=True):
     """What a plan is made from, beside the job's spec: another basis asks for another decision."""
 
-    devices: tuple[Device, ...]
-    rates: dict[str, float]
-    profile: ModelProfile
-    interleave: int = 1
+    devices: tuple[Device, ...]  # that the plan may use
+    rates: dict[str, float]  # slowdown of stragglers, by device
+    profile: ModelProfile  # seconds and bytes of the model
+    interleave: int = 1  # chunks of layers that a device may have
 
 
 class Asked(Value, frozen=True, kw_only=True):
     """A plan that is being made."""
 
-    token: int
-    basis: Basis
-    problem: Problem
+    token: int  # number of the request, which the answer repeats
+    basis: Basis  # what it is made from
+    problem: Problem  # as the planner has it
 
 
 class Deferred(Value, frozen=True, kw_only=True):
-    """An answer of the planner that is worth a switch once its `basis` has held up to `step`."""
+    """An answer of the planner that is worth a switch once its basis has held for longer."""
 
-    basis: Basis
-    problem: Problem
-    answer: Answer
-    step: int
+    basis: Basis  # what it was made from
+    problem: Problem  # as the planner had it
+    answer: Answer  # the plan
+    step: int  # index of the step at which it is weighed again
 
 
 class Remedy(Value, frozen=True, kw_only=True):
-    """A plan for those that live, made while they say what they hold."""
+    """A plan for the survivors, made while they say what they hold."""
 
-    basis: Basis
-    problem: Problem
-    plan: Plan
+    basis: Basis  # what it was made from
+    problem: Problem  # as the planner had it
+    plan: Plan  # the plan
 
 
 class Setback(Value, frozen=True, kw_only=True):
-    """Plans made from `basis` were given up `times` times in a row: the next may be made at `until`."""
+    """Plans from one basis that were given up in a row."""
 
-    basis: Basis
-    times: int
-    until: float
+    basis: Basis  # what they were made from
+    times: int  # how many
+    until: float  # when the next may be made from it
 
 
 class Progress(Value, frozen=True, kw_only=True):
-    """The newest step that rank 0 reported, when, and how long it took: `step` updates were applied; None
-    where nothing was yet. `slowest`: seconds of the slowest of late; what is long past counts less."""
+    """The newest step that rank 0 reported."""
 
-    step: int = 0
-    at: float = 0.0
-    seconds: float = 0.0
-    slowest: float = 0.0
-    loss: float | None = None
-    tokens_per_second: float | None = None
+    step: int = 0  # updates so far
+    at: float = 0.0  # when the last step was reported
+    seconds: float = 0.0  # of the step
+    slowest: float = 0.0  # seconds of the slowest of late; what is long past counts less
+    loss: float | None = None  # mean per token
+    tokens_per_second: float | None = None  # of the step, over all ranks
 
 
 #: Of the reports of a step: of 8,000 devices a hundred are in each.
@@ -278,12 +268,15 @@ BUCKETS = 79
 
 
 class Reported(Value, frozen=True, kw_only=True):
-    """What some members reported of a step, by bucket and device. In buckets, since a report makes another of
-    these values, and is not to copy what thousands of others said. Each report is packed at once, so that the
-    last one finds little left to do. `columns` are those of the rows."""
+    """What some members reported of a step, by bucket and device.
 
+    In buckets, since a report makes another of these values, and is not to copy what thousands of others said.
+    Each report is packed at once, so that the last one finds little left to do.
+    """
+
+    #: packed reports, by a hash of the device and by device
     buckets: dict[int, dict[str, Row]] = msgspec.field(default_factory=dict)
-    columns: tuple[str, ...] = COLUMNS
+    columns: tuple[str, ...] = COLUMNS  # names of the values of a row
 
     def after(self, measurement: Measurement) -> Reported:
         """With one more; a later word of a device takes the place of its earlier one."""
@@ -312,95 +305,72 @@ NOTHING = Reported()
 
 
 class JobState(Value, frozen=True, kw_only=True):
-    """One job. Its values by what they are for:
+    """One job as its leader knows it. Values are frozen: a step makes another one. Times are seconds of the
+    leader's clock."""
 
-    gathering: `joiners` by place (a node or a device), `enough_since` there are enough, `joined` in rank order.
-    workers: by device; `world_size` is how many torchrun started, `spec` what all of them train.
-    switch: `plan` is in force, `proposal` open or aborting, `highest` the highest number ever used, `give_up`
-        why the proposal is to be aborted; `settle_until` a new leader's patience (invariant 4), then None.
-    planning: `decided` is what the last decision was made from, None where one is due, but not before
-        `not_before`, and from the basis of a `setback` not before its own time; `asked` is under way; `token`
-        counts requests; `deferred` waits for more steps; `stability` knows how long conditions last, and
-        `moved` what the last switches cost. A new leader learns the latter two anew.
-    fault: `fence` is the one that no recorded plan has followed yet, `remedy` the plan that is to; `gone` are
-        all that were ever fenced off, by device the last of them: their words count no more. `standstill` is
-        the step in which members were last said to hang though nobody is given up (-1: none was).
-    measuring: `gathered` of steps that some members have not reported yet; `sampled` for the fit, from the step
-        after `first_step` on; `last_steps` whole ones of the plan in force; `probes` of devices without work;
-        `rehearsal` of all-reduces before the first plan, `rehearsed` the widths that are known of it alone;
-        `taught_by` the plan that the profile was last fitted to. `shifts` watches the data's lengths; the
-        profile is for such as `lengths` (None: as the spec says, all alike).
-    chaos: the data is to be read in sequences of `sequence` tokens (0: as they are); `reread`: that was
-        ordered, and no plan with it was proposed yet.
-    end: `done_epoch` is that of the record in the store. `stopping` says who stops the job (empty: nobody),
-        which ends by `stop_at`. `thrown` are exceptions of the script's own code, the newest last; `failing`
-        says that one of them ends the job (empty: none does), once its state is saved.
-    older state: `snapshots` in the agents' memory, checkpoints `published`, the newest last, and `unpublished`
-        ones of a plan that is not recorded yet. `republish`: the list, last written at `published_at`, is to be
-        written again. When a worker last `arrived`. Until `patient_until` a new
-        leader takes nothing for lost that it has not heard of.
-    takeover: `unmet` are the members, by device their incarnations, that a leader before this one bound and
-        that this one has not heard of yet. They may live, and hold copies.
-    network: what is known of who reaches whom, and how often the members could not go on together.
-    log: `unexpected` are events that the log has a line of, since their phase had nothing for them.
-    """
-
-    job: str
-    phase: Phase
-    since: float
-    reason: str = ""
-    joiners: dict[str, Joiner] = msgspec.field(default_factory=dict)
-    enough_since: float | None = None
-    joined: tuple[str, ...] = ()
-    spec: JobSpec | None = None
-    world_size: int | None = None
-    workers: dict[str, Worker] = msgspec.field(default_factory=dict)
-    plan: Plan | None = None
-    proposal: Proposal | None = None
-    highest: int = 0
-    settle_until: float | None = None
-    give_up: str = ""
-    fence: Fence | None = None
+    job: str  # the job's name
+    phase: Phase  # the module's docstring says what each means
+    since: float  # when it entered the phase
+    reason: str = ""  # why it waits or has ended, for people
+    joiners: dict[str, Joiner] = msgspec.field(default_factory=dict)  # torchruns by place: a node, or a device
+    enough_since: float | None = None  # since when enough torchruns are there
+    joined: tuple[str, ...] = ()  # places that take part, in rank order
+    spec: JobSpec | None = None  # what all its workers train
+    world_size: int | None = None  # workers that torchrun started
+    workers: dict[str, Worker] = msgspec.field(default_factory=dict)  # processes that said hello, by device
+    plan: Plan | None = None  # in force
+    proposal: Proposal | None = None  # open or aborting
+    highest: int = 0  # the highest number ever used
+    settle_until: float | None = None  # end of a new leader's patience (invariant 4), then None
+    give_up: str = ""  # why the proposal is to be aborted (empty: it is not)
+    fence: Fence | None = None  # the one that no recorded plan has followed yet
+    #: incarnations that were ever fenced off, the last of each device: their words count no more
     gone: dict[str, str] = msgspec.field(default_factory=dict)
-    remedy: Remedy | None = None
+    remedy: Remedy | None = None  # the plan that is to follow the fence
+    #: index of the step in which members were last said to hang though none is given up (-1: none was)
     standstill: int = -1
-    profile: ModelProfile | None = None
-    rates: RateState = msgspec.field(default_factory=RateState)
-    probes: ProbeState = msgspec.field(default_factory=ProbeState)
-    decided: Basis | None = None
-    not_before: float = 0.0
-    setback: Setback | None = None
-    asked: Asked | None = None
-    deferred: Deferred | None = None
+    profile: ModelProfile | None = None  # seconds and bytes of the model, as far as they are known
+    rates: RateState = msgspec.field(default_factory=RateState)  # measured slowdown of each device
+    probes: ProbeState = msgspec.field(default_factory=ProbeState)  # of devices without work
+    decided: Basis | None = None  # what the last decision was made from; None: one is due
+    not_before: float = 0.0  # when the next plan may be made
+    setback: Setback | None = None  # when it may be made from a basis whose plans were given up
+    asked: Asked | None = None  # the plan that is being made
+    deferred: Deferred | None = None  # an answer that waits for more steps
+    #: how long conditions last; a new leader learns it anew
     stability: Stability = msgspec.field(default_factory=Stability)
-    moved: tuple[Moved, ...] = ()
-    token: int = 0
+    moved: tuple[Moved, ...] = ()  # what the last switches cost; a new leader learns it anew
+    token: int = 0  # requests to the planner so far
+    #: reports by step, of steps that some members have not reported yet
     gathered: dict[int, Reported] = msgspec.field(default_factory=dict)
-    first_step: int | None = None
-    rehearsal: Rehearsal | None = None
-    rehearsed: frozenset[int] = frozenset()
-    taught_by: int = 0
-    sequence: int = 0
-    reread: bool = False
-    last_steps: tuple[Step, ...] = ()
-    sampled: tuple[Step, ...] = ()
-    shifts: ShiftState = msgspec.field(default_factory=ShiftState)
-    lengths: Lengths | None = None
-    progress: Progress = Progress()
-    done_epoch: int = 0
-    stopping: str = ""
-    stop_at: float = 0.0
-    thrown: tuple[Thrown, ...] = ()
-    failing: str = ""
-    snapshots: Snapshots = msgspec.field(default_factory=Snapshots)
-    published: tuple[PublishedCheckpoint, ...] = ()
-    unpublished: tuple[Saved, ...] = ()
-    republish: bool = False
-    published_at: float = -math.inf
-    arrived: float = -math.inf
-    patient_until: float = 0.0
+    first_step: int | None = None  # of the plan in force: steps after it are sampled for the fit
+    rehearsal: Rehearsal | None = None  # all-reduces before the first plan
+    rehearsed: frozenset[int] = frozenset()  # widths whose all-reduce is known from the rehearsal alone
+    taught_by: int = 0  # number of the plan that the profile was last fitted to
+    sequence: int = 0  # chaos: tokens of a sequence that the data is to be read in (0: as it is)
+    reread: bool = False  # chaos: that was ordered, and no plan with it was proposed yet
+    last_steps: tuple[Step, ...] = ()  # complete ones of the plan in force
+    sampled: tuple[Step, ...] = ()  # steps for the fit of the profile
+    shifts: ShiftState = msgspec.field(default_factory=ShiftState)  # what is known of the data's lengths
+    lengths: Lengths | None = None  # those that the profile is for (None: all as the spec says)
+    progress: Progress = Progress()  # the newest step
+    done_epoch: int = 0  # epoch of the job's end in the store
+    stopping: str = ""  # who stops the job (empty: nobody)
+    stop_at: float = 0.0  # when it ends then, at the latest
+    thrown: tuple[Thrown, ...] = ()  # exceptions of the script's own code, newest last
+    failing: str = ""  # which of them ends the job, once its state is saved (empty: none)
+    snapshots: Snapshots = msgspec.field(default_factory=Snapshots)  # in the agents' memory
+    published: tuple[PublishedCheckpoint, ...] = ()  # checkpoints, newest last
+    unpublished: tuple[Saved, ...] = ()  # checkpoints of a plan that is not recorded yet
+    republish: bool = False  # the list of checkpoints is to be written again
+    published_at: float = -math.inf  # when that list was last written
+    arrived: float = -math.inf  # when a worker last came
+    patient_until: float = 0.0  # until then a new leader takes nothing for lost that it has not heard of
+    #: incarnations by device that a leader before this one bound, and that this one has not heard of: they may
+    #: live, and hold copies
     unmet: dict[str, str] = msgspec.field(default_factory=dict)
-    network: Network = Network()
+    network: Network = Network()  # which nodes reach each other
+    #: events that the log has a line of, since their phase has nothing for them
     unexpected: frozenset[str] = frozenset()
 
     @property

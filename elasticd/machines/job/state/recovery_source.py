@@ -9,13 +9,12 @@ from elasticd.records import Proposal, Recovery
 
 
 class Source(Value, frozen=True, kw_only=True):
-    """As the proposal carries it: of snapshots and copies the `plan` that they are of, else the names of
-    `checkpoints`. `words`, for people: where the state comes from, if not from copies that live."""
+    """What a recovery reads its state from, as the proposal carries it."""
 
-    plan: Plan | None
-    recovery: Recovery
-    checkpoints: tuple[str, ...] = ()
-    words: str = ""
+    plan: Plan | None  # that copies or snapshots are of; None: checkpoints
+    recovery: Recovery  # who has what
+    checkpoints: tuple[str, ...] = ()  # names, newest first
+    words: str = ""  # where the state comes from, if not from copies that live
 
 
 def called(proposal: Proposal) -> str:

@@ -21,23 +21,23 @@ MOST_BEGUN = 64
 
 
 class Moment(NamedTuple):
-    """A point in a job's history: `step` updates were applied, the last of them under this plan."""
+    """A point in a job's history."""
 
-    plan: int
-    step: int
+    plan: int  # number of the plan of the last update
+    step: int  # updates so far
 
 
 class Snapshots(Value, frozen=True, kw_only=True):
-    """`kept`: what each node's agent holds, by moment. `plans`: those that first ranks gave with their
-    snapshots, by number. `begun`: at which step plans were recorded, by number. `whole`: the newest set that no
-    single node's end can take away; `told_at` when people last heard of one. `failed`: how often a recovery
-    from what it names did."""
+    """The snapshots of a job that agents hold."""
 
-    kept: dict[str, dict[Moment, tuple[Held, ...]]] = msgspec.field(default_factory=dict)
+    kept: dict[str, dict[Moment, tuple[Held, ...]]] = msgspec.field(default_factory=dict)  # by node and moment
+    #: by number, as first ranks gave them with their snapshots
     plans: dict[int, Plan] = msgspec.field(default_factory=dict)
+    #: updates at which each plan was recorded, by its number
     begun: dict[int, int] = msgspec.field(default_factory=dict)
-    whole: Moment | None = None
-    told_at: float | None = None
+    whole: Moment | None = None  # newest complete set that no single node's end can take away
+    told_at: float | None = None  # when people last heard of one
+    #: recoveries that failed, by the name of what they read
     failed: dict[str, int] = msgspec.field(default_factory=dict)
 
     def replaced(self, node: str, held: Iterable[Held], plans: Iterable[Plan]) -> Snapshots:

@@ -41,9 +41,11 @@ class Turn:
 
     @property
     def over(self) -> bool:
+        """Whether the job is done or stopped."""
         return self.job.phase in OVER
 
     def set(self, **changes: Any) -> None:
+        """Changes fields of the job."""
         self.job = msgspec.structs.replace(self.job, **changes)
 
     def enter(self, phase: Phase, **changes: Any) -> None:
@@ -77,6 +79,7 @@ class Turn:
             self.set(unmet=unmet)
 
     def note(self, kind: EventKind, text: str, **data: Any) -> None:
+        """Tells people of something now."""
         self.effects.append(self.told(kind, text, **data))
 
     def told(self, kind: EventKind, text: str, **data: Any) -> Note:
@@ -96,6 +99,7 @@ class Turn:
         self.effects.append(Send(node=node, message=message))
 
     def send(self, node: str, client: str, body: Rejected | Joined | Closed | Rehearse) -> None:
+        """Sends a message to a client of the agent of `node`."""
         self.effects.append(Send(node=node, message=Down(client=client, body=body)))
 
     def write(
@@ -104,4 +108,6 @@ class Turn:
         notes: tuple[Note, ...] = (),
         close: bool = False,
     ) -> None:
+        """Writes records in one transaction; `notes` are told when it is done. close: deletes the proposal with
+        it."""
         self.effects.append(Write(job=self.job.job, records=records, notes=notes, close=close))

@@ -1,10 +1,19 @@
-"""One fault: what happens to what, and when; the same value for a real cluster and a simulated one."""
+"""Faults to inject, and scripts of them, written as one reads it:
+
+    Faults().slow("alpha/1", 2.5).at_step(40).kill("beta/0").at_step(60)
+
+A fault is the same value for a real cluster (`elasticd.testing.fault_player`) and for a simulated one (the
+faults of a scenario). In a script each `at_step` or `at_seconds` says when what was named since the one before
+it happens.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import msgspec
 from elasticd_planner.spec.cluster import node_of
 from elasticd_planner.value import Value, refuse
 
@@ -66,16 +75,16 @@ class Fault(Value, frozen=True, kw_only=True):
     would come at a step may never come where training stands until it does.
     """
 
-    kind: str
-    device: str = ""
-    node: str = ""
-    peer: str = ""
-    how: str = ""
-    factor: float = 1.0
-    lasts: float = 0.0
-    tokens: int = 0
-    step: int | None = None
-    seconds: float | None = None
+    kind: str  # one of KINDS
+    device: str = ""  # as "n0/3"
+    node: str = ""  # as "n0"
+    peer: str = ""  # of sever: the other node
+    how: str = ""  # one of its kind's WAYS (empty: the first)
+    factor: float = 1.0  # of slow: how many times slower than normal
+    lasts: float = 0.0  # seconds (0: until something ends it)
+    tokens: int = 0  # of shift: tokens of a sample
+    step: int | None = None  # when: once so many steps are done
+    seconds: float | None = None  # or when: seconds since the beginning
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -122,10 +131,12 @@ class Fault(Value, frozen=True, kw_only=True):
 
     @property
     def where(self) -> str:
+        """Its device or node, for people."""
         return self.device or (f"node {self.node}" if self.node else "")
 
     @property
     def text(self) -> str:
+        """What happens, for people."""
         where = self.where
         way = f" ({self.how})" if self.how else ""
         said = {
@@ -156,6 +167,7 @@ class Fault(Value, frozen=True, kw_only=True):
 
     @property
     def when(self) -> str:
+        """Its step or time, for people."""
         return f"step {self.step}" if self.step is not None else f"{self.seconds:g} s"
 
     def devices(self, names: Sequence[str]) -> list[str]:
@@ -168,3 +180,107 @@ class Fault(Value, frozen=True, kw_only=True):
         if kind is None or not self.lasts:
             return None
         return Fault(kind=kind, device=self.device, node=self.node, seconds=now + self.lasts)
+
+
+class Faults(Value, frozen=True, kw_only=True):
+    """A script; every method gives a longer one. A place is a device (as "alpha/1") or a node (as "alpha"),
+    `lasts` seconds. Raises `Invalid` where a fault cannot be."""
+
+    planned: tuple[Fault, ...] = ()
+    named: tuple[dict[str, Any], ...] = ()
+
+    def slow(self, place: str, factor: float) -> Faults:
+        """It takes `factor` times as long for the same work."""
+        return self._name("slow", place, factor=factor)
+
+    def recover(self, place: str) -> Faults:
+        """It runs at its normal speed again."""
+        return self._name("recover", place)
+
+    def kill(self, place: str, lasts: float = 0.0) -> Faults:
+        """The device's process dies; simulated, it is back after `lasts`, if that is not 0."""
+        return self._name("kill", place, lasts=lasts)
+
+    def join(self, place: str) -> Faults:
+        """What was killed is there again."""
+        return self._name("join", place)
+
+    def freeze(self, device: str, lasts: float = 0.0) -> Faults:
+        """The device's process stands still, until it is thawed."""
+        return self._name("freeze", device, lasts=lasts)
+
+    def thaw(self, device: str) -> Faults:
+        """The device's process goes on."""
+        return self._name("thaw", device)
+
+    def cut(self, node: str, lasts: float = 0.0) -> Faults:
+        """The node's agent loses leader and store, until it is healed."""
+        return self._name("cut", node, lasts=lasts)
+
+    def heal(self, node: str) -> Faults:
+        """The node's agent finds leader and store again."""
+        return self._name("heal", node)
+
+    def restart(self, node: str) -> Faults:
+        """The node's agent dies, and another is started."""
+        return self._name("restart", node)
+
+    def partition(self, node: str, lasts: float) -> Faults:
+        """For `lasts` seconds nobody reaches the node."""
+        return self._name("partition", node, lasts=lasts)
+
+    def sever(self, node: str, peer: str, lasts: float, how: str = "both") -> Faults:
+        """For `lasts` seconds the two nodes do not reach each other on the data network; "out": what `node`
+        sends alone is lost."""
+        return self._name("sever", node, peer=peer, lasts=lasts, how=how)
+
+    def unmet(self, node: str, lasts: float) -> Faults:
+        """The node's agent dies, then the leader; another agent comes after `lasts` seconds."""
+        return self._name("unmet", node, lasts=lasts)
+
+    def hang(self, device: str, lasts: float, how: str = "sleep") -> Faults:
+        """The device's main thread stands still in the loss: by "sleep" or by "lock"."""
+        return self._name("hang", device, lasts=lasts, how=how)
+
+    def pause(self, device: str, lasts: float, how: str = "script") -> Faults:
+        """It stands still between two steps: in the "script", with the interpreter's "lock", in the
+        "loader"."""
+        return self._name("pause", device, lasts=lasts, how=how)
+
+    def throw(self, device: str, how: str = "loss") -> Faults:
+        """The user's code raises there: in the "loss", or in the "script", the body of its loop."""
+        return self._name("raise", device, how=how)
+
+    def shift(self, tokens: int) -> Faults:
+        """A sample has so many tokens from then on."""
+        return self._name("shift", "", tokens=tokens)
+
+    def takeover(self) -> Faults:
+        """The leader dies, and another takes over."""
+        return self._name("takeover", "")
+
+    def at_step(self, step: int) -> Faults:
+        """What was named happens once `step` steps are done."""
+        return self._plan(step=step)
+
+    def at_seconds(self, seconds: float) -> Faults:
+        """What was named happens `seconds` after the beginning."""
+        return self._plan(seconds=seconds)
+
+    def __iter__(self) -> Iterator[Fault]:
+        if self.named:
+            refuse(f"when does {self.named[-1]['kind']} happen? say at_step(...) or at_seconds(...) after it")
+        return iter(self.planned)
+
+    def __len__(self) -> int:
+        return len(self.planned)
+
+    def _name(self, kind: str, place: str, **own: Any) -> Faults:
+        where = {"device" if "/" in place else "node": place} if place else {}
+        return msgspec.structs.replace(self, named=(*self.named, {"kind": kind, **where, **own}))
+
+    def _plan(self, **when: Any) -> Faults:
+        if not self.named:
+            refuse("at_step and at_seconds say when what was named before them happens: name a fault first")
+        added = tuple(Fault(**fields, **when) for fields in self.named)
+        return Faults(planned=(*self.planned, *added))
